@@ -1,0 +1,48 @@
+# Sourced by the other scripts: where things are, and how they come to be there.
+# shellcheck shell=bash
+
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+DEFAULT_TORCH=2.13.0
+
+# use_torch VERSION: the environment and the default checkout for that torch.
+use_torch() {
+  TORCH_VERSION=$1
+  VENV=$REPO/.venv
+  [ "$TORCH_VERSION" = "$DEFAULT_TORCH" ] || VENV=$REPO/.venv-$TORCH_VERSION
+  PYTHON=$VENV/bin/python
+  CHECKOUT=$REPO/build/pytorch-$TORCH_VERSION
+}
+use_torch "${TORCH_VERSION:-$DEFAULT_TORCH}"
+
+# A Python of at least 3.11 to make the environment with.
+base_python() {
+  local candidate
+  for candidate in python3.11 python3 python3.12 python3.13; do
+    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "error: Python 3.11 or newer (with its venv module) is needed; none is on the PATH" >&2
+  return 1
+}
+
+# The .venv with torch and the pinned requirements; nothing to do where it is current.
+ensure_environment() {
+  local wanted base
+  wanted="torch==$TORCH_VERSION $(cksum <"$REPO/requirements.txt")"
+  [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$wanted" ] && return
+  base=$(base_python)
+  echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
+  "$base" -m venv --clear "$VENV"
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+    "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
+  echo "$wanted" >"$VENV/.complete"
+}
+
+# The default checkout: the wheel's Python tree, its binaries linked in, the set applied.
+ensure_patched_checkout() {
+  ensure_environment
+  "$PYTHON" "$REPO/scripts/checkout.py" assemble "$CHECKOUT" >&2
+  APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2
+}

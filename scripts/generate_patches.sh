@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Makes patches/ and the manifest from the table of edits; --check only compares.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+ensure_environment
+PYTHONPATH=$REPO/scripts exec "$PYTHON" -m patchset.generate "$@"

@@ -1,0 +1,420 @@
+"""The command behind ``scripts/apply_patch.sh``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from .images import stale_bytecode, Survey, survey
+from .mailbox import message
+from .series import KNAPSACK
+from .target import BadCall, Conflict, find, find_installed, NEEDS, run_python, Target
+from .transaction import (
+    Change,
+    commit,
+    digest,
+    forget,
+    Journal,
+    lock,
+    read_journal,
+    recover,
+    undo,
+)
+
+
+DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST = range(4)
+
+EPILOG = """\
+exit codes:
+  0  done, or already in the wanted state
+  1  conflict: nothing was written; the message names file and reason
+  2  bad call, or TARGET is not a PyTorch tree
+  3  applied (or, with --check, would apply) to a tree that is no known release:
+     verified by structure only, not by checksum
+
+examples:
+  scripts/apply_patch.sh --status ~/pytorch        what each patch would do
+  scripts/apply_patch.sh --commit ~/pytorch        one git commit per patch
+  scripts/apply_patch.sh --installed               the torch that python3 imports
+  scripts/apply_patch.sh --reverse --installed     take it off, byte for byte
+"""
+
+
+@dataclass
+class Report:
+    """What one call did, for people and, with --json, for programs."""
+
+    action: str
+    target: Optional[Target] = None
+    release: Optional[str] = None
+    in_manifest: Optional[bool] = None
+    patches: list[dict[str, str]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    exit_code: int = DONE
+
+    def take(self, result: Survey) -> None:
+        self.release, self.in_manifest = result.release, result.in_manifest
+        self.patches = [
+            {"name": p.patch.name, "state": p.state, "detail": p.detail}
+            for p in result.patches
+        ]
+
+    def as_json(self) -> str:
+        place: dict[str, Any] = {}
+        if self.target is not None:
+            place = {
+                "target": str(self.target.root),
+                "version": self.target.version,
+                "installed": self.target.installed,
+            }
+        rest = {k: v for k, v in vars(self).items() if k not in ("target", "action")}
+        return json.dumps({"action": self.action, **place, **rest}, indent=1)
+
+    def as_text(self) -> str:
+        lines = []
+        if self.target is not None:
+            kind = "installed torch" if self.target.installed else "checkout"
+            known = (
+                "every file as released"
+                if self.in_manifest
+                else f"no known release; edits for {self.release}"
+            )
+            lines.append(
+                f"{self.target.root}: {kind}, PyTorch {self.target.version}"
+                + (f" ({known})" if self.release else "")
+            )
+        for patch in self.patches:
+            detail = f"  ({patch['detail']})" if patch["detail"] else ""
+            lines.append(f"  {patch['name']:<24} {patch['state']}{detail}")
+        lines += [f"  wrote {path}" for path in self.files]
+        lines += [f"  commit {name}" for name in self.commits]
+        return "\n".join(lines + self.messages)
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="apply_patch.sh",
+        description="Puts the activation memory budget patch set onto a PyTorch tree, "
+        "takes it off again, or tells where it stands.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", nargs="?", help=NEEDS)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="say, but do not write")
+    mode.add_argument("--reverse", action="store_true", help="take the set off")
+    mode.add_argument("--status", action="store_true", help="classify every patch")
+    parser.add_argument(
+        "--commit", action="store_true", help="git checkouts: one commit per patch"
+    )
+    parser.add_argument("--json", action="store_true", help="report as JSON")
+    parser.add_argument(
+        "--installed", action="store_true", help="the torch that a Python imports"
+    )
+    parser.add_argument("--python", metavar="PY", help="that Python (default: python3)")
+    options = parser.parse_args(arguments)
+
+    action = next(
+        (name for name in ("check", "reverse", "status") if getattr(options, name)),
+        "apply",
+    )
+    report = Report(action)
+    try:
+        report.target = _find(options)
+        with lock(report.target):
+            ACTIONS[action](report, report.target, options.commit)
+    except BadCall as error:
+        report.exit_code = BAD_CALL
+        report.messages.append(f"error: {error}")
+    except Conflict as error:
+        report.exit_code = CONFLICT
+        report.messages.append(f"conflict: {error}")
+    failed = report.exit_code in (CONFLICT, BAD_CALL)
+    if options.json:
+        print(report.as_json())
+    else:
+        print(report.as_text(), file=sys.stderr if failed else sys.stdout)
+    return report.exit_code
+
+
+def _find(options: argparse.Namespace) -> Target:
+    if options.installed:
+        if options.target:
+            raise BadCall("--installed and TARGET exclude each other")
+        target = find_installed(options.python or "python3")
+    elif options.python:
+        raise BadCall("--python goes with --installed")
+    elif not options.target:
+        raise BadCall(f"no TARGET. {NEEDS}")
+    else:
+        target = find(options.target)
+    if options.commit and options.status + options.check:
+        raise BadCall("--commit goes with applying and --reverse only")
+    if options.commit and target.git_dir is None:
+        raise BadCall(f"--commit: {target.root} is not a git checkout")
+    return target
+
+
+def _status(report: Report, target: Target, _: bool) -> None:
+    journal = read_journal(target)
+    result = survey(target, journal)
+    report.take(result)
+    if journal is not None and journal.phase == "writing":
+        report.messages.append(
+            "an earlier call was interrupted; the next apply or --reverse mends it"
+        )
+    if result.conflicts:
+        report.exit_code = CONFLICT
+
+
+def _check(report: Report, target: Target, _: bool) -> None:
+    result = _survey_without_conflict(report, target, read_journal(target))
+    pending = _pending(target, result.changes)
+    report.messages += [f"would write {path}" for path in pending]
+    report.messages.append("would apply" if pending else "already applied")
+    if pending and not result.in_manifest:
+        report.exit_code = NOT_IN_MANIFEST
+
+
+def _apply(report: Report, target: Target, with_commits: bool) -> None:
+    if recover(target):
+        report.messages.append("an interrupted earlier call was undone first")
+    journal = read_journal(target)
+    result = _survey_without_conflict(report, target, journal)
+    if with_commits:
+        _check_committable(target, result)
+    pending = _pending(target, result.changes)
+    if pending:
+        if journal is not None:
+            _take_off(target, journal)
+            result = survey(target, None)
+        changes = result.changes
+        imports = _has_binaries(target) and _import_fault(target) is None
+        commit(target, stale_bytecode(target, changes) + changes, result.release)
+        report.files = [change.path for change in changes]
+        report.messages.append(_verify(target, imports))
+        if not result.in_manifest:
+            report.exit_code = NOT_IN_MANIFEST
+            report.messages.append(
+                "applied to a tree that is no known release: every edit found its "
+                "place and the result compiles, but no checksum vouches for the base"
+            )
+    else:
+        report.messages.append("already applied")
+    if with_commits:
+        steps = [(message(s.patch), s.changes) for s in result.patches if s.changes]
+        report.commits = _commit_steps(target, steps)
+    report.take(survey(target, read_journal(target)))
+
+
+def _reverse(report: Report, target: Target, with_commits: bool) -> None:
+    if recover(target):
+        report.messages.append("an interrupted earlier call was undone")
+    journal = read_journal(target)
+    result = survey(target, journal)
+    if journal is None:
+        if any(p.state == "applied" for p in result.patches):
+            raise Conflict(
+                "the patch set is there, but was not applied by this script (git am? "
+                "a copied tree?): undo it the way it came (git revert, or reinstall "
+                "torch)"
+            )
+        report.messages.append("not applied; nothing to do")
+    else:
+        if with_commits:
+            _check_committable(target, result)
+        _take_off(target, journal)
+        report.files = list(journal.files)
+        if with_commits:
+            steps = [
+                (
+                    f"Revert: {message(s.patch)}",
+                    tuple(Change(c.path, c.after, c.before) for c in s.changes),
+                )
+                for s in reversed(result.patches)
+                if s.changes
+            ]
+            report.commits = _commit_steps(target, steps)
+        report.messages.append("reversed; every file is as it was before")
+    report.take(survey(target, None))
+
+
+ACTIONS = {"status": _status, "check": _check, "apply": _apply, "reverse": _reverse}
+
+
+def _survey_without_conflict(
+    report: Report, target: Target, journal: Optional[Journal]
+) -> Survey:
+    result = survey(target, journal)
+    report.take(result)
+    if result.conflicts:
+        raise Conflict(
+            "\nconflict: ".join(f"{p.patch.name}: {p.detail}" for p in result.conflicts)
+        )
+    return result
+
+
+def _pending(target: Target, changes: Sequence[Change]) -> list[str]:
+    return [c.path for c in changes if target.read(c.path) != c.after]
+
+
+def _take_off(target: Target, journal: Journal) -> None:
+    """Undo, or drop a journal that a reinstall or upgrade of torch outlived.
+
+    Superseded means: none of upstream's files is as we wrote it any more. New
+    files of ours, which no installer knows of, are then taken away all the same.
+    """
+    written = [path for path, known in journal.files.items() if known["after"]]
+    ours = [p for p in written if digest(target.read(p)) == journal.files[p]["after"]]
+    if any(journal.files[path]["before"] for path in ours):
+        undo(target, journal)
+        return
+    for path in ours:
+        (target.root / path).unlink()
+    forget(target, journal)
+
+
+def _import_fault(target: Target) -> Optional[str]:
+    """Why the tree's own partitioner does not import in a fresh process, or None."""
+    module = KNAPSACK[: -len(".py")].replace("/", ".")
+    try:
+        place = run_python(
+            target.python,
+            f"import {module} as m, torch._functorch.partitioners; print(m.__file__)",
+            first_on_path=target.root,
+        )
+    except RuntimeError as error:
+        return str(error)
+    wanted = target.root / KNAPSACK
+    return None if place == str(wanted) else f"{module} came from {place}"
+
+
+def _verify(target: Target, imported_before: bool) -> str:
+    """Import the result; where it no longer imports, take it off again.
+
+    A bare source tree, another platform's binaries or missing packages: then the
+    checksums and the syntax, checked while writing, are the proof.
+    """
+    if not imported_before:
+        return f"verified: checksums and syntax ({target.python} cannot import it)"
+    fault = _import_fault(target)
+    if fault is not None:
+        journal = read_journal(target)
+        if journal is not None:
+            undo(target, journal)
+        raise Conflict(f"the patched torch does not import; undone: {fault}")
+    return f"verified: checksums, syntax, and an import by {target.python}"
+
+
+def _has_binaries(target: Target) -> bool:
+    suffix = run_python(
+        target.python, "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
+    )
+    return (target.root / f"torch/_C{suffix}").exists()
+
+
+def _git(
+    target: Target,
+    *arguments: str,
+    content: Optional[bytes] = None,
+    index: Optional[str] = None,
+) -> bytes:
+    """git on the target's own repository, never on one further up."""
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.root.parent)}
+    if index is not None:
+        environment["GIT_INDEX_FILE"] = index
+    done = subprocess.run(
+        ["git", "-C", str(target.root), *arguments],
+        input=content,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        words = done.stderr.decode().strip() or f"exit {done.returncode}"
+        raise Conflict(f"git {arguments[0]}: {words}")
+    return done.stdout
+
+
+def _check_committable(target: Target, result: Survey) -> None:
+    """Before anything is written: git is there and HEAD holds what we start from."""
+    if shutil.which("git") is None:
+        raise Conflict("--commit needs git, which is not on the PATH")
+    _git(target, "var", "GIT_AUTHOR_IDENT")
+    for change in result.changes:
+        known = (change.before, change.after)
+        if _head_content(target, change.path) not in known:
+            raise Conflict(
+                f"{change.path}: has changes that are not committed; commit or stash "
+                "them first"
+            )
+
+
+def _head_content(target: Target, path: str) -> Optional[bytes]:
+    if not _git(target, "ls-tree", "HEAD", "--", path):
+        return None
+    return _git(target, "cat-file", "blob", f"HEAD:{path}")
+
+
+def _commit_steps(
+    target: Target, steps: Sequence[tuple[str, Sequence[Change]]]
+) -> list[str]:
+    """One commit per step on top of HEAD, then the branch moved once.
+
+    Built beside the user's index and work tree: what else is staged stays staged,
+    and a kill leaves the branch where it was.
+    """
+    final = {c.path: c.after for _, changes in steps for c in changes}
+    if all(_head_content(target, path) == content for path, content in final.items()):
+        return []
+    old = _git(target, "rev-parse", "HEAD").decode().strip()
+    head, names = old, []
+    with tempfile.TemporaryDirectory() as folder:
+        index = os.path.join(folder, "index")
+        _git(target, "read-tree", head, index=index)
+        for words, changes in steps:
+            for change in changes:
+                _stage(target, change, index)
+            tree = _git(target, "write-tree", index=index).decode().strip()
+            made = _git(
+                target, "commit-tree", tree, "-p", head, "-F", "-",
+                content=words.encode(),
+            )  # fmt: skip
+            head = made.decode().strip()
+            names.append(f"{head[:12]} {words.partition(chr(10))[0]}")
+    _git(
+        target,
+        "update-ref",
+        "-m",
+        "activation memory budget patch set",
+        "HEAD",
+        head,
+        old,
+    )
+    for path, content in final.items():
+        _stage(target, Change(path, None, content), None)
+    return names
+
+
+def _stage(target: Target, change: Change, index: Optional[str]) -> None:
+    if change.after is None:
+        _git(target, "update-index", "--force-remove", "--", change.path, index=index)
+        return
+    blob = _git(target, "hash-object", "-w", "--stdin", content=change.after)
+    mode = "100644"
+    entry = f"{mode},{blob.decode().strip()},{change.path}"
+    _git(target, "update-index", "--add", "--cacheinfo", entry, index=index)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""What every touched file was, is and becomes, and what that makes of each patch.
+
+Nothing here writes. ``survey`` reads the tree once and returns a ``Survey``: the
+state of every patch, and step by step the files that applying it would change.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Optional
+
+from .series import (
+    Edit,
+    KNAPSACK,
+    minor,
+    OVERLAY,
+    PARTITIONERS,
+    Patch,
+    RELEASES,
+    SERIES,
+)
+from .target import Conflict, Target
+from .transaction import Change, digest, Journal
+
+
+APPLIES = "applies"
+APPLIED = "applied"
+LANDED = "landed upstream"
+FAULTY = "landed upstream but still faulty"
+CONFLICTS = "conflicts"
+ABSENT = "not for this release"
+
+MANIFEST = Path(__file__).with_name("manifest.json")
+
+View = dict[str, Optional[bytes]]
+Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a classification looks at: the files without the set, and as they are."""
+
+    release: str
+    known: Manifest
+    base: View
+    current: View
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """One patch against the tree at hand; ``changes`` is empty unless it applies."""
+
+    patch: Patch
+    state: str
+    detail: str
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The whole series against the tree at hand.
+
+    ``release`` is the one whose edits were used, ``in_manifest`` whether the tree
+    is known to be that release's to the byte.
+    """
+
+    release: str
+    in_manifest: bool
+    patches: tuple[PatchState, ...]
+
+    @property
+    def conflicts(self) -> list[PatchState]:
+        return [p for p in self.patches if p.state == CONFLICTS]
+
+    @property
+    def changes(self) -> list[Change]:
+        """One change per file, in the order in which they must be written."""
+        total: dict[str, Change] = {}
+        for step in self.patches:
+            for change in step.changes:
+                first = total.get(change.path, change)
+                total[change.path] = Change(change.path, first.before, change.after)
+        return list(total.values())
+
+
+@cache
+def manifest() -> Manifest:
+    """``release -> path -> {"before": sha256, "after": sha256}``, None: no file."""
+    data: Manifest = json.loads(MANIFEST.read_text())
+    return data
+
+
+def overlay(path: str) -> bytes:
+    return (OVERLAY / path).read_bytes()
+
+
+def _is_ours(path: str, content: Optional[bytes]) -> bool:
+    return (OVERLAY / path).is_file() and content == overlay(path)
+
+
+def series_paths(target: Target) -> list[str]:
+    paths = dict.fromkeys(path for patch in SERIES for path in patch.paths())
+    return [path for path in paths if target.wants(path)]
+
+
+def survey(
+    target: Target, journal: Optional[Journal], known: Optional[Manifest] = None
+) -> Survey:
+    """Classify every patch; Conflict where a file may not be touched at all.
+
+    ``known`` is the manifest to go by, the checked-in one by default.
+    """
+    known = manifest() if known is None else known
+    base = _base(target, journal, series_paths(target))
+    current = {path: target.read(path) for path in base}
+    release = _known_release(base, known)
+    if release is not None:
+        return Survey(release, True, _classify(_Case(release, known, base, current)))
+    candidates = sorted(RELEASES, key=minor, reverse=True)
+    # With an unreadable version the newest release's edits come first.
+    with contextlib.suppress(ValueError):
+        candidates.sort(key=lambda r: minor(r) != minor(target.version))
+    surveys = (
+        Survey(r, False, _classify(_Case(r, known, base, current))) for r in candidates
+    )
+    first = next(surveys)
+    if not first.conflicts:
+        return first
+    return next((other for other in surveys if not other.conflicts), first)
+
+
+def _base(target: Target, journal: Optional[Journal], paths: Sequence[str]) -> View:
+    """Every file as it is without the patch set.
+
+    A file that still is what the journal says was written counts as its backup.
+    Any other is taken as it stands: torch was reinstalled or upgraded, a commit
+    was checked out, somebody edited it.
+    """
+    base: View = {}
+    for path in paths:
+        current = target.read(path)
+        if (
+            journal is not None
+            and path in journal.files
+            and current is not None
+            and digest(current) == journal.files[path]["after"]
+        ):
+            base[path] = journal.backup(path)
+        else:
+            base[path] = current
+    return base
+
+
+def _known_release(base: View, known: Manifest) -> Optional[str]:
+    """The release that these files are of to the byte, before or after patching.
+
+    Conflict where files of different releases are mixed: an upgrade or a merge
+    stopped half way, and patching it would make that harder to see.
+    """
+    upstream = [
+        path
+        for path in base
+        if any(files.get(path, {}).get("before") for files in known.values())
+    ]
+    # A whole file of ours may have come over any release: it tells nothing.
+    upstream = [path for path in upstream if not _is_ours(path, base[path])]
+    origins: dict[str, set[str]] = {}
+    for path in upstream:
+        matches = {
+            release
+            for release, files in known.items()
+            if digest(base[path]) in files[path].values()
+        }
+        if matches:
+            origins[path] = matches
+    if not origins:
+        return None
+    common = set.intersection(*origins.values())
+    if not common:
+        places = "; ".join(
+            f"{path} is of {', '.join(sorted(releases, key=minor))}"
+            for path, releases in origins.items()
+        )
+        raise Conflict(
+            f"the tree mixes files of different releases: {places}. "
+            "Reinstall torch or finish the checkout"
+        )
+    return min(common, key=RELEASES.index) if len(origins) == len(upstream) else None
+
+
+def _classify(case: _Case) -> tuple[PatchState, ...]:
+    view = dict(case.base)
+    states = []
+    for patch in SERIES:
+        state = _classify_one(patch, case, view)
+        view.update((change.path, change.after) for change in state.changes)
+        states.append(state)
+    return tuple(states)
+
+
+def _classify_one(patch: Patch, case: _Case, view: View) -> PatchState:
+    files = [path for path in patch.files if path in view]
+    edits = [edit for edit in patch.edits if edit.fits(case.release)]
+    if not files and not edits:
+        return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
+    done = all(case.current[path] == overlay(path) for path in files) and all(
+        _has(case.current[edit.path], edit) for edit in edits
+    )
+    texts = {path: _text(case.base[path]) for path in patch.paths() if path in view}
+    landed = bool(patch.landed) and all(
+        text in texts.get(path, "") for path, text in patch.landed
+    )
+    faults = [fault.what for fault in patch.faults if fault.found(texts[fault.path])]
+    if landed and not faults and not done:
+        return PatchState(patch, LANDED, "upstream has it; nothing is changed")
+    try:
+        changes = _changes(files, edits, case, view)
+    except (LookupError, SyntaxError) as error:
+        return PatchState(patch, CONFLICTS, str(error))
+    if done:
+        return PatchState(patch, APPLIED, "", changes)
+    if landed:
+        return PatchState(patch, FAULTY, "; ".join(faults), changes)
+    return PatchState(patch, APPLIES, "", changes)
+
+
+def _changes(
+    files: Sequence[str],
+    edits: Sequence[Edit],
+    case: _Case,
+    view: View,
+) -> tuple[Change, ...]:
+    """The patch's changes to ``view``; LookupError or SyntaxError where it fails."""
+    after: dict[str, bytes] = {}
+    for path in files:
+        after[path] = overlay(path)
+        _check_replaces(path, view[path], after[path], case.known)
+    for edit in edits:
+        before = after.get(edit.path, view[edit.path])
+        if before is None:
+            raise LookupError(f"{edit.path}: no such file")
+        if _has(before, edit):
+            after[edit.path] = before
+            continue
+        text = before.decode()
+        start, end = edit.locate(text)
+        after[edit.path] = (text[:start] + edit.replacement + text[end:]).encode()
+    for path, content in after.items():
+        here = tuple(edit for edit in edits if edit.path == path)
+        _check_syntax(path, content, case.release, here)
+    partitioners = after.get(PARTITIONERS)
+    if partitioners is not None:
+        _check_imports(partitioners, after.get(KNAPSACK, view.get(KNAPSACK)))
+    return tuple(
+        Change(path, view[path], content)
+        for path, content in after.items()
+        if view[path] != content
+    )
+
+
+def _has(content: Optional[bytes], edit: Edit) -> bool:
+    return _text(content).count(edit.replacement) == 1
+
+
+def _text(content: Optional[bytes]) -> str:
+    return "" if content is None else content.decode()
+
+
+def _check_replaces(
+    path: str, before: Optional[bytes], after: bytes, known: Manifest
+) -> None:
+    """LookupError where a whole file would take away something that is needed."""
+    if before is None or before == after:
+        return
+    released = [files.get(path, {}).get("before") for files in known.values()]
+    if digest(before) in released:
+        return
+    if released and not any(released):
+        raise LookupError(f"{path}: a file of this name that is not ours is in the way")
+    lost = _public_names(before.decode()) - _public_names(after.decode())
+    if lost:
+        raise LookupError(
+            f"{path}: the file here defines {', '.join(sorted(lost))}, which the "
+            "replacement lacks"
+        )
+
+
+def _public_names(source: str) -> set[str]:
+    return {
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not node.name.startswith("_")
+    }
+
+
+@cache
+def _check_syntax(
+    path: str, content: bytes, release: str, edits: tuple[Edit, ...]
+) -> None:
+    """The file compiles on the oldest Python, and each edit is where it belongs."""
+    oldest = (3, 9) if minor(release) < (2, 9) else (3, 10)
+    text = content.decode()
+    tree = ast.parse(text, filename=path, feature_version=oldest)
+    compile(text, path, "exec", dont_inherit=True)
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    for edit in edits:
+        first = text.count("\n", 0, text.index(edit.replacement)) + 1
+        last = first + edit.replacement.count("\n") - 1
+        around = [
+            n.name
+            for n in functions
+            if n.lineno <= first and last <= (n.end_lineno or 0)
+        ]
+        if around != ([] if edit.inside is None else [edit.inside]):
+            raise LookupError(
+                f"{path}:{first}: the edit is inside {around or 'the module'}, "
+                f"not {edit.inside or 'the module'}"
+            )
+
+
+@cache
+def _check_imports(partitioners: bytes, knapsack: Optional[bytes]) -> None:
+    """Whatever the partitioner imports from the knapsack module is there."""
+    names = {
+        alias.name
+        for node in ast.parse(partitioners).body
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").endswith(".knapsack")
+        for alias in node.names
+    }
+    defined: set[str] = set()
+    for node in ast.parse(_text(knapsack)).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign):
+            defined.update(t.id for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            defined.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            defined.update(alias.asname or alias.name for alias in node.names)
+    if names - defined:
+        raise LookupError(
+            f"{KNAPSACK}: lacks {', '.join(sorted(names - defined))}, which "
+            f"{PARTITIONERS} would import"
+        )
+
+
+def stale_bytecode(target: Target, changes: Sequence[Change]) -> list[Change]:
+    """Bytecode that Python would run unchecked in place of a changed file.
+
+    Such a file (PEP 552, "unchecked hash") is taken away with the change and
+    comes back with the reversal.
+    """
+    found = []
+    for change in changes:
+        source = target.root / change.path
+        for place in sorted(
+            (source.parent / "__pycache__").glob(source.stem + ".*.pyc")
+        ):
+            content = place.read_bytes()
+            if int.from_bytes(content[4:8], "little") == 0b01:
+                path = str(place.relative_to(target.root))
+                found.append(Change(path, content, None))
+    return found

@@ -1,0 +1,173 @@
+"""The PyTorch tree at hand: where it is, what kind it is, what may be touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Optional
+
+from .series import CONFIG, KNAPSACK, PARTITIONERS
+
+
+class BadCall(Exception):
+    """The call or the target is wrong; nothing was looked at further (exit 2)."""
+
+
+class Conflict(Exception):
+    """The tree does not admit the change; nothing was written (exit 1)."""
+
+
+STATE_NAME = ".activation-memory-budget"
+NEEDS = (
+    "TARGET must be the root of a PyTorch checkout (git or unpacked source, 2.6 to "
+    "2.15 or main), or use --installed [--python PY] for an installed torch"
+)
+
+
+def run_python(
+    python: str, code: str, *arguments: str, first_on_path: Optional[Path] = None
+) -> str:
+    """What ``code`` prints under ``python``, away from this process's own paths."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME")
+    }
+    if first_on_path is not None:
+        environment["PYTHONPATH"] = str(first_on_path)
+    done = subprocess.run(
+        [python, "-c", code, *arguments],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        raise RuntimeError(f"{python}: {last}")
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The root of a PyTorch tree.
+
+    ``root`` holds ``torch/``. ``installed`` says that it is a site-packages
+    folder: the overlay's tests are not laid there. ``git_dir`` is set for a git
+    checkout. ``python`` is the one to import the result with. ``state`` is the
+    folder for backups and the journal, outside ``torch/`` and never seen by git.
+    """
+
+    root: Path
+    version: str
+    installed: bool
+    git_dir: Optional[Path]
+    python: str = sys.executable
+
+    @property
+    def state(self) -> Path:
+        return (self.git_dir or self.root) / STATE_NAME
+
+    def wants(self, path: str) -> bool:
+        return path.startswith("torch/") or not self.installed
+
+    def read(self, path: str) -> Optional[bytes]:
+        """The file's bytes, or None where there is none.
+
+        Raises Conflict for what must not be replaced: a link, a file with CRLF
+        line ends, a read-only file or folder, anything that is no plain file.
+        """
+        here = self.root
+        for part in Path(path).parts:
+            here = here / part
+            if here.is_symlink():
+                raise Conflict(
+                    f"{path}: {here} is a symbolic link; replacing it would change "
+                    "or detach what it points to. Patch the tree it points to"
+                )
+        if not here.exists():
+            folder = here.parent
+            while not folder.exists():
+                folder = folder.parent
+            self._must_be_writable(path, folder)
+            return None
+        if not here.is_file():
+            raise Conflict(f"{path}: not a plain file")
+        self._must_be_writable(path, here.parent)
+        if not here.stat().st_mode & 0o200:
+            raise Conflict(f"{path}: read-only; chmod u+w {here} first")
+        content = here.read_bytes()
+        if path.endswith(".py") and b"\r\n" in content:
+            raise Conflict(
+                f"{path}: has CRLF line ends (core.autocrlf?); check the tree out "
+                "with LF line ends"
+            )
+        return content
+
+    @staticmethod
+    def _must_be_writable(path: str, folder: Path) -> None:
+        if not (folder.stat().st_mode & 0o200 and os.access(folder, os.W_OK)):
+            raise Conflict(f"{path}: the folder {folder} is not writable")
+
+
+def _git_dir(root: Path) -> Optional[Path]:
+    """The repository whose work tree starts at ``root``, not one further up."""
+    dot_git = root / ".git"
+    if dot_git.is_dir():
+        return dot_git
+    if dot_git.is_file():
+        word, _, place = dot_git.read_text().strip().partition(": ")
+        if word == "gitdir":
+            return (root / place).resolve()
+    return None
+
+
+def _version(root: Path) -> str:
+    marker = root / "version.txt"
+    if marker.is_file():
+        return marker.read_text().strip()
+    for line in (root / "torch/version.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.partition("=")[2].strip().strip("'\"")
+    raise OSError("no version")
+
+
+def find(place: str) -> Target:
+    """The tree at ``place``; BadCall where that is no PyTorch tree."""
+    root = Path(place)
+    if not root.is_dir():
+        raise BadCall(f"{place}: no such folder. {NEEDS}")
+    root = root.resolve()
+    for path in ("torch/__init__.py", PARTITIONERS, CONFIG, KNAPSACK):
+        if not (root / path).is_file():
+            raise BadCall(f"{place}: not a PyTorch tree (no {path}). {NEEDS}")
+    try:
+        version = _version(root)
+    except OSError:
+        raise BadCall(
+            f"{place}: neither version.txt nor torch/version.py says which PyTorch "
+            f"this is. {NEEDS}"
+        ) from None
+    installed = (
+        not (root / "version.txt").is_file() and not (root / "setup.py").is_file()
+    )
+    return Target(root, version, installed, None if installed else _git_dir(root))
+
+
+def find_installed(python: str) -> Target:
+    """The tree of the torch that ``python`` imports; BadCall where there is none."""
+    code = (
+        "import importlib.util as u; s = u.find_spec('torch'); "
+        "print(s.origin if s else '')"
+    )
+    try:
+        origin = run_python(python, code)
+    except (OSError, RuntimeError) as error:
+        raise BadCall(f"--python {python}: cannot be run: {error}") from None
+    if not origin:
+        raise BadCall(f"--python {python}: no torch is installed there. {NEEDS}")
+    return replace(find(str(Path(origin).parent.parent)), python=python)

@@ -1,0 +1,575 @@
+"""scripts/apply_patch.sh on real trees: states, faults, kills, and the way back."""
+
+import json
+import os
+import py_compile
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from conftest import clone, git, snapshot
+from patchset import apply, transaction
+from patchset.images import manifest
+from patchset.series import (
+    CONFIG,
+    KNAPSACK,
+    OVERLAY,
+    PARTITIONERS,
+    RELEASES,
+    REPOSITORY,
+    SERIES,
+)
+from patchset.target import find, STATE_NAME
+
+
+SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
+NAMES = [patch.name for patch in SERIES]
+
+
+class Result:
+    def __init__(self, code, output):
+        self.code = code
+        self.report = json.loads(output)
+        self.text = "\n".join(self.report["messages"])
+        self.states = {p["name"]: p["state"] for p in self.report["patches"]}
+        self.details = {p["name"]: p["detail"] for p in self.report["patches"]}
+
+
+def run(*arguments):
+    """The command as a program would call it, in a process of its own."""
+    done = subprocess.run(
+        [SCRIPT, "--json", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "APPLY_PYTHON": sys.executable},
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    result = Result(done.returncode, done.stdout)
+    assert result.report["exit_code"] == done.returncode
+    return result
+
+
+def refuses(code, words, *arguments, tree=None):
+    """The call fails with ``code`` and ``words``, and leaves the tree alone."""
+    before = tree and snapshot(tree)
+    result = run(*arguments)
+    assert result.code == code, result.text
+    assert words in result.text
+    assert before == (tree and snapshot(tree))
+    return result
+
+
+def edit(place, old, new):
+    """Change a cloned file without writing through its hard link."""
+    text = place.read_text()
+    assert old in text
+    place.unlink()
+    place.write_text(text.replace(old, new))
+
+
+# ------------------------------------------------------------- every release
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_round_trip(checkout, release):
+    root = checkout(release)
+    before = snapshot(root)
+
+    status = run("--status", root)
+    assert status.code == 0 and status.report["in_manifest"]
+    assert status.report["release"] == release
+    if RELEASES.index(release) < RELEASES.index("2.10.0"):
+        assert status.states["knapsack-solvers"] == "applies"
+    else:
+        assert status.states["knapsack-solvers"] == "landed upstream but still faulty"
+        assert "#197871" in status.details["knapsack-solvers"]
+    assert {status.states[name] for name in NAMES[1:]} == {"applies"}
+
+    assert run("--check", root).code == 0
+    assert snapshot(root) == before
+
+    assert run(root).code == 0
+    assert (root / KNAPSACK).read_bytes() == (OVERLAY / KNAPSACK).read_bytes()
+    for path in (PARTITIONERS, CONFIG):
+        after = snapshot(root)[path][1]
+        assert after == manifest()[release][path]["after"]
+        compile((root / path).read_text(), path, "exec")
+    applied = snapshot(root)
+    times = {p: (root / p).stat().st_mtime_ns for p in (KNAPSACK, PARTITIONERS)}
+
+    again = run(root)
+    assert again.code == 0 and "already applied" in again.text
+    assert snapshot(root) == applied
+    assert times == {p: (root / p).stat().st_mtime_ns for p in times}
+    assert set(run("--status", root).states.values()) == {"applied"}
+
+    assert run("--reverse", root).code == 0
+    assert snapshot(root) == before
+    assert run("--reverse", root).code == 0
+
+
+def test_installed_layout_gets_no_tests(release_tree, tmp_path):
+    root = tmp_path / "site-packages"
+    clone(release_tree("2.13.0") / "torch/_functorch", root / "torch/_functorch")
+    for path in ("torch/__init__.py", "torch/version.py"):
+        os.link(release_tree("2.13.0") / path, root / path)
+    before = snapshot(root)
+    result = run(root)
+    assert result.code == 0 and result.report["installed"]
+    assert not (root / "test").exists()
+    assert run("--reverse", root).code == 0
+    assert snapshot(root) == before
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def test_bad_calls(checkout, tmp_path):
+    root = checkout("2.13.0")
+    (tmp_path / "empty").mkdir()
+    refuses(2, "TARGET must be the root of a PyTorch checkout")
+    refuses(2, "no such folder", tmp_path / "missing")
+    refuses(2, "not a PyTorch tree (no torch/__init__.py)", tmp_path / "empty")
+    refuses(2, "exclude each other", "--installed", root, tree=root)
+    refuses(2, "--python goes with --installed", "--python", "python3", root)
+    refuses(2, "cannot be run", "--installed", "--python", tmp_path / "no-python")
+    refuses(2, "is not a git checkout", "--commit", root, tree=root)
+    (root / "version.txt").unlink()
+    (root / "torch/version.py").unlink()
+    refuses(2, "neither version.txt nor torch/version.py", root, tree=root)
+
+
+def test_symbolic_link(checkout):
+    root = checkout("2.13.0")
+    (root / CONFIG).rename(root / "elsewhere.py")
+    (root / CONFIG).symlink_to(root / "elsewhere.py")
+    refuses(1, f"{CONFIG}: {root / CONFIG} is a symbolic link", root, tree=root)
+
+
+def test_linked_folder(checkout):
+    root = checkout("2.13.0")
+    (root / "torch/_functorch").rename(root / "elsewhere")
+    (root / "torch/_functorch").symlink_to(root / "elsewhere")
+    refuses(1, "is a symbolic link", root, tree=root)
+
+
+def test_read_only_file(checkout):
+    root = checkout("2.13.0")
+    edit(root / CONFIG, "import os", "import os")
+    (root / CONFIG).chmod(0o444)
+    refuses(1, f"{CONFIG}: read-only", root, tree=root)
+
+
+def test_crlf(checkout):
+    root = checkout("2.13.0")
+    content = (root / PARTITIONERS).read_bytes().replace(b"\n", b"\r\n")
+    (root / PARTITIONERS).unlink()
+    (root / PARTITIONERS).write_bytes(content)
+    refuses(1, f"{PARTITIONERS}: has CRLF line ends", root, tree=root)
+
+
+def test_second_process(checkout):
+    root = checkout("2.13.0")
+    with transaction.lock(find(str(root))):
+        refuses(1, "another process is patching this tree", root, tree=root)
+    assert run(root).code == 0
+
+
+def test_anchor_twice(checkout):
+    root = checkout("2.13.0")
+    with_two = (root / CONFIG).read_text() + 'activation_memory_budget_solver = "dp"\n'
+    (root / CONFIG).unlink()
+    (root / CONFIG).write_text(with_two)
+    refuses(1, "occurs 2 times, not once", root, tree=root)
+
+
+def test_unknown_line_inside_a_replaced_region(checkout):
+    root = checkout("2.13.0")
+    edit(
+        root / PARTITIONERS,
+        '    elif SOLVER == "ilp":\n',
+        '    elif SOLVER == "other":\n        return other()\n    elif SOLVER == "ilp":\n',
+    )
+    refuses(1, "have digest", root, tree=root)
+
+
+def test_unknown_function_would_be_lost(checkout):
+    root = checkout("2.15.0")
+    edit(root / KNAPSACK, "import torch\n", "import torch\n\n\ndef newer(x): ...\n")
+    refuses(1, "defines newer, which the replacement lacks", root, tree=root)
+
+
+def test_foreign_file_in_the_way(checkout):
+    root = checkout("2.13.0")
+    (root / "test/functorch/test_ac_knapsack_solvers.py").write_text("# theirs\n")
+    refuses(1, "not ours is in the way", root, tree=root)
+
+
+def test_mixed_releases(checkout, release_tree):
+    root = checkout("2.12.1")
+    (root / CONFIG).unlink()
+    os.link(release_tree("2.13.0") / CONFIG, root / CONFIG)
+    result = refuses(1, "mixes files of different releases", root, tree=root)
+    assert "2.12.1" in result.text and "2.13.0" in result.text
+
+
+def test_reverse_refuses_what_changed_since(checkout):
+    root = checkout("2.13.0")
+    assert run(root).code == 0
+    edit(root / CONFIG, "import os", "import os  # mine")
+    refuses(1, f"{CONFIG}: changed since", "--reverse", root, tree=root)
+
+
+def test_reverse_of_a_copied_tree(checkout):
+    root = checkout("2.13.0")
+    assert run(root).code == 0
+    shutil.rmtree(root / STATE_NAME)
+    assert set(run("--status", root).states.values()) == {"applied"}
+    refuses(1, "was not applied by this script", "--reverse", root, tree=root)
+
+
+# ------------------------------------------------- trees that are no release
+
+
+def test_unknown_base_is_checked_by_structure(checkout):
+    root = checkout("2.13.0")
+    edit(root / PARTITIONERS, "import os\n", "import os  # a local change\n")
+    before = snapshot(root)
+    assert run("--check", root).code == 3
+    result = run(root)
+    assert result.code == 3 and not result.report["in_manifest"]
+    assert "no checksum vouches" in result.text
+    assert run(root).code == 0
+    assert run("--reverse", root).code == 0
+    assert snapshot(root) == before
+
+
+def test_main_between_releases_takes_the_edits_that_fit(checkout):
+    root = checkout("2.9.1")
+    (root / "version.txt").write_text("2.10.0a0\n")
+    edit(root / PARTITIONERS, "import os\n", "import os  # before the solver landed\n")
+    assert run(root).code == 3
+
+
+def test_edit_outside_its_function(checkout):
+    root = checkout("2.13.0")
+    edit(
+        root / PARTITIONERS,
+        "def _optimize_runtime_with_given_memory(",
+        "def _renamed(",
+    )
+    refuses(1, "the edit is inside ['_renamed']", root, tree=root)
+
+
+def test_landed_upstream(checkout):
+    root = checkout("2.15.0")
+    place = root / KNAPSACK
+    edit(
+        place,
+        "right_capacity = capacity - best",
+        "right_capacity = capacity - 1 - best",
+    )
+    half = run("--status", root)
+    assert half.states["knapsack-solvers"] == "landed upstream but still faulty"
+    assert "#197871" not in half.details["knapsack-solvers"]
+    edit(place, "runtimes[i] / memory[i]", "runtimes[i] / max(memory[i], 1e-300)")
+    edit(place, "if i == 1:", "if i > 0.5:")
+    edit(place, "dtype=torch.float32", "dtype=torch.float64")
+    place.write_text(place.read_text() + "\nKNAPSACK_SOLVERS = {}\n")
+    before = place.read_bytes()
+    assert run("--status", root).states["knapsack-solvers"] == "landed upstream"
+    assert run(root).code == 3
+    assert place.read_bytes() == before
+
+
+# -------------------------------------------------------- kills at every step
+
+STEPS = {
+    "open",
+    "os.chmod",
+    "os.chown",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.utime",
+    "shutil.rmtree",
+}
+
+
+def killed_after(steps, arguments):
+    """Run the command in a child that is killed before its step ``steps``.
+
+    Returns whether it came to its end instead. A step is anything that the
+    command does to a file system, seen through Python's audit events.
+    """
+    child = os.fork()
+    if not child:
+        left = steps
+
+        def watch(event, details):
+            nonlocal left
+            reads = event == "open" and not details[2] & (os.O_WRONLY | os.O_RDWR)
+            if event in STEPS and not reads:
+                if not left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+        sys.addaudithook(watch)
+        os._exit(apply.main([*arguments, "--json"]))
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.WEXITSTATUS(status) == 0
+    return True
+
+
+def hook_has_its_function(root):
+    if "KNAPSACK_SOLVERS" in (root / PARTITIONERS).read_text():
+        assert "KNAPSACK_SOLVERS" in (root / KNAPSACK).read_text()
+
+
+@pytest.mark.parametrize("action", ["apply", "reverse"])
+def test_kill_at_every_step(checkout, action):
+    root = checkout("2.13.0")
+    calls = {"apply": [str(root)], "reverse": ["--reverse", str(root)]}
+    opposite = {"apply": "reverse", "reverse": "apply"}[action]
+    outcomes = {"reverse": snapshot(root)}
+    assert apply.main([*calls["apply"], "--json"]) == 0  # Warms the forks' caches.
+    outcomes["apply"] = snapshot(root)
+
+    for steps in range(500):
+        assert killed_after(10**6, calls[opposite])
+        if killed_after(steps, calls[action]):
+            break
+        hook_has_its_function(root)
+        # The next call brings the tree to where it says, whichever call it is.
+        following = action if steps % 2 else opposite
+        assert killed_after(10**6, calls[following])
+        assert snapshot(root) == outcomes[following], f"killed before step {steps}"
+    assert snapshot(root) == outcomes[action]
+    assert steps > 25
+
+
+def test_status_of_an_interrupted_call(checkout):
+    root = checkout("2.13.0")
+    for steps in range(10, 60):
+        if (root / STATE_NAME).is_dir():
+            break
+        assert not killed_after(steps, [str(root)])
+    before = snapshot(root)
+    assert "was interrupted" in run("--status", root).text
+    assert snapshot(root) == before
+
+
+# --------------------------------------------------- upgrades and reinstalls
+
+
+def lay_over(source, root):
+    """What an installer does: remove the old files, put down the new ones."""
+    shutil.rmtree(root / "torch/_functorch")
+    clone(source / "torch/_functorch", root / "torch/_functorch")
+
+
+def test_upgrade_under_an_applied_set(checkout, release_tree):
+    root = checkout("2.12.1")
+    assert run(root).code == 0
+    lay_over(release_tree("2.13.0"), root)
+    pristine = snapshot(root / "torch")
+    status = run("--status", root)
+    assert status.report["release"] == "2.13.0"
+    assert status.states["solver-by-name"] == "applies"
+    assert run(root).code == 0
+    assert run("--reverse", root).code == 0
+    assert snapshot(root / "torch") == pristine
+    assert not (root / "test/functorch/test_ac_knapsack_solvers.py").exists()
+
+
+def test_reinstall_leaves_a_journal_behind(checkout, release_tree):
+    root = checkout("2.13.0")
+    before = snapshot(root)
+    assert run(root).code == 0
+    lay_over(release_tree("2.13.0"), root)
+    assert run("--reverse", root).code == 0
+    assert snapshot(root) == before
+
+
+def test_half_an_upgrade(checkout, release_tree):
+    root = checkout("2.12.1")
+    assert run(root).code == 0
+    (root / CONFIG).unlink()
+    os.link(release_tree("2.13.0") / CONFIG, root / CONFIG)
+    refuses(1, "mixes files of different releases", root, tree=root)
+
+
+# ------------------------------------------------------------------ git
+
+
+@pytest.fixture
+def repository(checkout):
+    root = checkout("2.13.0")
+    git(root, "init", "--quiet")
+    git(root, "config", "user.name", "test")
+    git(root, "config", "user.email", "test@localhost")
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "-m", "base")
+    return root
+
+
+def test_state_is_invisible_to_git(repository):
+    assert run(repository).code == 0
+    changed = git(repository, "status", "--porcelain", "-uall").split("\n")
+    assert sorted(line[3:] for line in changed if line) == sorted(
+        {path for patch in SERIES for path in patch.paths()}
+    )
+    assert run("--reverse", repository).code == 0
+    assert git(repository, "status", "--porcelain") == ""
+
+
+def test_commit_and_revert(repository):
+    base = git(repository, "rev-parse", "HEAD^{tree}")
+    (repository / "mine.txt").write_text("staged by the user\n")
+    git(repository, "add", "mine.txt")
+
+    result = run("--commit", repository)
+    assert result.code == 0 and len(result.report["commits"]) == len(SERIES)
+    assert git(repository, "status", "--porcelain") == "A  mine.txt\n"
+    subjects = git(repository, "log", "--format=%s", "--reverse").splitlines()
+    assert subjects == ["base", *(patch.subject for patch in SERIES)]
+    assert "Fixes: #197871" in git(repository, "log", "--format=%B")
+    assert run("--commit", repository).report["commits"] == []
+
+    result = run("--reverse", "--commit", repository)
+    assert result.code == 0 and len(result.report["commits"]) == len(SERIES)
+    assert git(repository, "rev-parse", "HEAD^{tree}") == base
+    assert git(repository, "status", "--porcelain") == "A  mine.txt\n"
+
+
+def test_commit_after_apply(repository):
+    assert run(repository).code == 0
+    assert len(run("--commit", repository).report["commits"]) == len(SERIES)
+    assert git(repository, "status", "--porcelain") == ""
+
+
+def test_commit_refuses_uncommitted_changes(repository):
+    edit(repository / CONFIG, "import os\n", "import os  # mine\n")
+    refuses(1, "not committed", "--commit", repository, tree=repository / "torch")
+
+
+def test_autocrlf(repository):
+    git(repository, "config", "core.autocrlf", "true")
+    before = snapshot(repository / "torch")
+    assert run("--commit", repository).code == 0
+    for path in (KNAPSACK, PARTITIONERS, CONFIG):
+        assert b"\r" not in (repository / path).read_bytes()
+        assert "\r" not in git(repository, "show", f"HEAD:{path}")
+    assert run("--reverse", repository).code == 0
+    assert snapshot(repository / "torch") == before
+
+    for path in (KNAPSACK, PARTITIONERS, CONFIG):
+        (repository / path).unlink()
+    git(repository, "checkout", "HEAD~3", "--", ".")
+    refuses(1, "has CRLF line ends", repository, tree=repository / "torch")
+
+
+# ------------------------------------------------- a real installed torch
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory):
+    """A virtual environment that shares every file of ours by hard links.
+
+    It stands inside a git repository that is not PyTorch's, as a project's own
+    environment does.
+    """
+    project = tmp_path_factory.mktemp("project")
+    git(project, "init", "--quiet")
+    python = project / ".venv/bin/python"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True
+    )
+    packages = Path(sysconfig.get_path("purelib"))
+    here = next((project / ".venv/lib").glob("python*/site-packages"))
+    for source in packages.iterdir():
+        if source.is_dir():
+            clone(source, here / source.name)
+        elif not (here / source.name).exists():
+            os.link(source, here / source.name)
+    functorch = packages / "torch/_functorch"
+    known = snapshot(functorch, skip=["__pycache__"])
+    yield python, here
+    assert snapshot(functorch, skip=["__pycache__"]) == known
+    shutil.rmtree(project)
+
+
+def import_config(python, expression):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        [python, "-c", f"import torch._functorch.config as c; print(({expression}))"],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+
+def test_installed(installation):
+    python, packages = installation
+    before = snapshot(packages / "torch/_functorch", skip=["__pycache__"])
+    code = (
+        "torch/_functorch/__pycache__/config." + sys.implementation.cache_tag + ".pyc"
+    )
+
+    # Python runs this bytecode whatever becomes of its source.
+    (packages / code).unlink(missing_ok=True)
+    py_compile.compile(
+        str(packages / CONFIG),
+        str(packages / code),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )
+    stale = (packages / code).read_bytes()
+    old_time = int((packages / PARTITIONERS).stat().st_mtime)
+
+    result = run("--installed", "--python", python)
+    assert result.code == 0 and "an import by" in result.text, result.text
+    assert result.report["target"] == str(packages)
+    assert int((packages / PARTITIONERS).stat().st_mtime) > old_time
+    name = "dp_knapsack_sliding_hirschberg"
+    seen = import_config(python, f"c.{name}, c.__file__")
+    assert seen == str((name, str(packages / CONFIG)))
+    (packages / code).unlink(missing_ok=True)
+
+    result = run("--reverse", "--installed", "--python", python)
+    assert result.code == 0, result.text
+    assert (packages / code).read_bytes() == stale
+    (packages / code).unlink()
+    assert snapshot(packages / "torch/_functorch", skip=["__pycache__"]) == before
+    assert not list(packages.glob(STATE_NAME + "*"))
+    assert import_config(python, f"hasattr(c, '{name}')") == "False"
+
+
+def test_a_result_that_does_not_import_is_undone(installation):
+    python, packages = installation
+    place = packages / "torch/_functorch/_activation_checkpointing/__init__.py"
+    text = place.read_text()
+    place.unlink()
+    place.write_text(
+        "import pathlib\n"
+        "source = pathlib.Path(__file__).with_name('knapsack.py').read_text()\n"
+        "assert 'KNAPSACK_SOLVERS' not in source, 'this tree forbids it'\n"
+    )
+    try:
+        before = snapshot(packages / "torch/_functorch", skip=["__pycache__"])
+        result = run("--installed", "--python", python)
+        assert result.code == 1 and "this tree forbids it" in result.text
+        assert before == snapshot(packages / "torch/_functorch", skip=["__pycache__"])
+        assert not list(packages.glob(STATE_NAME + "*"))
+    finally:
+        place.write_text(text)

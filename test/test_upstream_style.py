@@ -1,0 +1,44 @@
+"""The overlay's own test file, run as upstream would, by the checkout's torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from patchset.series import KNAPSACK
+
+
+# run_tests.sh runs these tests by the patched checkout's torch.
+CHECKOUT = Path(torch.__file__).parents[1]
+TEST = "test/functorch/test_ac_knapsack_solvers.py"
+
+
+def test_in_the_patched_checkout():
+    module = KNAPSACK.removesuffix(".py").replace("/", ".")
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", TEST],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stderr.split("\n")
+    words = [line for line in said if not line.startswith("import time:")]
+    assert done.returncode == 0, "\n".join(words)[-4000:]
+    ran = next(line for line in words if line.startswith("Ran "))
+    assert int(ran.split()[1]) > 10
+    assert any(line.endswith(module) for line in said)
+
+
+def test_it_is_the_checkouts_torch():
+    code = f"import {KNAPSACK[:-3].replace('/', '.')} as m; print(m.__file__)"
+    place = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert place == str(CHECKOUT / KNAPSACK)
+    assert "KNAPSACK_SOLVERS" in Path(place).read_text()
+    assert (CHECKOUT / "version.txt").is_file() and (CHECKOUT / TEST).is_file()
