@@ -15,7 +15,9 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 # Where a linter says path:line:column: text, or some of it.
-FINDING = re.compile(r"^(?P<path>[^:\s][^:]*):(?P<line>\d+):(?:(?P<char>\d+):)?\s*(?P<text>.+)$")
+FINDING = re.compile(
+    r"^(?P<path>[^:\s][^:]*):(?P<line>\d+):(?:(?P<char>\d+):)?\s*(?P<text>.+)$"
+)
 LINTERS = {
     "ruff": ["ruff", "check", "--output-format=concise", "--quiet"],
     "format": ["ruff", "format", "--check", "--output-format=concise", "--quiet"],

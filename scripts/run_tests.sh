@@ -22,6 +22,6 @@ while [ $# -gt 0 ]; do
     *) rest+=("$1"); shift ;;
   esac
 done
-ensure_patched_checkout
 cd "$REPO"
-TORCH_VERSION=$TORCH_VERSION exec "$REPO/scripts/run_patched.sh" python -m pytest "${rest[@]}"
+export TORCH_VERSION
+exec "$REPO/scripts/run_patched.sh" python -m pytest "${rest[@]}"

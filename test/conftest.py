@@ -1,8 +1,8 @@
 """Shared fixtures: real trees of every supported release, cloned by hard links.
 
 Every clone shares its inodes with the tree it came from, as an installation by
-uv does, so each test that patches one also proves that nothing is written
-through a link: ``release_tree`` compares the originals at the end of the run.
+uv does: nothing may be written through a link. ``release_tree`` compares the
+originals at the end of the run.
 """
 
 import hashlib

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Makes one's own PyTorch checkout runnable without a build; --help tells how.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+  cat <<'END'
+usage: scripts/link_build.sh [--remove] [--python PY] CHECKOUT
+
+Links the binaries of the torch installed in the .venv into CHECKOUT, so that its Python
+tree runs without compiling PyTorch; --remove takes the links out again. The .venv is
+set up first where it is missing. CHECKOUT must be of the same major.minor release: for
+another one than the default, set TORCH_VERSION or give a Python of your own.
+
+Run the checkout with PYTHONPATH=CHECKOUT in front; its scripts and tests would import
+the installed torch otherwise.
+
+  TORCH_VERSION=2.15.0 scripts/link_build.sh CHECKOUT
+
+Exit status: 0 done or already in the wanted state; 2 bad call, or refused with the
+reason.
+END
+}
+
+case ${1:-} in
+  -h | --help) usage; exit ;;
+  '') usage >&2; exit 2 ;;
+esac
+
+ensure_environment
+exec "$PYTHON" "$REPO/scripts/checkout.py" link --python "$PYTHON" "$@"

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Runs a command on the default patched checkout; --help tells how.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+  cat <<'END'
+usage: scripts/run_patched.sh COMMAND [ARGUMENTS]
+
+Runs COMMAND, say `python train.py`, with torch imported from the patched checkout in
+build/, which is set up first where it is missing. No installation is changed: the
+command gets a PYTHONPATH that begins with the checkout and a PATH that begins with
+the .venv. It compiles into a folder of its own that is deleted afterwards; set
+TORCHINDUCTOR_CACHE_DIR to keep what was compiled.
+
+  TORCH_VERSION=2.15.0 scripts/run_patched.sh ...    on another release of torch
+
+The exit status is the command's.
+END
+}
+
+case ${1:-} in
+  -h | --help) usage; exit ;;
+  '') usage >&2; exit 2 ;;
+esac
+
+ensure_patched_checkout
+export PYTHONPATH="$CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"
+PATH="$(dirname "$PYTHON"):$PATH"
+# Upstream's compile cache does not know which solver made a plan, so a plan from an
+# earlier run may be one that was not asked for.
+if [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ]; then
+  TORCHINDUCTOR_CACHE_DIR=$(mktemp -d)
+  export TORCHINDUCTOR_CACHE_DIR
+  trap 'rm -rf "$TORCHINDUCTOR_CACHE_DIR"' EXIT
+fi
+"$@"
