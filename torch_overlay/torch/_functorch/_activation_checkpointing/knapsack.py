@@ -222,7 +222,7 @@ def dp_knapsack(
         ValueError: on bad input, see the module's docstring.
 
     With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)``
-    time, ``8 W`` bytes for the row and ``c W / 8`` for the decisions.
+    time, ``c W / 8`` bytes for the decisions and at most ``17 W`` for the rest.
     """
     return _solve_rounded(memory, runtime, max_memory, leaf_chunks=sys.maxsize)
 
@@ -248,7 +248,7 @@ def dp_knapsack_sliding_hirschberg(
         ValueError: on bad input, see the module's docstring.
 
     With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)``
-    time, at most ``32 W`` bytes.  Hirschberg, "A Linear Space Algorithm for
+    time, at most ``41 W`` bytes.  Hirschberg, "A Linear Space Algorithm for
     Computing Maximal Common Subsequences", 1975.
     """
     return _solve_rounded(
