@@ -290,6 +290,33 @@ def test_landed_upstream(checkout):
     assert place.read_bytes() == before
 
 
+# ---------------------------------------------------------- leaving one out
+
+
+def test_without_one_patch(repository):
+    root, name = repository, "config-solver-name"
+    pristine = snapshot(root / "torch")
+    bad = subprocess.run([SCRIPT, "--without", "typo", root], capture_output=True)
+    assert bad.returncode == 2 and name.encode() in bad.stderr
+
+    result = run("--commit", "--without", name, root)
+    assert result.code == 0 and len(result.report["commits"]) == len(SERIES) - 1
+    assert result.states[name] == "left out"
+    assert snapshot(root / "torch")[CONFIG[6:]] == pristine[CONFIG[6:]]
+    assert run("--status", root).states[name] == "applies"
+    result = run("--reverse", "--commit", root)
+    assert result.code == 0 and len(result.report["commits"]) == len(SERIES) - 1
+    assert snapshot(root / "torch") == pristine
+
+    # On an applied set, leaving one out takes that one off.
+    assert run(root).code == 0
+    assert run("--without", name, root).code == 0
+    assert snapshot(root / "torch")[CONFIG[6:]] == pristine[CONFIG[6:]]
+    assert "already applied" in run("--without", name, root).text
+    assert run(root).code == 0
+    assert set(run("--status", root).states.values()) == {"applied"}
+
+
 # -------------------------------------------------------- kills at every step
 
 STEPS = {

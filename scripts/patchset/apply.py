@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from .images import stale_bytecode, Survey, survey
+from .images import APPLIED, stale_bytecode, Survey, survey
 from .mailbox import message
-from .series import KNAPSACK
+from .series import KNAPSACK, SERIES
 from .target import BadCall, Conflict, find, find_installed, NEEDS, run_python, Target
 from .transaction import (
     Change,
@@ -117,6 +117,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument(
         "--commit", action="store_true", help="git checkouts: one commit per patch"
     )
+    add_without(parser)
     parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument(
         "--installed", action="store_true", help="the torch that a Python imports"
@@ -132,7 +133,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     try:
         report.target = _find(options)
         with lock(report.target):
-            ACTIONS[action](report, report.target, options.commit)
+            ACTIONS[action](report, report.target, options)
     except BadCall as error:
         report.exit_code = BAD_CALL
         report.messages.append(f"error: {error}")
@@ -145,6 +146,17 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     else:
         print(report.as_text(), file=sys.stderr if failed else sys.stdout)
     return report.exit_code
+
+
+def add_without(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--without",
+        metavar="PATCH",
+        action="append",
+        default=[],
+        choices=[patch.name for patch in SERIES],
+        help="leave this patch out, as --status names it; may be repeated",
+    )
 
 
 def _find(options: argparse.Namespace) -> Target:
@@ -165,9 +177,9 @@ def _find(options: argparse.Namespace) -> Target:
     return target
 
 
-def _status(report: Report, target: Target, _: bool) -> None:
+def _status(report: Report, target: Target, options: argparse.Namespace) -> None:
     journal = read_journal(target)
-    result = survey(target, journal)
+    result = survey(target, journal, options.without)
     report.take(result)
     if journal is not None and journal.phase == "writing":
         report.messages.append(
@@ -177,27 +189,28 @@ def _status(report: Report, target: Target, _: bool) -> None:
         report.exit_code = CONFLICT
 
 
-def _check(report: Report, target: Target, _: bool) -> None:
-    result = _survey_without_conflict(report, target, read_journal(target))
-    pending = _pending(target, result.changes)
+def _check(report: Report, target: Target, options: argparse.Namespace) -> None:
+    journal = read_journal(target)
+    result = _survey_without_conflict(report, target, journal, options.without)
+    pending = _pending(target, journal, result.changes)
     report.messages += [f"would write {path}" for path in pending]
     report.messages.append("would apply" if pending else "already applied")
     if pending and not result.in_manifest:
         report.exit_code = NOT_IN_MANIFEST
 
 
-def _apply(report: Report, target: Target, with_commits: bool) -> None:
+def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     if recover(target):
         report.messages.append("an interrupted earlier call was undone first")
     journal = read_journal(target)
-    result = _survey_without_conflict(report, target, journal)
-    if with_commits:
+    result = _survey_without_conflict(report, target, journal, options.without)
+    if options.commit:
         _check_committable(target, result)
-    pending = _pending(target, result.changes)
+    pending = _pending(target, journal, result.changes)
     if pending:
         if journal is not None:
             _take_off(target, journal)
-            result = survey(target, None)
+            result = survey(target, None, options.without)
         changes = result.changes
         imports = _has_binaries(target) and _import_fault(target) is None
         commit(target, stale_bytecode(target, changes) + changes, result.release)
@@ -211,19 +224,19 @@ def _apply(report: Report, target: Target, with_commits: bool) -> None:
             )
     else:
         report.messages.append("already applied")
-    if with_commits:
+    if options.commit:
         steps = [(message(s.patch), s.changes) for s in result.patches if s.changes]
         report.commits = _commit_steps(target, steps)
-    report.take(survey(target, read_journal(target)))
+    report.take(survey(target, read_journal(target), options.without))
 
 
-def _reverse(report: Report, target: Target, with_commits: bool) -> None:
+def _reverse(report: Report, target: Target, options: argparse.Namespace) -> None:
     if recover(target):
         report.messages.append("an interrupted earlier call was undone")
     journal = read_journal(target)
     result = survey(target, journal)
     if journal is None:
-        if any(p.state == "applied" for p in result.patches):
+        if any(p.state == APPLIED for p in result.patches):
             raise Conflict(
                 "the patch set is there, but was not applied by this script (git am? "
                 "a copied tree?): undo it the way it came (git revert, or reinstall "
@@ -231,11 +244,13 @@ def _reverse(report: Report, target: Target, with_commits: bool) -> None:
             )
         report.messages.append("not applied; nothing to do")
     else:
-        if with_commits:
+        missing = [p.patch.name for p in result.patches if p.state != APPLIED]
+        result = survey(target, journal, missing)
+        if options.commit:
             _check_committable(target, result)
         _take_off(target, journal)
         report.files = list(journal.files)
-        if with_commits:
+        if options.commit:
             steps = [
                 (
                     f"Revert: {message(s.patch)}",
@@ -253,9 +268,12 @@ ACTIONS = {"status": _status, "check": _check, "apply": _apply, "reverse": _reve
 
 
 def _survey_without_conflict(
-    report: Report, target: Target, journal: Optional[Journal]
+    report: Report,
+    target: Target,
+    journal: Optional[Journal],
+    without: Sequence[str],
 ) -> Survey:
-    result = survey(target, journal)
+    result = survey(target, journal, without)
     report.take(result)
     if result.conflicts:
         raise Conflict(
@@ -264,8 +282,21 @@ def _survey_without_conflict(
     return result
 
 
-def _pending(target: Target, changes: Sequence[Change]) -> list[str]:
-    return [c.path for c in changes if target.read(c.path) != c.after]
+def _pending(
+    target: Target, journal: Optional[Journal], changes: Sequence[Change]
+) -> list[str]:
+    """Files to write: not as wanted, or still as a patch now left out made them."""
+    wanted = {c.path: c.after for c in changes}
+    pending = [path for path, after in wanted.items() if target.read(path) != after]
+    if journal is not None:
+        pending += [
+            path
+            for path, known in journal.files.items()
+            if path not in wanted
+            and known["after"] is not None
+            and digest(target.read(path)) == known["after"]
+        ]
+    return pending
 
 
 def _take_off(target: Target, journal: Journal) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Optional
 
+from .apply import add_without
 from .images import survey
 from .mailbox import mail
 from .target import BadCall, Conflict, find
@@ -22,13 +23,14 @@ def main(arguments: Optional[list[str]] = None) -> int:
     )
     parser.add_argument("checkout", metavar="CHECKOUT")
     parser.add_argument("out", metavar="OUT", help="a new or empty folder")
+    add_without(parser)
     options = parser.parse_args(arguments)
     try:
         target = find(options.checkout)
         out = Path(options.out)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise BadCall(f"{out}: exists and is not an empty folder")
-        result = survey(target, read_journal(target))
+        result = survey(target, read_journal(target), options.without)
         if result.conflicts:
             raise Conflict(
                 "; ".join(f"{p.patch.name}: {p.detail}" for p in result.conflicts)

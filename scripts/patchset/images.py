@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,7 @@ LANDED = "landed upstream"
 FAULTY = "landed upstream but still faulty"
 CONFLICTS = "conflicts"
 ABSENT = "not for this release"
+LEFT_OUT = "left out"
 
 MANIFEST = Path(__file__).with_name("manifest.json")
 
@@ -50,6 +51,7 @@ class _Case:
     known: Manifest
     base: View
     current: View
+    without: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -110,24 +112,30 @@ def series_paths(target: Target) -> list[str]:
 
 
 def survey(
-    target: Target, journal: Optional[Journal], known: Optional[Manifest] = None
+    target: Target,
+    journal: Optional[Journal],
+    without: Collection[str] = (),
+    known: Optional[Manifest] = None,
 ) -> Survey:
     """Classify every patch; Conflict where a file may not be touched at all.
 
-    ``known`` is the manifest to go by, the checked-in one by default.
+    ``without`` names patches to leave out. ``known`` is the manifest to go by, the
+    checked-in one by default.
     """
     known = manifest() if known is None else known
     base = _base(target, journal, series_paths(target))
     current = {path: target.read(path) for path in base}
     release = _known_release(base, known)
     if release is not None:
-        return Survey(release, True, _classify(_Case(release, known, base, current)))
+        case = _Case(release, known, base, current, without)
+        return Survey(release, True, _classify(case))
     candidates = sorted(RELEASES, key=minor, reverse=True)
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
         candidates.sort(key=lambda r: minor(r) != minor(target.version))
     surveys = (
-        Survey(r, False, _classify(_Case(r, known, base, current))) for r in candidates
+        Survey(r, False, _classify(_Case(r, known, base, current, without)))
+        for r in candidates
     )
     first = next(surveys)
     if not first.conflicts:
@@ -207,6 +215,8 @@ def _classify(case: _Case) -> tuple[PatchState, ...]:
 def _classify_one(patch: Patch, case: _Case, view: View) -> PatchState:
     files = [path for path in patch.files if path in view]
     edits = [edit for edit in patch.edits if edit.fits(case.release)]
+    if patch.name in case.without:
+        return PatchState(patch, LEFT_OUT, "")
     if not files and not edits:
         return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
     done = all(case.current[path] == overlay(path) for path in files) and all(

@@ -295,12 +295,12 @@ plain string, so both ways of writing it select the same solver.
         edits=(
             Edit(
                 CONFIG,
-                anchor='activation_memory_budget_solver = "dp"\n',
+                anchor='activation_memory_budget_runtime_estimator = "flops"\n',
                 replacement="""\
-activation_memory_budget_solver = "dp"
+activation_memory_budget_runtime_estimator = "flops"
 
-# The solver that answers like "dp" and holds two rows instead of a table. The
-# name may be written as config.dp_knapsack_sliding_hirschberg or as a string.
+# The name of the solver that answers like "dp" and holds a few rows instead of a
+# table, so that code can write config.dp_knapsack_sliding_hirschberg or the string.
 dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
 """,
             ),
