@@ -204,6 +204,7 @@ def problems(draw, max_items, runtimes=any_runtimes):
         pytest.param([0.1] * 5, [1.0] * 5, 0.3000001, [0, 1, 2], id="equal items"),
         pytest.param([0.1] * 3, [0.0, 1.0, 1.0], 0.1, [1], id="equal sizes"),
         pytest.param([1, 2, 3], [10, 20, 31], 3, [2], id="integers"),
+        pytest.param([0.5, 0.4, 0.1], [5, 3.9, 0.9], 0.65, [0, 2], id="a gap to fill"),
     ],
 )
 def test_edges(name, memory, runtimes, max_memory, expected):

@@ -153,6 +153,7 @@ class TestKnapsackSolvers(TestCase):
             ([0.1, 0.0], [1.0, 1.0], -1.0, [1]),
             ([0.3, 0.1, 0.1], [1.0, 1.0, 1.0], 0.25, [1, 2]),
             ([0.1, 0.1, 0.1], [1.0, 1.0, 1.0], 0.15, [0]),
+            ([0.5, 0.4, 0.1], [5.0, 3.9, 0.9], 0.65, [0, 2]),
         ):
             with self.subTest(memory=memory, runtimes=runtimes, max_memory=max_memory):
                 self.solve(name, memory, runtimes, max_memory)
