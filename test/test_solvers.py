@@ -339,6 +339,22 @@ def test_true_sizes_on_the_corpus(name, instance):
             assert value >= optimum * (1 - 1e-6), budget
 
 
+def test_ilp_reads_its_answer_with_a_tolerance():
+    rng = random.Random(0)
+    upstream_lost = 0
+    for _ in range(250):
+        n = rng.randrange(5, 9)
+        memory = [rng.uniform(0.01, 0.5) for _ in range(n)]
+        runtimes = [rng.randrange(1, 10**11) for _ in range(n)]
+        max_memory = rng.uniform(0.1, 0.9) * sum(memory)
+        check_against_brute_force("ilp", memory, runtimes, max_memory)
+        _, saved, _ = upstream.ilp_knapsack(memory, runtimes, max_memory)
+        value = solve("ilp", memory, runtimes, max_memory)
+        upstream_lost += runtime_of(runtimes, saved) < 0.999 * value
+    # It takes 0.9999999 for "recompute".
+    assert upstream_lost
+
+
 def test_ilp_on_runtimes_in_flops():
     # Unscaled objectives of this size keep milp busy for minutes.
     rng = random.Random(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ def _classify_one(patch: Patch, case: _Case, view: View) -> PatchState:
     if not files and not edits:
         return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
     done = all(case.current[path] == overlay(path) for path in files) and all(
-        _has(case.current[edit.path], edit) for edit in edits
+        _has(case.current[edit.path], edit, case.release) for edit in edits
     )
     texts = {path: _text(case.base[path]) for path in patch.paths() if path in view}
     landed = bool(patch.landed) and all(
@@ -255,7 +256,7 @@ def _changes(
         before = after.get(edit.path, view[edit.path])
         if before is None:
             raise LookupError(f"{edit.path}: no such file")
-        if _has(before, edit):
+        if _has(before, edit, case.release):
             after[edit.path] = before
             continue
         text = before.decode()
@@ -274,8 +275,21 @@ def _changes(
     )
 
 
-def _has(content: Optional[bytes], edit: Edit) -> bool:
-    return _text(content).count(edit.replacement) == 1
+def _has(content: Optional[bytes], edit: Edit, release: str) -> bool:
+    """Whether the edit is in the file, as it is or as a later edit changed it."""
+    if _text(content).count(edit.replacement) == 1:
+        return True
+    following = itertools.dropwhile(lambda other: other is not edit, _edits(release))
+    return any(
+        other.path == edit.path
+        and other.anchor in edit.replacement
+        and _has(content, other, release)
+        for other in itertools.islice(following, 1, None)
+    )
+
+
+def _edits(release: str) -> list[Edit]:
+    return [e for patch in SERIES for e in patch.edits if e.fits(release)]
 
 
 def _text(content: Optional[bytes]) -> str:
@@ -321,17 +335,18 @@ def _check_syntax(
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for edit in edits:
+        if edit.replacement not in text:
+            continue  # A later edit changed it, and is checked in its own place.
         first = text.count("\n", 0, text.index(edit.replacement)) + 1
         last = first + edit.replacement.count("\n") - 1
         around = [
-            n.name
-            for n in functions
-            if n.lineno <= first and last <= (n.end_lineno or 0)
+            n for n in functions if n.lineno <= first and last <= (n.end_lineno or 0)
         ]
-        if around != ([] if edit.inside is None else [edit.inside]):
+        innermost = max(around, key=lambda n: n.lineno).name if around else None
+        if innermost != edit.inside:
             raise LookupError(
-                f"{path}:{first}: the edit is inside {around or 'the module'}, "
-                f"not {edit.inside or 'the module'}"
+                f"{path}:{first}: the edit is inside {innermost or 'no function'}, "
+                f"not {edit.inside or 'at module level'}"
             )
 
 

@@ -33,6 +33,8 @@ RELEASES = (
 PARTITIONERS = "torch/_functorch/partitioners.py"
 CONFIG = "torch/_functorch/config.py"
 KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
+EXACT = "torch/_functorch/_activation_checkpointing/knapsack_exact.py"
+EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -158,7 +160,97 @@ _LOOK_UP = """\
         return KNAPSACK_SOLVERS[SOLVER](memory, runtimes, max_memory)
 """
 
+_KNAPSACK_MODULE = "torch._functorch._activation_checkpointing.knapsack"
+_SIGNATURE = "    def get_saved_values_knapsack("
+_TYPED_PARAMETERS = """\
+        memory_budget: float, node_info: NodeInfo, joint_graph: fx.Graph
+    ) -> tuple[list[fx.Node], float]:
+"""
+_CURVE = """\
+        # The whole curve from one call, and one min cut for each distinct set.
+        def solve(
+            memory: list[float], runtimes: list[float], max_memory: float
+        ) -> tuple[float, list[int], list[int]]:
+            return _optimize_runtime_with_given_memory(
+                joint_graph,
+                memory,
+                runtimes,
+                max_memory,
+                node_info,
+                all_recomputable_banned_nodes,
+            )
+
+        solver_name = str(config.activation_memory_budget_solver)
+        budgets = [percent / 100 for percent in range(101)]
+        with no_dispatch():
+            solutions = solve_budgets(
+                KNAPSACK_SOLVERS.get(solver_name, solve),
+                memories_banned_nodes,
+                runtimes_banned_nodes,
+                budgets,
+            )
+        options: list[tuple[float, float, float]] = []
+        previous: list[int] | None = None
+        for budget, solution in zip(budgets, solutions):
+            if solution[1] == previous:
+                continue
+            previous = solution[1]
+            saved_values, expected_runtime = get_saved_values_knapsack(
+                budget, node_info, joint_graph, solution
+            )
+            options.append(
+                (
+                    budget,
+                    sum(runtimes_banned_nodes) - expected_runtime,
+                    get_mem_ratio(saved_values),
+                )
+            )
+"""
+_DEFAULT = """\
+# The solver that picks what is saved: "exact" (optimal on the true sizes and never
+# over the budget), "dp" (optimal on sizes rounded to 1/10000 of the range),
+# "dp_knapsack_sliding_hirschberg" (as "dp", in memory for a few rows), "greedy", or
+# "ilp" (needs scipy).
+activation_memory_budget_solver = "exact"
+"""
+
+
+def _default(
+    digest: str, since: tuple[int, int], until: Optional[tuple[int, int]]
+) -> Edit:
+    return Edit(
+        CONFIG,
+        anchor="# This controls the solver used for the 0-1 knapsack. "
+        "By default we use a\n",
+        through='activation_memory_budget_solver = "dp"\n',
+        digest=digest,
+        replacement=_DEFAULT,
+        since=since,
+        until=until,
+    )
+
+
 SERIES = (
+    Patch(
+        name="exact-solver",
+        subject="Add an exact knapsack solver for the activation memory budget",
+        why="""\
+Every solver there is either overspends the budget or loses runtime: dp rounds
+sizes to 1/10000 of the range, so that on real joint graphs it ends up to 19 %
+over, rounding up instead gives away up to 23 % of the value, and greedy has no
+bound. Real graphs repeat their layers, so their hundreds of items are copies of
+5 to 60 distinct ones, and the problem on the true sizes is small.
+
+The new module solves it: integers without loss, Dantzig's bound, a core that
+grows around the break item, Pareto states. The answer never weighs more than the
+budget, is the proven optimum (or says how far it can be from it), and depends on
+nothing but the arguments. Many budgets share one preparation.
+""",
+        trailers=("Upstream-PR: pytorch/pytorch#160914",),
+        tested="python test/functorch/test_ac_knapsack_exact.py",
+        files=(EXACT, "test/functorch/test_ac_knapsack_exact.py"),
+        landed=((EXACT, "def solve_knapsack("),),
+    ),
     Patch(
         name="knapsack-solvers",
         subject="Rewrite the knapsack solvers so that the capacity is kept",
@@ -306,5 +398,142 @@ dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
             ),
         ),
         landed=((CONFIG, "\ndp_knapsack_sliding_hirschberg = "),),
+    ),
+    Patch(
+        name="budgets-together",
+        subject="Solve the budgets of a curve together",
+        why="""\
+The knee search of dynamic_memory_budget_dp solves a hundred knapsacks of one
+instance one by one, and the Pareto plot bisects with a knapsack and a min cut
+per point. Both now ask for all their budgets in one call, which prepares the
+instance once, and the plot cuts once for each distinct set of items. The knee
+search and its answer use the exact solver, so they keep the budget.
+""",
+        trailers=("Upstream-PR: pytorch/pytorch#160914",),
+        tested="python test/functorch/test_ac_knapsack_solvers.py",
+        edits=(
+            Edit(
+                EVALUATOR,
+                anchor="    GraphInfoProvider,\n)\n",
+                replacement="    GraphInfoProvider,\n)\n"
+                f"from {_KNAPSACK_MODULE} import solve_budgets\n",
+                since=(2, 7),
+            ),
+            Edit(
+                EVALUATOR,
+                anchor="        for memory_budget in memory_budget_values:\n",
+                through="                memory_budget,\n            )\n",
+                digest="f47800037f27d387",
+                replacement="""\
+        solutions = solve_budgets(
+            knapsack_algo,
+            self._graph_info_provider.get_knapsack_memory_input(),
+            self._graph_info_provider.get_knapsack_runtime_input(),
+            memory_budget_values,
+        )
+        for memory_budget, solution in zip(memory_budget_values, solutions):
+            _, saved_nodes, recomputed_nodes = solution
+""",
+                inside="evaluate_distribution_of_results_for_knapsack_algo",
+                since=(2, 7),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor=_NEW_IMPORT,
+                replacement="""\
+from ._activation_checkpointing.knapsack import (
+    exact_knapsack,
+    KNAPSACK_SOLVERS,
+    solve_budgets,
+)
+""",
+                since=(2, 7),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor="        return dp_knapsack(\n",
+                replacement="        return exact_knapsack(\n",
+                inside=_DISPATCH,
+                since=(2, 7),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor="                knapsack_algo=dp_knapsack,\n",
+                replacement="                knapsack_algo=exact_knapsack,\n",
+                inside=_DISPATCH,
+                since=(2, 7),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor=f"{_SIGNATURE}memory_budget, node_info, joint_graph):\n",
+                replacement=f"{_SIGNATURE}\n"
+                "        memory_budget, node_info, joint_graph, solution=None\n    ):\n",
+                inside="get_saved_values_knapsack",
+                since=(2, 7),
+                until=(2, 10),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor=_TYPED_PARAMETERS,
+                replacement="""\
+        memory_budget: float,
+        node_info: NodeInfo,
+        joint_graph: fx.Graph,
+        solution: tuple[float, list[int], list[int]] | None = None,
+    ) -> tuple[list[fx.Node], float]:
+""",
+                inside="get_saved_values_knapsack",
+                since=(2, 11),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor="            ) = _optimize_runtime_with_given_memory(\n",
+                replacement="            ) = solution or "
+                "_optimize_runtime_with_given_memory(\n",
+                inside="get_saved_values_knapsack",
+                since=(2, 7),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor="        def estimate_for_budget(b):\n",
+                through="        options.sort()\n",
+                digest="80f793321c70f95b",
+                replacement=_CURVE,
+                inside="choose_saved_values_set",
+                since=(2, 7),
+                until=(2, 10),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor="        def estimate_for_budget(b: float) "
+                "-> tuple[float, float, float]:\n",
+                through="        options.sort()\n",
+                digest="4095d117242129fa",
+                replacement=_CURVE,
+                inside="choose_saved_values_set",
+                since=(2, 11),
+            ),
+        ),
+        landed=(
+            (EVALUATOR, "solve_budgets("),
+            (PARTITIONERS, "solve_budgets("),
+        ),
+    ),
+    Patch(
+        name="exact-by-default",
+        subject="Make the exact solver the default for the activation memory budget",
+        why="""\
+With "dp" a budget is a suggestion. The exact solver keeps it, saves at least as
+much runtime as any solver that does, and takes less time. This patch changes the
+default alone, so that it can be left out.
+""",
+        trailers=("Upstream-PR: pytorch/pytorch#160914",),
+        tested="python test/functorch/test_ac_knapsack_exact.py",
+        edits=(
+            _default("c28108c815efaed1", (2, 6), (2, 9)),
+            _default("a240ae6aaec7e501", (2, 10), (2, 10)),
+            _default("717407bca1a847d4", (2, 11), None),
+        ),
+        landed=((CONFIG, 'activation_memory_budget_solver = "exact"'),),
     ),
 )

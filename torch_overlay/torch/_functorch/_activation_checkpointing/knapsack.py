@@ -25,8 +25,10 @@ unit, and both returned index lists are ascending.  Whatever the solver:
 
 Which solver?
 -------------
-``greedy_knapsack`` and ``ilp_knapsack`` weigh the sizes as given and never
-exceed ``max_memory``.  ``dp_knapsack`` and ``dp_knapsack_sliding_hirschberg``
+``exact_knapsack`` (:mod:`.knapsack_exact`) weighs the sizes as given, never
+exceeds ``max_memory`` and saves the most runtime that is possible.
+``greedy_knapsack`` and ``ilp_knapsack`` never exceed it either, but promise no
+optimum.  ``dp_knapsack`` and ``dp_knapsack_sliding_hirschberg``
 weigh sizes rounded to 1/10000: optimal for the rounded sizes, but the true
 ones may add up to more than ``max_memory``, as small items round to nothing.
 The two always save the same runtime and differ in memory only.
@@ -61,20 +63,35 @@ import logging
 import math
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Callable, NamedTuple
 
 import torch
+
+from .knapsack_exact import (
+    exact_knapsack,
+    KnapsackSolution,
+    solve_knapsack,
+    solve_knapsack_budgets,
+)
 
 
 log = logging.getLogger(__name__)
 
 __all__ = [
     "KNAPSACK_SOLVERS",
+    "KnapsackSolution",
     "dp_knapsack",
     "dp_knapsack_sliding_hirschberg",
+    "exact_knapsack",
     "greedy_knapsack",
     "ilp_knapsack",
+    "solve_budgets",
+    "solve_knapsack",
+    "solve_knapsack_budgets",
 ]
+
+Solver = Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]]
 
 # The dynamic programs count memory in quanta of 1 / _QUANTA_PER_UNIT.
 _QUANTA_PER_UNIT = 10_000
@@ -256,16 +273,43 @@ def dp_knapsack_sliding_hirschberg(
     )
 
 
-KNAPSACK_SOLVERS: dict[
-    str,
-    Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]],
-] = {
+KNAPSACK_SOLVERS: dict[str, Solver] = {
+    "exact": exact_knapsack,
     "greedy": greedy_knapsack,
     "ilp": ilp_knapsack,
     "dp": dp_knapsack,
     "dp_knapsack_sliding_hirschberg": dp_knapsack_sliding_hirschberg,
 }
 """The solvers by the name that selects them in ``activation_memory_budget_solver``."""
+
+
+def solve_budgets(
+    solver: Solver,
+    memory: list[float],
+    runtimes: list[float],
+    budgets: Sequence[float],
+) -> list[tuple[float, list[int], list[int]]]:
+    """What ``solver`` answers at each budget, the budgets together where it can.
+
+    For a plot or a search over one instance: the exact solver prepares the
+    instance once for all budgets, any other solver is called once for each.
+
+    Args:
+        solver: any function with a solver's signature.
+        memory: size of each item.
+        runtimes: runtime of each item, same length.
+        budgets: capacities, in the unit of ``memory``, in any order.
+
+    Returns:
+        A solver's answer per budget, in the order of ``budgets``.
+
+    Raises:
+        ValueError: on bad input, see the module's docstring.
+    """
+    if solver is exact_knapsack:
+        solutions = solve_knapsack_budgets(memory, runtimes, budgets)
+        return [(s.value, s.saved, s.recomputable) for s in solutions]
+    return [solver(memory, runtimes, budget) for budget in budgets]
 
 
 def _validated_capacity(
