@@ -112,6 +112,8 @@ def installed_wheel(python: str) -> Wheel:
     PYTHONPATH is taken away and the question asked from an empty folder, or a
     checkout that is on the path would answer in the installation's place.
     """
+    if os.sep in python:
+        python = os.path.abspath(python)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as nowhere:
         try:

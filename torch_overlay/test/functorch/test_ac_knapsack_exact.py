@@ -138,9 +138,7 @@ class TestExactKnapsack(TestCase):
         greedy = greedy_knapsack(memory, runtimes, budget)[0]
         for max_states in (0, 1, 10, 1000):
             with self.subTest(max_states=max_states):
-                capped = solve_knapsack(
-                    memory, runtimes, budget, max_states=max_states
-                )
+                capped = solve_knapsack(memory, runtimes, budget, max_states=max_states)
                 self.check(memory, runtimes, budget, capped)
                 self.assertGreaterEqual(capped.value, greedy)
                 self.assertGreaterEqual(capped.upper_bound, best.value)

@@ -69,6 +69,8 @@ from typing import Callable, NamedTuple
 import torch
 
 from .knapsack_exact import (
+    check_budget,
+    check_items,
     exact_knapsack,
     KnapsackSolution,
     solve_knapsack,
@@ -316,24 +318,8 @@ def _validated_capacity(
     memory: list[float], runtimes: list[float], max_memory: float
 ) -> float:
     """Check a solver's arguments and return the capacity, negative ones as zero."""
-    if len(memory) != len(runtimes):
-        raise ValueError(
-            f"memory has {len(memory)} items but runtimes has {len(runtimes)}: "
-            "every item needs one size and one runtime"
-        )
-    largest = sys.float_info.max
-    for name, values in (("memory", memory), ("runtimes", runtimes)):
-        if min(values, default=0) >= 0 and sum(values) <= largest:
-            continue
-        for index, value in enumerate(values):
-            if not 0 <= value <= largest:
-                raise ValueError(
-                    f"{name}[{index}] is {value}: it must be finite and not negative"
-                )
-        raise ValueError(f"the sum of {name} exceeds the largest float, {largest}")
-    if math.isnan(max_memory):
-        raise ValueError(f"max_memory is {max_memory}: it must be a number")
-    return max(max_memory, 0.0)
+    check_items(memory, runtimes)
+    return check_budget(max_memory)
 
 
 def _solution(

@@ -61,6 +61,7 @@ or randomness, so every rank computes the same plan.
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -160,7 +161,7 @@ def solve_knapsack(
     lengths differ, a size or runtime is negative, NaN or infinite, or the budget is
     NaN.
     """
-    return _Items(memory, runtime).solve(_check_budget(max_memory), max_states)
+    return _Items(memory, runtime).solve(check_budget(max_memory), max_states)
 
 
 def solve_knapsack_budgets(
@@ -177,7 +178,7 @@ def solve_knapsack_budgets(
     Parameters and errors are those of :func:`solve_knapsack`; ``max_states`` holds
     per budget.
     """
-    checked = [_check_budget(budget) for budget in budgets]
+    checked = [check_budget(budget) for budget in budgets]
     items = _Items(memory, runtime)
     solutions: dict[float, KnapsackSolution] = {}
     previous: Optional[KnapsackSolution] = None
@@ -188,28 +189,34 @@ def solve_knapsack_budgets(
     return [solutions[budget] for budget in checked]
 
 
-def _check_budget(budget: float) -> float:
-    if math.isnan(budget):
-        raise ValueError("max_memory is NaN; give a budget in the unit of memory")
-    return max(0.0, float(budget))
+def check_budget(max_memory: float) -> float:
+    """The budget as every solver takes it, a negative one as zero.
+
+    Raises ValueError if it is NaN.
+    """
+    if math.isnan(max_memory):
+        raise ValueError(f"max_memory is {max_memory}: it must be a number")
+    return max(0.0, float(max_memory))
 
 
-def _check_items(memory: Sequence[float], runtime: Sequence[float]) -> None:
-    if len(memory) != len(runtime):
+def check_items(memory: Sequence[float], runtimes: Sequence[float]) -> None:
+    """Raise ValueError, naming index and value, for items that no solver takes."""
+    if len(memory) != len(runtimes):
         raise ValueError(
-            f"memory has {len(memory)} entries but runtime has {len(runtime)}; "
-            "give one size and one runtime per item"
+            f"memory has {len(memory)} items but runtimes has {len(runtimes)}: "
+            "every item needs one size and one runtime"
         )
-    for name, values in (("memory", memory), ("runtime", runtime)):
-        # One pass at C speed: a NaN or an infinity survives the sum, except that
-        # finite values may overflow, which the loop then sorts out.
-        if len(values) == 0 or (min(values) >= 0 and math.isfinite(sum(values))):
+    largest = sys.float_info.max
+    for name, values in (("memory", memory), ("runtimes", runtimes)):
+        # One pass at C speed: a NaN or an infinity does not leave the sum finite.
+        if min(values, default=0) >= 0 and sum(values) <= largest:
             continue
         for index, value in enumerate(values):
-            if not (value >= 0 and math.isfinite(value)):
+            if not 0 <= value <= largest:
                 raise ValueError(
-                    f"{name}[{index}] is {value}; it must be finite and not negative"
+                    f"{name}[{index}] is {value}: it must be finite and not negative"
                 )
+        raise ValueError(f"the sum of {name} exceeds the largest float, {largest}")
 
 
 def _total(numbers: Iterable[float]) -> float:
@@ -221,11 +228,11 @@ def _total(numbers: Iterable[float]) -> float:
 
 
 class _Class(NamedTuple):
-    """``count`` items that share one integer weight and one integer value."""
+    """``number`` items that share one integer weight and one integer value."""
 
     weight: int
     value: int
-    count: int
+    number: int
 
 
 class _Optimum(NamedTuple):
@@ -261,9 +268,9 @@ class _Items:
     """
 
     def __init__(self, memory: Sequence[float], runtime: Sequence[float]) -> None:
-        _check_items(memory, runtime)
+        check_items(memory, runtime)
         self.memory, self.runtime = memory, runtime
-        self.worthy = range(len(memory))
+        self.worthy: Sequence[int] = range(len(memory))
         if 0 in runtime:
             self.worthy = [i for i, r in enumerate(runtime) if r > 0]
         self.free: list[int] = []
@@ -284,10 +291,7 @@ class _Items:
                     return self._solution(narrowed, weight, Fraction(0), True)
         # Rounded sizes leave one doubt: whether a set that weighs exactly the budget
         # fits.  If the optimum is such a set and does not, exact sizes decide.
-        for rounded in (True, False):
-            scaled = self._scale(rounded)
-            if scaled is None:
-                continue
+        for scaled in filter(None, map(self._scale, (True, False))):
             fitting = [c for c, size in enumerate(scaled.sizes) if size <= budget]
             optimum = _solve_classes(
                 [scaled.classes[c] for c in fitting],
@@ -458,7 +462,7 @@ def _capacity(budget: float, step: Any) -> int:
         close = abs(steps - nearest) <= 8 * nearest * _SIZE_TOLERANCE
         return nearest if close else int(steps)
     limit = (Fraction(budget) + Fraction(math.nextafter(budget, math.inf))) / 2 / step
-    capacity = math.floor(limit)
+    capacity: int = math.floor(limit)
     odd = math.ldexp(math.frexp(budget)[0], 53) % 2
     return capacity - 1 if odd and capacity == limit else capacity
 
@@ -567,7 +571,9 @@ def _cardinality_relaxation(
     tightest = relaxation
     for sign, items in ((1, sum(most)), (-1, least)):
 
-        def fill(multiplier: int) -> tuple[list[int], int, Optional[int]]:
+        def fill(
+            multiplier: int, sign: int = sign
+        ) -> tuple[list[int], int, Optional[int]]:
             worthy = [c for c in indices if classes[c].value > multiplier]
             # Among ties the class that moves the item count the right way first.
             worthy.sort(
@@ -581,9 +587,9 @@ def _cardinality_relaxation(
         low, high = 0, max(worth for _, worth, _ in classes)
         while low < high:
             middle = (low + high) // 2
-            copies, room, break_class = fill(sign * middle)
+            taken, room, break_class = fill(sign * middle)
             # The relaxed solution also takes a fraction of the break item.
-            excess = sum(copies) - items
+            excess = sum(taken) - items
             if break_class is not None:
                 excess = excess * classes[break_class].weight + room
             if sign * excess <= 0:
@@ -603,7 +609,7 @@ def _cardinality_relaxation(
         extra = []
         for c in by_weight if sign > 0 else reversed(by_weight):
             if not candidate.losses[c] and missing:
-                copies_added = min(classes[c].count, missing)
+                copies_added = min(classes[c].number, missing)
                 missing -= copies_added
                 extra.append((c, copies_added))
         tightest = _add_ties(candidate, classes, extra)
@@ -678,7 +684,7 @@ class _Completion:
 
 # A state is (weight, -value, loss, history) relative to the base; a history is None
 # or (earlier history, move, times).
-_State = tuple
+_State = tuple[Any, ...]
 _WEIGHT_THEN_VALUE = itemgetter(0, 1)
 
 
@@ -697,9 +703,7 @@ def _pareto(states: list[_State]) -> list[_State]:
     return kept
 
 
-def _cut(
-    ranked: list[tuple[int, _State]], beam: int
-) -> tuple[list[_State], Optional[int]]:
+def _cut(ranked: list[tuple[int, _State]], beam: int) -> tuple[list[_State], int]:
     """Keep ``beam`` states of least bound; also return the least bound cut off.
 
     Ties are kept spread over the weights, by multiplicative hashing: neighbours
@@ -916,7 +920,7 @@ def _solve_classes(
     )
     # The greedy solution: fill what the break item leaves.
     for c in range(break_class, len(classes)):
-        taken = min(classes[c].count - copies[c], room // classes[c].weight)
+        taken = min(classes[c].number - copies[c], room // classes[c].weight)
         copies[c] += taken
         room -= taken * classes[c].weight
     value = sum(k * c.value for k, c in zip(copies, classes))
@@ -983,7 +987,7 @@ def _solve_relaxation(
     """
     base, scale = relaxation.base, relaxation.scale
     order = _core_order(classes, relaxation)
-    largest_count = max(c.count for c in classes)
+    largest_count = max(c.number for c in classes)
     copies, value, bound = optimum
     limit: Optional[int] = None
     complete = states = growth = 0
@@ -1007,7 +1011,7 @@ def _solve_relaxation(
             loss = relaxation.losses[c]
             if loss > pass_limit:
                 break
-            low, high = base[c], classes[c].count - base[c]
+            low, high = base[c], classes[c].number - base[c]
             if loss:
                 low, high = min(low, pass_limit // loss), min(high, pass_limit // loss)
             if max(low, high) > most_copies:
@@ -1088,7 +1092,7 @@ def _exchanges(
     cheap = [c for c, loss in enumerate(losses) if loss <= gap >> 3]
     inside = sorted((classes[c].weight, c) for c in cheap if base[c])
     outside = sorted(
-        (classes[c].weight, c) for c in cheap if base[c] < classes[c].count
+        (classes[c].weight, c) for c in cheap if base[c] < classes[c].number
     )
     # Enough to choose from; more would only take longer.
     inside = inside[:: len(inside) // 256 + 1]
@@ -1128,7 +1132,7 @@ def _exchanges(
 def _solve_narrowed(
     items: _Items, budget: float, max_states: int
 ) -> Optional[list[int]]:
-    """Return an optimum that fixes all but the items nearest to the break item, or None.
+    """Return an optimal set that fixes all but the items near the break item, or None.
 
     For instances of many different items.  Vectorized arithmetic finds the break
     efficiency (by partitioning [7], without sorting) and the items whose loss is
@@ -1182,9 +1186,9 @@ def _solve_narrowed(
     classes = [_Class(keys[k][0], ints[k], len(pairs[keys[k]])) for k in order]
     if capacity < max(c.weight for c in classes):
         return None
-    optimum = _solve_classes(
-        classes, capacity, max_states, Fraction(outside_loss) / unit
-    )
+    # What this little does not settle, a narrow core will not settle at all.
+    easy = min(max_states, _EASY_STATES >> 2)
+    optimum = _solve_classes(classes, capacity, easy, Fraction(outside_loss) / unit)
     if optimum.value < optimum.bound:
         return None
     saved = items.free + usable[fixed].tolist()

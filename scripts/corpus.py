@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-FOLDER = Path(__file__).with_name("corpus")
+FOLDER = Path(__file__).resolve().parents[1] / "test" / "corpus"
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
 class Instance:
     name: str
-    memory: list  # fractions of the range of plans, as the partitioner has them
-    runtimes: list  # flops
+    memory: list[float]  # fractions of the range of plans, as the partitioner has them
+    runtimes: list[int]  # flops
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name
 
 
 @functools.cache
-def instances():
+def instances() -> list[Instance]:
     found = []
     for path in sorted(FOLDER.glob("*.json.gz")):
         with gzip.open(path, "rt") as file:
@@ -37,7 +37,7 @@ def instances():
 
 
 @functools.cache
-def optima():
+def optima() -> dict[tuple[str, float], int]:
     """The greatest runtime that fits, on true sizes, by (name, budget)."""
     known = json.loads((FOLDER / "optimum.json").read_text())
     by_place = (key.rsplit("@", 1) for key in known)
