@@ -63,7 +63,22 @@ def quickstart(data: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"quickstart": quickstart}
+def solvers(data: dict[str, Any]) -> str:
+    rows = [
+        [row["what"], row["measured"], row["mark"], "yes" if row["passed"] else "**no**"]
+        for row in data["rows"]
+    ]
+    facts = data["environment"]
+    return markdown(("what", "measured", "mark", "reached"), rows) + (
+        f"\ntorch {facts['torch']}, {facts['machine']}, Python {facts['python']}, one "
+        f"thread, medians of {facts['repeats']} interleaved runs.\n"
+    )
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "quickstart": quickstart,
+    "solvers": solvers,
+}
 
 
 def rendered(text: str) -> str:

@@ -33,7 +33,12 @@ from quickstart import (
     Transformer,
     upstream_solvers,
 )
-from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
+from torch._functorch import partitioners
+from torch._functorch._activation_checkpointing import knapsack_evaluator
+from torch._functorch._activation_checkpointing.knapsack import (
+    exact_knapsack,
+    KNAPSACK_SOLVERS,
+)
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -452,3 +457,68 @@ def test_budget_one_asks_no_solver(small, asked):
     plan = small.partition(1.0, "dp")
     assert asked == [] and plan.instance is None
     assert plan.recomputed(MM) == 0
+
+
+# ------------------------------------------------------------- many budgets
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """The lists of budgets that were solved in one call, in order."""
+    calls = []
+    solve = partitioners.solve_budgets
+
+    def watched(solver, memory, runtimes, budgets):
+        calls.append((solver, list(budgets)))
+        return solve(solver, memory, runtimes, budgets)
+
+    monkeypatch.setattr(partitioners, "solve_budgets", watched)
+    monkeypatch.setattr(knapsack_evaluator, "solve_budgets", watched)
+    return calls
+
+
+def test_knee_search_solves_its_budgets_together(small, asked, together):
+    plan = small.partition(0.5, "dynamic_memory_budget_dp")
+    ((solver, budgets),) = together
+    assert solver is exact_knapsack and len(budgets) == 100
+    assert asked == []
+    check_promise(plan.instance, plan.instance.saved, quantised=False)
+
+
+@pytest.mark.parametrize("solver", ["exact", "greedy", "dynamic_memory_budget_dp"])
+def test_pareto_plot_solves_its_budgets_together(gated, together, tmp_path, solver):
+    with fconfig.patch(
+        visualize_memory_budget_pareto=True,
+        memory_budget_pareto_dir=str(tmp_path),
+    ):
+        plan = gated.partition(0.3, solver)
+    assert together[0][1] == [percent / 100 for percent in range(101)]
+    (plot,) = tmp_path.glob("*.svg")
+    assert "<svg" in plot.read_text()
+    assert plan.instance.saved == gated.partition(0.3, solver).instance.saved
+
+
+def test_pareto_plot_cuts_once_for_each_set(small, monkeypatch, tmp_path):
+    cut = partitioners.solve_min_cut
+    allowed = []
+
+    def watched(graph, info, options, dont_ban=None):
+        if dont_ban is not None:
+            allowed.append(frozenset(node.name for node in dont_ban))
+        return cut(graph, info, options, dont_ban)
+
+    monkeypatch.setattr(partitioners, "solve_min_cut", watched)
+    with fconfig.patch(
+        visualize_memory_budget_pareto=True, memory_budget_pareto_dir=str(tmp_path)
+    ):
+        small.partition(0.5, "exact")
+    *curve, plan = allowed
+    # Seven equal products: each number of them that fits is one point.
+    assert len(curve) == len(set(curve)) <= len(EVEN)
+    assert plan in curve
+
+
+def test_exact_is_the_default(small, asked):
+    assert fconfig.activation_memory_budget_solver == "exact"
+    small.partition(0.5, fconfig.activation_memory_budget_solver)
+    assert asked == ["exact"]

@@ -659,17 +659,19 @@ class _Completion:
             losses.append(losses[-1] + times * move.loss)
         return rooms, losses
 
-    def window(self, loss: int) -> tuple[int, int]:
-        """Return the least and the greatest room that ``loss`` can complete."""
+    def greatest(self, loss: int) -> int:
+        """Return the greatest room that ``loss`` can complete."""
         k = bisect_right(self.add_loss, loss) - 1
         weight, slope = self.add_slope[k]
-        greatest = self.add_room[k] + (loss - self.add_loss[k]) * weight // slope
+        return self.add_room[k] + (loss - self.add_loss[k]) * weight // slope
+
+    def least(self, loss: int) -> int:
+        """Return the least room, at most 0, that ``loss`` can complete."""
         k = bisect_right(self.undo_loss, loss) - 1
-        least = -self.undo_room[k]
-        if k < len(self.undo_slope):
-            weight, slope = self.undo_slope[k]
-            least -= (loss - self.undo_loss[k]) * weight // slope
-        return least, greatest
+        if k == len(self.undo_slope):
+            return -self.undo_room[k]
+        weight, slope = self.undo_slope[k]
+        return -self.undo_room[k] - (loss - self.undo_loss[k]) * weight // slope
 
     def loss(self, room: int) -> int:
         """Return the loss of completing a state within the window."""
@@ -796,16 +798,16 @@ def _extend_head(
     place.
     """
     weight, value, loss, low, high, _ = move
-    window = completion.window
+    least, greatest = completion.least, completion.greatest
     # Weight -> (-value, times, state) of the best so far; no state until admitted.
     best: dict[int, tuple[int, int, Optional[_State]]]
     best = {state[0]: (state[1], 0, None) for state in head}
     for state in head:
         state_weight, state_value, state_loss, history = state
         left = room - state_weight
-        least, greatest = window(limit - state_loss)
-        fewest = -((greatest - left) // weight)
-        most = (left - least) // weight
+        spare = limit - state_loss
+        fewest = -((greatest(spare) - left) // weight)
+        most = (left - least(spare)) // weight
         if fewest <= 0 <= most and best[state_weight][0] >= state_value:
             best[state_weight] = state_value, 0, state
         if fewest < low:
@@ -826,8 +828,11 @@ def _extend_head(
                 if loss:
                     if new_loss > limit:
                         break
-                    least, greatest = window(limit - new_loss)
-                    if not least <= room - new_weight <= greatest:
+                    new_left, new_spare = room - new_weight, limit - new_loss
+                    if new_left > 0:
+                        if new_left > greatest(new_spare):
+                            continue
+                    elif new_left < least(new_spare):
                         continue
                 best[new_weight] = (
                     new_value,
