@@ -13,8 +13,8 @@ case ${1:-} in
 usage: scripts/benchmark.sh solvers [OPTIONS]
 
 Measures the knapsack solvers against the marks they have to reach, side by side with
-upstream's from the untouched wheel, and prints a table. All rows take about half an
-hour; `scripts/benchmark.sh solvers --help` tells how to choose some.
+upstream's from the untouched wheel, and prints a table. All rows take about ten
+minutes; `scripts/benchmark.sh solvers --help` tells how to choose some.
 EOF
     ;;
   *)

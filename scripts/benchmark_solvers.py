@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ import platform
 import random
 import statistics
 import sys
-import sysconfig
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -36,9 +34,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch._functorch._activation_checkpointing import knapsack
+from upstream import untouched_knapsack
 
 
-KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 # Items -> runs. Upstream's dp needs a table of gigabytes for the last two.
@@ -59,18 +57,6 @@ class Row(NamedTuple):
 
 
 Net = corpus.Instance
-
-
-def untouched() -> Any:
-    """Upstream's solvers, from the installed wheel and not from the checkout."""
-    place = Path(sysconfig.get_path("purelib")) / KNAPSACK
-    spec = importlib.util.spec_from_file_location("untouched_knapsack", place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if hasattr(module, "KNAPSACK_SOLVERS"):
-        raise SystemExit(f"{place} is patched; install torch anew to compare with it")
-    return module
 
 
 def is_trivial(net: Net, budget: float) -> bool:
@@ -391,7 +377,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=names, default=names)
     parser.add_argument("--check", action="store_true", help="only the counts")
     parser.add_argument("--repeats", type=int, default=5, help="runs per time")
-    parser.add_argument("--seeds", type=int, default=3, help="per hard class and size")
+    parser.add_argument("--seeds", type=int, default=1, help="per hard class and size")
     parser.add_argument("--json", type=Path, help="write rows and environment here")
     arguments = parser.parse_args()
     if not hasattr(knapsack, "KNAPSACK_SOLVERS"):
@@ -399,7 +385,8 @@ def main() -> int:
     torch.set_num_threads(1)
     # The profiler's library announces every start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    upstream, nets, repeats = untouched(), corpus.instances(), arguments.repeats
+    upstream, nets = untouched_knapsack(), corpus.instances()
+    repeats = arguments.repeats
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "counts": lambda: counts(knapsack, upstream),
         "time": lambda: times(knapsack, upstream, nets, repeats),

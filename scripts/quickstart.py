@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -24,7 +22,6 @@ import platform
 import sys
 import tempfile
 import time
-from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -47,6 +44,7 @@ from rich.table import Table
 from torch import nn, Tensor
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import knapsack
+from upstream import untouched_knapsack
 
 
 SEED = 0
@@ -417,19 +415,10 @@ def compare(name: str, solve: Solver, instance: Instance) -> Row:
 
 def upstream_solvers() -> tuple[dict[str, Solver], str]:
     """Upstream's solvers from the installed wheel, or none and the reason."""
-    path = "torch/_functorch/_activation_checkpointing/knapsack.py"
-    wheel = importlib.metadata.distribution("torch")
-    recorded = {str(f): f.hash for f in wheel.files or ()}.get(path)
-    if recorded is None:
-        return {}, "the installed torch has no knapsack.py in its RECORD"
-    source = Path(str(wheel.locate_file(path)))
-    digest = hashlib.sha256(source.read_bytes()).digest()
-    if urlsafe_b64encode(digest).rstrip(b"=").decode() != recorded.value:
-        return {}, "the installed torch's knapsack.py is not the one of its wheel"
-    spec = importlib.util.spec_from_file_location("upstream_knapsack", source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = untouched_knapsack()
+    except RuntimeError as error:
+        return {}, str(error)
     return {
         shown: getattr(module, name)
         for shown, name in UPSTREAM.items()

@@ -65,7 +65,12 @@ def quickstart(data: dict[str, Any]) -> str:
 
 def solvers(data: dict[str, Any]) -> str:
     rows = [
-        [row["what"], row["measured"], row["mark"], "yes" if row["passed"] else "**no**"]
+        [
+            row["what"],
+            row["measured"],
+            row["mark"],
+            "yes" if row["passed"] else "**no**",
+        ]
         for row in data["rows"]
     ]
     facts = data["environment"]

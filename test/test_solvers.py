@@ -2,44 +2,30 @@
 
 Every test is parametrised over the solvers it applies to. They keep one of two
 capacities: the "dp" solvers that of the rounded problem, all others that of the true
-sizes, as `math.fsum` adds them up. Upstream's module comes from the untouched wheel,
-ours from torch_overlay, whichever of the two `import torch` would find.
+sizes, as `math.fsum` adds them up. Ours come from the patched checkout that runs the
+tests, upstream's from the untouched wheel beside it.
 """
 
-import importlib
+import functools
 import itertools
 import logging
 import math
 import random
 import statistics
 import sys
-import sysconfig
 import time
-import types
-from pathlib import Path
 
 import corpus
 import pytest
 import torch
+from benchmark_solvers import tensor_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._functorch._activation_checkpointing import knapsack as ours
+from upstream import untouched_knapsack
 
 
-FOLDER = Path("torch/_functorch/_activation_checkpointing")
-
-
-def knapsack_module(root, package_name):
-    """knapsack.py below ``root``, in a package of its own beside its siblings."""
-    package = types.ModuleType(package_name)
-    package.__path__ = [str(root / FOLDER)]
-    sys.modules[package_name] = package
-    module = importlib.import_module(f"{package_name}.knapsack")
-    assert Path(module.__file__) == root / FOLDER / "knapsack.py"
-    return module
-
-
-ours = knapsack_module(Path(__file__).parents[1] / "torch_overlay", "overlay_ac")
-upstream = knapsack_module(Path(sysconfig.get_path("purelib")), "upstream_ac")
+upstream = untouched_knapsack()
 
 ALL = list(ours.KNAPSACK_SOLVERS)
 ROUNDED = ["dp", "dp_knapsack_sliding_hirschberg"]
@@ -538,14 +524,7 @@ def test_bounds_settle_most_copies(monkeypatch):
 
 def peak_bytes(solver, *arguments):
     """The most that a solver's tensors occupy at once."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        solver(*arguments)
-    events = profiler.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
+    return tensor_bytes(functools.partial(solver, *arguments))
 
 
 LARGE = [instance for instance in corpus.instances() if len(instance.memory) >= 400]

@@ -736,6 +736,7 @@ def _search(
     limit: int,
     slack_loss: int,
     beam: int,
+    allowance: int,
     scout: bool = False,
 ) -> _Found:
     """Find the best combination of moves with a loss of at most ``limit``.
@@ -744,7 +745,8 @@ def _search(
     weight down into the list ``head``, and from the smallest up into the list
     ``tail``, whichever stays shorter.  Invariant: every combination of decided moves
     that extends to a solution within the limit is, or is dominated by, a head state
-    plus a tail state, up to what exceeded ``beam`` and lowered ``complete``.  Sizes in
+    plus a tail state, up to what exceeded ``beam`` and lowered ``complete``.  Once
+    ``allowance`` states were created, the lists shrink and the search runs out.  Sizes in
     decreasing order matter: once the large moves are decided, the small ones have to
     meet the remaining room, which prunes sizes that differ by orders of magnitude to
     a handful of states.
@@ -760,6 +762,8 @@ def _search(
     first, last = 0, len(moves)
     complete, states = limit + 1, 0
     while first < last and head:
+        if states > allowance:
+            beam = min(beam, _SCOUT_BEAM)
         move = moves[last - 1]
         if len(tail) * (move.high - move.low + 1) <= len(head):
             last -= 1
@@ -1025,13 +1029,13 @@ def _solve_relaxation(
             moves.append(
                 _Move(classes[c].weight, classes[c].value, loss, -low, high, ((c, 1),))
             )
-        beam = min(beam, (max_states - states) // (len(moves) + 1) + 1)
         found = _search(
             moves,
             relaxation.room,
             pass_limit,
             relaxation.slack_loss,
             beam,
+            max_states - states,
             limit is None,
         )
         states += found.states + 1
@@ -1075,8 +1079,14 @@ def _exchange(
         if value >= bound or gap < 0 or states >= max_states:
             break
         moves = _exchanges(classes, relaxation, gap, size)
-        beam = min(_LAST_BEAM, (max_states - states) // (len(moves) + 1) + 1)
-        found = _search(moves, relaxation.room, gap, relaxation.slack_loss, beam)
+        found = _search(
+            moves,
+            relaxation.room,
+            gap,
+            relaxation.slack_loss,
+            _LAST_BEAM,
+            max_states - states,
+        )
         states += found.states
         if found.histories and relaxation.value + found.value > value:
             value = relaxation.value + found.value
@@ -1192,7 +1202,7 @@ def _solve_narrowed(
     if capacity < max(c.weight for c in classes):
         return None
     # What this little does not settle, a narrow core will not settle at all.
-    easy = min(max_states, _EASY_STATES >> 2)
+    easy = min(max_states, _EASY_STATES)
     optimum = _solve_classes(classes, capacity, easy, Fraction(outside_loss) / unit)
     if optimum.value < optimum.bound:
         return None
