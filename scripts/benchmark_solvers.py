@@ -123,7 +123,11 @@ def counts(solver: Any, upstream: Any) -> Iterator[Row]:
     by_name = {net.name: net for net in corpus.instances()}
     over = wrong = unproven = below = 0
     for (name, budget), optimum in track(
-        corpus.optima().items(), "corpus", console=console, transient=True
+        corpus.optima().items(),
+        "corpus",
+        console=console,
+        transient=True,
+        auto_refresh=False,
     ):
         if name not in by_name:
             continue
@@ -151,7 +155,9 @@ def timed_cases(nets: list[Net]) -> list[tuple[Net, float]]:
 def times(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
     cases = timed_cases(nets)
     results = []
-    for net, budget in track(cases, "time", console=console, transient=True):
+    for net, budget in track(
+        cases, "time", console=console, transient=True, auto_refresh=False
+    ):
         results.append(
             (
                 ratio(
@@ -180,7 +186,9 @@ def times(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator
 def many(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
     grid = [percent / 100 for percent in range(1, 100)]
     results = []
-    for net in track(nets, "budgets", console=console, transient=True):
+    for net in track(
+        nets, "budgets", console=console, transient=True, auto_refresh=False
+    ):
         results.append(
             ratio(
                 functools.partial(
@@ -233,7 +241,11 @@ def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
     faster, smaller = [], []
     large = [n for n in nets if len(n.memory) >= 400 and not n.name.startswith("synth")]
     for net, budget in track(
-        timed_cases(large), "Hirschberg", console=console, transient=True
+        timed_cases(large),
+        "Hirschberg",
+        console=console,
+        transient=True,
+        auto_refresh=False,
     ):
         our_call = functools.partial(ours, net.memory, net.runtimes, budget)
         their_call = functools.partial(theirs, net.memory, net.runtimes, budget)
@@ -267,7 +279,7 @@ def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
                 seconds(functools.partial(theirs, memory, runtimes, budget))
             )
             ours_s.append(seconds(functools.partial(ours, memory, runtimes, budget)))
-        less = 1 - sum(ours_s) / sum(theirs_s)
+        less = 1 - statistics.median(ours_s) / statistics.median(theirs_s)
         yield Row(
             f"Hirschberg, less time than dp, unnormalised sizes, n = {n}, {runs} runs",
             f"{less:.1%}",
@@ -328,7 +340,9 @@ def hard(solver: Any, upstream: Any, seeds: int) -> Iterator[Row]:
         for seed in range(seeds)
     ]
     unproven, below, worst_gap, worst_time, where = 0, 0, 0.0, 0.0, ""
-    for case in track(cases, "hard classes", console=console, transient=True):
+    for case in track(
+        cases, "hard classes", console=console, transient=True, auto_refresh=False
+    ):
         sizes, values = pisinger(*case)
         budget = float(sum(sizes) * (case[3] % 5 + 1) // 6)
         start = time.perf_counter()
