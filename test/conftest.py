@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from patchset.releases import tree
+from patchset.series import SERIES
 
 
 def snapshot(root, skip=()):
@@ -30,6 +31,12 @@ def snapshot(root, skip=()):
                 content = hashlib.sha256(place.read_bytes()).hexdigest()
             found[str(place.relative_to(root))] = (status.st_mode, content)
     return found
+
+
+def contents(root):
+    """The files that the series touches, None where there is none."""
+    paths = sorted({path for patch in SERIES for path in patch.paths()})
+    return {p: (root / p).read_bytes() if (root / p).exists() else None for p in paths}
 
 
 def clone(source, destination):

@@ -189,7 +189,8 @@ def test_second_process(checkout):
 
 def test_anchor_twice(checkout):
     root = checkout("2.13.0")
-    with_two = (root / CONFIG).read_text() + 'activation_memory_budget_solver = "dp"\n'
+    anchor = 'activation_memory_budget_runtime_estimator = "flops"\n'
+    with_two = (root / CONFIG).read_text() + anchor
     (root / CONFIG).unlink()
     (root / CONFIG).write_text(with_two)
     refuses(1, "occurs 2 times, not once", root, tree=root)

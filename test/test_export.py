@@ -5,22 +5,15 @@ import subprocess
 import sys
 
 import pytest
-from conftest import git, snapshot
+from conftest import contents, git, snapshot
 from patchset import apply, export, generate
 from patchset.series import RELEASES, REPOSITORY, SERIES
 from patchset.target import STATE_NAME
 
 
-PATHS = sorted({path for patch in SERIES for path in patch.paths()})
-
-
 def in_release(release):
     """The patches that have something to change there."""
     return [p for p in SERIES if p.files or any(e.fits(release) for e in p.edits)]
-
-
-def contents(root):
-    return {p: (root / p).read_bytes() if (root / p).exists() else None for p in PATHS}
 
 
 @pytest.fixture
