@@ -1,25 +1,27 @@
-"""The overlay's own test file, run as upstream would, by the checkout's torch."""
+"""The overlay's own test files, run as upstream would, by the checkout's torch."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from patchset.series import KNAPSACK
+from patchset.series import KNAPSACK, SERIES
 
 
 # run_tests.sh runs these tests by the patched checkout's torch.
 CHECKOUT = Path(torch.__file__).parents[1]
-TEST = "test/functorch/test_ac_knapsack_solvers.py"
+TESTS = [path for patch in SERIES for path in patch.files if path.startswith("test/")]
 
 
-def test_in_the_patched_checkout():
+@pytest.mark.parametrize("test", TESTS)
+def test_in_the_patched_checkout(test):
     module = KNAPSACK.removesuffix(".py").replace("/", ".")
     # Where CI is set, torch's test runner wants packages of upstream's own CI.
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", TEST],
+        [sys.executable, "-X", "importtime", test],
         cwd=CHECKOUT,
         env=environment,
         capture_output=True,
@@ -45,4 +47,6 @@ def test_it_is_the_checkouts_torch():
     ).stdout.strip()
     assert place == str(CHECKOUT / KNAPSACK)
     assert "KNAPSACK_SOLVERS" in Path(place).read_text()
-    assert (CHECKOUT / "version.txt").is_file() and (CHECKOUT / TEST).is_file()
+    assert (CHECKOUT / "version.txt").is_file() and all(
+        (CHECKOUT / test).is_file() for test in TESTS
+    )
