@@ -46,3 +46,13 @@ ensure_patched_checkout() {
   "$PYTHON" "$REPO/scripts/checkout.py" assemble "$CHECKOUT" >&2
   APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2
 }
+
+# run_patchset MODULE ARGUMENTS: a command of scripts/patchset, by $APPLY_PYTHON or python3.
+run_patchset() {
+  local python=${APPLY_PYTHON:-python3}
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
+    echo "error: $python is no Python 3.9 or newer; name one in APPLY_PYTHON" >&2
+    exit 2
+  fi
+  PYTHONPATH=$REPO/scripts exec "$python" -m "patchset.$1" "${@:2}"
+}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Writes the complete series for a checkout, for git am; --help tells how.
+# Needs Python 3.9 or newer and nothing else.
 set -euo pipefail
-PYTHONPATH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) \
-  exec "${APPLY_PYTHON:-python3}" -m patchset.export "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+run_patchset export "$@"

@@ -612,3 +612,14 @@ def test_a_result_that_does_not_import_is_undone(installation):
         assert not list(packages.glob(STATE_NAME + "*"))
     finally:
         place.write_text(text)
+
+
+def test_no_suitable_python(tmp_path):
+    done = subprocess.run(
+        [SCRIPT, tmp_path],
+        env={**os.environ, "APPLY_PYTHON": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "name one in APPLY_PYTHON" in done.stderr

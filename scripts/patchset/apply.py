@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -141,10 +142,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         report.exit_code = CONFLICT
         report.messages.append(f"conflict: {error}")
     failed = report.exit_code in (CONFLICT, BAD_CALL)
-    if options.json:
-        print(report.as_json())
-    else:
-        print(report.as_text(), file=sys.stderr if failed else sys.stdout)
+    # All is done by now: a reader that has gone away must not change the exit code.
+    with contextlib.suppress(BrokenPipeError):
+        if options.json:
+            print(report.as_json(), flush=True)
+        else:
+            stream = sys.stderr if failed else sys.stdout
+            print(report.as_text(), file=stream, flush=True)
     return report.exit_code
 
 
