@@ -124,8 +124,8 @@ def survey(
     checked-in one by default.
     """
     known = manifest() if known is None else known
-    base = _base(target, journal, series_paths(target))
-    current = {path: target.read(path) for path in base}
+    current = {path: target.read(path) for path in series_paths(target)}
+    base = _base(current, journal)
     release = _known_release(base, known)
     if release is not None:
         case = _Case(release, known, base, current, without)
@@ -144,7 +144,7 @@ def survey(
     return next((other for other in surveys if not other.conflicts), first)
 
 
-def _base(target: Target, journal: Optional[Journal], paths: Sequence[str]) -> View:
+def _base(current: View, journal: Optional[Journal]) -> View:
     """Every file as it is without the patch set.
 
     A file that still is what the journal says was written counts as its backup.
@@ -152,17 +152,16 @@ def _base(target: Target, journal: Optional[Journal], paths: Sequence[str]) -> V
     was checked out, somebody edited it.
     """
     base: View = {}
-    for path in paths:
-        current = target.read(path)
+    for path, content in current.items():
         if (
             journal is not None
             and path in journal.files
-            and current is not None
-            and digest(current) == journal.files[path]["after"]
+            and content is not None
+            and digest(content) == journal.files[path]["after"]
         ):
             base[path] = journal.backup(path)
         else:
-            base[path] = current
+            base[path] = content
     return base
 
 
