@@ -27,8 +27,7 @@ esac
 ensure_patched_checkout
 export PYTHONPATH="$CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"
 PATH="$(dirname "$PYTHON"):$PATH"
-# Upstream's compile cache does not know which solver made a plan, so a plan from an
-# earlier run may be one that was not asked for.
+# Every run compiles for itself: what an earlier one left in a cache proves nothing.
 if [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ]; then
   TORCHINDUCTOR_CACHE_DIR=$(mktemp -d)
   export TORCHINDUCTOR_CACHE_DIR

@@ -16,6 +16,12 @@ from patchset.releases import tree
 from patchset.series import SERIES
 
 
+FOLDER = "torch/_functorch"
+ELSEWHERE = ["torch/__init__.py", "torch/version.py"] + sorted(
+    {e.path for p in SERIES for e in p.edits if not e.path.startswith(FOLDER)}
+)
+
+
 def snapshot(root, skip=()):
     """Every path below ``root`` with its mode and content, folders included."""
     found = {}
@@ -44,6 +50,15 @@ def clone(source, destination):
     return destination
 
 
+def lay(source, root):
+    """A release's partitioner folder whole, and what else the series looks at."""
+    clone(source / FOLDER, root / FOLDER)
+    for path in ELSEWHERE:
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).unlink(missing_ok=True)
+        os.link(source / path, root / path)
+
+
 def git(folder, *arguments, **options):
     """git's output; a file's ctime is no news here, for every clone changes it."""
     return subprocess.run(
@@ -57,6 +72,16 @@ def git(folder, *arguments, **options):
     ).stdout
 
 
+def commit_all(root):
+    """Make ``root`` a git checkout with one commit."""
+    git(root, "init", "--quiet")
+    git(root, "config", "user.name", "test")
+    git(root, "config", "user.email", "test@localhost")
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "-m", "base")
+    return root
+
+
 @pytest.fixture(scope="session")
 def release_tree():
     """``release_tree("2.13.0")``: that release's Python files; not to be changed."""
@@ -65,12 +90,13 @@ def release_tree():
     def get(release):
         place = tree(release)
         if release not in before:
-            before[release] = snapshot(place / "torch/_functorch")
+            before[release] = snapshot(place / FOLDER), contents(place)
         return place
 
     yield get
     for release, known in before.items():
-        assert snapshot(tree(release) / "torch/_functorch") == known, release
+        place = tree(release)
+        assert (snapshot(place / FOLDER), contents(place)) == known, release
 
 
 @pytest.fixture
@@ -78,12 +104,8 @@ def checkout(release_tree, tmp_path):
     """``checkout("2.13.0")``: a clone of the partitioner's folder, as a checkout."""
 
     def make(release, name="pytorch"):
-        source = release_tree(release)
         root = tmp_path / name
-        (root / "torch").mkdir(parents=True)
-        clone(source / "torch/_functorch", root / "torch/_functorch")
-        for path in ("torch/__init__.py", "torch/version.py"):
-            os.link(source / path, root / path)
+        lay(release_tree(release), root)
         (root / "version.txt").write_text(f"{release}a0\n")
         (root / "test" / "functorch").mkdir(parents=True)
         return root

@@ -11,23 +11,33 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import clone, git, snapshot
-from patchset import apply, transaction
-from patchset.images import manifest
-from patchset.series import (
+from conftest import clone, git, lay, snapshot
+from patchset import apply, images, transaction
+from patchset.patch import (
     CONFIG,
     KNAPSACK,
+    minor,
     OVERLAY,
     PARTITIONERS,
     RELEASES,
     REPOSITORY,
-    SERIES,
 )
+from patchset.series import SERIES
 from patchset.target import find, STATE_NAME
 
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
 NAMES = [patch.name for patch in SERIES]
+# The first release that a patch is for, where that is not the first of all.
+SINCE = {
+    "budget-errors": (2, 10),
+    "frozen-layers": (2, 10),
+    "random-ops": (2, 10),
+    "saved-report": (2, 10),
+    "budgets-together": (2, 7),
+    "cache-key": (2, 11),
+    "custom-solver-runtimes": (2, 11),
+}
 
 
 class Result:
@@ -89,7 +99,7 @@ def test_round_trip(checkout, release_tree, release):
     else:
         assert status.states["knapsack-solvers"] == "landed upstream but still faulty"
         assert "#197871" in status.details["knapsack-solvers"]
-    absent = {"budgets-together"} if release == "2.6.0" else set()
+    absent = {name for name in NAMES if minor(release) < SINCE.get(name, (2, 6))}
     for name in set(NAMES) - {"knapsack-solvers"}:
         wanted = "not for this release" if name in absent else "applies"
         assert status.states[name] == wanted
@@ -101,7 +111,7 @@ def test_round_trip(checkout, release_tree, release):
     assert (root / KNAPSACK).read_bytes() == (OVERLAY / KNAPSACK).read_bytes()
     for path in (PARTITIONERS, CONFIG):
         after = snapshot(root)[path][1]
-        assert after == manifest()[release][path]["after"]
+        assert after == images.manifest()[release][path]["after"]
         compile((root / path).read_text(), path, "exec")
     # The clone's files were hard links; what they linked to is as it was.
     assert snapshot(release_tree(release) / "torch/_functorch") == shared
@@ -122,15 +132,26 @@ def test_round_trip(checkout, release_tree, release):
 
 def test_installed_layout_gets_no_tests(release_tree, tmp_path):
     root = tmp_path / "site-packages"
-    clone(release_tree("2.13.0") / "torch/_functorch", root / "torch/_functorch")
-    for path in ("torch/__init__.py", "torch/version.py"):
-        os.link(release_tree("2.13.0") / path, root / path)
+    lay(release_tree("2.13.0"), root)
     before = snapshot(root)
     result = run(root)
     assert result.code == 0 and result.report["installed"]
     assert not (root / "test").exists()
     assert run("--reverse", root).code == 0
     assert snapshot(root) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["cache-key", "custom-solver-runtimes", "budget-errors"]
+)
+@pytest.mark.parametrize("release", RELEASES)
+def test_alone(release_tree, release, name):
+    others = set(NAMES) - {name}
+    result = images.survey(find(str(release_tree(release))), None, without=others)
+    (state,) = [p.state for p in result.patches if p.patch.name == name]
+    absent = minor(release) < SINCE[name]
+    assert state == (images.ABSENT if absent else images.APPLIES)
+    assert bool(result.changes) != absent
 
 
 # ------------------------------------------------------------ what is refused
@@ -318,10 +339,13 @@ def test_without_one_patch(repository):
 
     # On an applied set, leaving some out takes those off, whole files included.
     assert run(root).code == 0
-    both = ["--without", name, "--without", "config-solver-name"]
-    assert run(*both, root).code == 0
+    without = []
+    for patch in SERIES:
+        if CONFIG in patch.paths():
+            without += ["--without", patch.name]
+    assert run(*without, root).code == 0
     assert snapshot(root / "torch")[CONFIG[6:]] == pristine[CONFIG[6:]]
-    assert "already applied" in run(*both, root).text
+    assert "already applied" in run(*without, root).text
     assert run(root).code == 0
     assert set(run("--status", root).states.values()) == {"applied"}
 
@@ -370,8 +394,12 @@ def killed_after(steps, arguments):
 
 
 def hook_has_its_function(root):
-    if "KNAPSACK_SOLVERS" in (root / PARTITIONERS).read_text():
+    partitioners = (root / PARTITIONERS).read_text()
+    if "KNAPSACK_SOLVERS" in partitioners:
         assert "KNAPSACK_SOLVERS" in (root / KNAPSACK).read_text()
+    for path in {path for patch in SERIES for path in patch.files}:
+        if f".{Path(path).stem} import" in partitioners:
+            assert (root / path).is_file()
 
 
 @pytest.mark.parametrize("action", ["apply", "reverse"])
@@ -413,7 +441,7 @@ def test_status_of_an_interrupted_call(checkout):
 def lay_over(source, root):
     """What an installer does: remove the old files, put down the new ones."""
     shutil.rmtree(root / "torch/_functorch")
-    clone(source / "torch/_functorch", root / "torch/_functorch")
+    lay(source, root)
 
 
 def test_upgrade_under_an_applied_set(checkout, release_tree):

@@ -5,15 +5,16 @@ import subprocess
 import sys
 
 import pytest
-from conftest import contents, git, snapshot
+from conftest import commit_all, contents, git, snapshot
 from patchset import apply, export, generate
-from patchset.series import RELEASES, REPOSITORY, SERIES
+from patchset.patch import RELEASES, REPOSITORY
+from patchset.series import SERIES
 from patchset.target import STATE_NAME
 
 
 def in_release(release):
     """The patches that have something to change there."""
-    return [p for p in SERIES if p.files or any(e.fits(release) for e in p.edits)]
+    return [p for p in SERIES if p.fits(release)]
 
 
 @pytest.fixture
@@ -21,11 +22,7 @@ def repository(checkout):
     """A git checkout with one commit, of the files that the series touches."""
 
     def make(release, name):
-        root = checkout(release, name)
-        git(root, "init", "--quiet")
-        git(root, "add", "--all")
-        git(root, "commit", "--quiet", "-m", "base")
-        return root
+        return commit_all(checkout(release, name))
 
     return make
 

@@ -1,8 +1,9 @@
 """Puts the patch set onto a PyTorch tree and takes it off again.
 
-Imports run one way: ``series`` (the table of edits) <- ``target`` (the tree at
-hand) <- ``images`` (what each file was, is and becomes) <- ``transaction``
-(writing it) <- ``apply`` (the command). ``mailbox`` turns images into patches,
+Imports run one way: ``patch`` (what a patch is) <- ``topics`` (one patch each) <-
+``series`` (their order); ``patch`` <- ``target`` (the tree at hand) <- ``images``
+(what each file was, is and becomes) <- ``transaction`` (writing it) <- ``apply``
+(the command). ``mailbox`` turns images into patches,
 ``releases`` fetches the trees of the supported releases, and ``generate``
 writes what is checked in. Standard library only: the commands run on whatever
 Python a machine has, from 3.9 on.

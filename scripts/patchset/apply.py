@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from .commits import check_committable, commit_on_head
 from .images import APPLIED, stale_bytecode, Survey, survey
 from .mailbox import message
-from .series import KNAPSACK, SERIES
+from .patch import KNAPSACK
+from .series import SERIES
 from .target import BadCall, Conflict, find, find_installed, NEEDS, run_python, Target
 from .transaction import (
     Change,
@@ -209,7 +207,7 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     journal = read_journal(target)
     result = _survey_without_conflict(report, target, journal, options.without)
     if options.commit:
-        _check_committable(target, result)
+        check_committable(target, result.changes)
     pending = _pending(target, journal, result.changes)
     if pending:
         if journal is not None:
@@ -230,7 +228,7 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
         report.messages.append("already applied")
     if options.commit:
         steps = [(message(s.patch), s.changes) for s in result.patches if s.changes]
-        report.commits = _commit_steps(target, steps)
+        report.commits = commit_on_head(target, steps)
     report.take(survey(target, read_journal(target), options.without))
 
 
@@ -251,7 +249,7 @@ def _reverse(report: Report, target: Target, options: argparse.Namespace) -> Non
         missing = [p.patch.name for p in result.patches if p.state != APPLIED]
         result = survey(target, journal, missing)
         if options.commit:
-            _check_committable(target, result)
+            check_committable(target, result.changes)
         _take_off(target, journal)
         report.files = list(journal.files)
         if options.commit:
@@ -263,7 +261,7 @@ def _reverse(report: Report, target: Target, options: argparse.Namespace) -> Non
                 for s in reversed(result.patches)
                 if s.changes
             ]
-            report.commits = _commit_steps(target, steps)
+            report.commits = commit_on_head(target, steps)
         report.messages.append("reversed; every file is as it was before")
     report.take(survey(target, None))
 
@@ -356,99 +354,6 @@ def _has_binaries(target: Target) -> bool:
         target.python, "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
     )
     return (target.root / f"torch/_C{suffix}").exists()
-
-
-def _git(
-    target: Target,
-    *arguments: str,
-    content: Optional[bytes] = None,
-    index: Optional[str] = None,
-) -> bytes:
-    """git on the target's own repository, never on one further up."""
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.root.parent)}
-    if index is not None:
-        environment["GIT_INDEX_FILE"] = index
-    done = subprocess.run(
-        ["git", "-C", str(target.root), *arguments],
-        input=content,
-        env=environment,
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        words = done.stderr.decode().strip() or f"exit {done.returncode}"
-        raise Conflict(f"git {arguments[0]}: {words}")
-    return done.stdout
-
-
-def _check_committable(target: Target, result: Survey) -> None:
-    """Before anything is written: git is there and HEAD holds what we start from."""
-    if shutil.which("git") is None:
-        raise Conflict("--commit needs git, which is not on the PATH")
-    _git(target, "var", "GIT_AUTHOR_IDENT")
-    for change in result.changes:
-        known = (change.before, change.after)
-        if _head_content(target, change.path) not in known:
-            raise Conflict(
-                f"{change.path}: has changes that are not committed; commit or stash "
-                "them first"
-            )
-
-
-def _head_content(target: Target, path: str) -> Optional[bytes]:
-    if not _git(target, "ls-tree", "HEAD", "--", path):
-        return None
-    return _git(target, "cat-file", "blob", f"HEAD:{path}")
-
-
-def _commit_steps(
-    target: Target, steps: Sequence[tuple[str, Sequence[Change]]]
-) -> list[str]:
-    """One commit per step on top of HEAD, then the branch moved once.
-
-    Built beside the user's index and work tree: what else is staged stays staged,
-    and a kill leaves the branch where it was.
-    """
-    final = {c.path: c.after for _, changes in steps for c in changes}
-    if all(_head_content(target, path) == content for path, content in final.items()):
-        return []
-    old = _git(target, "rev-parse", "HEAD").decode().strip()
-    head, names = old, []
-    with tempfile.TemporaryDirectory() as folder:
-        index = os.path.join(folder, "index")
-        _git(target, "read-tree", head, index=index)
-        for words, changes in steps:
-            for change in changes:
-                _stage(target, change, index)
-            tree = _git(target, "write-tree", index=index).decode().strip()
-            made = _git(
-                target, "commit-tree", tree, "-p", head, "-F", "-",
-                content=words.encode(),
-            )  # fmt: skip
-            head = made.decode().strip()
-            names.append(f"{head[:12]} {words.partition(chr(10))[0]}")
-    _git(
-        target,
-        "update-ref",
-        "-m",
-        "activation memory budget patch set",
-        "HEAD",
-        head,
-        old,
-    )
-    for path, content in final.items():
-        _stage(target, Change(path, None, content), None)
-    return names
-
-
-def _stage(target: Target, change: Change, index: Optional[str]) -> None:
-    if change.after is None:
-        _git(target, "update-index", "--force-remove", "--", change.path, index=index)
-        return
-    blob = _git(target, "hash-object", "-w", "--stdin", content=change.after)
-    mode = "100644"
-    entry = f"{mode},{blob.decode().strip()},{change.path}"
-    _git(target, "update-index", "--add", "--cacheinfo", entry, index=index)
 
 
 if __name__ == "__main__":

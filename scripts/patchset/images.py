@@ -13,19 +13,19 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Optional
 
-from .series import (
+from .patch import (
     Edit,
     KNAPSACK,
+    MANIFEST,
     minor,
     OVERLAY,
     PARTITIONERS,
     Patch,
     RELEASES,
-    SERIES,
 )
+from .series import SERIES
 from .target import Conflict, Target
 from .transaction import Change, digest, Journal
 
@@ -38,8 +38,6 @@ CONFLICTS = "conflicts"
 ABSENT = "not for this release"
 LEFT_OUT = "left out"
 
-MANIFEST = Path(__file__).with_name("manifest.json")
-
 View = dict[str, Optional[bytes]]
 Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
 
@@ -48,11 +46,15 @@ Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
 class _Case:
     """What a classification looks at: the files without the set, and as they are."""
 
+    series: Sequence[Patch]
     release: str
     known: Manifest
     base: View
     current: View
     without: Collection[str]
+
+    def edits(self) -> list[Edit]:
+        return [e for p in self.series for e in p.edits if e.fits(self.release)]
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,16 @@ class Survey:
 
     @property
     def changes(self) -> list[Change]:
-        """One change per file, in the order in which they must be written."""
+        """One change per file, in the order in which they must be written.
+
+        New files come first: an edit of any patch may import them.
+        """
         total: dict[str, Change] = {}
         for step in self.patches:
             for change in step.changes:
                 first = total.get(change.path, change)
                 total[change.path] = Change(change.path, first.before, change.after)
-        return list(total.values())
+        return sorted(total.values(), key=lambda change: change.before is not None)
 
 
 @cache
@@ -107,8 +112,10 @@ def _is_ours(path: str, content: Optional[bytes]) -> bool:
     return (OVERLAY / path).is_file() and content == overlay(path)
 
 
-def series_paths(target: Target) -> list[str]:
-    paths = dict.fromkeys(path for patch in SERIES for path in patch.paths())
+def series_paths(target: Target, series: Sequence[Patch] = SERIES) -> list[str]:
+    paths = dict.fromkeys(path for patch in series for path in patch.paths())
+    # What the partitioner imports from it is checked even where it is not changed.
+    paths[KNAPSACK] = None
     return [path for path in paths if target.wants(path)]
 
 
@@ -116,32 +123,42 @@ def survey(
     target: Target,
     journal: Optional[Journal],
     without: Collection[str] = (),
-    known: Optional[Manifest] = None,
+    series: Sequence[Patch] = SERIES,
 ) -> Survey:
     """Classify every patch; Conflict where a file may not be touched at all.
 
-    ``without`` names patches to leave out. ``known`` is the manifest to go by, the
-    checked-in one by default.
+    ``without`` names patches to leave out, ``series`` may be another form of some of
+    them.
     """
-    known = manifest() if known is None else known
-    current = {path: target.read(path) for path in series_paths(target)}
+    known = manifest()
+    current = {path: target.read(path) for path in series_paths(target, series)}
     base = _base(current, journal)
     release = _known_release(base, known)
     if release is not None:
-        case = _Case(release, known, base, current, without)
+        case = _Case(series, release, known, base, current, without)
         return Survey(release, True, _classify(case))
     candidates = sorted(RELEASES, key=minor, reverse=True)
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
         candidates.sort(key=lambda r: minor(r) != minor(target.version))
     surveys = (
-        Survey(r, False, _classify(_Case(r, known, base, current, without)))
+        Survey(r, False, _classify(_Case(series, r, known, base, current, without)))
         for r in candidates
     )
     first = next(surveys)
     if not first.conflicts:
         return first
     return next((other for other in surveys if not other.conflicts), first)
+
+
+def survey_untouched(target: Target, release: str) -> Survey:
+    """Classify every patch against a tree taken for ``release`` as it came out.
+
+    The release need not be in the manifest.
+    """
+    files = {path: target.read(path) for path in series_paths(target)}
+    case = _Case(SERIES, release, {}, files, files, ())
+    return Survey(release, False, _classify(case))
 
 
 def _base(current: View, journal: Optional[Journal]) -> View:
@@ -205,7 +222,7 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
 def _classify(case: _Case) -> tuple[PatchState, ...]:
     view = dict(case.base)
     states = []
-    for patch in SERIES:
+    for patch in case.series:
         state = _classify_one(patch, case, view)
         view.update((change.path, change.after) for change in state.changes)
         states.append(state)
@@ -217,10 +234,10 @@ def _classify_one(patch: Patch, case: _Case, view: View) -> PatchState:
     edits = [edit for edit in patch.edits if edit.fits(case.release)]
     if patch.name in case.without:
         return PatchState(patch, LEFT_OUT, "")
-    if not files and not edits:
+    if not patch.fits(case.release):
         return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
     done = all(case.current[path] == overlay(path) for path in files) and all(
-        _has(case.current[edit.path], edit, case.release) for edit in edits
+        _has(case.current[edit.path], edit, case) for edit in edits
     )
     texts = {path: _text(case.base[path]) for path in patch.paths() if path in view}
     landed = bool(patch.landed) and all(
@@ -255,7 +272,7 @@ def _changes(
         before = after.get(edit.path, view[edit.path])
         if before is None:
             raise LookupError(f"{edit.path}: no such file")
-        if _has(before, edit, case.release):
+        if _has(before, edit, case):
             after[edit.path] = before
             continue
         text = before.decode()
@@ -274,21 +291,17 @@ def _changes(
     )
 
 
-def _has(content: Optional[bytes], edit: Edit, release: str) -> bool:
+def _has(content: Optional[bytes], edit: Edit, case: _Case) -> bool:
     """Whether the edit is in the file, as it is or as a later edit changed it."""
     if _text(content).count(edit.replacement) == 1:
         return True
-    following = itertools.dropwhile(lambda other: other is not edit, _edits(release))
+    following = itertools.dropwhile(lambda other: other is not edit, case.edits())
     return any(
         other.path == edit.path
         and other.anchor in edit.replacement
-        and _has(content, other, release)
+        and _has(content, other, case)
         for other in itertools.islice(following, 1, None)
     )
-
-
-def _edits(release: str) -> list[Edit]:
-    return [e for patch in SERIES for e in patch.edits if e.fits(release)]
 
 
 def _text(content: Optional[bytes]) -> str:

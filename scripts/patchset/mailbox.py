@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Optional
 
-from .series import Patch
+from .patch import Patch
 from .transaction import Change
 
 

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Optional
 
-from .series import RELEASES, REPOSITORY
+from .patch import RELEASES, REPOSITORY
 
 
 TREES = REPOSITORY / "build" / "releases"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
-from .series import CONFIG, KNAPSACK, PARTITIONERS
+from .patch import CONFIG, KNAPSACK, PARTITIONERS
 
 
 class BadCall(Exception):

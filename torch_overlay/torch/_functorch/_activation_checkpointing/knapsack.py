@@ -63,8 +63,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, TYPE_CHECKING
 
 import torch
 
@@ -76,6 +75,10 @@ from .knapsack_exact import (
     solve_knapsack,
     solve_knapsack_budgets,
 )
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 log = logging.getLogger(__name__)

@@ -31,16 +31,20 @@ Steps
    every solution.  A copy whose loss exceeds the gap between the bounds is
    fixed [2].
 4. *Core* (``_solve_relaxation``): classes of least loss first, in the spirit of
-   Pisinger's minimal core [3].  A pass enumerates everything below a loss limit;
-   limit and core grow until the incumbent is proven.
+   Pisinger's minimal core [3].  A pass enumerates everything below a loss limit, the
+   first one below the gap between the bounds; where that takes too many states, limit
+   and core grow from a small start until the incumbent is proven.
 5. *Search* (``_search``): Pareto states (change of weight, change of value) in the
    manner of Nemhauser and Ullmann [4], largest sizes first, each pruned by the
    least loss that any completion must add; met in the middle by a second list from
-   the smallest sizes [5].
-6. *Hard instances* (``_cardinality_relaxation``, ``_exchange``): where all
-   efficiencies nearly tie, the number of items that can or must be saved gives a
-   second multiplier and a tighter bound [6], and exchanges of pairs find solutions
-   that meet it.
+   the smallest sizes [5].  Greedy completions on the way tighten the limit.
+6. *Hard instances*: where all efficiencies nearly tie, either few sets come close to
+   the bound, and they are enumerated in order of loss (``_deepen``), or so many do
+   that one of them meets it.  The number of items that can or must be saved gives a
+   second multiplier and a tighter bound [6] (``_cardinality_relaxation``), and
+   exchanges of a few classes find a set that meets it (``_exchange``).
+7. *Many items* (``_solve_narrowed``): vectorized arithmetic fixes all but the items
+   near the break item [7], which the enumeration in order of loss then decides.
 
 Effort is bounded by a number of states, never by time; nothing depends on hashing
 or randomness, so every rank computes the same plan.
@@ -56,6 +60,8 @@ or randomness, so every rank computes the same plan.
     problem, Journal of the ACM 21 (1974).
 [6] Martello and Toth, Upper bounds and algorithms for hard 0-1 knapsack problems,
     Operations Research 45 (1997).
+[7] Balas and Zemel, An algorithm for large zero-one knapsack problems, Operations
+    Research 28 (1980).
 """
 
 from __future__ import annotations
@@ -63,15 +69,18 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import compress
 from operator import itemgetter
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 __all__ = [
@@ -92,7 +101,10 @@ _FIRST_COPIES, _COPIES_GROWTH = 2, 8
 _FIRST_BEAM, _BEAM_GROWTH, _LAST_BEAM = 1 << 10, 8, 1 << 16
 
 # Copies per class and states per list in the first pass.
-_SCOUT_COPIES, _SCOUT_BEAM = 1024, 32
+_SCOUT_COPIES, _SCOUT_BEAM = 1024, 256
+
+# One head state in this many is completed greedily after every step.
+_SAMPLED = 8
 
 # The first loss limit is this fraction of the gap; complete passes multiply it.
 _FIRST_LIMIT_SHIFT, _LIMIT_GROWTH_SHIFT = 6, 3
@@ -100,10 +112,21 @@ _FIRST_LIMIT_SHIFT, _LIMIT_GROWTH_SHIFT = 6, 3
 # States after which a still open instance is treated as a hard one.
 _EASY_STATES = 1 << 17
 
+# The enumeration by loss starts with this many classes and grows by this factor; on
+# hard instances it stops at so many states.
+_FIRST_DEPTH, _DEPTH_GROWTH = 24, 1.25
+_DEEP_STATES = 1 << 18
+
+# How many classes are exchanged at a time, in turn.
+_EXCHANGED = (20, 24, 28, 32)
+
 # From this many items on, those far from the break item are fixed by vectorized
-# arithmetic before anything is done per item.
-_NARROW_FROM = 5_000
-_NARROW_TO = 512
+# arithmetic before anything is done per item: all but so many, then more.  If that
+# settles nothing, up to ``_MOST_KINDS`` different items are solved for all the same,
+# and of more the ``_LAST_CORE`` nearest.
+_NARROW_FROM, _SAMPLE = 5_000, 1_000
+_NARROW_TO = (128, 1024)
+_MOST_KINDS, _LAST_CORE = 1 << 15, 1 << 13
 
 # Relative error of a size computed from a byte count: two divisions.  The slack
 # on top covers the rounding of the step itself.
@@ -203,24 +226,33 @@ def check_budget(max_memory: float) -> float:
     return max(0.0, float(max_memory))
 
 
-def check_items(memory: Sequence[float], runtimes: Sequence[float]) -> None:
-    """Raise ValueError, naming index and value, for items that no solver takes."""
+def check_items(
+    memory: Sequence[float], runtimes: Sequence[float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Raise ValueError, naming index and value, for items that no solver takes.
+
+    Returns (least, rough sum) of the sizes and of the runtimes, 0 if there are none.
+    """
     if len(memory) != len(runtimes):
         raise ValueError(
             f"memory has {len(memory)} items but runtimes has {len(runtimes)}: "
             "every item needs one size and one runtime"
         )
+    return _least_and_sum("memory", memory), _least_and_sum("runtimes", runtimes)
+
+
+def _least_and_sum(name: str, values: Sequence[float]) -> tuple[float, float]:
     largest = sys.float_info.max
-    for name, values in (("memory", memory), ("runtimes", runtimes)):
-        # One pass at C speed: a NaN or an infinity does not leave the sum finite.
-        if min(values, default=0) >= 0 and sum(values) <= largest:
-            continue
-        for index, value in enumerate(values):
-            if not 0 <= value <= largest:
-                raise ValueError(
-                    f"{name}[{index}] is {value}: it must be finite and not negative"
-                )
-        raise ValueError(f"the sum of {name} exceeds the largest float, {largest}")
+    # Two passes at C speed: a NaN or an infinity does not leave the sum finite.
+    least, total = min(values, default=0), sum(values)
+    if least >= 0 and total <= largest:
+        return least, total
+    for index, value in enumerate(values):
+        if not 0 <= value <= largest:
+            raise ValueError(
+                f"{name}[{index}] is {value}: it must be finite and not negative"
+            )
+    raise ValueError(f"the sum of {name} exceeds the largest float, {largest}")
 
 
 def _total(numbers: Iterable[float]) -> float:
@@ -253,15 +285,15 @@ class _Scaled(NamedTuple):
     The order depends on weights, values and sizes only, never on the order of the
     items.  ``members[c]`` are the item indices of class ``c``, ascending, and
     ``sizes[c]`` is their size.  ``step`` is the size of one unit of weight: a float
-    where the sizes are rounded multiples of it, a Fraction where they are exact
-    ones.  One unit of value is ``value_unit``.
+    where the sizes are rounded multiples of it, an int or a Fraction where they are
+    exact ones.  One unit of value is ``value_unit``, an int or a Fraction.
     """
 
     classes: list[_Class]
     members: list[list[int]]
     sizes: list[float]
     step: Any
-    value_unit: Fraction
+    value_unit: Any
 
 
 class _Items:
@@ -271,15 +303,16 @@ class _Items:
     """
 
     def __init__(self, memory: Sequence[float], runtime: Sequence[float]) -> None:
-        check_items(memory, runtime)
+        (least_size, total), (least_runtime, _) = check_items(memory, runtime)
         self.memory, self.runtime = memory, runtime
         self.worthy: Sequence[int] = range(len(memory))
-        if 0 in runtime:
-            self.worthy = [i for i, r in enumerate(runtime) if r > 0]
+        if not least_runtime:
+            self.worthy = list(compress(self.worthy, runtime))
+            total = sum(compress(memory, runtime))
         self.free: list[int] = []
-        if 0 in memory:
-            self.free = [i for i in self.worthy if memory[i] == 0]
-        self._rough_total = sum(map(memory.__getitem__, self.worthy))
+        if not least_size:
+            self.free = [i for i in self.worthy if not memory[i]]
+        self._rough_total = total
         self._scaled: dict[bool, Optional[_Scaled]] = {}
 
     def solve(self, budget: float, max_states: int) -> KnapsackSolution:
@@ -288,13 +321,14 @@ class _Items:
         if self._rough_total * (1 - _ROUGH) <= budget:
             total = self.weight(self.worthy)
             if total <= budget:
-                return self._solution(list(self.worthy), total, Fraction(0), True)
-        if len(self.memory) >= _NARROW_FROM:
+                return self._solution(list(self.worthy), total, 0, True)
+        if len(self.memory) >= _NARROW_FROM and self._varied():
             narrowed = _solve_narrowed(self, budget, max_states)
             if narrowed is not None:
-                weight = self.weight(narrowed)
+                saved, gap = narrowed
+                weight = self.weight(saved)
                 if weight <= budget:
-                    return self._solution(narrowed, weight, Fraction(0), True)
+                    return self._no_worse_than_greedy(saved, weight, gap, budget)
         # Rounded sizes leave one doubt: whether a set that weighs exactly the budget
         # fits.  If the optimum is such a set and does not, exact sizes decide.
         for scaled in filter(None, map(self._scale, (True, False))):
@@ -310,15 +344,26 @@ class _Items:
             weight = self.weight(saved)
             if weight <= budget:
                 break
-        proven = optimum.value == optimum.bound
         gap = (optimum.bound - optimum.value) * scaled.value_unit
-        if not proven:
+        return self._no_worse_than_greedy(saved, weight, gap, budget)
+
+    def _varied(self) -> bool:
+        """Return whether most items of a sample differ: classes would not help."""
+        stride = len(self.memory) // _SAMPLE
+        sample = list(zip(self.memory[::stride], self.runtime[::stride]))
+        return 2 * len(set(sample)) > len(sample)
+
+    def _no_worse_than_greedy(
+        self, saved: list[int], weight: float, gap: Fraction, budget: float
+    ) -> KnapsackSolution:
+        """Return the given set, or the greedy one if that is worth more."""
+        if gap:
             greedy = self._greedy(budget)
             lead = self._worth(greedy) - self._worth(saved)
             if lead > 0:
                 saved, gap = greedy, gap - lead
-                weight, proven = self.weight(saved), gap <= 0
-        return self._solution(saved, weight, gap, proven)
+                weight = self.weight(saved)
+        return self._solution(saved, weight, gap, gap <= 0)
 
     def weight(self, saved: Iterable[int]) -> float:
         """Return the correctly rounded size of a set of items."""
@@ -352,13 +397,13 @@ class _Items:
         # Flooring at 2**-64 keeps the key an int; the bounds do not rely on the
         # order of near ties.
         order = sorted(
-            range(len(pairs)),
-            key=lambda k: (-((values[k] << 64) // weights[k]), weights[k], pairs[k]),
+            zip(weights, values, pairs),
+            key=lambda c: (-((c[1] << 64) // c[0]), c[0], c[2]),
         )
         return _Scaled(
-            [_Class(weights[k], values[k], len(members[pairs[k]])) for k in order],
-            [members[pairs[k]] for k in order],
-            [sizes[k] for k in order],
+            [_Class(weight, value, len(members[p])) for weight, value, p in order],
+            [members[pair] for _, _, pair in order],
+            [size for _, _, (size, _) in order],
             step,
             value_unit,
         )
@@ -374,11 +419,12 @@ class _Items:
                 saved.append(i)
         return saved if self.weight(saved) <= budget else list(self.free)
 
-    def _worth(self, saved: list[int]) -> Fraction:
-        return sum((Fraction(self.runtime[i]) for i in saved), Fraction(0))
+    def _worth(self, saved: list[int]) -> Any:
+        integers, unit = _exact_integers([self.runtime[i] for i in saved])
+        return sum(integers) * unit
 
     def _solution(
-        self, saved: list[int], weight: float, gap: Fraction, proven: bool
+        self, saved: list[int], weight: float, gap: Any, proven: bool
     ) -> KnapsackSolution:
         saved = sorted(saved)
         left = bytearray(b"\1") * len(self.memory)
@@ -407,19 +453,20 @@ class _Items:
 # Scaling
 
 
-def _exact_integers(numbers: Sequence[float]) -> tuple[list[int], Fraction]:
+def _exact_integers(numbers: Sequence[float]) -> tuple[list[int], Any]:
     """Return integers without common factor and the exact unit they count.
 
     ``numbers[i] == integers[i] * unit`` holds exactly: every float is an integer
-    times a power of two.
+    times a power of two.  The unit is an int or a Fraction.
     """
     ratios = [
         (x, 1) if isinstance(x, int) else float(x).as_integer_ratio() for x in numbers
     ]
-    denominator = max((d for _, d in ratios), default=1)
+    denominator = max([d for _, d in ratios], default=1)
     integers = [n * (denominator // d) for n, d in ratios]
     factor = math.gcd(*integers) or 1
-    return [n // factor for n in integers], Fraction(factor, denominator)
+    unit = factor if denominator == 1 else Fraction(factor, denominator)
+    return [n // factor for n in integers], unit
 
 
 def _common_step(sizes: Sequence[float]) -> Optional[float]:
@@ -429,11 +476,8 @@ def _common_step(sizes: Sequence[float]) -> Optional[float]:
     up to two rounding errors.  Euclid's algorithm on floats recovers the step if it
     starts from the smallest size, whose absolute error is least.  Every size is then
     within ``_SIZE_TOLERANCE`` of a multiple, or there is no step.  None as well if
-    the sizes are exact multiples of something large: then nothing is gained.
+    all are exact multiples: then nothing is gained.
     """
-    integers, _ = _exact_integers(sizes)
-    if not integers or sum(integers) < 1 << 53:
-        return None
     step = smallest = float(min(sizes))
     largest = float(max(sizes))
     for size in sorted(set(sizes)):
@@ -450,7 +494,7 @@ def _common_step(sizes: Sequence[float]) -> Optional[float]:
     for size in sizes:
         if abs(size - round(size / step) * step) > size * _SIZE_TOLERANCE:
             return None
-    return step
+    return step if any(math.fmod(size, step) for size in sizes) else None
 
 
 def _capacity(budget: float, step: Any) -> int:
@@ -461,12 +505,7 @@ def _capacity(budget: float, step: Any) -> int:
     errors of the budget counts as fitting and is to be checked.
     """
     if isinstance(step, float):
-        steps = budget / step
-        if steps > 2 * _LARGEST_STEP_COUNT:
-            return int(steps)
-        nearest = round(steps)
-        close = abs(steps - nearest) <= 8 * nearest * _SIZE_TOLERANCE
-        return nearest if close else int(steps)
+        return int(budget / step * (1 + 8 * _SIZE_TOLERANCE))
     limit = (Fraction(budget) + Fraction(math.nextafter(budget, math.inf))) / 2 / step
     capacity: int = math.floor(limit)
     odd = math.ldexp(math.frexp(budget)[0], 53) % 2
@@ -515,29 +554,37 @@ def _fill(
 
 
 def _relax(
-    classes: list[_Class], capacity: int, break_class: int, multiplier: int, items: int
+    classes: list[_Class],
+    capacity: int,
+    break_class: int,
+    multiplier: int = 0,
+    items: int = 0,
+    ties: Optional[list[int]] = None,
 ) -> _Relaxation:
     """Price memory by the efficiency of the break class [1].
 
     Every item costs ``multiplier`` more than its memory, and ``multiplier * items``
     is added back: a bound if no solution of interest holds more than ``items`` items
     (``multiplier > 0``), or less (``multiplier < 0``).  The base takes every class
-    that is worth more than its price and none that is worth less.  Classes at their
-    price are left out; the caller may add them, which keeps the bound.  O(classes).
+    that is worth more than its price and none that is worth less.  Of a class ``c``
+    at its price it takes ``ties[c]`` copies, by default none: that does not change the
+    bound.  O(classes).
     """
     scale = classes[break_class].weight
     price = classes[break_class].value - multiplier
     base, losses = [], []
     room, value = capacity, 0
     bound = price * capacity + multiplier * items * scale
-    for weight, worth, count in classes:
+    for c, (weight, worth, taken) in enumerate(classes):
         gain = (worth - multiplier) * scale - price * weight
         losses.append(abs(gain))
-        base.append(count if gain > 0 else 0)
         if gain > 0:
-            bound += gain * count
-            room -= count * weight
-            value += count * worth
+            bound += gain * taken
+        else:
+            taken = ties[c] if ties and not gain else 0
+        base.append(taken)
+        room -= taken * weight
+        value += taken * worth
     return _Relaxation(base, value, room, scale, price, losses, bound)
 
 
@@ -641,59 +688,77 @@ class _Move(NamedTuple):
     changes: tuple[tuple[int, int], ...]
 
 
-class _Completion:
-    """The least loss that completing a state must add, by the room it has left.
-
-    A convex, piecewise linear function of the room with value 0 at 0: room is filled
-    with the undecided moves of least loss per weight, fractionally, and what no move
-    fills costs ``slack_loss``; a negative room is made up by undoing moves, and
-    cannot be where none are left.  ``adds`` and ``undos`` are the undecided moves in
-    that order.  Losses are rounded down, rooms outwards.
-    """
-
-    def __init__(self, adds: list[_Move], undos: list[_Move], slack_loss: int) -> None:
-        self.add_room, self.add_loss = self._corners((m, m.high) for m in adds)
-        self.add_slope = [(m.weight, m.loss) for m in adds] + [(1, slack_loss)]
-        self.undo_room, self.undo_loss = self._corners((m, -m.low) for m in undos)
-        self.undo_slope = [(m.weight, m.loss) for m in undos]
-
-    @staticmethod
-    def _corners(moves: Iterable[tuple[_Move, int]]) -> tuple[list[int], list[int]]:
-        rooms, losses = [0], [0]
-        for move, times in moves:
-            rooms.append(rooms[-1] + times * move.weight)
-            losses.append(losses[-1] + times * move.loss)
-        return rooms, losses
-
-    def greatest(self, loss: int) -> int:
-        """Return the greatest room that ``loss`` can complete."""
-        k = bisect_right(self.add_loss, loss) - 1
-        weight, slope = self.add_slope[k]
-        return self.add_room[k] + (loss - self.add_loss[k]) * weight // slope
-
-    def least(self, loss: int) -> int:
-        """Return the least room, at most 0, that ``loss`` can complete."""
-        k = bisect_right(self.undo_loss, loss) - 1
-        if k == len(self.undo_slope):
-            return -self.undo_room[k]
-        weight, slope = self.undo_slope[k]
-        return -self.undo_room[k] - (loss - self.undo_loss[k]) * weight // slope
-
-    def loss(self, room: int) -> int:
-        """Return the loss of completing a state within the window."""
-        if room >= 0:
-            k = bisect_right(self.add_room, room) - 1
-            weight, slope = self.add_slope[k]
-            return self.add_loss[k] + (room - self.add_room[k]) * slope // weight
-        k = bisect_left(self.undo_room, -room) - 1
-        weight, slope = self.undo_slope[k]
-        return self.undo_loss[k] + (-room - self.undo_room[k]) * slope // weight
-
-
 # A state is (weight, -value, loss, history) relative to the base; a history is None
 # or (earlier history, move, times).
 _State = tuple[Any, ...]
 _WEIGHT_THEN_VALUE = itemgetter(0, 1)
+
+
+class _Completion:
+    """What the undecided moves can still do for a state, by the room it has left.
+
+    ``adds`` and ``undos`` are the undecided moves that can be made and undone, in
+    order of loss per weight.  The least loss of a completion is a convex, piecewise
+    linear function of the room with value 0 at 0: room is filled by ``adds``,
+    fractionally, and what no move fills costs ``slack_loss`` per unit; a negative room
+    is made up by ``undos``, and where none are left costs ``forbidden`` per unit, which
+    is more than the loss of any move.  ``corners`` are the rooms where its slope
+    changes, ascending; with ``corner, height, run, rise = pieces[bisect_right(corners,
+    room)]`` it is ``height + (room - corner) * rise / run``.
+    """
+
+    def __init__(
+        self, adds: list[_Move], undos: list[_Move], slack_loss: int, forbidden: int
+    ) -> None:
+        self.adds, self.undos = adds, undos
+        corners, pieces = [], []
+        corner = height = 0
+        for weight, _, loss, low, _, _ in undos:
+            corner += low * weight
+            height -= low * loss
+            corners.append(corner)
+            pieces.append((corner, height, weight, -loss))
+        pieces.append((corner, height, 1, -forbidden))
+        corners.reverse()
+        pieces.reverse()
+        corner = height = 0
+        corners.append(0)
+        for weight, _, loss, _, high, _ in adds:
+            pieces.append((corner, height, weight, loss))
+            corner += high * weight
+            height += high * loss
+            corners.append(corner)
+        pieces.append((corner, height, 1, slack_loss))
+        self.corners, self.pieces = corners, pieces
+
+    def loss(self, room: int) -> int:
+        """Return the least loss of completing a state, rounded down."""
+        corner, height, run, rise = self.pieces[bisect_right(self.corners, room)]
+        return height + (room - corner) * rise // run
+
+    def greedy(self, state: _State, room: int) -> Optional[tuple[int, Any]]:
+        """Complete a state by whole moves, in order; return value and history.
+
+        None if all undos do not make it fit.  O(moves).
+        """
+        weight, value, _, history = state
+        left = room - weight
+        for move in self.undos:
+            if left >= 0:
+                break
+            times = max(move.low, left // move.weight)
+            left -= times * move.weight
+            value -= times * move.value
+            history = history, move, times
+        if left < 0:
+            return None
+        for move in self.adds:
+            if move.weight <= left:
+                times = min(move.high, left // move.weight)
+                left -= times * move.weight
+                value -= times * move.value
+                history = history, move, times
+        return -value, history
 
 
 def _pareto(states: list[_State]) -> list[_State]:
@@ -738,125 +803,147 @@ class _Found(NamedTuple):
 
 def _search(
     moves: list[_Move],
-    room: int,
+    relaxation: _Relaxation,
     limit: int,
-    slack_loss: int,
     beam: int,
     allowance: int,
     scout: bool = False,
 ) -> _Found:
     """Find the best combination of moves with a loss of at most ``limit``.
 
-    ``room`` is the capacity the base leaves.  Moves are decided from the largest
+    No single move may cost more than ``limit``.  Moves are decided from the largest
     weight down into the list ``head``, and from the smallest up into the list
     ``tail``, whichever stays shorter.  Invariant: every combination of decided moves
     that extends to a solution within the limit is, or is dominated by, a head state
-    plus a tail state, up to what exceeded ``beam`` and lowered ``complete``.  Once
-    ``allowance`` states were created, the lists shrink and the search runs out.  Sizes in
+    plus a tail state, up to what exceeded ``beam`` and lowered ``complete``.  After
+    every step some head states are completed greedily; a solution better than any
+    before lowers the limit to what it takes to beat it, which rules out moves and
+    states.  Once ``allowance`` states were created, the lists shrink and the search
+    runs out; as a ``scout`` it gives up where ``head`` exceeds ``beam``.  Sizes in
     decreasing order matter: once the large moves are decided, the small ones have to
     meet the remaining room, which prunes sizes that differ by orders of magnitude to
     a handful of states.
     """
-    moves = sorted(moves, key=lambda m: (-m.weight, m.value, m.changes))
-    by_loss = sorted(
-        range(len(moves)), key=lambda k: ((moves[k].loss << 64) // moves[k].weight, k)
-    )
-    adds = [k for k in by_loss if moves[k].high]
-    undos = [k for k in by_loss if moves[k].low]
+    room = relaxation.room
+    moves = sorted(moves, key=lambda m: (m.weight, -m.value, m.changes))
+    by_loss = sorted(moves, key=lambda m: (m.loss << 64) // m.weight)
+    adds = [m for m in by_loss if m.high]
+    undos = [m for m in by_loss if m.low]
     head: list[_State] = [(0, 0, 0, None)]
     tail: list[_State] = [(0, 0, 0, None)]
-    first, last = 0, len(moves)
-    complete, states = limit + 1, 0
-    while first < last and head:
+    value, states = 0, 0
+    histories: tuple[Any, ...] = ()
+    # Above the loss of every move, also after the limit was lowered: else the loss of
+    # completions would not be convex.
+    cut = forbidden = limit + 1
+    while moves and head:
         if states > allowance:
             beam = min(beam, _SCOUT_BEAM)
-        move = moves[last - 1]
+        move = moves[0]
         if len(tail) * (move.high - move.low + 1) <= len(head):
-            last -= 1
+            del moves[0]
             tail = _extend_tail(tail, move, limit)
             states += len(tail)
             if len(tail) > beam:
                 tail, bound = _cut([(state[2], state) for state in tail], beam)
-                complete = min(complete, bound)
+                cut = min(cut, bound)
             continue
-        completion = _Completion(
-            [moves[k] for k in adds if k > first],
-            [moves[k] for k in undos if k > first],
-            slack_loss,
-        )
-        head = _extend_head(head, moves[first], room, limit, completion)
-        first += 1
+        move = moves.pop()
+        adds = [m for m in adds if m is not move]
+        undos = [m for m in undos if m is not move]
+        completion = _Completion(adds, undos, relaxation.slack_loss, forbidden)
+        head, promising = _extend_head(head, move, room, limit, completion)
         states += len(head)
+        for state in promising:
+            greedy = completion.greedy(state, room)
+            if greedy and (not histories or greedy[0] > value):
+                value, histories = greedy[0], (greedy[1],)
+                needed = relaxation.value + value + 1
+                limit = min(limit, relaxation.bound - needed * relaxation.scale)
+                moves, adds, undos = (
+                    [m for m in undecided if m.loss <= limit]
+                    for undecided in (moves, adds, undos)
+                )
         if len(head) > beam:
             if scout:
-                return _Found(0, (), 0, states)
+                return _Found(value, histories, 0, states)
             loss = completion.loss
             ranked = [(state[2] + loss(room - state[0]), state) for state in head]
             head, bound = _cut(ranked, beam)
-            complete = min(complete, bound)
-    return _Found(*_join(head, tail, room), complete, states)
+            cut = min(cut, bound)
+    joined = _join(head, tail, room)
+    if joined[1] and (not histories or joined[0] > value):
+        value, histories = joined
+    return _Found(value, histories, min(cut, limit + 1), states)
 
 
 def _extend_head(
     head: list[_State], move: _Move, room: int, limit: int, completion: _Completion
-) -> list[_State]:
+) -> tuple[list[_State], list[_State]]:
     """Apply a move to head states as often as the limit allows.
 
     The admissible numbers of times form an interval, because the completion loss is
     convex.  Going outwards from zero, a state stops where it meets one of the same
     weight that is worth no less and needed no more copies: that one goes on in its
-    place.
+    place.  Also returns states worth completing: one of least bound, and a sample over
+    all weights in case the bounds all but agree.
     """
     weight, value, loss, low, high, _ = move
-    least, greatest = completion.least, completion.greatest
-    # Weight -> (-value, times, state) of the best so far; no state until admitted.
-    best: dict[int, tuple[int, int, Optional[_State]]]
-    best = {state[0]: (state[1], 0, None) for state in head}
+    corners, pieces = completion.corners, completion.pieces
+    nearest: list[_State] = []
+    least = 1
+    # The best so far by weight, and how often it made the move.  What cannot do
+    # without the move is taken out in the end.
+    best = {state[0]: state for state in head}
+    made: dict[int, int] = {}
+    inadmissible = []
     for state in head:
         state_weight, state_value, state_loss, history = state
         left = room - state_weight
-        spare = limit - state_loss
-        fewest = -((greatest(spare) - left) // weight)
-        most = (left - least(spare)) // weight
-        if fewest <= 0 <= most and best[state_weight][0] >= state_value:
-            best[state_weight] = state_value, 0, state
-        if fewest < low:
-            fewest = low
-        if most > high:
-            most = high
-        for sign, start, stop in ((1, fewest, most), (-1, -most, -fewest)):
-            for times in range(start if start > 1 else 1, stop + 1):
+        most, fewest = high, low
+        corner, height, run, rise = pieces[bisect_right(corners, left)]
+        excess = state_loss + height + (left - corner) * rise // run - limit
+        if excess > 0:
+            inadmissible.append(state)
+            if left > 0:
+                fewest = 0
+            else:
+                most = 0
+        elif excess < least:
+            nearest, least = [state], excess
+        for sign, stop in ((1, most), (-1, -fewest)):
+            times = 1
+            while times <= stop:
                 shift = sign * times
                 new_weight = state_weight + shift * weight
                 new_value = state_value - shift * value
                 other = best.get(new_weight)
-                if other is not None and other[0] <= new_value:
-                    if other[1] <= times:
+                if other is not None and other[1] <= new_value:
+                    if made.get(new_weight, 0) <= times:
                         break
+                    times += 1
                     continue
                 new_loss = state_loss + times * loss
-                if loss:
-                    if new_loss > limit:
+                left = room - new_weight
+                corner, height, run, rise = pieces[bisect_right(corners, left)]
+                excess = new_loss + height + (left - corner) * rise // run - limit
+                if excess > 0:
+                    # A Newton step: by convexity it passes over nothing admissible.
+                    fall = sign * weight * rise - loss * run
+                    if fall <= 0:
                         break
-                    new_left, new_spare = room - new_weight, limit - new_loss
-                    if new_left > 0:
-                        if new_left > greatest(new_spare):
-                            continue
-                    elif new_left < least(new_spare):
-                        continue
-                best[new_weight] = (
-                    new_value,
-                    times,
-                    (new_weight, new_value, new_loss, (history, move, shift)),
-                )
-    kept: list[_State] = []
-    bound = math.inf
-    for new_weight in sorted(best):
-        new_value, _, admitted = best[new_weight]
-        if admitted is not None and new_value < bound:
-            bound = new_value
-            kept.append(admitted)
-    return kept
+                    times += -(-excess * run // fall)
+                    continue
+                new = new_weight, new_value, new_loss, (history, move, shift)
+                best[new_weight], made[new_weight] = new, times
+                if excess < least:
+                    nearest, least = [new], excess
+                times += 1
+    for state in inadmissible:
+        if best[state[0]] is state:
+            del best[state[0]]
+    kept = _pareto(list(best.values()))
+    return kept, nearest + kept[_SAMPLED // 2 :: _SAMPLED]
 
 
 def _extend_tail(tail: list[_State], move: _Move, limit: int) -> list[_State]:
@@ -897,6 +984,33 @@ def _join(
     return best
 
 
+def _meet(moves: list[_Move], room: int, limit: int, allowance: int) -> _Found:
+    """Find the best combination of moves with a loss of at most ``limit`` [5].
+
+    Every other move goes into either of two lists of Pareto states, the costly ones
+    first: few combinations hold many of them.  ``complete`` is 0 if that might take
+    more than ``allowance`` states, and then none is found.
+    """
+    moves = sorted(moves, key=lambda m: -m.loss)
+    lists = []
+    states = 0
+    # Moves without loss double a list each.
+    if sum(not m.loss for m in moves) > 2 * allowance.bit_length():
+        return _Found(0, (), 0, 0)
+    for half in (moves[::2], moves[1::2]):
+        reached: list[_State] = [(0, 0, 0, None)]
+        for move in half:
+            most = limit // move.loss if move.loss else move.high - move.low
+            times = min(move.high, most) + min(-move.low, most)
+            if states + len(reached) * times > allowance:
+                return _Found(0, (), 0, states)
+            states += len(reached) * times
+            reached = _extend_tail(reached, move, limit)
+        lists.append(reached)
+    head, tail = lists
+    return _Found(*_join(head, tail, room), limit + 1, states)
+
+
 def _apply(base: list[int], histories: tuple[Any, ...]) -> list[int]:
     """Return the copies per class after the moves of the histories."""
     copies = list(base)
@@ -927,24 +1041,25 @@ def _solve_classes(
     if break_class is None:
         value = sum(k * c.value for k, c in zip(copies, classes))
         return _Optimum(copies, value, value)
-    relaxation = _relax(classes, capacity, break_class, 0, 0)
-    relaxation = _add_ties(
-        relaxation,
-        classes,
-        [(c, k) for c, k in enumerate(copies) if k and not relaxation.losses[c]],
-    )
+    relaxation = _relax(classes, capacity, break_class, ties=copies)
     # The greedy solution: fill what the break item leaves.
     for c in range(break_class, len(classes)):
-        taken = min(classes[c].number - copies[c], room // classes[c].weight)
+        weight, _, number = classes[c]
+        taken = min(number - copies[c], room // weight)
         copies[c] += taken
-        room -= taken * classes[c].weight
+        room -= taken * weight
     value = sum(k * c.value for k, c in zip(copies, classes))
     optimum = _Optimum(copies, value, max(value, relaxation.bound // relaxation.scale))
     if outside_loss is not None:
         outside = math.floor(outside_loss * relaxation.scale)
-        return _solve_relaxation(classes, relaxation, optimum, max_states, outside)[0]
+        return _deepen(classes, relaxation, optimum, max_states, outside)[0]
     easy = min(max_states, _EASY_STATES)
     optimum, states = _solve_relaxation(classes, relaxation, optimum, easy)
+    if optimum.value == optimum.bound or states >= max_states:
+        return optimum
+    deep = min(max_states - states, _DEEP_STATES)
+    optimum, more = _deepen(classes, relaxation, optimum, deep)
+    states += more
     if optimum.value == optimum.bound or states >= max_states:
         return optimum
     relaxation = _cardinality_relaxation(classes, capacity, optimum.value, relaxation)
@@ -967,6 +1082,8 @@ def _core_order(classes: list[_Class], relaxation: _Relaxation) -> list[int]:
     """
     losses, base = relaxation.losses, relaxation.base
     ties = [c for c, loss in enumerate(losses) if not loss]
+    if len(ties) < 2:
+        return sorted(range(len(classes)), key=losses.__getitem__)
     ties.sort(key=lambda c: (classes[c].weight, c))
     distance = [len(ties)] * len(ties)
     for ahead, indices in (
@@ -988,21 +1105,19 @@ def _solve_relaxation(
     relaxation: _Relaxation,
     optimum: _Optimum,
     max_states: int,
-    outside: Optional[int] = None,
 ) -> tuple[_Optimum, int]:
     """Improve and prove the incumbent by passes over a growing core.
 
-    The first pass scouts: it covers the whole gap but keeps few states, which proves
-    most incumbents and improves the others.  Later passes consider every solution
-    whose loss is below ``limit``; the one of least loss is optimal, so low limits
-    find and prove it at little cost.  Invariant:
-    no solution of loss below ``complete`` is better than the incumbent.  A pass that
-    was complete raises the limit, one that had to cut something off (classes, copies,
-    states) enlarges the core.  Returns the optimum and the states created.
+    The first pass scouts: it covers the whole gap, lowered by every solution found on
+    the way, and gives up where its lists get long; most instances end with it.  Later
+    passes consider every solution whose loss is below ``limit``; the one of least loss
+    is optimal, so low limits find and prove it at little cost.  Invariant: no solution
+    of loss below ``complete`` is better than the incumbent.  A pass that was complete
+    raises the limit, one that had to cut something off (classes, copies, states)
+    enlarges the core.  Returns the optimum and the states created.
     """
     base, scale = relaxation.base, relaxation.scale
     order = _core_order(classes, relaxation)
-    largest_count = max(c.number for c in classes)
     copies, value, bound = optimum
     limit: Optional[int] = None
     complete = states = growth = 0
@@ -1012,8 +1127,6 @@ def _solve_relaxation(
             break
         pass_limit = gap if limit is None else min(gap, limit)
         pass_complete = pass_limit + 1
-        if outside is not None:
-            pass_complete = min(pass_complete, outside)
         size = int(_FIRST_CLASSES * _CLASSES_GROWTH**growth)
         most_copies = _FIRST_COPIES * _COPIES_GROWTH**growth
         beam = min(_FIRST_BEAM * _BEAM_GROWTH**growth, _LAST_BEAM)
@@ -1026,20 +1139,19 @@ def _solve_relaxation(
             loss = relaxation.losses[c]
             if loss > pass_limit:
                 break
-            low, high = base[c], classes[c].number - base[c]
+            weight, worth, number = classes[c]
+            low, high = base[c], number - base[c]
             if loss:
-                low, high = min(low, pass_limit // loss), min(high, pass_limit // loss)
+                most = pass_limit // loss
+                low, high = min(low, most), min(high, most)
             if max(low, high) > most_copies:
                 low, high = min(low, most_copies), min(high, most_copies)
                 pass_complete = min(pass_complete, loss * (most_copies + 1))
-            moves.append(
-                _Move(classes[c].weight, classes[c].value, loss, -low, high, ((c, 1),))
-            )
+            moves.append(_Move(weight, worth, loss, -low, high, ((c, 1),)))
         found = _search(
             moves,
-            relaxation.room,
+            relaxation,
             pass_limit,
-            relaxation.slack_loss,
             beam,
             max_states - states,
             limit is None,
@@ -1055,8 +1167,10 @@ def _solve_relaxation(
         elif min(pass_complete, found.complete) > pass_limit:
             limit <<= _LIMIT_GROWTH_SHIFT
         elif (
-            size >= len(order) and most_copies >= largest_count and beam == _LAST_BEAM
-        ) or (outside is not None and complete >= outside):
+            size >= len(order)
+            and most_copies >= max(c.number for c in classes)
+            and beam == _LAST_BEAM
+        ):
             break
         else:
             growth += 1
@@ -1068,111 +1182,165 @@ def _solve_relaxation(
     return _Optimum(copies, value, bound), states
 
 
-def _exchange(
-    classes: list[_Class], relaxation: _Relaxation, optimum: _Optimum, max_states: int
+def _deepen(
+    classes: list[_Class],
+    relaxation: _Relaxation,
+    optimum: _Optimum,
+    max_states: int,
+    outside: Optional[int] = None,
 ) -> tuple[_Optimum, int]:
-    """Look for a solution that meets the bound among exchanges of pairs.
+    """Improve and prove the incumbent by enumerating deviations from the base.
 
-    Where all efficiencies nearly tie, the optimum usually fills the capacity to the
-    last unit with the number of items of the base.  Exchanging one item of the base
-    for another keeps that number; disjoint exchanges, of differences on all scales up
-    to the room, are moves like any other.
+    Each pass considers every solution whose loss is at most a limit: that of the
+    24th, 30th, 37th, ... class in order of loss.  The one of least loss is optimal, so
+    no good incumbent is needed.  Sets of deviations within the limit are as few as
+    partitions of an integer into distinct parts: met in the middle, a limit that 36
+    classes reach takes lists of some hundred states.  Invariant: no solution of loss
+    below ``complete`` is better than the incumbent.  No loss of ``outside`` or more is
+    considered; ``max_states`` ends the last pass.  Returns the optimum and the states
+    created.
     """
-    states = 0
+    base, losses, scale = relaxation.base, relaxation.losses, relaxation.scale
+    order = sorted(range(len(classes)), key=lambda c: (losses[c], c))
     copies, value, bound = optimum
-    for size in (20, 28, 36, 44):
-        gap = relaxation.bound - (value + 1) * relaxation.scale
-        if value >= bound or gap < 0 or states >= max_states:
+    farthest = relaxation.bound if outside is None else outside - 1
+    complete = states = 0
+    size = _FIRST_DEPTH
+    while True:
+        gap = relaxation.bound - (value + 1) * scale
+        limit = min(gap, farthest)
+        if limit < complete:
             break
-        moves = _exchanges(classes, relaxation, gap, size)
-        found = _search(
-            moves,
-            relaxation.room,
-            gap,
-            relaxation.slack_loss,
-            _LAST_BEAM,
-            max_states - states,
-        )
+        if size < len(order):
+            limit = min(limit, max(complete, losses[order[size]]))
+        moves = []
+        for c in order:
+            if losses[c] > limit:
+                break
+            weight, worth, number = classes[c]
+            low, high = -base[c], number - base[c]
+            moves.append(_Move(weight, worth, losses[c], low, high, ((c, 1),)))
+        found = _meet(moves, relaxation.room, limit, max_states - states)
         states += found.states
         if found.histories and relaxation.value + found.value > value:
             value = relaxation.value + found.value
-            copies = _apply(relaxation.base, found.histories)
-    return _Optimum(copies, value, max(value, bound)), states
-
-
-def _exchanges(
-    classes: list[_Class], relaxation: _Relaxation, gap: int, size: int
-) -> list[_Move]:
-    """Return up to ``size`` disjoint exchanges that change the weight towards room.
-
-    Their differences of weight are as close as possible to a geometric sequence that
-    starts at half the room and is repeated, and each costs at most a quarter of
-    ``gap``.
-    """
-    losses, base, room = relaxation.losses, relaxation.base, relaxation.room
-    cheap = [c for c, loss in enumerate(losses) if loss <= gap >> 3]
-    inside = sorted((classes[c].weight, c) for c in cheap if base[c])
-    outside = sorted(
-        (classes[c].weight, c) for c in cheap if base[c] < classes[c].number
-    )
-    # Enough to choose from; more would only take longer.
-    inside = inside[:: len(inside) // 256 + 1]
-    moves: list[_Move] = []
-    target = widest = abs(room) // 2 or 1
-    sign = 1 if room > 0 else -1
-    while len(moves) < size:
-        candidates = []
-        for a, (weight, _) in enumerate(inside):
-            wanted = weight + sign * target
-            b = bisect_left(outside, (wanted, 0))
-            for near in (b - 1, b):
-                if 0 <= near < len(outside) and outside[near][0] != weight:
-                    candidates.append((abs(outside[near][0] - wanted), a, near))
-        if not candidates:
+            copies = _apply(base, found.histories)
+        if not found.complete:
             break
-        _, a, b = min(candidates)
-        (given, c), (taken, d) = inside.pop(a), outside.pop(b)
-        up = 1 if taken > given else -1
-        moves.append(
-            _Move(
-                weight=up * (taken - given),
-                value=up * (classes[d].value - classes[c].value),
-                loss=losses[c] + losses[d],
-                low=-(up < 0),
-                high=int(up > 0),
-                changes=((c, -up), (d, up)),
+        complete = found.complete
+        size = int(size * _DEPTH_GROWTH)
+    if relaxation.bound - (value + 1) * scale < complete:
+        bound = value
+    else:
+        bound = max(value, min(bound, (relaxation.bound - complete) // scale))
+    return _Optimum(copies, value, bound), states
+
+
+def _exchange(
+    classes: list[_Class], relaxation: _Relaxation, optimum: _Optimum, max_states: int
+) -> tuple[_Optimum, int]:
+    """Look for a solution that meets the bound among exchanges of a few classes.
+
+    Where all efficiencies nearly tie, the optimum usually fills the capacity to the
+    last unit, and astronomically many sets of items do: among all exchanges of 32
+    classes, met in the middle, there is one.  The classes are taken from either side of
+    the weight at which the base begins or ends, and for a room that the nearest of
+    them do not span every second, fourth, ... of them.
+    """
+    base, losses = relaxation.base, relaxation.losses
+    copies, value, bound = optimum
+    gap = relaxation.bound - (value + 1) * relaxation.scale
+    sign = 1 if relaxation.room > 0 else -1
+    order = sorted(
+        (c for c, loss in enumerate(losses) if loss <= gap >> 4),
+        key=lambda c: (sign * classes[c].weight, c),
+    )
+    inside = [c for c in reversed(order) if base[c]]
+    outside = [c for c in order if base[c] < classes[c].number]
+    states = 0
+    for size in _EXCHANGED:
+        stride = 1
+        while stride * size < 2 * len(order):
+            gap = relaxation.bound - (value + 1) * relaxation.scale
+            if value >= bound or gap < 0 or states >= max_states:
+                return _Optimum(copies, value, max(value, bound)), states
+            given, taken = inside[::stride], outside[::stride]
+            given, taken = (
+                given[: max(size // 2, size - len(taken))],
+                taken[: max(size // 2, size - len(given))],
             )
-        )
-        target = target * 2 // 3 if target * 16 > widest else widest
-    return moves
+            moves = [
+                _Move(
+                    weight=classes[c].weight,
+                    value=classes[c].value,
+                    loss=0,
+                    low=-(c in given),
+                    high=int(c in taken),
+                    changes=((c, 1),),
+                )
+                for c in sorted({*given, *taken}, key=lambda c: (classes[c].weight, c))
+            ]
+            found = _meet(moves, relaxation.room, 0, max_states - states)
+            states += found.states
+            if found.histories and relaxation.value + found.value > value:
+                value = relaxation.value + found.value
+                copies = _apply(base, found.histories)
+            stride *= 2
+    return _Optimum(copies, value, max(value, bound)), states
 
 
 # Many items
 
 
+class _Vectors(NamedTuple):
+    """Many items in tensors: those that can be taken, by index in ``usable``.
+
+    ``base`` tells which precede the break item in order of efficiency, ``losses`` what
+    deviating from it costs, off by less than ``margin``, and -1 for the break item
+    itself.  ``weights`` are integers held exactly.
+    """
+
+    usable: torch.Tensor
+    weights: torch.Tensor
+    base: torch.Tensor
+    losses: torch.Tensor
+    capacity: int
+    margin: float
+
+
 def _solve_narrowed(
     items: _Items, budget: float, max_states: int
-) -> Optional[list[int]]:
-    """Return an optimal set that fixes all but the items near the break item, or None.
+) -> Optional[tuple[list[int], Fraction]]:
+    """Fix all but the items near the break item; return the set and its gap.
 
     For instances of many different items.  Vectorized arithmetic finds the break
-    efficiency (by partitioning [7], without sorting) and the items whose loss is
-    least; all others are fixed, and the instance of those left is solved with the
-    least loss of the fixed ones as a limit.  Floats only select: weights stay exact
-    and losses are compared with a margin above rounding errors.  None if the weights
-    do not fit 53 bits in common steps, or if fixing that much left a gap.  With rounded
-    steps the caller checks the weight.
-
-    [7] Balas and Zemel, An algorithm for large zero-one knapsack problems,
-    Operations Research 28 (1980).
+    efficiency and the items whose loss is least [7]; only those are solved for.  None
+    if the weights do not fit 53 bits in common steps, or if fixing that much left a
+    gap and the items are of few enough kinds to solve for all.  With rounded steps the
+    caller checks the weight.
     """
+    vectors = _vectorize(items, budget)
+    if vectors is None:
+        return None
+    for size in _NARROW_TO:
+        solved = _solve_core(items, vectors, size, min(max_states, _EASY_STATES))
+        if solved is not None and not solved[1]:
+            return solved
+    if len(set(zip(items.memory, items.runtime))) <= _MOST_KINDS:
+        return None
+    return _solve_core(items, vectors, _LAST_CORE, max_states, thorough=True)
+
+
+def _vectorize(items: _Items, budget: float) -> Optional[_Vectors]:
+    """Return the items as tensors, or None if there are few or it would round."""
     # Several times faster than torch.tensor on a list.
     sizes = torch.frombuffer(array("d", items.memory), dtype=torch.float64)
     values = torch.frombuffer(array("d", items.runtime), dtype=torch.float64)
     usable = ((sizes > 0) & (values > 0) & (sizes <= budget)).nonzero().squeeze(1)
-    sizes, values = sizes[usable], values[usable]
     if len(usable) < _NARROW_FROM:
         return None
+    if len(usable) < len(sizes):
+        sizes, values = sizes[usable], values[usable]
     sample = sizes[:: len(usable) // 64].tolist() + [sizes.min().item()]
     step: Any = _common_step(sample)
     if step is None:
@@ -1184,56 +1352,85 @@ def _solve_narrowed(
     if not isinstance(step, float) and (weights * float(step) != sizes).any():
         return None
     capacity = _capacity(budget, step)
-    price = _break_efficiency(values / weights, weights, capacity)
-    losses = values - price * weights
-    nearest = losses.abs().topk(_NARROW_TO + 1, largest=False)
+    efficiencies = values / weights
+    price = _break_efficiency(efficiencies, weights, capacity)
+    losses = (values - price * weights).abs()
+    base = efficiencies > price
+    ties = (efficiencies == price).nonzero().squeeze(1)
+    filled = weights[ties].cumsum(0) + (weights * base).sum()
+    fitting = int(torch.searchsorted(filled, float(capacity), right=True))
+    base[ties[:fitting]] = True
+    losses[ties[fitting : fitting + 1]] = -1.0
     margin = values.max().item() * 2.0**-40
-    outside_loss = nearest.values[-1].item() - margin
-    if outside_loss <= 0:
+    return _Vectors(usable, weights, base, losses, capacity, margin)
+
+
+def _solve_core(
+    items: _Items,
+    vectors: _Vectors,
+    size: int,
+    max_states: int,
+    thorough: bool = False,
+) -> Optional[tuple[list[int], Fraction]]:
+    """Fix all but the ``size`` items of least loss; return the set and its gap.
+
+    No solution that changes a fixed item is better than Dantzig's bound minus the
+    least loss among those.  Where that proves the set optimal, floats have only
+    selected.  A ``thorough`` call leaves the best set of the core otherwise, and a gap
+    that allows for rounding in all losses.  None if the core tells nothing.
+    """
+    usable, weights, base, losses, capacity, margin = vectors
+    nearest = losses.topk(size + 1, largest=False)
+    outside_loss = max(0.0, nearest.values[-1].item() - margin)
+    if not outside_loss and not thorough:
         return None
-    fixed = losses > 0
     near = nearest.indices[:-1].sort().values
+    fixed = base.clone()
     fixed[near] = False
-    capacity -= int(weights[fixed].sum().item())
-    pairs: dict[tuple[int, float], list[int]] = {}
+    room = capacity - int((weights * fixed).sum().item())
+    members: dict[tuple[int, float], list[int]] = defaultdict(list)
     for weight, i in zip(weights[near].tolist(), usable[near].tolist()):
-        pairs.setdefault((int(weight), items.runtime[i]), []).append(i)
-    keys = list(pairs)
-    ints, unit = _exact_integers([r for _, r in keys])
-    order = sorted(
-        range(len(keys)),
-        key=lambda k: (-((ints[k] << 64) // keys[k][0]), keys[k][0]),
+        members[int(weight), items.runtime[i]].append(i)
+    values, unit = _exact_integers([runtime for _, runtime in members])
+    # In order of efficiency, as everywhere: see ``_build_scaled``.
+    kinds = sorted(
+        (-((value << 64) // weight), weight, value, found)
+        for ((weight, _), found), value in zip(members.items(), values)
     )
-    classes = [_Class(keys[k][0], ints[k], len(pairs[keys[k]])) for k in order]
-    if capacity < max(c.weight for c in classes):
+    classes = [_Class(weight, value, len(found)) for _, weight, value, found in kinds]
+    if room < max(c.weight for c in classes):
         return None
-    # What this little does not settle, a narrow core will not settle at all.
-    easy = min(max_states, _EASY_STATES)
-    optimum = _solve_classes(classes, capacity, easy, Fraction(outside_loss) / unit)
-    if optimum.value < optimum.bound:
-        return None
-    saved = items.free + usable[fixed].tolist()
-    for k, copies in zip(order, optimum.copies):
-        saved += pairs[keys[k]][:copies]
-    return saved
+    optimum = _solve_classes(classes, room, max_states, Fraction(outside_loss) / unit)
+    if thorough and optimum.value < optimum.bound:
+        bound = optimum.bound + math.ceil(Fraction(margin) * len(usable) / unit)
+        optimum = _solve_classes(classes, room, max_states)._replace(bound=bound)
+    saved = items.free + usable[fixed.nonzero().squeeze(1)].tolist()
+    for copies, (_, _, _, found) in zip(optimum.copies, kinds):
+        saved += found[:copies]
+    return saved, (optimum.bound - optimum.value) * unit
 
 
 def _break_efficiency(
     efficiencies: torch.Tensor, weights: torch.Tensor, capacity: int
 ) -> float:
-    """Return the efficiency of the break item; O(items) by repeated partitioning."""
+    """Return the efficiency of the break item of more items than fit; O(items).
+
+    A sorted sample tells about where it is, and only what is near is sorted.
+    """
     room = float(capacity)
-    while True:
-        pivot = efficiencies.median()
-        above = efficiencies > pivot
-        weight = weights[above].sum().item()
-        if weight > room:
-            keep = above
-        else:
-            room -= weight
-            below = efficiencies < pivot
-            room -= weights[~above & ~below].sum().item()
-            if room < 0 or not below.any():
-                return pivot.item()
-            keep = below
-        efficiencies, weights = efficiencies[keep], weights[keep]
+    stride = len(weights) // 1024 + 1
+    sample, order = efficiencies[::stride].sort(descending=True)
+    filled = weights[::stride][order].cumsum(0) * stride
+    rank = int(torch.searchsorted(filled, room))
+    high = sample[max(0, rank - 64)]
+    low = sample[min(len(sample) - 1, rank + 64)]
+    above = efficiencies > high
+    near = (efficiencies >= low) & ~above
+    left = room - (weights * above).sum().item()
+    if 0 <= left < (weights * near).sum().item():
+        near = near.nonzero().squeeze(1)
+        efficiencies, weights, room = efficiencies[near], weights[near], left
+    efficiencies, order = efficiencies.sort(descending=True)
+    rank = int(torch.searchsorted(weights[order].cumsum(0), room, right=True))
+    # The last one where everything fits.
+    return efficiencies[min(rank, len(efficiencies) - 1)].item()

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Makes one topic a branch of a PyTorch checkout and writes its text; --help tells how.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+ensure_environment
+APPLY_PYTHON=$PYTHON run_patchset pull_request "$@"

@@ -1,0 +1,115 @@
+"""Commits on a checkout's branch, made beside the user's index and work tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Optional
+
+from .target import Conflict, Target
+from .transaction import Change
+
+
+REASON = "activation memory budget patch set"
+
+# What one commit says, and what it changes.
+Step = tuple[str, Sequence[Change]]
+
+
+def git(
+    target: Target,
+    *arguments: str,
+    content: Optional[bytes] = None,
+    index: Optional[str] = None,
+) -> bytes:
+    """git on the target's own repository, never on one further up."""
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.root.parent)}
+    if index is not None:
+        environment["GIT_INDEX_FILE"] = index
+    done = subprocess.run(
+        ["git", "-C", str(target.root), *arguments],
+        input=content,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        words = done.stderr.decode().strip() or f"exit {done.returncode}"
+        raise Conflict(f"git {arguments[0]}: {words}")
+    return done.stdout
+
+
+def check_committable(target: Target, changes: Iterable[Change]) -> None:
+    """Before anything is written: git is there and HEAD holds what we start from."""
+    if shutil.which("git") is None:
+        raise Conflict("commits need git, which is not on the PATH")
+    git(target, "var", "GIT_AUTHOR_IDENT")
+    for change in changes:
+        known = (change.before, change.after)
+        if _head_content(target, change.path) not in known:
+            raise Conflict(
+                f"{change.path}: has changes that are not committed; commit or stash "
+                "them first"
+            )
+
+
+def _head_content(target: Target, path: str) -> Optional[bytes]:
+    if not git(target, "ls-tree", "HEAD", "--", path):
+        return None
+    return git(target, "cat-file", "blob", f"HEAD:{path}")
+
+
+def commit_on_head(target: Target, steps: Sequence[Step]) -> list[str]:
+    """One commit per step on top of HEAD, then the branch moved once.
+
+    Returns a line per commit; none where HEAD holds it all already. A kill leaves the
+    branch where it was.
+    """
+    final = {c.path: c.after for _, changes in steps for c in changes}
+    if all(_head_content(target, path) == content for path, content in final.items()):
+        return []
+    old = git(target, "rev-parse", "HEAD").decode().strip()
+    made = _commits(target, steps)
+    head = made[-1].partition(" ")[0]
+    git(target, "update-ref", "-m", REASON, "HEAD", head, old)
+    for path, content in final.items():
+        _stage(target, Change(path, None, content), None)
+    return made
+
+
+def commit_on_branch(target: Target, branch: str, steps: Sequence[Step]) -> list[str]:
+    """One commit per step on top of HEAD, as a new branch that is not checked out."""
+    reference = f"refs/heads/{branch}"
+    if git(target, "for-each-ref", reference):
+        raise Conflict(f"branch {branch} exists: git branch -D {branch}, or rename it")
+    made = _commits(target, steps)
+    git(target, "update-ref", "-m", REASON, reference, made[-1].partition(" ")[0])
+    return made
+
+
+def _commits(target: Target, steps: Sequence[Step]) -> list[str]:
+    head = git(target, "rev-parse", "HEAD").decode().strip()
+    made = []
+    with tempfile.TemporaryDirectory() as folder:
+        index = os.path.join(folder, "index")
+        git(target, "read-tree", head, index=index)
+        for words, changes in steps:
+            for change in changes:
+                _stage(target, change, index)
+            tree = git(target, "write-tree", index=index).decode().strip()
+            commit = ("commit-tree", tree, "-p", head, "-F", "-")
+            head = git(target, *commit, content=words.encode()).decode().strip()
+            made.append(f"{head} {words.partition(chr(10))[0]}")
+    return made
+
+
+def _stage(target: Target, change: Change, index: Optional[str]) -> None:
+    if change.after is None:
+        git(target, "update-index", "--force-remove", "--", change.path, index=index)
+        return
+    blob = git(target, "hash-object", "-w", "--stdin", content=change.after)
+    entry = f"100644,{blob.decode().strip()},{change.path}"
+    git(target, "update-index", "--add", "--cacheinfo", entry, index=index)

@@ -1,0 +1,151 @@
+"""What a patch is: whole files of the overlay and anchored edits of upstream's.
+
+Everything else (the checked-in patches, the manifest, the exported series, what
+``apply_patch.sh`` does) is derived from the patches in ``topics/``, in the order of
+``series.SERIES``, and from the files in ``torch_overlay/``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OVERLAY = REPOSITORY / "torch_overlay"
+
+MANIFEST = Path(__file__).with_name("manifest.json")
+# The supported releases, oldest first: those that the manifest has a row for.
+RELEASES: tuple[str, ...] = tuple(json.loads(MANIFEST.read_text()))
+
+PARTITIONERS = "torch/_functorch/partitioners.py"
+CONFIG = "torch/_functorch/config.py"
+COMPILE_FX = "torch/_inductor/compile_fx.py"
+KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
+EXACT = "torch/_functorch/_activation_checkpointing/knapsack_exact.py"
+AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"
+SOLVER_CLASS = "torch/_inductor/custom_graph_pass.py"
+CUSTOM_SOLVER = "torch/_functorch/_activation_checkpointing/custom_solver.py"
+UNREAD = "torch/_functorch/_activation_checkpointing/unread_arguments.py"
+BUDGET_CHECKS = "torch/_functorch/_activation_checkpointing/budget_checks.py"
+CURVE = "torch/_functorch/_activation_checkpointing/budget_curve.py"
+REPORT = "torch/_functorch/_activation_checkpointing/saved_report.py"
+EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
+
+
+def minor(version: str) -> tuple[int, int]:
+    """``"2.13.0a0+git1"`` -> ``(2, 13)``; ValueError where that cannot be read."""
+    major, _, rest = version.partition(".")
+    return int(major), int(rest.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One replacement in one file that is not ours.
+
+    ``anchor`` must occur exactly once in the file. Where the text to replace is
+    longer, it runs from ``anchor`` to the end of the next ``through``, and
+    ``digest`` (first 16 hex digits of its SHA-256) pins it, so that upstream's
+    lines need not stand here and no unknown line can be swallowed.
+    ``inside`` names the function that must hold the new text, None the module
+    level. The edit is for releases ``since`` to ``until``, both included.
+    """
+
+    path: str
+    anchor: str
+    replacement: str
+    inside: Optional[str] = None
+    since: tuple[int, int] = (2, 6)
+    until: Optional[tuple[int, int]] = None
+    through: Optional[str] = None
+    digest: Optional[str] = None
+
+    def fits(self, release: str) -> bool:
+        return self.since <= minor(release) and (
+            self.until is None or minor(release) <= self.until
+        )
+
+    def locate(self, text: str) -> tuple[int, int]:
+        """Start and end of the text to replace; LookupError says what is off."""
+        count = text.count(self.anchor)
+        if count != 1:
+            line = self.anchor.strip().splitlines()[0]
+            raise LookupError(f"{self.path}: {line!r} occurs {count} times, not once")
+        start = text.index(self.anchor)
+        end = start + len(self.anchor)
+        if self.through is not None:
+            last = text.find(self.through, end)
+            if last < 0:
+                raise LookupError(
+                    f"{self.path}: no {self.through.strip()!r} after "
+                    f"{self.anchor.strip()!r}"
+                )
+            end = last + len(self.through)
+            found = hashlib.sha256(text[start:end].encode()).hexdigest()[:16]
+            if found != self.digest:
+                number = text.count("\n", 0, start) + 1
+                raise LookupError(
+                    f"{self.path}:{number}: the lines from {self.anchor.strip()!r} on "
+                    f"have digest {found}, not {self.digest}"
+                )
+        return start, end
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with upstream's own version, and how its text shows it.
+
+    The fault is there when all of ``texts`` are in the file, or when ``missing``
+    is not.
+    """
+
+    what: str
+    path: str
+    texts: tuple[str, ...] = ()
+    missing: Optional[str] = None
+
+    def found(self, text: str) -> bool:
+        if self.missing is not None:
+            return self.missing not in text
+        return all(part in text for part in self.texts)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One topic: whole files of the overlay, edits, and the words for a reviewer.
+
+    ``landed`` lists (path, text) pairs that are all present where upstream
+    already has the feature; ``faults`` is what may still be wrong with it there.
+    A patch with edits is for the releases of its edits, its files included.
+    ``tested`` is the command that fails without the patch.
+
+    For the pull request: ``needs`` names the patches that it builds on,
+    ``evidence`` the stored results that belong into its text, each as the name of
+    the result and how its rows begin, ``risks`` what a reviewer should look at, and
+    ``kind`` is the topic of the release notes. ``minimal`` is the same topic in
+    upstream's own text, where that is smaller than what the set does.
+    """
+
+    name: str
+    subject: str
+    why: str
+    trailers: tuple[str, ...]
+    tested: str
+    risks: str
+    files: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    landed: tuple[tuple[str, str], ...] = ()
+    faults: tuple[Fault, ...] = ()
+    needs: tuple[str, ...] = ()
+    evidence: tuple[tuple[str, str], ...] = ()
+    kind: str = "bug fixes"
+    minimal: Optional[Patch] = None
+
+    def fits(self, release: str) -> bool:
+        return not self.edits or any(edit.fits(release) for edit in self.edits)
+
+    def paths(self) -> tuple[str, ...]:
+        return self.files + tuple(dict.fromkeys(e.path for e in self.edits))

@@ -1,0 +1,175 @@
+"""The command behind ``scripts/export_pr.sh``: one topic as a pull request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, Optional
+
+from .commits import check_committable, commit_on_branch
+from .images import ABSENT, CONFLICTS, PatchState, survey
+from .mailbox import message
+from .patch import Patch, REPOSITORY
+from .series import SERIES
+from .target import BadCall, Conflict, find
+from .transaction import read_journal
+from .upstream_checks import check, conclude
+
+
+RESULTS = REPOSITORY / "results"
+BODIES = REPOSITORY / "build" / "pr"
+# What makes a result that is missing.
+COMMANDS = {
+    "releases": "scripts/refresh.sh --all",
+    "solvers": "scripts/benchmark.sh solvers --json results/solvers.json",
+}
+
+
+class MissingEvidence(Exception):
+    """A result that the text needs is not stored; the message says how to make it."""
+
+
+def stack(topic: str) -> list[Patch]:
+    """The topic's patch in its smallest form, after those that it needs."""
+    patches = {patch.name: patch for patch in SERIES}
+    smallest = patches[topic].minimal or patches[topic]
+    below: dict[str, Patch] = {}
+
+    def add(names: tuple[str, ...]) -> None:
+        for name in names:
+            add(patches[name].needs)
+            below[name] = patches[name]
+
+    add(smallest.needs)
+    return [*below.values(), smallest]
+
+
+def stored(result: str) -> Any:
+    place = RESULTS / f"{result}.json"
+    if not place.is_file():
+        raise MissingEvidence(
+            f"{place.relative_to(REPOSITORY)} is missing; make it with: "
+            f"{COMMANDS[result]}"
+        )
+    return json.loads(place.read_text())
+
+
+def before_and_after(patch: Patch) -> str:
+    """The patch's own test on the releases where it was run, without and with it."""
+    words = {True: "passes", False: "fails"}
+    rows = [
+        f"| {release} | {words[found['without']]} | {words[found['with']]} |\n"
+        for release, patches in stored("releases").items()
+        for found in [patches.get(patch.name, {})]
+        if found.get("without") is not None and found.get("with") is not None
+    ]
+    if not rows:
+        raise MissingEvidence(
+            f"the test of {patch.name} was run on no release; make that with: "
+            f"{COMMANDS['releases']}"
+        )
+    return "".join(["| torch | without | with |\n| --- | --- | --- |\n", *rows])
+
+
+def measured(patch: Patch) -> str:
+    """The rows of the stored results that belong to the patch."""
+    text = ""
+    for result, beginning in patch.evidence:
+        rows = [r for r in stored(result)["rows"] if r["what"].startswith(beginning)]
+        if not rows:
+            raise MissingEvidence(
+                f"results/{result}.json has no row {beginning!r}; make it with: "
+                f"{COMMANDS[result]}"
+            )
+        text += "".join(f"| {r['what']} | {r['measured']} |\n" for r in rows)
+    return text and f"\n| what | measured |\n| --- | --- |\n{text}"
+
+
+def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
+    """The text of the pull request; MissingEvidence where a figure is not stored."""
+    *problem, change = patch.why.strip().split("\n\n")
+    items = "\n".join(patch.trailers)
+    stacked = "".join(f"- {needed.subject}\n" for needed in below)
+    commands = sorted({COMMANDS[result] for result, _ in ours.evidence})
+    return (
+        f"# {patch.subject}\n\n{items}\n\n"
+        + (f"Stacked on:\n\n{stacked}\n" if stacked else "")
+        + "## Problem and mechanism\n\n"
+        + "\n\n".join(problem or [change])
+        + f"\n\n## Change\n\n{change}\n\n## Evidence\n\n"
+        + f"`{ours.tested}`, without this change and with it:\n\n"
+        + before_and_after(ours)
+        + measured(ours)
+        + "".join(f"\nMade with `{command}`.\n" for command in commands)
+        + f"\n## Test plan\n\n```\n{patch.tested}\n```\n\n## Risks\n\n{ours.risks}\n"
+        + f"## Release notes\n\ntopic: {ours.kind}\n"
+    )
+
+
+def main(arguments: Optional[list[str]] = None) -> int:
+    names = [patch.name for patch in SERIES]
+    parser = argparse.ArgumentParser(
+        prog="export_pr.sh",
+        description="Makes a branch in a PyTorch git checkout that holds one topic in "
+        "its smallest form, and the text of its pull request in build/pr/TOPIC.md. The "
+        "work tree stays as it is.",
+        epilog="topics: " + ", ".join(names) + ". exit codes: 0 made; 1 conflict, or "
+        "evidence is missing; 2 bad call or not a PyTorch tree",
+    )
+    parser.add_argument("topic", metavar="TOPIC", choices=names)
+    parser.add_argument("checkout", metavar="CHECKOUT", help="a git checkout")
+    parser.add_argument("--branch", help="default: ac-budget/TOPIC")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run upstream's linters and tests on the branch, and ours; tests need the "
+        "torch of the checkout's version in this project's environment",
+    )
+    options = parser.parse_args(arguments)
+    branch = options.branch or f"ac-budget/{options.topic}"
+    patches = stack(options.topic)
+    ours = next(patch for patch in SERIES if patch.name == options.topic)
+    try:
+        target = find(options.checkout)
+        if target.git_dir is None:
+            raise BadCall(f"{target.root} is not a git checkout")
+        text = body(patches[-1], ours, patches[:-1])
+        result = survey(target, read_journal(target), series=patches)
+        edits = patches[-1].edits
+        if edits and not any(edit.fits(result.release) for edit in edits):
+            raise Conflict(
+                f"{options.topic}: no edit is for torch {result.release}, which this "
+                "tree looks like most"
+            )
+        for step in result.patches:
+            if step.state in (ABSENT, CONFLICTS):
+                raise Conflict(f"{step.patch.name}: {step.state} ({step.detail})")
+        steps = [step for step in result.patches if step.changes]
+        if not steps or steps[-1].patch.name != options.topic:
+            raise Conflict(f"{options.topic}: {result.patches[-1].state}")
+        check_committable(target, result.changes)
+        made = commit_on_branch(target, branch, [_commit(step) for step in steps])
+        place = BODIES / f"{options.topic}.md"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        print(*(f"commit {line}" for line in made), sep="\n")
+        print(f"branch {branch}: git switch {branch}")
+        print(f"text   {place}")
+        if options.check:
+            conclude(check(target, branch, patches[-1]))
+    except BadCall as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (Conflict, MissingEvidence) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _commit(step: PatchState) -> tuple[str, Any]:
+    return message(step.patch), step.changes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

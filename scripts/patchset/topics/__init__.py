@@ -1,0 +1,1 @@
+"""One module per topic, each with its ``PATCH``; ``..series`` puts them in order."""

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from ..patch import CONFIG, Edit, Patch
+
+
+PATCH = Patch(
+    name="config-solver-name",
+    subject="Give the sliding Hirschberg solver a name in the config",
+    why="""\
+The article on this solver selects it as config.dp_knapsack_sliding_hirschberg,
+which raises an AttributeError. The name now stands in the config and equals the
+plain string, so both ways of writing it select the same solver.
+""",
+    trailers=("Upstream-PR: pytorch/pytorch#160914",),
+    tested="python test/functorch/test_ac_knapsack_solvers.py",
+    edits=(
+        Edit(
+            CONFIG,
+            anchor='activation_memory_budget_runtime_estimator = "flops"\n',
+            replacement="""\
+activation_memory_budget_runtime_estimator = "flops"
+
+# The name of the solver that answers like "dp" and holds a few rows instead of a
+# table, so that code can write config.dp_knapsack_sliding_hirschberg or the string.
+dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
+""",
+        ),
+    ),
+    landed=((CONFIG, "\ndp_knapsack_sliding_hirschberg = "),),
+    risks="""\
+One more entry in the config, a constant. Like every entry it is part of the cache key
+of compiled graphs, so the first compile after the upgrade is cold.
+""",
+    kind="improvements",
+)

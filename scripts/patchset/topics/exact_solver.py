@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..patch import CONFIG, Edit, EXACT, PARTITIONERS, Patch
+
+
+_EVALUATOR_IMPORT = (
+    "from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator\n"
+)
+_IMPORT = "from ._activation_checkpointing.knapsack_exact import exact_knapsack\n"
+
+_ADDITION = Patch(
+    name="exact-solver",
+    subject="Add an exact knapsack solver for the activation memory budget",
+    why="""\
+Every solver there is either overspends the budget or loses runtime: dp rounds
+sizes to 1/10000 of the range, so that on real joint graphs it ends up to 19 %
+over, rounding up instead gives away up to 23 % of the value, and greedy has no
+bound. Real graphs repeat their layers, so their hundreds of items are copies of
+5 to 60 distinct ones, and the problem on the true sizes is small.
+
+The new module solves it: integers without loss, Dantzig's bound, a core that
+grows around the break item, Pareto states. The answer never weighs more than the
+budget, is the proven optimum (or says how far it can be from it), and depends on
+nothing but the arguments. Many budgets share one preparation.
+""",
+    trailers=("Upstream-PR: pytorch/pytorch#160914",),
+    tested="python test/functorch/test_ac_knapsack_exact.py",
+    files=(EXACT, "test/functorch/test_ac_knapsack_exact.py"),
+    landed=((EXACT, "def solve_knapsack("),),
+    evidence=(
+        ("solvers", "corpus:"),
+        ("solvers", "dp / exact"),
+        ("solvers", "exact /"),
+    ),
+    risks="""\
+The solver is new code, used only where the config asks for "exact". Its work is
+bounded by a number of states, never by time: past that it returns the best set found
+and says that it is not proven. Hard instances of the literature take seconds; joint
+graphs take about a millisecond.
+""",
+    kind="new features",
+)
+
+# The set lists it in KNAPSACK_SOLVERS; by itself it needs a branch of the dispatch.
+PATCH = replace(
+    _ADDITION,
+    minimal=replace(
+        _ADDITION,
+        edits=(
+            Edit(
+                PARTITIONERS,
+                anchor="    ilp_knapsack,\n)\n",
+                replacement=f"    ilp_knapsack,\n)\n{_IMPORT}",
+                until=(2, 6),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor=_EVALUATOR_IMPORT,
+                replacement=f"{_EVALUATOR_IMPORT}{_IMPORT}",
+                since=(2, 7),
+            ),
+            Edit(
+                PARTITIONERS,
+                anchor="        return dp_knapsack(memory, runtimes, max_memory)\n",
+                replacement="""\
+        return dp_knapsack(memory, runtimes, max_memory)
+    elif SOLVER == "exact":
+        return exact_knapsack(memory, runtimes, max_memory)
+""",
+                inside="_optimize_runtime_with_given_memory",
+            ),
+            Edit(
+                CONFIG,
+                anchor='activation_memory_budget_solver = "dp"\n',
+                replacement="""\
+# "exact" is optimal on the true sizes and never over the budget.
+activation_memory_budget_solver = "dp"
+""",
+            ),
+        ),
+    ),
+)

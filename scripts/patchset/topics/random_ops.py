@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from ..patch import Edit, PARTITIONERS, Patch
+
+
+RANDOM_OPS = "torch/_functorch/_activation_checkpointing/random_ops.py"
+_CHOOSE = "choose_saved_values_set"
+_DESCRIPTORS = "from ._aot_autograd.descriptors import"
+_IMPORT = """\
+from ._activation_checkpointing.random_ops import (
+    draw_on_one_side,
+    is_replayed,
+    must_run_once,
+    recomputable_nodes,
+)
+"""
+_NO_INPUTS_YET = """\
+            ban_if_not_in_allowlist=False,
+        )
+    if memory_budget == 0"""
+
+PATCH = Patch(
+    name="random-ops",
+    subject="Never recompute random ops under an activation memory budget",
+    why="""\
+At any budget below 1, and with aggressive_recomputation at every budget, the
+backward draws new random numbers: the gradients of a net with dropout are off by
+more than their own norm, and nothing says so. Budget 0 saves the inputs and bans
+nothing, the knapsack may free random nodes, and random_ops names three of some
+fifty random operators.
+
+Random operators are now known by their tag, in subgraphs of higher-order
+operators too, and no cut may recompute them. Where they take effect is left to
+the cut: it saves dropout's mask, or inductor's seed, not the noise. Attention
+without dropout carries the tag and stays recomputable, user tags keep their
+meaning, and a net without randomness gets the plan that it got. Effectful ops
+and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
+""",
+    trailers=("Fixes: #190758", "Fixes: #190717"),
+    tested="python test/functorch/test_ac_random_ops.py",
+    files=(RANDOM_OPS, "test/functorch/test_ac_random_ops.py"),
+    edits=(
+        Edit(
+            PARTITIONERS,
+            anchor=_DESCRIPTORS,
+            replacement=_IMPORT + _DESCRIPTORS,
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='    return node.meta.get("recompute", None) in [\n',
+            through="    ]\n",
+            digest="21f58ef922ca0f88",
+            replacement="    return is_replayed(node)\n",
+            inside="must_recompute",
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='        if node.meta.get("recompute", None) == '
+            "CheckpointPolicy.MUST_SAVE:\n",
+            replacement="        if must_run_once(node):\n",
+            inside="should_ban_recomputation",
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='            return "marked MUST_SAVE"\n',
+            replacement='            return "must not run twice"\n',
+            inside="should_ban_recomputation",
+            since=(2, 11),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor="    if min_cut_options.ban_if_used_far_apart:\n",
+            replacement="""\
+    draw_on_one_side(joint_graph, node_info, nx_graph)
+
+    if min_cut_options.ban_if_used_far_apart:
+""",
+            inside="solve_min_cut",
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_NO_INPUTS_YET,
+            replacement="""\
+            ban_if_not_in_allowlist=False,
+        )
+    if memory_budget == 0:
+        dont_ban = recomputable_nodes(joint_graph)
+        if dont_ban is not None:
+            return solve_min_cut(joint_graph, node_info, min_cut_options, dont_ban)[0]
+    if memory_budget == 0""",
+            inside=_CHOOSE,
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='        if i.meta.get("recompute", False) == '
+            "CheckpointPolicy.MUST_SAVE\n",
+            replacement="        if must_run_once(i)\n",
+            inside=_CHOOSE,
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor="        return node_info.inputs + must_save_nodes\n",
+            replacement="""\
+        if must_save_nodes:
+            return aggressive_recomputation_saved_values
+        return node_info.inputs
+""",
+            inside=_CHOOSE,
+            since=(2, 10),
+            until=(2, 13),
+        ),
+    ),
+    landed=((PARTITIONERS, "must_run_once("),),
+    risks="""\
+Plans of nets with random ops change: they keep a mask or a seed that was recomputed, with
+other numbers, before. A net without randomness gets the plan that it got.
+""",
+    kind="bug fixes",
+)

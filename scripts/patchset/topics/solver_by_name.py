@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from ..patch import Edit, PARTITIONERS, Patch
+
+
+def _unknown_solver(others: str) -> str:
+    return f'''\
+        raise RuntimeError(
+            f"Unknown activation_memory_budget_solver {{SOLVER!r}}: known are "
+            f"{{', '.join(KNAPSACK_SOLVERS)}}, "
+            "{others}"
+        )
+'''
+
+
+_OLD_ERROR = (
+    "        raise RuntimeError("
+    'f"Not aware of memory budget knapsack solver: {SOLVER}")\n'
+)
+_OLD_IMPORT = "from ._activation_checkpointing.knapsack import (\n"
+NEW_IMPORT = (
+    "from ._activation_checkpointing.knapsack import dp_knapsack, KNAPSACK_SOLVERS\n"
+)
+DISPATCH = "_optimize_runtime_with_given_memory"
+_LOOK_UP = """\
+    if isinstance(SOLVER, str) and SOLVER in KNAPSACK_SOLVERS:
+        return KNAPSACK_SOLVERS[SOLVER](memory, runtimes, max_memory)
+"""
+
+PATCH = Patch(
+    name="solver-by-name",
+    subject="Look the knapsack solver up by name and list the known ones",
+    why="""\
+The dispatch repeats one branch per solver, and a misspelt name is answered
+without saying which names there are. Looking the name up in KNAPSACK_SOLVERS
+makes every solver of the module selectable, the sliding Hirschberg one before
+2.10 included, and the error lists them.
+""",
+    trailers=("Upstream-PR: pytorch/pytorch#160914",),
+    tested="python test/functorch/test_ac_knapsack_solvers.py",
+    edits=(
+        Edit(
+            PARTITIONERS,
+            anchor=_OLD_IMPORT,
+            through="    ilp_knapsack,\n)\n",
+            digest="a5a82a77df22275b",
+            replacement="from ._activation_checkpointing.knapsack import "
+            "KNAPSACK_SOLVERS\n",
+            until=(2, 6),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_OLD_IMPORT,
+            through="    ilp_knapsack,\n)\n",
+            digest="a5a82a77df22275b",
+            replacement=NEW_IMPORT,
+            since=(2, 7),
+            until=(2, 9),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_OLD_IMPORT,
+            through="    ilp_knapsack,\n)\n",
+            digest="1c723d8eb237fd0f",
+            replacement=NEW_IMPORT,
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='    if SOLVER == "greedy":\n',
+            through="        return dp_knapsack(memory, runtimes, max_memory)\n",
+            digest="0a2098dfac5ac524",
+            replacement=_LOOK_UP,
+            inside=DISPATCH,
+            until=(2, 9),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='    if SOLVER == "greedy":\n',
+            through="        return dp_knapsack_sliding_hirschberg"
+            "(memory, runtimes, max_memory)\n",
+            digest="0012834c85af406d",
+            replacement=_LOOK_UP,
+            inside=DISPATCH,
+            since=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_OLD_ERROR,
+            replacement=_unknown_solver("or a callable"),
+            inside=DISPATCH,
+            until=(2, 6),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_OLD_ERROR,
+            replacement=_unknown_solver("dynamic_memory_budget_dp, or a callable"),
+            inside=DISPATCH,
+            since=(2, 7),
+            until=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_OLD_ERROR,
+            replacement=_unknown_solver(
+                "dynamic_memory_budget_dp, or a CustomKnapsackSolver"
+            ),
+            inside=DISPATCH,
+            since=(2, 11),
+        ),
+    ),
+    landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),
+    needs=("knapsack-solvers",),
+    risks="""\
+The four names that exist keep their meaning, and custom solvers are reached as before.
+A module that patches one of the functions in partitioners.py by name has to patch
+KNAPSACK_SOLVERS now.
+""",
+    kind="improvements",
+)

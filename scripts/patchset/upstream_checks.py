@@ -1,0 +1,209 @@
+"""Upstream's own linters and tests on a branch, in a work tree that is thrown away."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import tomllib
+
+from .commits import git
+from .patch import Patch, REPOSITORY
+from .target import Conflict, Target
+
+
+# Those of upstream's linters that look at Python text and need neither a build of torch
+# nor the network; TESTOWNERS fetches its labels, so the header is checked here.
+LINTERS = (
+    "FLAKE8",
+    "RUFF",
+    "PYFMT",
+    "NEWLINE",
+    "SPACES",
+    "TABS",
+    "TYPEIGNORE",
+    "NOQA",
+    "EXEC",
+    "TEST_HAS_MAIN",
+    "COPYRIGHT",
+)
+# Upstream's tests of what the set touches; not every checkout has them.
+TESTS = (
+    ("test/functorch/test_ac_knapsack.py",),
+    ("test/functorch/test_ac.py", "-k", "MemoryBudget"),
+    ("test/functorch/test_aotdispatch.py", "-k", "Partitioning"),
+)
+
+
+class Check(NamedTuple):
+    """One command: ``passed`` is None where it cannot be run, ``said`` tells why."""
+
+    name: str
+    passed: Optional[bool]
+    said: str = ""
+
+
+def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
+    """Yield the outcome of every linter and test on the branch."""
+    with _work_tree(target, branch) as tree:
+        # What the topic's own commit changes, without those it is stacked on.
+        changed = git(target, "diff", "--name-only", f"{branch}^", branch).decode()
+        yield from _lint(tree, changed.split())
+        yield _headers(tree, changed.split())
+        yield from _test(tree, patch)
+
+
+@contextmanager
+def _work_tree(target: Target, branch: str) -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="ac-budget-")
+    tree = Path(folder) / "pytorch"
+    try:
+        git(target, "worktree", "add", "--quiet", "--detach", str(tree), branch)
+        yield tree
+    finally:
+        shutil.rmtree(folder)
+        git(target, "worktree", "prune")
+
+
+def _run(
+    command: Sequence[str], tree: Path, environment: Optional[dict[str, str]] = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=tree,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def run_test(
+    words: Sequence[str], checkout: Path, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS`` in the checkout and by its torch; stdout has both streams."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {
+            "PYTHONPATH": str(checkout),
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            # Where CI is set, torch's test runner wants packages of upstream's own CI.
+            "CI": "",
+        }
+        return _run([python, *words], checkout, environment)
+
+
+def _lint(tree: Path, paths: Sequence[str]) -> Iterator[Check]:
+    config = tree / ".lintrunner.toml"
+    if not config.is_file():
+        yield from _ruff(tree, paths)
+        return
+    known = {linter["code"] for linter in tomllib.loads(config.read_text())["linter"]}
+    codes = [code for code in LINTERS if code in known]
+    # Upstream pins its linters; they get an environment of their own.
+    place = REPOSITORY / "build" / "lint"
+    if not (place / "bin" / "python3").exists():
+        _run([sys.executable, "-m", "venv", str(place)], tree)
+    paths_found = [
+        str(place / "bin"),
+        str(Path(sys.executable).parent),
+        os.environ["PATH"],
+    ]
+    environment = {
+        "VIRTUAL_ENV": str(place),
+        "PATH": os.pathsep.join(paths_found),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    lintrunner = ["lintrunner", f"--data-path={place}"]
+    ready = _run([*lintrunner, f"--take={','.join(codes)}", "init"], tree, environment)
+    if ready.returncode:
+        yield Check("lintrunner init", False, ready.stdout)
+        return
+    for code in codes:
+        words = [*lintrunner, f"--take={code}", "--output=oneline", *paths]
+        done = _run(words, tree, environment)
+        yield Check(f"lintrunner {code}", done.returncode == 0, done.stdout)
+
+
+def _headers(tree: Path, paths: Sequence[str]) -> Check:
+    """Every test file says who owns it and runs by itself."""
+    wrong = [
+        path
+        for path in paths
+        if path.startswith("test/")
+        for text in [(tree / path).read_text()]
+        if not text.startswith('# Owner(s): ["module: ')
+        or 'if __name__ == "__main__":\n    run_tests()\n' not in text
+    ]
+    return Check("test owners and run_tests", not wrong, "\n".join(wrong))
+
+
+def _ruff(tree: Path, paths: Sequence[str]) -> Iterator[Check]:
+    """Our own linter, where the checkout has none: nothing new in files that were there."""
+    ruff = [str(Path(sys.executable).parent / "ruff")]
+    ours = f"--config={REPOSITORY / 'pyproject.toml'}"
+
+    def findings(text: str, path: str) -> Counter[str]:
+        def said(*words: str) -> list[str]:
+            done = subprocess.run(
+                [*ruff, *words, ours, f"--stdin-filename={path}", "-"],
+                cwd=tree,
+                input=text,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return done.stdout.splitlines()
+
+        found = said("check", "--quiet", "--output-format=concise")
+        # Without its place, so that lines may move.
+        lines = [line.split(": ", 1)[-1] for line in found]
+        if any(said("format", "--diff")):
+            lines.append("not formatted")
+        return Counter(lines)
+
+    new = []
+    for path in paths:
+        before = _run(["git", "show", f"HEAD^:{path}"], tree)
+        known = findings(before.stdout, path) if not before.returncode else Counter()
+        more = findings((tree / path).read_text(), path) - known
+        new += [f"{path}: {line}" for line in more.elements()]
+    yield Check("ruff (the checkout has no linters)", not new, "\n".join(new))
+
+
+def _test(tree: Path, patch: Patch) -> Iterator[Check]:
+    command = [sys.executable, "scripts/checkout.py", "link", str(tree)]
+    linked = _run(command, REPOSITORY)
+    commands = [tuple(shlex.split(patch.tested)[1:])]
+    commands += [test for test in TESTS if (tree / test[0]).is_file()]
+    for words in commands:
+        name = f"python {shlex.join(words)}"
+        if linked.returncode:
+            yield Check(name, None, linked.stdout)
+            continue
+        done = run_test(words, tree)
+        yield Check(name, done.returncode == 0, done.stdout)
+
+
+def conclude(checks: Iterator[Check]) -> None:
+    """Print every outcome; Conflict where one failed."""
+    failed = []
+    for name, passed, said in checks:
+        print(f"{ {True: 'passed', False: 'FAILED', None: 'not run'}[passed]:<8}{name}")
+        if not passed:
+            print("\n".join(f"    {line}" for line in said.strip().splitlines()[-20:]))
+        if passed is False:
+            failed.append(name)
+    if failed:
+        raise Conflict(
+            f"{len(failed)} of upstream's checks failed: {', '.join(failed)}"
+        )

@@ -1,0 +1,83 @@
+# Owner(s): ["module: functorch"]
+"""The sliding Hirschberg solver keeps its capacity and finds what dp finds.
+
+Sizes and capacity are whole quanta, so that "within the budget" has one meaning.
+"""
+
+import itertools
+import random
+
+from torch._functorch._activation_checkpointing.knapsack import (
+    dp_knapsack,
+    dp_knapsack_sliding_hirschberg,
+)
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+QUANTUM = 1e-4
+
+
+def instance(seed, items, largest):
+    """Sizes in quanta, runtimes, and a capacity in quanta that not all items fit."""
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, largest) for _ in range(items)]
+    runtimes = [rng.randint(1, 1000) for _ in range(items)]
+    return sizes, runtimes, rng.randint(0, max(0, sum(sizes) - 1))
+
+
+class TestSlidingHirschberg(TestCase):
+    def solve(self, sizes, runtimes, capacity):
+        """The runtime saved, after checking that the answer is one."""
+        value, saved, recomputable = dp_knapsack_sliding_hirschberg(
+            [size * QUANTUM for size in sizes],
+            [float(runtime) for runtime in runtimes],
+            capacity * QUANTUM,
+        )
+        self.assertEqual(sorted(saved + recomputable), list(range(len(sizes))))
+        self.assertEqual(value, float(sum(runtimes[i] for i in saved)))
+        self.assertLessEqual(sum(sizes[i] for i in saved), capacity)
+        return value
+
+    def test_a_split_hands_out_no_quantum_twice(self):
+        # https://github.com/pytorch/pytorch/issues/197871
+        self.assertEqual(self.solve([1, 1, 1], [1, 1, 1], 1), 1.0)
+
+    def test_equal_items(self):
+        # Every split used to add a quantum, and each quantum was worth an item.
+        for items, capacity in ((10, 3), (100, 10), (400, 137)):
+            with self.subTest(items=items, capacity=capacity):
+                value = self.solve([1] * items, [1] * items, capacity)
+                self.assertEqual(value, float(capacity))
+
+    def test_no_choice_is_better(self):
+        for seed in range(60):
+            sizes, runtimes, capacity = instance(seed, 1 + seed % 9, 20)
+            best = max(
+                sum(runtimes[i] for i in chosen)
+                for count in range(len(sizes) + 1)
+                for chosen in itertools.combinations(range(len(sizes)), count)
+                if sum(sizes[i] for i in chosen) <= capacity
+            )
+            with self.subTest(seed=seed):
+                self.assertEqual(self.solve(sizes, runtimes, capacity), float(best))
+
+    def test_as_much_as_dp(self):
+        for seed in range(100, 120):
+            sizes, runtimes, capacity = instance(seed, 40, 60)
+            expected, _, _ = dp_knapsack(
+                [size * QUANTUM for size in sizes],
+                [float(runtime) for runtime in runtimes],
+                capacity * QUANTUM,
+            )
+            with self.subTest(seed=seed):
+                self.assertEqual(self.solve(sizes, runtimes, capacity), float(expected))
+
+    def test_the_bounds(self):
+        sizes, runtimes, _ = instance(0, 30, 50)
+        self.assertEqual(self.solve(sizes, runtimes, 0), 0.0)
+        self.assertEqual(self.solve(sizes, runtimes, min(sizes) - 1), 0.0)
+        self.assertEqual(self.solve(sizes, runtimes, sum(sizes)), float(sum(runtimes)))
+
+
+if __name__ == "__main__":
+    run_tests()

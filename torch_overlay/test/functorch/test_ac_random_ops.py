@@ -1,0 +1,550 @@
+# Owner(s): ["module: functorch"]
+"""Random numbers are drawn once, whatever is recomputed.
+
+The gradients are checked against finite differences of the compiled forward itself,
+under one seed: what they must fit is the randomness that this forward had.
+"""
+
+import copy
+import functools
+import operator
+import unittest
+from contextlib import contextmanager
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._activation_checkpointing.random_ops import (
+    is_random,
+    is_replayed,
+    must_run_once,
+)
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._inductor import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.utils.checkpoint import (
+    checkpoint,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+
+
+aten = torch.ops.aten
+AOT = "aot_eager_decomp_partition"
+# (memory budget, aggressive recomputation)
+SETTINGS = ((0, False), (0.1, False), (0.5, False), (1, True))
+LOW = ((0, False), (0.01, False))
+MANY = tuple((tenth / 10, False) for tenth in range(0, 11, 2)) + ((1, True),)
+
+requires_cuda = unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
+
+
+@contextmanager
+def configured(budget, aggressive):
+    with (
+        functorch_config.patch(
+            activation_memory_budget=budget,
+            aggressive_recomputation=aggressive,
+            # Plans of one graph differ here, and gradcheck runs a backward twice.
+            enable_autograd_cache=False,
+            donated_buffer=False,
+        ),
+        # A precompiled header pays off only over more compilations than these.
+        inductor_config.patch(fx_graph_cache=False, cpp_cache_precompile_headers=False),
+    ):
+        yield
+
+
+class Plan:
+    """What one partition came to."""
+
+    def __init__(self, joint, forward, backward, num_fwd_outputs):
+        (output,) = forward.graph.find_nodes(op="output")
+        self.saved = [
+            node.meta["val"]
+            for node in output.args[0][num_fwd_outputs:]
+            if node.op != "placeholder"
+        ]
+        first, again = (
+            {node.name for node in module.graph.nodes if node.op == "call_function"}
+            for module in (forward, backward)
+        )
+        self.repeated = [node for node in joint if node.name in first & again]
+
+    def saved_bytes(self):
+        return sum(value.untyped_storage().nbytes() for value in self.saved)
+
+    def repeats(self, packet):
+        targets = [node.target for node in self.repeated]
+        return any(getattr(t, "overloadpacket", None) is packet for t in targets)
+
+
+def plans(function, inputs, settings, partition=min_cut_rematerialization_partition):
+    """One plan for each setting, all from one trace of ``function``."""
+    found = []
+
+    def watched(joint_module, joint_inputs, **options):
+        for setting in settings:
+            joint = copy.deepcopy(joint_module)
+            with configured(*setting):
+                forward, backward = partition(joint, joint_inputs, **options)
+            nodes = list(joint.graph.nodes)
+            found.append(Plan(nodes, forward, backward, options["num_fwd_outputs"]))
+        return forward, backward
+
+    def run_as_it_is(module, _):
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=run_as_it_is,
+        bw_compiler=run_as_it_is,
+        partition_fn=watched,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    with functorch_config.patch(enable_autograd_cache=False):
+        torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    return found
+
+
+def double(*shape, device="cpu"):
+    return torch.randn(*shape, dtype=torch.double, device=device, requires_grad=True)
+
+
+def functional(module, *inputs):
+    """A scalar function of the inputs and the module's parameters, and all of them."""
+    names, parameters = zip(*module.double().named_parameters())
+
+    def loss(*values):
+        given = dict(zip(names, values[len(inputs) :]))
+        output = torch.func.functional_call(module, given, values[: len(inputs)])
+        return output.sin().sum()
+
+    return loss, (*inputs, *parameters)
+
+
+def mlp():
+    module = nn.Sequential(
+        nn.Linear(6, 8),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(8, 3),
+    )
+    return functional(module, double(16, 6))
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+    module = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    return functional(module, double(2, 5, 8))
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.GroupNorm(2, width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        y = F.rrelu(self.norm(self.first(x)), training=True)
+        return F.rrelu(x + self.second(y), training=True)
+
+
+def resnet():
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), Residual(4))
+    return functional(module, double(2, 3, 6, 6))
+
+
+def inductor_partition(joint_module, joint_inputs, **options):
+    """With inductor's passes, which replace random ops by seeds, before the cut."""
+    with V.set_fake_mode(detect_fake_mode(joint_inputs)):
+        return compile_fx.partition_fn(joint_module, joint_inputs, **options)
+
+
+PARTITIONS = {
+    "aot": min_cut_rematerialization_partition,
+    "inductor": inductor_partition,
+}
+MODELS = {"mlp": mlp, "transformer": transformer, "resnet": resnet}
+
+
+def square(function):
+    """A function of two matrices whose product meets random numbers."""
+    return lambda: (lambda x, w: function((x @ w).sin()), (double(4, 4), double(4, 4)))
+
+
+def attention(dropout_p):
+    def function(q, k, v):
+        q, k, v = q.sin(), k.sin(), v.sin()
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+        return y.sin().sum()
+
+    return function, tuple(double(1, 2, 8, 4) for _ in range(3))
+
+
+@torch.library.custom_op(
+    "test_ac_random_ops::noise",
+    mutates_args=(),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op(
+    "test_ac_random_ops::pair",
+    mutates_args=(),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand_like(x), torch.rand_like(x)
+
+
+@pair.register_fake
+def _(x):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.custom_op(
+    "test_ac_random_ops::fill",
+    mutates_args=("x",),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def fill(x: torch.Tensor) -> None:
+    x.uniform_()
+
+
+def alone():
+    """A net that gives the knapsack no item, with a random op that returns two."""
+
+    def function(x):
+        first, second = pair(x.detach())
+        return ((x * first).cos() * second).cos().sum()
+
+    return function, (double(4, 4),)
+
+
+def filled(x):
+    numbers = torch.zeros_like(x)
+    fill(numbers)
+    return numbers
+
+
+OPERATORS = {
+    "dropout": square(lambda y: F.dropout(y, 0.4).cos().sum()),
+    "rand": square(lambda y: (y * torch.rand(4, 4)).cos().sum()),
+    "rand_like": square(lambda y: (y * torch.rand_like(y)).cos().sum()),
+    "randn": square(lambda y: (y * torch.randn(4, 4)).cos().sum()),
+    "randint": square(lambda y: (y * torch.randint(1, 9, (4, 4))).cos().sum()),
+    "randperm": square(lambda y: (y[torch.randperm(4)] * y).cos().sum()),
+    "bernoulli": square(
+        lambda y: (y * torch.bernoulli(torch.full_like(y, 0.5))).cos().sum()
+    ),
+    "multinomial": square(lambda y: y[torch.multinomial(torch.ones(4), 2)].cos().sum()),
+    "rrelu": square(lambda y: F.rrelu(y, training=True).cos().sum()),
+    "attention": functools.partial(attention, 0.3),
+    "attention_no_dropout": functools.partial(attention, 0.0),
+    "custom": square(lambda y: (y * noise(y.detach())).cos().sum()),
+    "custom_alone": alone,
+    "custom_mutating": square(lambda y: (y * filled(y.detach())).cos().sum()),
+}
+
+
+def dropped(x, w):
+    return F.dropout(torch.tanh(x @ w), 0.3)
+
+
+@torch.compiler.nested_compile_region
+def region(x, w):
+    return dropped(x, w)
+
+
+def two(first, second):
+    """Two layers, each with its own way to repeat a dropout."""
+
+    def function(x, v, w):
+        return second(first(x, v), w).sin().sum()
+
+    return function, (double(4, 6), double(6, 6), double(6, 6))
+
+
+def checkpointed(layer):
+    return functools.partial(checkpoint, layer, use_reentrant=False)
+
+
+def selective(policy, of_random=True):
+    """A checkpointed dropout with ``policy`` for its random ops, or for its mm."""
+
+    def choose(context, op, *args, **kwargs):
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        chosen = random if of_random else op is aten.mm.default
+        return policy if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(
+        checkpointed(dropped),
+        context_fn=functools.partial(create_selective_checkpoint_contexts, choose),
+    )
+
+
+REGIONS = {
+    "checkpoint": lambda: two(checkpointed(dropped), dropped),
+    "must_save": lambda: two(selective(CheckpointPolicy.MUST_SAVE), dropped),
+    "prefer_save": lambda: two(selective(CheckpointPolicy.PREFER_SAVE), dropped),
+    "must_recompute": lambda: two(selective(CheckpointPolicy.MUST_RECOMPUTE), dropped),
+    "subgraph": lambda: two(region, region),
+    "checkpointed_subgraph": lambda: two(checkpointed(region), region),
+}
+
+
+class DrawnForBackward(torch.autograd.Function):
+    """Its noise reaches no output, and the backward needs it twice."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        noise = torch.rand(4, 4, dtype=x.dtype)
+        ctx.save_for_backward(x, w, noise)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, noise = ctx.saved_tensors
+        return grad * ((x @ w).sin() * noise).sum(), grad * noise
+
+
+ticks = []
+
+
+@torch.library.custom_op("test_ac_random_ops::tick", mutates_args=())
+def tick(x: torch.Tensor) -> torch.Tensor:
+    ticks.append(1)
+    return x.clone()
+
+
+@tick.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+tick.register_autograd(lambda ctx, grad: grad)
+
+
+class RandomOpsTest(TestCase):
+    def check(self, case, backend=AOT, settings=SETTINGS):
+        for budget, aggressive in settings:
+            with (
+                self.subTest(budget=budget, aggressive=aggressive),
+                configured(budget, aggressive),
+            ):
+                torch._dynamo.reset()
+                torch.manual_seed(7)
+                function, inputs = case()
+                compiled = torch.compile(function, backend=backend, fullgraph=True)
+
+                def seeded(*values, compiled=compiled):
+                    torch.manual_seed(0)
+                    return compiled(*values)
+
+                torch.autograd.gradcheck(
+                    seeded,
+                    inputs,
+                    rtol=1e-5,
+                    atol=1e-7,
+                    check_undefined_grad=False,
+                    fast_mode=True,
+                )
+
+    @parametrize("name", OPERATORS)
+    def test_operators(self, name):
+        self.check(OPERATORS[name])
+
+    @parametrize("name", MODELS)
+    def test_models(self, name):
+        self.check(MODELS[name])
+
+    @parametrize("name", REGIONS)
+    def test_regions(self, name):
+        self.check(REGIONS[name])
+
+    @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
+    @parametrize("setting", [(0, False), (1, True)])
+    def test_inductor(self, setting):
+        # One kernel each way: compiling them is most of this file's time.
+        case = square(lambda y: (F.dropout(y, 0.4) * torch.rand(4, 4)).cos().sum())
+        self.check(case, "inductor", [setting])
+
+    @parametrize("name", MODELS)
+    @parametrize("partition", PARTITIONS)
+    def test_nothing_is_drawn_again(self, name, partition):
+        for plan in plans(*MODELS[name](), MANY, PARTITIONS[partition]):
+            self.assertFalse(any(map(is_random, plan.repeated)))
+
+    def test_random_numbers_of_the_backward(self):
+        for budget, aggressive in SETTINGS:
+            with (
+                self.subTest(budget=budget, aggressive=aggressive),
+                configured(budget, aggressive),
+            ):
+                torch._dynamo.reset()
+                x, w = double(4, 4), double(4, 4)
+                torch.compile(DrawnForBackward.apply, backend=AOT)(
+                    x, w
+                ).sum().backward()
+                scale = ((x @ w).sin() * w.grad).sum().item()
+                self.assertEqual(x.grad, torch.full_like(x, scale))
+
+    def test_effects_happen_once(self):
+        handle = _register_effectful_op(tick._opoverload, _EffectType.ORDERED)
+        try:
+            for budget, aggressive in SETTINGS:
+                with (
+                    self.subTest(budget=budget, aggressive=aggressive),
+                    configured(budget, aggressive),
+                ):
+                    torch._dynamo.reset()
+                    x, w = double(4, 4), double(4, 4)
+                    ticks.clear()
+                    compiled = torch.compile(
+                        lambda x, w: tick((x @ w).sin()).cos().sum(), backend=AOT
+                    )
+                    compiled(x, w).backward()
+                    self.assertEqual(len(ticks), 1)
+        finally:
+            handle.destroy()
+
+    def test_the_mask_is_saved(self):
+        for plan in plans(*mlp(), LOW):
+            self.assertEqual([v.dtype for v in plan.saved], [torch.bool] * 2)
+            self.assertEqual(plan.saved_bytes(), 2 * 16 * 8)
+
+    def test_inductors_seeds_are_saved(self):
+        for plan in plans(*mlp(), LOW, inductor_partition):
+            self.assertEqual({v.dtype for v in plan.saved}, {torch.int64})
+            self.assertEqual(plan.saved_bytes(), 2 * 8)
+
+    def test_attention_without_dropout_is_recomputed(self):
+        for plan in plans(*attention(0.0), LOW):
+            self.assertEqual(plan.saved_bytes(), 0)
+            self.assertTrue(
+                plan.repeats(aten._scaled_dot_product_flash_attention_for_cpu)
+            )
+
+    def test_saved_tags_hold_at_budget_zero(self):
+        save_mm = selective(CheckpointPolicy.MUST_SAVE, of_random=False)
+        for plan in plans(*two(save_mm, lambda x, w: x.exp()), LOW[:1]):
+            self.assertTrue(plan.repeats(aten.tanh))
+            self.assertFalse(plan.repeats(aten.mm))
+
+    def test_is_random(self):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+
+        def node(op, *args, **kwargs):
+            return graph.call_function(op, args, kwargs)
+
+        flash = aten._scaled_dot_product_flash_attention.default
+        efficient = aten._scaled_dot_product_efficient_attention.default
+        rrelu = aten.rrelu_with_noise_functional.default
+        higher_order = torch.ops.higher_order
+        state = graph.placeholder("state")
+        for random in (
+            node(aten.rand.default, [4]),
+            node(aten.bernoulli.p, x, 0.5),
+            node(aten.native_dropout.default, x, 0.5, True),
+            node(aten.native_dropout.default, x, 0.5, None),
+            node(flash, x, x, x, 0.1),
+            node(flash, x, x, x, dropout_p=0.1),
+            node(flash, x, x, x, dropout_p=x),
+            node(efficient, x, x, x, None, True, 0.1),
+            node(rrelu, x, x, 0.1, 0.3, True),
+            node(torch.ops.prims.inductor_seeds.default, 2, torch.device("cpu")),
+            node(higher_order.run_and_save_rng_state, aten.rand.default, [4]),
+        ):
+            self.assertTrue(is_random(random), msg=random.format_node())
+            self.assertTrue(must_run_once(random))
+            random.meta["recompute"] = CheckpointPolicy.PREFER_SAVE
+            self.assertTrue(must_run_once(random))
+        for steady in (
+            x,
+            node(aten.sin.default, x),
+            node(aten.native_dropout.default, x, 0.5, False),
+            node(flash, x, x, x),
+            node(flash, x, x, x, 0.0),
+            node(efficient, x, x, x, None, True),
+            node(rrelu, x, x, 0.1, 0.3),
+            node(torch.ops.prims.inductor_lookup_seed.default, x, 0),
+            node(torch.ops.rngprims.philox_rand.default, [4], x, x),
+            node(higher_order.run_with_rng_state, state, aten.rand.default, [4]),
+        ):
+            self.assertFalse(is_random(steady), msg=steady.format_node())
+            self.assertFalse(must_run_once(steady))
+            steady.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            self.assertTrue(must_run_once(steady))
+
+    def test_tags_for_recomputation(self):
+        graph = torch.fx.Graph()
+        rand = aten.rand.default
+        single = graph.call_function(rand, ([4],))
+        whole = graph.call_function(
+            torch.ops.higher_order.run_and_save_rng_state, (rand, [4])
+        )
+        part = graph.call_function(operator.getitem, (whole, 1))
+        for policy in (
+            CheckpointPolicy.MUST_RECOMPUTE,
+            CheckpointPolicy.PREFER_RECOMPUTE,
+        ):
+            for node in (single, whole, part):
+                node.meta["recompute"] = policy
+            # Only single operators can be given the generator's state again.
+            self.assertFalse(must_run_once(single))
+            self.assertTrue(must_run_once(whole))
+            self.assertFalse(is_replayed(part))
+
+    @requires_cuda
+    @parametrize("name", ["dropout", "checkpoint", "subgraph", "attention"])
+    @parametrize("functionalized", [False, True])
+    def test_cuda(self, name, functionalized):
+        def on_cuda():
+            function, inputs = {**OPERATORS, **REGIONS}[name]()
+            return function, [x.detach().cuda().requires_grad_() for x in inputs]
+
+        # With functionalized generators the random ops take a seed and an offset.
+        with functorch_config.patch(functionalize_rng_ops=functionalized):
+            self.check(on_cuda)
+
+    @requires_cuda
+    @parametrize("name", ["dropout", "checkpoint", "attention"])
+    def test_cuda_inductor(self, name):
+        def on_cuda():
+            function, inputs = {**OPERATORS, **REGIONS}[name]()
+            return function, [x.detach().cuda().requires_grad_() for x in inputs]
+
+        self.check(on_cuda, "inductor")
+
+
+instantiate_parametrized_tests(RandomOpsTest)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,432 @@
+# Owner(s): ["module: functorch"]
+import gc
+import io
+import json
+import logging
+import math
+import sys
+import tempfile
+import weakref
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._functorch import config, partitioners
+from torch._functorch._activation_checkpointing import saved_report
+from torch._functorch._activation_checkpointing.saved_report import (
+    Knapsack,
+    last_plan,
+    Plan,
+    PlannedValue,
+    plans,
+    print_saved_values,
+)
+from torch._logging._internal import trace_log
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.utils.checkpoint import (
+    checkpoint,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+
+
+BACKEND = "aot_eager_decomp_partition"
+
+
+class Gated(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        gate, value = self.up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(nn.functional.silu(gate) * value)
+
+
+def gated():
+    torch.manual_seed(0)
+    return nn.Sequential(*[Gated(16, h) for h in (24, 40)], nn.Softmax(-1))
+
+
+def chain(x, *weights):
+    for weight in weights:
+        x = (x @ weight).sin()
+    return x.sum()
+
+
+def printed(*args, **kwargs):
+    out = io.StringIO()
+    print_saved_values(*args, file=out, **kwargs)
+    return out.getvalue()
+
+
+class TestSavedReport(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+        saved_report._plans.clear()
+        saved_report._hits_before_last = 0
+
+    def compiled(self, function, *inputs, budget, solver=None, **options):
+        """Run ``function`` compiled; its output, whose grad_fn holds what is saved."""
+        torch._dynamo.reset()
+        settings = {"activation_memory_budget": budget}
+        if solver is not None:
+            settings["activation_memory_budget_solver"] = solver
+        with config.patch(settings):
+            return torch.compile(function, backend=BACKEND, **options)(*inputs)
+
+    def run_chain(self, budget, **options):
+        torch.manual_seed(0)
+        inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(5)]
+        return self.compiled(chain, *inputs, budget=budget, **options)
+
+    @parametrize("budget", [0.0, 0.2, 0.4, 0.6, 1.0])
+    def test_reported_is_what_autograd_saves(self, budget):
+        out = self.compiled(
+            gated(), torch.randn(32, 16), budget=budget, solver="greedy"
+        )
+        tensors = out.grad_fn.saved_tensors
+        plan = last_plan()
+        self.assertEqual(plan.budget, budget)
+        self.assertEqual(
+            [(list(t.shape), str(t.dtype), t.nbytes) for t in tensors],
+            [(list(v.shape), f"torch.{v.dtype}", v.nbytes) for v in plan.saved],
+        )
+        self.assertEqual(plan.saved_bytes, sum(t.nbytes for t in tensors))
+        self.assertLessEqual(plan.used, budget)
+
+    def test_inputs_are_told_from_activations(self):
+        model, x = gated(), torch.randn(32, 16)
+        out = self.compiled(model, x, budget=0.4)
+        self.check_inputs(out, (*model.parameters(), x))
+        inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(5)]
+        out = self.compiled(chain, *inputs, budget=0.5)
+        self.check_inputs(out, inputs)
+        self.assertIn("view of input", {v.why for v in last_plan().saved})
+
+    def check_inputs(self, out, inputs):
+        given = {t.untyped_storage().data_ptr() for t in inputs}
+        for tensor, value in zip(out.grad_fn.saved_tensors, last_plan().saved):
+            self.assertEqual(
+                tensor.untyped_storage().data_ptr() in given,
+                value.why in ("input", "view of input"),
+            )
+
+    def test_recomputed_is_what_the_backward_repeats(self):
+        graphs = []
+        split = partitioners.min_cut_rematerialization_partition
+
+        def watched(*args, **kwargs):
+            graphs.append(split(*args, **kwargs))
+            return graphs[-1]
+
+        debugging = sys.modules["torch._dynamo.backends.debugging"]
+        with patch.object(debugging, split.__name__, watched):
+            self.run_chain(0.5)
+        (forward, _), plan = graphs[0], last_plan()
+        count = {
+            op: [len(g.graph.find_nodes(op="call_function", target=op)) for g in split]
+            for split in graphs
+            for op in (torch.ops.aten.mm.default, torch.ops.aten.sin.default)
+        }
+        for op, (first, second) in count.items():
+            repeated = [v for v in plan.recomputed if v.op == str(op)]
+            # The backward of a product takes two, and that of sin none.
+            own = 2 * first if op is torch.ops.aten.mm.default else 0
+            self.assertEqual(len(repeated), second - own)
+        names = {node.name for node in forward.graph.nodes}
+        for value in plan.recomputed:
+            self.assertIn(value.name, names)
+        self.assertNotEqual(plan.recomputed, ())
+
+    def test_sums_are_consistent(self):
+        self.compiled(gated(), torch.randn(32, 16), budget=0.3)
+        plan = last_plan()
+        low, high = plan.limits
+        self.assertEqual(plan.used, (plan.saved_bytes - low) / (high - low))
+        items = plan.knapsack
+        self.assertEqual(len(items.memory), len(items.runtimes))
+        chosen = [v for v in (*plan.saved, *plan.recomputed) if v.why == "knapsack"]
+        self.assertGreater(len(chosen), 0)
+        for value in chosen:
+            self.assertIn(value.runtime, items.runtimes)
+            sizes = {
+                round(size * (high - low))
+                for size, runtime in zip(items.memory, items.runtimes)
+                if runtime == value.runtime
+            }
+            self.assertIn(value.nbytes, sizes)
+        # Folded or not, the rows add up to the same number of values.
+        for values in (plan.saved, plan.recomputed):
+            folded = plan._table(values, lambda v: (v.nbytes,), True, 100)[1:]
+            self.assertEqual(sum(int(row.split("x")[0]) for row in folded), len(values))
+            rows = plan._table(values, lambda v: (v.nbytes,), False, 100)
+            self.assertEqual(len(rows), len(values) + 1)
+
+    def test_source_is_the_users_line(self):
+        self.compiled(gated(), torch.randn(32, 16), budget=0.3)
+        products = [
+            v
+            for v in (*last_plan().saved, *last_plan().recomputed)
+            if v.op == "aten.addmm.default"
+        ]
+        self.assertGreater(len(products), 2)
+        for value in products:
+            self.assertRegex(
+                value.source,
+                r"^test_ac_saved_report\.py:\d+, "
+                r"(gate, value = self\.up|return x \+ self\.down)",
+            )
+
+    def test_printed_form(self):
+        self.run_chain(0.5, solver="greedy")
+        plan = last_plan()
+        # Line numbers change with every edit of this file.
+        lines = {v.source for v in (*plan.saved, *plan.recomputed) if v.source}
+        text = printed().replace(plan.graph, "GRAPH")
+        for source in sorted(lines, key=len, reverse=True):
+            text = text.replace(source, "FILE:LINE, " + source.partition(", ")[2])
+        self.assertExpectedInline(
+            text,
+            """\
+graph:      GRAPH
+budget:     0.5 asked, 0.4286 used (0: 1.25 KiB, 1: 3 KiB)
+chosen by:  knapsack by greedy: 3 of 4 items saved, proven optimal
+saved:      8 values, 2 KiB (activations: 3, 768 B; inputs and views of them: 5, 1.25 KiB)
+recomputed: 4 operators and 0 views, estimated 1.024 kFLOP
+
+saved for the backward
+  count  bytes  op                    value          runtime      why            source
+  4x     1 KiB  aten.permute.default  float32[8, 8]  -            view of input  FILE:LINE, x = (x @ weight).sin()
+  3x     768 B  aten.mm.default       float32[8, 8]  1.024 kFLOP  knapsack       FILE:LINE, x = (x @ weight).sin()
+  1x     256 B  input                 float32[8, 8]  -            input          -
+
+recomputed in the backward
+  count  bytes  op                value          runtime      why       source
+  1x     256 B  aten.mm.default   float32[8, 8]  1.024 kFLOP  knapsack  FILE:LINE, x = (x @ weight).sin()
+  3x     768 B  aten.sin.default  float32[8, 8]  -            min cut   FILE:LINE, x = (x @ weight).sin()
+""",
+        )
+
+    def test_long_lists_are_cut_and_say_so(self):
+        self.compiled(gated(), torch.randn(32, 16), budget=0.3)
+        plan = last_plan()
+        text = printed(fold=False, rows=3)
+        self.assertIn(f"... {len(plan.saved) - 3} more rows, ", text)
+        self.assertIn(f"... {len(plan.recomputed) - 3} more rows, ", text)
+        self.assertIn(max(plan.saved, key=lambda v: v.nbytes).name, text)
+        folded = printed()
+        self.assertLess(len(folded.splitlines()), len(printed(fold=False).splitlines()))
+
+    def test_limits_of_the_budget_ask_no_solver(self):
+        self.run_chain(0.0)
+        self.assertIsNone(last_plan().knapsack)
+        self.assertEqual({v.why for v in last_plan().saved}, {"input"})
+        self.assertEqual({v.why for v in last_plan().recomputed}, {"budget 0"})
+        self.assertIn("budget 0: saves inputs, no solver asked", printed())
+        self.run_chain(1.0)
+        self.assertIsNone(last_plan().knapsack)
+        self.assertIn("runtime-optimal min cut, no solver asked", printed())
+        self.run_chain(0.999)
+        self.assertIsNone(last_plan().knapsack)
+        self.assertIn("within the budget, no solver asked", printed())
+
+    def test_several_graphs_each_have_a_plan(self):
+        def broken(x, w):
+            y = (x @ w).sin().exp() @ w
+            torch._dynamo.graph_break()
+            return (y @ w).cos().exp().sum()
+
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        self.compiled(broken, x, w, budget=1.0)
+        first, second = plans()
+        self.assertNotEqual(first.graph, second.graph)
+        self.assertIn("the last of 2 graphs", printed())
+        self.assertIn(f"graph:      {second.graph}\n", printed())
+        self.assertIn(f"graph:      {first.graph}\n", printed(first))
+        ops = [{v.op for v in (*p.saved, *p.recomputed)} for p in (first, second)]
+        self.assertNotIn("aten.cos.default", ops[0])
+        self.assertNotIn("aten.sin.default", ops[1])
+
+    def test_old_plans_are_dropped(self):
+        self.run_chain(1.0)
+        (plan,) = plans()
+        saved_report._plans.extend([plan] * 100)
+        self.assertEqual(len(plans()), saved_report._KEPT)
+
+    def test_nothing_is_kept_alive(self):
+        alive = []
+        record = partitioners.record_plan
+
+        def watched(graph, forward, backward, *args):
+            alive.extend(weakref.ref(x) for x in (graph, forward, backward))
+            for node in graph.nodes:
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    alive.append(weakref.ref(node.meta["val"]))
+            record(graph, forward, backward, *args)
+
+        with patch.object(partitioners, "record_plan", watched):
+            self.compiled(gated(), torch.randn(32, 16), budget=0.3, dynamic=True)
+        torch._dynamo.reset()
+        gc.collect()
+        self.assertGreater(len(alive), 50)
+        self.assertEqual([r() for r in alive if r() is not None], [])
+        self.assertEqual(len(saved_report._notes), 0)
+        self.assertIn("saved for the backward", printed())
+
+    def test_symbolic_shapes(self):
+        out = self.compiled(gated(), torch.randn(32, 16), budget=0.4, dynamic=True)
+        plan = last_plan()
+        self.assertTrue(any(isinstance(d, str) for v in plan.saved for d in v.shape))
+        tensors = [v for v in plan.saved if v.nbytes]
+        self.assertEqual(len(tensors), len(out.grad_fn.saved_tensors))
+        self.assertEqual(
+            plan.saved_bytes, sum(t.nbytes for t in out.grad_fn.saved_tensors)
+        )
+        json.dumps(plan.as_dict())
+
+    def test_a_checkpoint_policy_is_named_as_the_reason(self):
+        def policy(ctx, op, *args, **kwargs):
+            if op is torch.ops.aten.mm.default:
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.MUST_RECOMPUTE
+
+        def block(x, w):
+            return ((x @ w).sin() @ w).cos()
+
+        def step(x, w):
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            return checkpoint(block, x, w, use_reentrant=False, context_fn=contexts)
+
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        self.compiled(step, x, w, budget=1.0)
+        plan = last_plan()
+        self.assertEqual(
+            {v.why for v in plan.saved if v.op == "aten.mm.default"}, {"user"}
+        )
+        self.assertEqual(
+            {v.why for v in plan.recomputed if v.op == "aten.sin.default"}, {"user"}
+        )
+
+    def test_nothing_partitioned_is_said(self):
+        self.assertRaisesRegex(LookupError, "no graph has been partitioned", last_plan)
+        self.assertIn("no graph has been partitioned", printed())
+
+    def test_a_cache_hit_is_said(self):
+        torch.manual_seed(0)
+        inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+
+        def products(x, a, b):
+            return x @ a @ b
+
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": folder}),
+            config.patch(enable_autograd_cache=True, activation_memory_budget=1.0),
+            inductor_config.patch(fx_graph_cache=True, force_disable_caches=False),
+        ):
+            torch.compile(products)(*inputs).sum().backward()
+            self.assertEqual(last_plan(), plans()[0])
+            torch._dynamo.reset()
+            torch.compile(products)(*inputs).sum().backward()
+            self.assertEqual(counters["aot_autograd"]["autograd_cache_hit"], 1)
+            self.assertEqual(len(plans()), 1)
+            with self.assertRaisesRegex(LookupError, "1 graph.* came from the compile"):
+                last_plan()
+            self.assertIn("enable_autograd_cache = False", printed())
+            with config.patch(enable_autograd_cache=False):
+                torch._dynamo.reset()
+                torch.compile(products)(*inputs).sum().backward()
+            self.assertEqual(len(plans()), 2)
+            self.assertEqual(last_plan(), plans()[1])
+
+    def test_the_plan_is_traced(self):
+        seen = []
+
+        class Keep(logging.Handler):
+            def emit(self, record):
+                if record.metadata.get("artifact", {}).get("name") == (
+                    "activation_memory_plan"
+                ):
+                    seen.append(json.loads(record.payload))
+
+        handler = Keep()
+        trace_log.addHandler(handler)
+        try:
+            self.run_chain(0.5)
+        finally:
+            trace_log.removeHandler(handler)
+        (traced,) = seen
+        plan = last_plan()
+        self.assertEqual(traced["saved_bytes"], plan.saved_bytes)
+        self.assertEqual(traced["used"], plan.used)
+        self.assertEqual(traced["saved"][0]["name"], plan.saved[0].name)
+        self.assertEqual(traced["knapsack"]["upper_bound"], plan.knapsack.upper_bound)
+
+
+class TestVerdict(TestCase):
+    def test_what_a_solver_reached(self):
+        memory, runtimes = [0.5, 0.3, 0.3], [6.0, 4.0, 4.0]
+        best = Knapsack("x", 0.6, memory, runtimes, [1, 2])
+        self.assertEqual(best.verdict(), "proven optimal")
+        below = Knapsack("x", 0.6, memory, runtimes, [0])
+        self.assertEqual(
+            below.verdict(), "at most 0.25 of the runtime below the optimum"
+        )
+        over = Knapsack("x", 0.6, memory, runtimes, [0, 1])
+        self.assertEqual(over.verdict(), "over the budget by 0.2")
+
+    def test_bound_without_the_exact_solver(self):
+        exact = "torch._functorch._activation_checkpointing.knapsack_exact"
+        with patch.dict(sys.modules, {exact: None}):
+            asked = Knapsack("x", 0.6, [0.5, 0.3, 0.0], [6.0, 3.0, 1.0], [0, 2])
+            self.assertEqual(asked.upper_bound, 1.0 + 6.0 + 1.0)
+            self.assertIn("at most 0.12 ", asked.verdict())
+            empty = Knapsack("x", 0.0, [0.5], [6.0], [])
+            self.assertEqual(empty.upper_bound, 0.0)
+            self.assertEqual(empty.verdict(), "proven optimal")
+
+    def test_source_is_the_innermost_frame_outside_torch(self):
+        frames = [("train.py", "model(x)"), ("net.py", "self.up(x)")]
+        inside = [(nn.Linear.__init__.__code__.co_filename, "F.linear(x)")]
+
+        def trace(frames):
+            return "".join(
+                f'  File "{file}", line 7, in forward\n    {code}\n'
+                for file, code in frames
+            )
+
+        self.assertEqual(
+            saved_report._source(trace(frames + inside)), "net.py:7, self.up(x)"
+        )
+        self.assertEqual(
+            saved_report._source(trace(inside)), "linear.py:7, F.linear(x)"
+        )
+        self.assertIsNone(saved_report._source("somewhere"))
+        self.assertIsNone(saved_report._source(None))
+
+    def test_used_is_unknown_where_the_range_is(self):
+        value = PlannedValue("x", "input", (2,), "float32", 8, None, None, "input")
+        plan = Plan("g", 0.5, (value,), (), 0, "FLOP")
+        self.assertIsNone(plan.used)
+        self.assertIn("0.5 asked\n", plan.format())
+        self.assertTrue(math.isclose(plan.saved_bytes, 8))
+
+
+instantiate_parametrized_tests(TestSavedReport)
+
+if __name__ == "__main__":
+    run_tests()

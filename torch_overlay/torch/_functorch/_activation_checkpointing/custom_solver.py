@@ -1,0 +1,135 @@
+"""Ask a knapsack solver of the user's own, and check what it answers.
+
+``torch._functorch.config.activation_memory_budget_solver`` may be an instance of a
+:class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver`.  It is called with
+five positional arguments, and with the runtimes of the items where it has a
+parameter of that name::
+
+    def __call__(
+        self,
+        memory,  # size of each item, in fractions of the range of the budget
+        joint_graph,
+        max_memory,  # the budget, in the unit of memory
+        node_info,
+        all_recomputable_banned_nodes,  # the node of each item
+        runtimes,  # what each item costs to recompute; may be left out
+    ):
+        return saved, recomputable  # indices of items
+
+The two lists have to name every item once, in any order.  More than ``max_memory``
+may be saved, as a solver can have reasons of its own, but not without a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from torch import fx
+    from torch._inductor.custom_graph_pass import CustomKnapsackSolver
+
+log = logging.getLogger(__name__)
+
+__all__ = ["ask_custom_solver"]
+
+# A solver that adds sizes one by one may be off by as much and mean no harm.
+_SUM_SLACK = 1e-9
+
+
+def ask_custom_solver(
+    solver: CustomKnapsackSolver,
+    memory: list[float],
+    runtimes: list[float],
+    max_memory: float,
+    joint_graph: fx.Graph,
+    node_info: Any,
+    nodes: list[fx.Node],
+) -> tuple[float, list[int], list[int]]:
+    """The runtime that ``solver`` saves, the items to save and those to recompute.
+
+    Args:
+        memory: size of each item, in the unit of ``max_memory``.
+        runtimes: runtime of each item, same length.
+        nodes: node of each item, same length.
+
+    Both lists returned are ascending.  Warns where the sizes saved add up to more
+    than ``max_memory``.
+
+    Raises:
+        TypeError: if the answer is not two lists of ints.
+        ValueError: if an index is out of range, named twice, or missing.
+    """
+    rest = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
+    answer = solver(memory, joint_graph, max_memory, node_info, nodes, **rest)
+    name = type(solver).__qualname__
+    saved, recomputable = _checked(answer, len(memory), name)
+    weight = math.fsum(memory[i] for i in saved)
+    if weight > max_memory * (1 + _SUM_SLACK):
+        log.warning(
+            "%s saves %.6g of the activations, more than the budget of %.6g",
+            name,
+            weight,
+            max_memory,
+        )
+    return math.fsum(runtimes[i] for i in saved), saved, recomputable
+
+
+def _takes_runtimes(solver: CustomKnapsackSolver) -> bool:
+    try:
+        return "runtimes" in inspect.signature(solver).parameters
+    except ValueError:  # Written in C, and silent about its parameters.
+        return False
+
+
+def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
+    """The two lists of ``answer``, each item in one of them, ascending."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(
+            f"{name} must return two lists of indices, those to save and those to "
+            f"recompute, not {answer!r}"
+        )
+    places: dict[int, str] = {}
+    lists = []
+    for role, indices in zip(("saved", "recomputable"), answer):
+        if not isinstance(indices, Iterable):
+            raise TypeError(f"{name}: {role} is {indices!r}, not a list of indices")
+        taken = []
+        for place, given in enumerate(indices):
+            here = f"{role}[{place}]"
+            index = _as_index(given, f"{name}: {here}")
+            if not 0 <= index < items:
+                raise ValueError(
+                    f"{name}: {here} is {index}, but there are {items} items, from 0 "
+                    f"to {items - 1}"
+                )
+            if index in places:
+                raise ValueError(
+                    f"{name}: {here} is {index}, which is {places[index]} already"
+                )
+            places[index] = here
+            taken.append(index)
+        lists.append(sorted(taken))
+    if len(places) < items:
+        missing = next(i for i in range(items) if i not in places)
+        raise ValueError(
+            f"{name}: item {missing} is neither saved nor recomputable; every item "
+            "has to be in one of the two lists"
+        )
+    saved, recomputable = lists
+    return saved, recomputable
+
+
+def _as_index(given: Any, where: str) -> int:
+    # A mask of bools would pass for the indices 0 and 1.
+    if isinstance(given, bool):
+        raise TypeError(f"{where} is {given}; indices are wanted, not a mask")
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"{where} is {given!r}, not an int") from None

@@ -1,0 +1,169 @@
+"""Nodes that a compiled forward and its backward must not both run.
+
+The min cut may recompute whatever it does not save. A node that draws random numbers
+draws other ones when it runs again, and a backward that uses them belongs to another
+forward: dropout's gradient would be masked by a mask that was never applied. An
+effectful node would have its effect twice.
+
+Such a node need not be saved itself. It is enough that every path from it to the
+backward goes through a saved value, so what is kept of a dropout is its boolean mask,
+and of inductor's random numbers their seed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd.utils import is_with_effects
+from torch.utils._ordered_set import OrderedSet
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+if TYPE_CHECKING:
+    import networkx as nx
+    from torch._functorch.partitioners import NodeInfo
+
+
+# What the partitioner sets as ``dist_from_bw`` where no path leads to the backward.
+_NEVER = int(1e9)
+
+# An operator that takes one of these draws nothing where it is given as False or 0.
+_SWITCHES = ("dropout", "dropout_p", "train", "training")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running ``node`` twice on the same arguments may give two results.
+
+    That is so for an operator tagged ``nondeterministic_seeded``, unless its
+    arguments switch its randomness off (attention with ``dropout_p=0``) or hold the
+    generator's state (``philox_rand``), and for a higher-order operator that runs
+    such an operator, directly or in a subgraph. Takes constant time, or time linear
+    in the subgraphs.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _is_seeded(target) and not _is_switched_off(node, target)
+    return isinstance(target, torch._ops.HigherOrderOperator) and _runs_random(node)
+
+
+def is_replayed(node: fx.Node) -> bool:
+    """Whether the backward is to run ``node`` again because its user tagged it so.
+
+    ``functionalize_rng_ops`` lets both runs of a tagged operator draw the same
+    numbers. It cannot do so for a random higher-order operator: that one and the
+    parts of its result are not replayed, whatever their tag.
+    """
+    policy = node.meta.get("recompute")
+    if policy not in (
+        CheckpointPolicy.MUST_RECOMPUTE,
+        CheckpointPolicy.PREFER_RECOMPUTE,
+    ):
+        return False
+    origin = node
+    while origin.target is operator.getitem:
+        origin = origin.all_input_nodes[0]
+    return not (
+        isinstance(origin.target, torch._ops.HigherOrderOperator)
+        and _runs_random(origin)
+    )
+
+
+def must_run_once(node: fx.Node) -> bool:
+    """Whether ``node``, if the forward runs it, must not be run by the backward too.
+
+    True for random and effectful nodes and for those tagged ``MUST_SAVE``, False for
+    a node that is replayed.
+    """
+    if is_replayed(node):
+        return False
+    return (
+        node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+        or is_with_effects(node)
+        or is_random(node)
+    )
+
+
+def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
+    """Every node that may run again, or None where saving the inputs is enough.
+
+    The inputs are not enough where the backward depends on a forward node that must
+    run once. The nodes are then the ``dont_ban`` of the min cut that saves least.
+    Every node's ``dist_from_bw`` must be set.
+    """
+    computed = [node for node in joint_graph.nodes if node.op != "placeholder"]
+    again = OrderedSet(node for node in computed if not must_run_once(node))
+    if any(node not in again and 0 < node.dist_from_bw < _NEVER for node in computed):
+        return again
+    return None
+
+
+def draw_on_one_side(
+    joint_graph: fx.Graph, node_info: NodeInfo, nx_graph: nx.DiGraph[str]
+) -> None:
+    """Let no cut split the users of random numbers that no forward output needs.
+
+    Such numbers (a custom backward's, say) may be drawn by the backward, at no cost
+    in memory. But if a value computed from them is saved, the forward draws them, and
+    the backward must not draw them again. So edges are added to ``nx_graph`` that
+    keep every node that depends on them out of the forward unless they are drawn
+    there.
+    """
+    drawn: OrderedSet[fx.Node] = OrderedSet()
+    for node in joint_graph.nodes:
+        if node.op != "call_function" or node_info.is_required_fw(node):
+            continue
+        needed = [argument for argument in node.all_input_nodes if argument in drawn]
+        for argument in needed:
+            nx_graph.add_edge(
+                f"{node.name}_in",
+                f"{argument.name}_in",
+                capacity=math.inf,
+                reason="must run where its random numbers are drawn",
+            )
+        if needed or is_random(node):
+            drawn.add(node)
+
+
+def _is_seeded(op: torch._ops.OpOverload) -> bool:
+    stateless = op.namespace == "rngprims"
+    return torch.Tag.nondeterministic_seeded in op.tags and not stateless
+
+
+def _is_switched_off(node: fx.Node, op: torch._ops.OpOverload) -> bool:
+    for position, parameter in enumerate(op._schema.arguments):
+        if parameter.name in _SWITCHES:
+            given = node.kwargs.get(parameter.name, parameter.default_value)
+            if position < len(node.args):
+                given = node.args[position]
+            # A traced probability is a node or a symbol: it may be anything.
+            if isinstance(given, (bool, int, float)) and not given:
+                return True
+    return False
+
+
+def _runs_random(node: fx.Node) -> bool:
+    """``is_random`` for the call of a higher-order operator."""
+    if node.target is torch.ops.higher_order.run_with_rng_state:
+        return False
+    if any(isinstance(a, torch._ops.OpOverload) and _is_seeded(a) for a in node.args):
+        return True
+    return any(
+        is_random(inner)
+        for argument in node.all_input_nodes
+        for inner in _subgraph_nodes(argument)
+    )
+
+
+def _subgraph_nodes(argument: fx.Node) -> list[fx.Node]:
+    """The nodes of the graph module that ``argument`` stands for, if it does."""
+    module = argument.graph.owning_module
+    if argument.op != "get_attr" or module is None:
+        return []
+    attribute = operator.attrgetter(str(argument.target))(module)
+    if not isinstance(attribute, fx.GraphModule):
+        return []
+    return list(attribute.graph.nodes)

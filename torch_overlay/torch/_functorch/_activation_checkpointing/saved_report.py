@@ -1,0 +1,526 @@
+"""What the partitioner's plan saves for the backward, what it recomputes, and why.
+
+    >>> from torch._functorch._activation_checkpointing.saved_report import (
+    ...     print_saved_values,
+    ... )
+    >>> torch.compile(model)(batch).sum().backward()
+    >>> print_saved_values()
+
+prints the plan of the graph compiled last; :func:`last_plan` returns the same as data,
+:func:`plans` those of several graphs, and every plan goes to the structured trace as
+the artifact ``activation_memory_plan``.  It answers for compiled graphs what
+``jax.ad_checkpoint.print_saved_residuals`` answers in JAX.
+
+A plan describes the two graphs that the partitioner hands on, so it holds what is
+really saved, not what a solver proposed.  The partitioner leaves what it knows on the
+way with :func:`note_limits` and :func:`note_knapsack`; :func:`record_plan` closes the
+account.  What is kept are names and numbers: no graph, node, tensor or symbol stays
+alive for it, and whatever costs time (proof, grouping, text) waits until somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+import os
+import re
+import sys
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, NamedTuple, Optional, TextIO, TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._dynamo.utils import counters
+from torch._functorch import config
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._logging._internal import trace_structured
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.fx import Graph, GraphModule, Node
+
+
+__all__ = [
+    "Knapsack",
+    "Plan",
+    "PlannedValue",
+    "last_plan",
+    "plans",
+    "print_saved_values",
+]
+
+# Plans of as many graphs are kept: a model with some graph breaks, not a whole sweep.
+_KEPT = 16
+
+# The checkpoint policies that ask for recomputing and for saving.
+_POLICIES = (
+    (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
+    (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE),
+)
+
+# Why a value is saved that takes no memory of its own.
+_OF_INPUTS = ("input", "view of input")
+
+_RUNTIME_UNITS = {"flops": "FLOP", "profile": "ms", "testing": "op"}
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)')
+
+
+class PlannedValue(NamedTuple):
+    """One node of the forward: saved for the backward, or computed again there.
+
+    ``shape`` holds symbols as their names, and ``nbytes`` is the partitioner's own
+    estimate for them; of an operator with several results, ``shape`` and ``dtype`` are
+    the first one's and ``nbytes`` is for all.  ``runtime`` is known where the knapsack asked for it, in the
+    unit of the runtime estimator.  ``source`` is the innermost line of the user's code
+    that the node came from.  ``why`` is "input", "view of input" (memory that is alive
+    anyway), "user" (a checkpoint policy), "knapsack", "min cut" or "budget 0".
+    """
+
+    name: str
+    op: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    nbytes: int
+    runtime: Optional[float]
+    source: Optional[str]
+    why: str
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """What a solver was asked, in the unit of the budget, and the items it saved."""
+
+    solver: str
+    budget: float
+    memory: list[float]
+    runtimes: list[float]
+    saved: list[int]
+
+    @property
+    def weight(self) -> float:
+        return math.fsum(self.memory[i] for i in self.saved)
+
+    @property
+    def value(self) -> float:
+        return math.fsum(self.runtimes[i] for i in self.saved)
+
+    @functools.cached_property
+    def upper_bound(self) -> float:
+        """No set within the budget is worth more: proven by the exact solver.
+
+        Without that solver, Dantzig's bound: items by falling runtime per size, the
+        last one in part.  O(n log n).
+        """
+        try:
+            from .knapsack_exact import solve_knapsack
+        except ImportError:
+            pass
+        else:
+            return solve_knapsack(self.memory, self.runtimes, self.budget).upper_bound
+        room, bound = self.budget, 0.0
+        for size, runtime in sorted(
+            zip(self.memory, self.runtimes),
+            key=lambda item: item[1] / item[0] if item[0] else math.inf,
+            reverse=True,
+        ):
+            part = min(1.0, room / size) if size else 1.0
+            bound += part * runtime
+            room -= part * size
+        return bound
+
+    def verdict(self) -> str:
+        """How good the answer is, in words."""
+        if self.weight > self.budget:
+            return f"over the budget by {self.weight - self.budget:.3g}"
+        if self.value >= self.upper_bound:
+            return "proven optimal"
+        gap = (self.upper_bound - self.value) / self.upper_bound
+        return f"at most {gap:.2g} of the runtime below the optimum"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the partitioner decided for one graph.
+
+    ``limits`` are the bytes that budgets 0 and 1 stand for, None where the partitioner
+    had no need to know them; ``knapsack`` is None where no solver was asked.  ``views``
+    counts the recomputed nodes that are not listed because they cost nothing.  A
+    planner with another target than the saved bytes adds its fields here and a line in
+    :meth:`summary`.
+    """
+
+    graph: str
+    budget: float
+    saved: tuple[PlannedValue, ...]
+    recomputed: tuple[PlannedValue, ...]
+    views: int
+    runtime_unit: str
+    limits: Optional[tuple[int, int]] = None
+    knapsack: Optional[Knapsack] = None
+
+    @property
+    def saved_bytes(self) -> int:
+        """Size of all saved tensors, inputs included; aliases count each."""
+        return sum(value.nbytes for value in self.saved)
+
+    @property
+    def used(self) -> Optional[float]:
+        """The share of the range that is really saved, to compare with ``budget``."""
+        if self.limits is None:
+            return self.budget if self.budget in (0, 1) else None
+        low, high = self.limits
+        return (self.saved_bytes - low) / (high - low) if low < high else None
+
+    def chosen_by(self) -> str:
+        """What decided, in words."""
+        if self.knapsack is not None:
+            k = self.knapsack
+            return (
+                f"knapsack by {k.solver}: {len(k.saved)} of {len(k.memory)} items saved, "
+                f"{k.verdict()}"
+            )
+        if self.budget == 0:
+            return "budget 0: saves inputs, no solver asked"
+        if self.budget == 1:
+            return "runtime-optimal min cut, no solver asked"
+        return "a min cut that is within the budget, no solver asked"
+
+    def summary(self) -> list[tuple[str, str]]:
+        """The printed form's first lines, as pairs of a title and a text."""
+        inputs = [value for value in self.saved if value.why in _OF_INPUTS]
+        of_inputs = sum(value.nbytes for value in inputs)
+        budget = f"{self.budget:g} asked"
+        if self.used is not None:
+            budget += f", {self.used:.4g} used"
+        if self.limits is not None:
+            low, high = self.limits
+            budget += f" (0: {_bytes(low)}, 1: {_bytes(high)})"
+        runtimes = [v.runtime for v in self.recomputed if v.runtime is not None]
+        recomputed = f"{len(self.recomputed)} operators and {self.views} views"
+        if runtimes:
+            recomputed += f", estimated {self._runtime(math.fsum(runtimes))}"
+        return [
+            ("graph", self.graph),
+            ("budget", budget),
+            ("chosen by", self.chosen_by()),
+            (
+                "saved",
+                f"{len(self.saved)} values, {_bytes(self.saved_bytes)} "
+                f"(activations: {len(self.saved) - len(inputs)}, "
+                f"{_bytes(self.saved_bytes - of_inputs)}; "
+                f"inputs and views of them: {len(inputs)}, {_bytes(of_inputs)})",
+            ),
+            ("recomputed", recomputed),
+        ]
+
+    def format(self, fold: bool = True, rows: int = 40) -> str:
+        """The plan as text; see :func:`print_saved_values`."""
+        lines = [f"{title + ':':<12}{text}" for title, text in self.summary()]
+        for title, values, key in (
+            ("saved for the backward", self.saved, lambda v: (v.nbytes,)),
+            (
+                "recomputed in the backward",
+                self.recomputed,
+                lambda v: (v.runtime or 0, v.nbytes),
+            ),
+        ):
+            if values:
+                lines += ["", title, *self._table(values, key, fold, rows)]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _table(
+        self,
+        values: Sequence[PlannedValue],
+        key: Callable[[PlannedValue], tuple[float, ...]],
+        fold: bool,
+        rows: int,
+    ) -> list[str]:
+        """One row for each value, or for each kind of value, dearest first."""
+        groups = Counter(v._replace(name="") if fold else v for v in values)
+        ranked = sorted(
+            groups.items(),
+            key=lambda group: [n * group[1] for n in key(group[0])],
+            reverse=True,
+        )
+        head = ("count" if fold else "name", "bytes", "op", "value")
+        table: list[tuple[str, ...]] = [(*head, "runtime", "why", "source")]
+        for value, count in ranked[:rows]:
+            runtime = "-" if value.runtime is None else self._runtime(value.runtime)
+            table.append(
+                (
+                    f"{count}x" if fold else value.name,
+                    _bytes(value.nbytes * count),
+                    value.op,
+                    f"{value.dtype}[{', '.join(map(str, value.shape))}]",
+                    runtime,
+                    value.why,
+                    value.source or "-",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = [
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
+            for row in table
+        ]
+        left = ranked[rows:]
+        if left:
+            size = sum(value.nbytes * count for value, count in left)
+            lines.append(f"  ... {len(left)} more rows, {_bytes(size)}")
+        return lines
+
+    def _runtime(self, runtime: float) -> str:
+        if self.runtime_unit != "FLOP":
+            return f"{runtime:.4g} {self.runtime_unit}".rstrip()
+        power = min(int(math.log10(max(runtime, 1))) // 3, 5)
+        return f"{runtime / 1000**power:.4g} {' kMGTP'[power].strip()}FLOP"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for JSON, with what is only computed when somebody asks."""
+        result = {
+            **asdict(self),
+            "saved": [value._asdict() for value in self.saved],
+            "recomputed": [value._asdict() for value in self.recomputed],
+            "saved_bytes": self.saved_bytes,
+            "used": self.used,
+            "chosen_by": self.chosen_by(),
+        }
+        if self.knapsack is not None:
+            result["knapsack"].update(
+                weight=self.knapsack.weight,
+                value=self.knapsack.value,
+                upper_bound=self.knapsack.upper_bound,
+            )
+        return result
+
+
+# ------------------------------------------------------------------- asking
+
+_plans: deque[Plan] = deque(maxlen=_KEPT)
+_hits_before_last = 0
+
+
+def plans() -> list[Plan]:
+    """The plans of the graphs partitioned last, 16 at most, oldest first.
+
+    A model with graph breaks has one for each graph that has a backward.
+    """
+    return list(_plans)
+
+
+def last_plan() -> Plan:
+    """The plan of the graph compiled last.
+
+    Raises LookupError where there is none: nothing was partitioned, or what was
+    compiled last came from the compile cache, which keeps no plans.
+    """
+    hits = _cache_hits()
+    since = hits - _hits_before_last if hits >= _hits_before_last else hits
+    if since:
+        kept = f" plans() has the {len(_plans)} made before." if _plans else ""
+        raise LookupError(
+            f"no plan to show: {since} graph(s) came from the compile cache, so nothing "
+            "was partitioned. To partition again, set "
+            "torch._functorch.config.enable_autograd_cache = False, or "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment, and compile anew."
+            + kept
+        )
+    if not _plans:
+        raise LookupError(
+            "no plan to show: no graph has been partitioned in this process. Call a "
+            "compiled function on inputs that require gradients; the backends eager and "
+            "aot_eager do not partition by the budget"
+        )
+    return _plans[-1]
+
+
+def print_saved_values(
+    plan: Optional[Plan] = None,
+    *,
+    fold: bool = True,
+    rows: int = 40,
+    file: Optional[TextIO] = None,
+) -> None:
+    """Print what a plan saves and recomputes, and why.
+
+    Args:
+        plan: one of :func:`plans`; by default the last one, or a line that says why
+            there is none.
+        fold: whether values that differ in nothing but their name share a row.
+        rows: how many rows a list may have; a line says what was left out.
+        file: where to print, ``sys.stdout`` by default.
+    """
+    out = sys.stdout if file is None else file
+    if plan is None:
+        try:
+            plan = last_plan()
+        except LookupError as error:
+            print(error.args[0], file=out)
+            return
+        if len(_plans) > 1:
+            print(f"the last of {len(_plans)} graphs, plans() has all", file=out)
+    print(plan.format(fold, rows), file=out)
+
+
+def _cache_hits() -> int:
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+# ---------------------------------------------------------------- recording
+
+
+class _Notes(NamedTuple):
+    """What is known of a graph's plan before the graph is split."""
+
+    limits: Optional[tuple[int, int]] = None
+    knapsack: Optional[Knapsack] = None
+    items: tuple[str, ...] = ()
+
+
+_notes: WeakKeyDictionary[Graph, _Notes] = WeakKeyDictionary()
+
+
+def note_limits(graph: Graph, low: float, high: float) -> None:
+    """Note the gigabytes that budgets 0 and 1 stand for."""
+    _notes[graph] = _Notes(limits=(round(low * 1e9), round(high * 1e9)))
+
+
+def note_knapsack(
+    graph: Graph,
+    budget: float,
+    items: Sequence[Node],
+    memory: Sequence[float],
+    runtimes: Sequence[float],
+    saved: Sequence[int],
+) -> None:
+    """Note a solver's answer; where several are asked for a graph, the last counts."""
+    solver = config.activation_memory_budget_solver
+    name = solver if isinstance(solver, str) else type(solver).__name__
+    _notes[graph] = _notes.get(graph, _Notes())._replace(
+        knapsack=Knapsack(name, budget, list(memory), list(runtimes), list(saved)),
+        items=tuple(node.name for node in items),
+    )
+
+
+def record_plan(
+    graph: Graph,
+    forward: GraphModule,
+    backward: GraphModule,
+    num_fwd_outputs: int,
+    budget: float,
+    size_of: Callable[[Node], int],
+) -> None:
+    """Keep the plan of a joint graph that was split, and trace it.
+
+    O(nodes): everything is read off now, as the graphs do not outlive the compile.
+    """
+    global _hits_before_last
+    from torch._inductor.fx_utils import get_node_storage
+
+    notes = _notes.pop(graph, _Notes())
+    runtimes: dict[str, float] = {}
+    kept: frozenset[str] = frozenset()
+    if notes.knapsack is not None:
+        runtimes = dict(zip(notes.items, notes.knapsack.runtimes))
+        kept = frozenset(notes.items[i] for i in notes.knapsack.saved)
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    inputs = {get_node_storage(node) for node in placeholders} - {None}
+
+    def why(node: Node, is_saved: bool) -> str:
+        if node.op == "placeholder":
+            return "input"
+        if is_saved and get_node_storage(node) in inputs:
+            return "view of input"
+        if node.meta.get("recompute") in _POLICIES[is_saved]:
+            return "user"
+        if node.name in runtimes and (node.name in kept) == is_saved:
+            return "knapsack"
+        return "budget 0" if budget == 0 else "min cut"
+
+    def describe(node: Node, is_saved: bool) -> PlannedValue:
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)) and value:
+            value = value[0]
+        shape: tuple[int | str, ...] = ()
+        dtype = type(value).__name__
+        nbytes = 0
+        if isinstance(value, torch.Tensor):
+            shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
+            dtype = _dtype_name(value.dtype)
+            nbytes = size_of(node)
+        return PlannedValue(
+            name=node.name,
+            op="input" if node.op == "placeholder" else str(node.target),
+            shape=shape,
+            dtype=dtype,
+            nbytes=nbytes,
+            runtime=runtimes.get(node.name),
+            source=_source(node.meta.get("stack_trace")),
+            why=why(node, is_saved),
+        )
+
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = output.args[0][num_fwd_outputs:]
+    again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
+    repeated = [
+        node
+        for node in forward.graph.nodes
+        if node.op == "call_function" and node.name in again
+    ]
+    computed = [node for node in repeated if not _is_free(node)]
+    estimator = config.activation_memory_budget_runtime_estimator
+    plan = Plan(
+        graph=get_aot_graph_name(),
+        budget=budget,
+        saved=tuple(describe(node, True) for node in saved if node is not None),
+        recomputed=tuple(describe(node, False) for node in computed),
+        views=len(repeated) - len(computed),
+        runtime_unit=_RUNTIME_UNITS.get(str(estimator), ""),
+        limits=notes.limits,
+        knapsack=notes.knapsack,
+    )
+    _plans.append(plan)
+    _hits_before_last = _cache_hits()
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
+        payload_fn=lambda: json.dumps(plan.as_dict()),
+    )
+
+
+def _is_free(node: Node) -> bool:
+    """Whether running the node touches no data."""
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)
+
+
+# Traces and dtypes repeat for thousands of nodes.
+@functools.lru_cache(maxsize=4096)
+def _source(trace: Optional[str]) -> Optional[str]:
+    """The innermost frame of a stack trace that is not torch's own, in one line."""
+    if not trace:
+        return None
+    frames = list(_FRAME.finditer(trace))
+    outside = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
+    if not frames:
+        return None
+    frame = (outside or frames)[-1]
+    return f"{os.path.basename(frame['file'])}:{frame['line']}, {frame['code']}"
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def _bytes(count: int) -> str:
+    """``count`` with a binary unit, to four digits."""
+    power = min(int(math.log2(max(abs(count), 1))) // 10, 3)
+    amount = count / 1024**power
+    digits = f"{amount:.4g}" if abs(amount) < 1000 else f"{amount:,.0f}"
+    return f"{digits} {('B', 'KiB', 'MiB', 'GiB')[power]}"
