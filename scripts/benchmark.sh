@@ -4,21 +4,38 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case ${1:-} in
-  solvers)
-    shift
-    exec "$REPO/scripts/run_patched.sh" python "$REPO/scripts/benchmark_solvers.py" "$@"
+  solvers | curves | frozen | compile | techniques)
+    script=benchmark_$1.py
+    ;;
+  capture)
+    script=capture.py
     ;;
   -h | --help)
     cat <<'EOF'
-usage: scripts/benchmark.sh solvers [OPTIONS]
+usage: scripts/benchmark.sh solvers|curves|frozen|compile|techniques|capture [OPTIONS]
 
-Measures the knapsack solvers against the marks they have to reach, side by side with
-upstream's from the untouched wheel, and prints a table. All rows take about ten
-minutes; `scripts/benchmark.sh solvers --help` tells how to choose some.
+  solvers      the knapsack solvers against the marks they have to reach, side by side
+               with upstream's from the untouched wheel (ten minutes)
+  curves       what the Pareto plot does on two joint graphs, side by side with the untouched
+               wheel, and what recording a plan costs (a quarter of an hour)
+  frozen       what frozen layers save for the backward, beside eager mode and torch.compile
+               as it was, and what that costs (ten minutes)
+  compile      where the partitioner's time and memory go, before and after the set, on
+               models of real size (half an hour)
+  techniques   what saves memory in training and what it costs, on one model, ours or
+               yours: peak memory against step time (a quarter of an hour)
+  capture      turns a model into a knapsack instance like those of the corpus (seconds)
+
+Each has --help, and the others --json FILE, to store what they print, and --check,
+for the counts that must hold.
 EOF
+    exit
     ;;
   *)
-    echo "usage: scripts/benchmark.sh solvers [OPTIONS]; --help tells more" >&2
+    echo "usage: scripts/benchmark.sh solvers|curves|frozen|compile|techniques|capture" \
+      "[OPTIONS]; --help tells more" >&2
     exit 2
     ;;
 esac
+shift
+exec "$REPO/scripts/run_patched.sh" python "$REPO/scripts/$script" "$@"

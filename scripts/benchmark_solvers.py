@@ -290,18 +290,21 @@ def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
 
 
 def growth(solver: Any, upstream: Any, repeats: int) -> Iterator[Row]:
-    for n, mark in ((100_000, 1.0), (1_000_000, 2.0)):
-        r = random.Random(n)
-        sizes = [float(r.randint(1, 10**7)) for _ in range(n)]
-        values = [r.randint(1, 10**7) for _ in range(n)]
-        budget = float(sum(sizes) // 2)
-        measured = ratio(
-            functools.partial(solver.exact_knapsack, sizes, values, budget),
-            functools.partial(upstream.greedy_knapsack, sizes, values, budget),
-            repeats,
-        )
+    for n, instances, mark in ((100_000, 5, 1.0), (1_000_000, 1, 2.0)):
+        measured = 0.0
+        for instance in range(instances):
+            r = random.Random(n + instance)
+            sizes = [float(r.randint(1, 10**7)) for _ in range(n)]
+            values = [r.randint(1, 10**7) for _ in range(n)]
+            budget = float(sum(sizes) // 2)
+            found = ratio(
+                functools.partial(solver.exact_knapsack, sizes, values, budget),
+                functools.partial(upstream.greedy_knapsack, sizes, values, budget),
+                repeats,
+            )
+            measured = max(measured, found)
         yield Row(
-            f"exact / greedy, uncorrelated, n = {n:,}",
+            f"exact / greedy, uncorrelated, n = {n:,}, worst of {instances}",
             f"{measured:.2f}",
             f"{mark:.1f}",
             measured <= mark,
@@ -335,7 +338,7 @@ def hard(solver: Any, upstream: Any, seeds: int) -> Iterator[Row]:
     cases = [
         (kind, n, largest, seed)
         for kind in HARD_CLASSES
-        for n in (100, 1_000, 10_000)
+        for n in (50, 100, 200, 1_000, 10_000)
         for largest in (10**3, 10**5, 10**7)
         for seed in range(seeds)
     ]

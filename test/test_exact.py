@@ -18,7 +18,7 @@ import corpus
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from patchset.series import EXACT, OVERLAY
+from patchset.patch import EXACT, OVERLAY
 
 
 MODULE = OVERLAY / EXACT
@@ -386,6 +386,17 @@ def test_a_unit_beside_a_tera_is_kept():
     """A runtime of 1 next to 1e11 counts: float32 sums would lose it."""
     value, saved, _ = exact.exact_knapsack([0.5, 0.25, 0.5], [10**11, 1, 10**11], 0.75)
     assert (value, len(saved)) == (10**11 + 1, 2)
+
+
+def test_a_lowered_limit_does_not_hide_the_optimum():
+    """Here a pass meets a solution that lowers its limit below the loss of a move."""
+    memory = [16, 3, 3] + [16896] * 4 + [870193811] * 2
+    runtime = [3527034127655355] + [35184372088832] * 2 + [52776558133248] * 4
+    runtime += [4064131956305032] * 2
+    budget = 870227622.0
+    solution = exact.solve_knapsack(memory, runtime, budget)
+    value = check(memory, runtime, budget, solution)
+    assert value == brute_force(memory, runtime, budget)
 
 
 # Corpus

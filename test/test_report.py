@@ -1,34 +1,47 @@
-"""The README's tables are those of the stored results, and a difference is seen."""
+"""The tables on the pages are those of the stored results, and a difference is seen."""
 
 import json
+import shutil
 
 import pytest
 import report
 
 
 @pytest.fixture
-def copy(tmp_path, monkeypatch):
-    """README and results in a place of their own, for a test to change."""
-    (tmp_path / "README.md").write_text(report.README.read_text())
-    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+def copies(tmp_path, monkeypatch):
+    """Pages and results in a place of their own, for a test to change."""
+    pages = [tmp_path / page.name for page in report.PAGES]
+    for page, copy in zip(report.PAGES, pages):
+        shutil.copy(page, copy)
+    shutil.copytree(report.RESULTS, tmp_path / "results")
+    monkeypatch.setattr(report, "PAGES", pages)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     return tmp_path
 
 
-def test_readme_is_current():
+def test_pages_are_current():
     assert report.main(["--check"]) == 0
 
 
-def test_check_sees_another_result(copy, monkeypatch, capsys):
-    for place in report.RESULTS.glob("*.json"):
-        (copy / place.name).write_text(place.read_text())
-    data = json.loads((copy / "quickstart.json").read_text())
+def test_every_result_is_shown():
+    shown = {
+        match[2]
+        for page in report.PAGES
+        for match in report.BLOCK.finditer(page.read_text())
+    }
+    assert shown == {place.stem for place in report.RESULTS.glob("*.json")}
+    assert shown == report.TABLES.keys()
+
+
+def test_check_sees_another_result(copies, capsys):
+    place = copies / "results/quickstart.json"
+    data = json.loads(place.read_text())
     data["rows"][0]["measured"]["saved_bytes"] += 1024
-    (copy / "quickstart.json").write_text(json.dumps(data))
-    monkeypatch.setattr(report, "RESULTS", copy)
-    before = report.README.read_text()
+    place.write_text(json.dumps(data))
+    before = (copies / "README.md").read_text()
     assert report.main(["--check"]) == 1
-    assert "are not those of results/" in capsys.readouterr().out
-    assert report.README.read_text() == before
+    assert "README.md: its tables are not those of results/" in capsys.readouterr().out
+    assert (copies / "README.md").read_text() == before
     assert report.main([]) == 0
-    assert report.README.read_text() != before
+    assert (copies / "README.md").read_text() != before
     assert report.main(["--check"]) == 0

@@ -1,0 +1,509 @@
+"""Measures what frozen layers save for the backward, and what that costs.
+
+    scripts/benchmark.sh frozen                      all rows
+    scripts/benchmark.sh frozen --check              bytes and gradients only, as CI does
+    scripts/benchmark.sh frozen --rows seeds peak    some of them
+
+Every row is measured on a running training step, in eager mode, compiled without the
+pass (config.drop_unread_arguments off, which is what untouched torch.compile does)
+and compiled with it. Saved are the bytes that the forward allocated and left alive
+for the backward. Times are medians of interleaved steps on one thread, in CPU time;
+they are reported and never enforced. The exit status is 1 only if bytes or gradients
+are off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import nets
+import torch
+import torch._functorch.config as config
+from live_bytes import record_step, Timeline
+from rich.console import Console
+from rich.table import Table
+from torch import nn, Tensor
+from torch._functorch import partitioners
+from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
+    unread_arguments,
+)
+from torch._inductor import compile_fx
+
+
+OPERATORS = "aot_eager_decomp_partition"  # Operator by operator, so bytes are exact.
+LAYERS = 10
+# A quarter of ten layers: every fourth.
+QUARTER = (3, 7)
+
+console = Console()
+
+
+class Row(NamedTuple):
+    """One line of the report; ``enforced`` rows decide the exit status."""
+
+    what: str
+    measured: str
+    mark: str
+    passed: bool
+    enforced: bool
+
+
+class Case(NamedTuple):
+    """A module with frozen layers, and a batch whose first tensor gets a gradient."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+
+
+# ----------------------------------------------------------------- measuring
+
+
+Loss = Callable[[], Tensor]
+
+
+def loss_of(case: Case) -> Loss:
+    module, inputs = case.module, case.inputs
+
+    def loss() -> Tensor:
+        result: Tensor = module(*inputs)
+        return result
+
+    # Dynamo keeps what it compiled by code object: every case needs its own.
+    code = loss.__code__.replace(co_name=loss.__name__)
+    return FunctionType(code, globals(), closure=loss.__closure__)
+
+
+@contextmanager
+def switched(on: bool) -> Iterator[None]:
+    with config.patch(drop_unread_arguments=on):
+        yield
+
+
+def compiled(case: Case, on: bool, backend: str = OPERATORS) -> Loss:
+    """The same loss, compiled by a first step."""
+    call = torch.compile(loss_of(case), backend=backend, fullgraph=True)
+    with switched(on):
+        call().backward()
+    clear(case)
+    return call
+
+
+def trained(case: Case) -> list[Tensor]:
+    tensors = [*case.module.parameters(), *case.inputs]
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def clear(case: Case) -> None:
+    for tensor in trained(case):
+        tensor.grad = None
+
+
+def record(case: Case, loss: Loss, allocator: bool = False) -> Timeline:
+    clear(case)
+    owned = [*case.module.parameters(), *case.module.buffers()]
+    return record_step(loss, owned, case.inputs, allocator=allocator)
+
+
+def gradients(case: Case, loss: Loss) -> list[Tensor]:
+    clear(case)
+    torch.manual_seed(0)
+    loss().backward()
+    return [tensor.grad.clone() for tensor in trained(case) if tensor.grad is not None]
+
+
+def worst_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest difference, relative to the largest entry of the same gradient."""
+    errors = [
+        float((f - e).abs().max() / e.abs().max().clamp(min=1e-30))
+        for f, e in zip(found, expected, strict=True)
+    ]
+    return max(errors)
+
+
+def cpu_seconds(case: Case, loss: Loss) -> float:
+    clear(case)
+    start = time.process_time()
+    loss().backward()
+    return time.process_time() - start
+
+
+def kib(nbytes: float) -> str:
+    return f"{nbytes / 1024:,.0f}"
+
+
+# --------------------------------------------------------------------- cases
+
+
+def freeze(module: nn.Module, trainable: Callable[[str], bool]) -> nn.Module:
+    """Freezes all parameters but those whose name is ``trainable``; norms that have
+    none of those use their fixed statistics."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trainable(name))
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.eval()
+    return module
+
+
+class Chain(nn.Sequential):
+    """Layers, and a loss whose own backward needs fixed weights and nothing else."""
+
+    def __init__(self, layers: Sequence[nn.Module], shape: Sequence[int]) -> None:
+        super().__init__(*layers)
+        self.weights: Tensor
+        self.register_buffer("weights", torch.randn(*shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return (output * self.weights).sum()
+
+
+class Kind(NamedTuple):
+    """Layers of one type on one shape, and what a chain of them needs for a step.
+
+    ``needed`` maps (elements of an activation, number of trainable layers that are not
+    first, rows of an activation) to bytes. The first layer's input is the network's,
+    which is alive anyway. Nothing is computed again.
+    """
+
+    layer: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    needed: Callable[[int, int, int], int]
+    why: str
+
+
+KINDS = {
+    "convolution": Kind(
+        lambda: nn.Conv2d(16, 16, 3, padding=1),
+        (8, 16, 32, 32),
+        lambda size, trained, rows: 4 * size * trained,
+        "the weight's gradient needs the layer's input, the input's the weight",
+    ),
+    "linear": Kind(
+        lambda: nn.Linear(64, 64),
+        (512, 64),
+        lambda size, trained, rows: 4 * size * trained,
+        "the weight's gradient needs the layer's input, the input's the weight",
+    ),
+    "batch norm in eval": Kind(
+        lambda: nn.BatchNorm2d(16).eval(),
+        (8, 16, 32, 32),
+        lambda size, trained, rows: 4 * size * trained,
+        "the scale's gradient needs the layer's input, the input's fixed statistics",
+    ),
+    "layer norm": Kind(
+        lambda: nn.LayerNorm(64),
+        (512, 64),
+        lambda size, trained, rows: 4 * size * (LAYERS - 1) + 8 * rows * LAYERS,
+        "the input's gradient needs the input, its mean and deviation, frozen or not",
+    ),
+    "ReLU": Kind(
+        nn.ReLU,
+        (8, 16, 32, 32),
+        lambda size, trained, rows: size * LAYERS,
+        "one byte per element: whether it was positive",
+    ),
+    "dropout": Kind(
+        nn.Dropout,
+        (8, 16, 32, 32),
+        lambda size, trained, rows: size * LAYERS,
+        "one byte per element: whether it was kept",
+    ),
+    "max pooling": Kind(
+        lambda: nn.MaxPool2d(3, 1, 1),
+        (8, 16, 32, 32),
+        lambda size, trained, rows: size * LAYERS,
+        "one byte per element: where in the window the maximum was",
+    ),
+}
+TRAINABLE = {"all": range(LAYERS), "a quarter": QUARTER, "none": ()}
+
+
+def seed_case(name: str, which: str) -> tuple[Case, int]:
+    """Ten layers of one kind, and the bytes that they need."""
+    kind, chosen = KINDS[name], TRAINABLE[which]
+    torch.manual_seed(0)
+    module = Chain([kind.layer() for _ in range(LAYERS)], kind.shape)
+    freeze(module, lambda parameter: int(parameter.partition(".")[0]) in chosen)
+    inputs = torch.randn(kind.shape, requires_grad=True)
+    not_first = sum(index > 0 for index in chosen)
+    needed = kind.needed(inputs.numel(), not_first, inputs.shape[0])
+    return Case(f"{name}, {which} trainable", module, (inputs,)), needed
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with a trainable one of low rank beside it."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.adapter_down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.adapter_up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.frozen(x) + self.adapter_up(self.adapter_down(x))
+        return result
+
+
+def adapted_transformer() -> nn.Module:
+    module = nets.Transformer(nets.Shape())
+    for part in module.modules():
+        if isinstance(part, nets.Attention):
+            for name in ("query", "value"):
+                setattr(part, name, LoRA(getattr(part, name)))
+    return freeze(module, lambda name: "adapter" in name)
+
+
+def frozen_nets() -> Iterator[Case]:
+    torch.manual_seed(0)
+    resnet = nets.ResNet((3, 4, 6, 3), 16, 64)
+    # What comes before the stem needs no gradient, what comes after it does.
+    freeze(resnet, lambda name: name.startswith(("stem", "head")))
+    yield Case(
+        "ResNet-50-like, stem and head trainable", resnet, nets.images(4, 96, 64)
+    )
+    unet = nets.UNet(8, 3, 8)
+    freeze(unet, lambda name: name.startswith(("down.0", "head")))
+    pixels = nets.images(4, 96, 8, (96, 96))
+    yield Case("U-Net, first stage and head trainable", unet, pixels)
+    words = nets.tokens(512, 4, 128)
+    yield Case("transformer with LoRA", adapted_transformer(), words)
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def gradient_rows(case: Case, off: Loss, on: Loss) -> Iterator[Row]:
+    torch.manual_seed(0)
+    expected = gradients(case, loss_of(case))
+    error = worst_error(gradients(case, on), expected)
+    without = worst_error(gradients(case, off), expected)
+    same = all(
+        torch.equal(left, right)
+        for left, right in zip(gradients(case, on), gradients(case, off), strict=True)
+    )
+    yield Row(
+        f"{case.name}: gradients as without the pass, and as eager's",
+        f"{'bit for bit' if same else 'differ'}; {error:.1e} (without {without:.1e})",
+        "1e-4",
+        error <= 1e-4,
+        True,
+    )
+
+
+def seeds() -> Iterator[Row]:
+    for name, kind in KINDS.items():
+        has_parameters = any(True for _ in kind.layer().parameters())
+        for which in TRAINABLE if has_parameters else ("none",):
+            case, needed = seed_case(name, which)
+            eager = record(case, loss_of(case)).saved_bytes
+            off, on = compiled(case, False), compiled(case, True)
+            plain, saved = (record(case, call).saved_bytes for call in (off, on))
+            yield Row(
+                f"{case.name}: saved KiB ({kind.why})",
+                f"{kib(saved)} (eager {kib(eager)}, torch.compile {kib(plain)})",
+                f"{kib(needed)}",
+                saved <= needed,
+                True,
+            )
+            # Dropout draws other random numbers where it is compiled.
+            if name != "dropout":
+                yield from gradient_rows(case, off, on)
+
+
+def peak() -> Iterator[Row]:
+    for which in ("none", "a quarter"):
+        case, _ = seed_case("convolution", which)
+        eager = record(case, loss_of(case)).peak()
+        plain = record(case, compiled(case, False)).peak()
+        found = record(case, compiled(case, True)).peak()
+        yield Row(
+            f"{case.name}: peak KiB, eager's over ours",
+            f"{kib(eager)} / {kib(found)} = {eager / found:.2f} "
+            f"(torch.compile {kib(plain)})",
+            "1.9",
+            eager / found >= 1.9,
+            True,
+        )
+
+
+def whole_nets() -> Iterator[Row]:
+    for case in frozen_nets():
+        off, on = compiled(case, False), compiled(case, True)
+        eager, plain, ours = (record(case, c) for c in (loss_of(case), off, on))
+        saved = [line.saved_bytes for line in (eager, plain, ours)]
+        peaks = [line.peak() for line in (eager, plain, ours)]
+        adapters = "LoRA" in case.name
+        yield Row(
+            f"{case.name}: saved KiB",
+            f"{kib(saved[2])} (eager {kib(saved[0])}, torch.compile {kib(saved[1])})",
+            "as torch.compile" if adapters else "less than torch.compile",
+            saved[2] == saved[1] if adapters else saved[2] < saved[1],
+            True,
+        )
+        yield Row(
+            f"{case.name}: peak KiB",
+            f"{kib(peaks[2])} (eager {kib(peaks[0])}, torch.compile {kib(peaks[1])})",
+            "at most torch.compile",
+            peaks[2] <= peaks[1],
+            True,
+        )
+        yield from gradient_rows(case, off, on)
+
+
+def times(repeats: int, backend: str, cases: Sequence[Case]) -> Iterator[Row]:
+    for case in cases:
+        calls = [compiled(case, on, backend) for on in (False, False, True)]
+        seconds = [[cpu_seconds(case, call) for call in calls] for _ in range(repeats)]
+        first, again, ours = (statistics.median(c) for c in zip(*seconds))
+        noise = abs(again / first - 1)
+        yield Row(
+            f"{case.name}: step time with / without the pass, {backend}",
+            f"{ours / first:.3f} (without / without {again / first:.3f})",
+            "1, within noise",
+            ours / first <= 1 + max(noise, 0.02),
+            False,
+        )
+
+
+def compile_share() -> Iterator[Row]:
+    spent: list[float] = []
+
+    def timed(*arguments: Any, **options: Any) -> None:
+        start = time.process_time()
+        unread_arguments.drop_unread_arguments(*arguments, **options)
+        spent.append(time.process_time() - start)
+
+    for case in frozen_nets():
+        spent.clear()
+        with (
+            mock.patch.object(partitioners, "drop_unread_arguments", timed),
+            mock.patch.object(compile_fx, "drop_unread_arguments", timed),
+        ):
+            start = time.process_time()
+            compiled(case, True)
+            total = time.process_time() - start
+        yield Row(
+            f"{case.name}: the pass's share of compile time",
+            f"{sum(spent) / total:.2%} of {total:.1f} s",
+            "1%",
+            sum(spent) <= 0.01 * total,
+            False,
+        )
+
+
+# --------------------------------------------------------- kinds of stand-in
+
+
+def expanded(argument: Any, base: Any, user: Any, channels_last: bool) -> Any:
+    """The other kind of stand-in: one element, expanded to the argument's sizes."""
+    value, aten = argument.meta["val"], torch.ops.aten
+    with user.graph.inserting_before(user), value.fake_mode:
+        one = user.graph.call_function(
+            aten.new_empty.default, (base, [1] * value.dim()), {"dtype": value.dtype}
+        )
+        one.meta["val"] = base.meta["val"].new_empty(
+            [1] * value.dim(), dtype=value.dtype
+        )
+        result = user.graph.call_function(aten.expand.default, (one, [*value.shape]))
+        result.meta["val"] = one.meta["val"].expand(value.shape)
+    return result
+
+
+def kinds_of_stand_in(repeats: int) -> Iterator[Row]:
+    """A frozen 1x1 convolution takes its layout from its input alone."""
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 8, 3, padding=1)
+    wide = [nn.Conv2d(8, 128, 1), nn.ReLU(), nn.Conv2d(128, 8, 1), nn.ReLU()]
+    module = Chain([stem, *wide, *copy.deepcopy(wide)], (4, 8, 64, 64))
+    freeze(module, lambda name: name.startswith("0."))
+    case = Case("frozen 1x1 convolutions", module, (torch.randn(4, 3, 64, 64),))
+    for backend in (OPERATORS, "inductor"):
+        off, empty = compiled(case, False, backend), compiled(case, True, backend)
+        with mock.patch.object(unread_arguments, "_make_stand_in", expanded):
+            one = compiled(case, True, backend)
+        peaks = [
+            record(case, call, allocator=True).peak() for call in (off, empty, one)
+        ]
+        calls = (off, empty, one)
+        seconds = [[cpu_seconds(case, call) for call in calls] for _ in range(repeats)]
+        without, ours, other = (statistics.median(c) for c in zip(*seconds))
+        yield Row(
+            f"{case.name}, {backend}: peak KiB and step time, empty stand-in",
+            f"{kib(peaks[1])}, {ours / without:.2f} "
+            f"(expanded {kib(peaks[2])}, {other / without:.2f}; none {kib(peaks[0])})",
+            "",
+            True,
+            False,
+        )
+
+
+def main() -> int:
+    names = ("seeds", "peak", "nets", "time", "inductor", "compile", "kinds")
+    parser = argparse.ArgumentParser(
+        prog="benchmark.sh frozen",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", nargs="+", choices=names, default=names)
+    parser.add_argument("--check", action="store_true", help="bytes and gradients only")
+    parser.add_argument("--repeats", type=int, default=15, help="steps per time")
+    parser.add_argument("--json", type=Path, help="write rows and environment here")
+    arguments = parser.parse_args()
+    if not hasattr(config, "drop_unread_arguments"):
+        raise SystemExit("this torch is not patched; run scripts/benchmark.sh frozen")
+    torch.set_num_threads(1)
+    repeats = arguments.repeats
+    convolutions = [seed_case("convolution", "none")[0]]
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
+        "seeds": seeds,
+        "peak": peak,
+        "nets": whole_nets,
+        "time": lambda: times(repeats, OPERATORS, [*convolutions, *frozen_nets()]),
+        "inductor": lambda: times(
+            repeats, "inductor", [*convolutions, *list(frozen_nets())[:2]]
+        ),
+        "compile": compile_share,
+        "kinds": lambda: kinds_of_stand_in(repeats),
+    }
+    chosen = ("seeds", "peak", "nets") if arguments.check else arguments.rows
+    facts = {
+        "machine": platform.processor() or platform.machine(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "repeats": repeats,
+    }
+    table = Table(title="frozen", caption=f"{facts['system']}, torch {facts['torch']}")
+    for heading in ("what", "measured", "mark", ""):
+        table.add_column(heading, overflow="fold")
+    rows: list[Row] = []
+    for name in chosen:
+        with console.status(name):
+            rows += parts[name]()
+        torch._dynamo.reset()
+    for row in rows:
+        verdict = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
+        table.add_row(row.what, row.measured, row.mark, verdict if row.mark else "")
+    console.print(table)
+    if arguments.json:
+        report = {"environment": facts, "rows": [row._asdict() for row in rows]}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(row.enforced and not row.passed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

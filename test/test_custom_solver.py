@@ -1,0 +1,89 @@
+"""The solver of docs/solvers.md, as it stands there, on a small real model."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+import torch._functorch.config as fconfig
+from nets import Shape, Transformer
+from patchset.patch import REPOSITORY
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+
+SHAPE = Shape(width=48, heads=4, mlp=128, layers=2, vocabulary=64, tokens=32)
+MM = torch.ops.aten.mm.default
+
+
+@pytest.fixture
+def example(tmp_path):
+    """The page's code block, imported as a module of the user's would be."""
+    text = (REPOSITORY / "docs/solvers.md").read_text()
+    section = text.partition("## Your own solver\n")[2].partition("\n#")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    place = tmp_path / "own_solver.py"
+    place.write_text(code)
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    module = importlib.util.module_from_spec(spec)
+    with fconfig.patch(
+        activation_memory_budget=1.0, activation_memory_budget_solver="dp"
+    ):
+        spec.loader.exec_module(module)
+        yield module
+
+
+def compiled(model, batch):
+    """The paths of the modules whose products the backward repeats; the gradients."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return make_boxed_func(module)
+
+    backend = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    loss = torch.compile(model, backend=backend)(batch[:, :-1], batch[:, 1:])
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    forward, backward = graphs
+    paths = {
+        node.name: list(node.meta["nn_module_stack"].values())[-1][0]
+        for node in forward.graph.find_nodes(op="call_function", target=MM)
+    }
+    repeated = backward.graph.find_nodes(op="call_function", target=MM)
+    return {paths[node.name] for node in repeated if node.name in paths}, gradients
+
+
+def test_the_documented_solver_pins_what_it_is_told_to(example):
+    torch.manual_seed(0)
+    model = Transformer(SHAPE)
+    batch = torch.randint(SHAPE.vocabulary, (4, 33))
+    loss = model(batch[:, :-1], batch[:, 1:])
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+
+    repeated, gradients = compiled(model, batch)
+    for gradient, wanted in zip(gradients, expected):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+    assert repeated and not any(path.endswith(".down") for path in repeated)
+
+    # Cheap for their size: the exact solver repeats some.
+    queries = {f"L['self'].blocks.{i}.attention.query" for i in range(SHAPE.layers)}
+    fconfig.activation_memory_budget_solver = example.Pin(".query")
+    repeated, _ = compiled(model, batch)
+    assert repeated and not repeated & queries
+    fconfig.activation_memory_budget_solver = "exact"
+    repeated, _ = compiled(model, batch)
+    assert repeated & queries
+
+
+def test_the_documented_solver_has_a_uuid_for_each_set_of_modules(example):
+    uuids = {example.Pin(*names).uuid() for names in ((".down",), (".up",), ())}
+    assert len(uuids) == 3 and None not in uuids
+    assert example.Pin(".down").uuid() in uuids
