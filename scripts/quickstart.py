@@ -36,7 +36,7 @@ import torch._dynamo.backends.debugging
 import torch._functorch.config
 import torch._inductor.compile_fx
 import torch._inductor.config
-import torch.nn.functional as F
+from nets import Shape, Transformer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -71,80 +71,7 @@ UPSTREAM = {
 }
 
 
-# -------------------------------------------------------------------- model
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the transformer and of one batch of tokens."""
-
-    width: int = 96
-    heads: int = 4
-    key_value_heads: int = 2
-    mlp: int = 256
-    layers: int = 4
-    vocabulary: int = 512
-    batch: int = 4
-    tokens: int = 128
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.head_width = shape.width // shape.heads
-        self.groups = shape.heads // shape.key_value_heads
-        narrow = shape.key_value_heads * self.head_width
-        self.query = nn.Linear(shape.width, shape.width, bias=False)
-        self.key = nn.Linear(shape.width, narrow, bias=False)
-        self.value = nn.Linear(shape.width, narrow, bias=False)
-        self.out = nn.Linear(shape.width, shape.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        def by_head(projected: Tensor) -> Tensor:
-            batch, tokens, _ = projected.shape
-            return projected.view(batch, tokens, -1, self.head_width).transpose(1, 2)
-
-        query = by_head(self.query(x))
-        key = by_head(self.key(x)).repeat_interleave(self.groups, dim=1)
-        value = by_head(self.value(x)).repeat_interleave(self.groups, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return result
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width)
-        self.attention = Attention(shape)
-        self.mlp_norm = nn.RMSNorm(shape.width)
-        self.gate = nn.Linear(shape.width, shape.mlp, bias=False)
-        self.up = nn.Linear(shape.width, shape.mlp, bias=False)
-        self.down = nn.Linear(shape.mlp, shape.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        h = self.mlp_norm(x)
-        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
-        return x
-
-
-class Transformer(nn.Module):
-    """Maps token ids [batch, tokens] and their successors to the mean loss."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+# ----------------------------------------------------------------- training
 
 
 @dataclass

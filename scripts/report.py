@@ -1,6 +1,6 @@
-"""Writes the README's tables from the stored results; ``--check`` only compares.
+"""Writes the tables of the README and of docs/ from the stored results.
 
-Each table stands between ``<!-- report: NAME -->`` and ``<!-- report end -->`` and
+``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and ``<!-- report end -->`` and
 is made from ``results/NAME.json`` by the function of that name.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-README = REPOSITORY / "README.md"
+PAGES = (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md")))
 RESULTS = REPOSITORY / "results"
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- report end -->)", re.DOTALL)
 
@@ -63,13 +63,13 @@ def quickstart(data: dict[str, Any]) -> str:
     )
 
 
-def solvers(data: dict[str, Any]) -> str:
+def marks(data: dict[str, Any]) -> str:
     rows = [
         [
             row["what"],
             row["measured"],
             row["mark"],
-            "yes" if row["passed"] else "**no**",
+            ("yes" if row["passed"] else "**no**") if row["mark"] else "",
         ]
         for row in data["rows"]
     ]
@@ -80,9 +80,68 @@ def solvers(data: dict[str, Any]) -> str:
     )
 
 
+def curves(data: dict[str, Any]) -> str:
+    names = {"small": "gated blocks", "bert": "BERT-large"}
+    rows = []
+    for row in data["rows"]:
+        ours = row["torch"] == "patched"
+        rows.append(
+            [
+                names[row["net"]],
+                row["torch"],
+                f"{row['nodes']:,}",
+                str(row["items"]),
+                str(row["min_cuts"]),
+                str(row["solver_calls"]),
+                f"{row['plan_and_plot_seconds']:.1f}",
+                f"{data['marks'][row['net']]:g}" if ours else "",
+                f"{row['report_seconds'] / row['partition_seconds']:.2%}"
+                if ours
+                else "",
+            ]
+        )
+    heading = (
+        "net",
+        "torch",
+        "nodes",
+        "items",
+        "min cuts",
+        "solver calls",
+        "CPU s",
+        "mark",
+        "recording",
+    )
+    return markdown(heading, rows) + (
+        f"\ntorch {data['torch']}, {data['machine']}, Python {data['python']}, one "
+        f"thread, budget {data['budget']}, solver of the release's default.\n"
+    )
+
+
+def releases(data: dict[str, Any]) -> str:
+    short = {
+        "not for this release": "-",
+        "landed upstream but still faulty": "faulty",
+        "landed upstream": "landed",
+    }
+    rows = []
+    for patch in next(iter(data.values())):
+        cells = []
+        for found in (patches[patch] for patches in data.values()):
+            tested = " ✓" if (found["without"], found["with"]) == (False, True) else ""
+            cells.append(short.get(found["state"], found["state"]) + tested)
+        rows.append([patch, *cells])
+    return markdown(["patch", *data], rows) + (
+        "\napplies: the edits fit and the result compiles. ✓: the patch's own test was "
+        "run there, fails without it and passes with it. faulty: upstream has it, with "
+        "its fault. -: not for this release.\n"
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart": quickstart,
-    "solvers": solvers,
+    "solvers": marks,
+    "curves": curves,
+    "releases": releases,
 }
 
 
@@ -98,14 +157,20 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="report.sh", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
-    before = README.read_text()
-    after = rendered(before)
-    if check:
+    stale = {}
+    for page in PAGES:
+        before = page.read_text()
+        after = rendered(before)
         if before != after:
-            print("README.md: its tables are not those of results/")
+            stale[page] = after
+    if check:
+        for page in stale:
+            print(f"{page.name}: its tables are not those of results/")
+        if stale:
             print("run scripts/report.sh and commit the result")
-        return int(before != after)
-    README.write_text(after)
+        return int(bool(stale))
+    for page, text in stale.items():
+        page.write_text(text)
     return 0
 
 
