@@ -54,7 +54,7 @@ def lay(source, root):
     """A release's partitioner folder whole, and what else the series looks at."""
     clone(source / FOLDER, root / FOLDER)
     for path in ELSEWHERE:
-        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).unlink(missing_ok=True)
         os.link(source / path, root / path)
 
@@ -108,6 +108,7 @@ def checkout(release_tree, tmp_path):
         lay(release_tree(release), root)
         (root / "version.txt").write_text(f"{release}a0\n")
         (root / "test" / "functorch").mkdir(parents=True)
+        (root / "test" / "inductor").mkdir()
         return root
 
     return make

@@ -63,12 +63,12 @@ def compiled(module, backend, on):
 
 
 def poisoned(monkeypatch):
-    """Fills every stand-in with NaN; the list tells for what they were made."""
+    """Fills every stand-in with NaN; the list tells for what, in channels_last or not."""
     make, made = unread_arguments._make_stand_in, []
 
     def fill(argument, base, user, channels_last):
         node = make(argument, base, user, channels_last)
-        made.append(user.target)
+        made.append((user.target, channels_last))
         with user.graph.inserting_before(user):
             filled = user.graph.call_function(
                 torch.ops.aten.add.Tensor, (node, float("nan"))
@@ -85,7 +85,8 @@ def test_poison_reaches_no_gradient_in_inductor(monkeypatch):
     expected = compiled(module, "inductor", on=False)(inputs)
     made = poisoned(monkeypatch)
     found = compiled(module, "inductor", on=True)(inputs)
-    assert len(made) == 5
+    # Inductor's forward has convolutions in channels_last, whatever the graph says.
+    assert [last for _, last in made] == [True] * 4 + [False]
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(left, right)
 
@@ -102,6 +103,15 @@ def test_symbolic_sizes_are_left_to_inductor_as_they_were(monkeypatch):
         for left, right in zip(step(inputs), expected, strict=True):
             torch.testing.assert_close(left, right)
     assert len(made) == 5, "something stands in for a tensor of symbolic sizes"
+
+
+def test_parameters_stay_in_inductor(monkeypatch):
+    module = nn.Conv2d(3, 4, 3).requires_grad_(False)
+    module.prompt = nn.Parameter(torch.randn(2, 3, 5, 5))
+    made = poisoned(monkeypatch)
+    call = torch.compile(lambda: module(module.prompt), fullgraph=True)
+    call().sum().backward()
+    assert module.prompt.grad is not None and made == []
 
 
 def kernels(step, inputs, capfd):

@@ -23,6 +23,7 @@ BODIES = REPOSITORY / "build" / "pr"
 COMMANDS = {
     "releases": "scripts/refresh.sh --all",
     "solvers": "scripts/benchmark.sh solvers --json results/solvers.json",
+    "frozen": "scripts/benchmark.sh frozen --json results/frozen.json",
 }
 
 

@@ -97,5 +97,10 @@ without a word: the table names each operator with its reason, and the tests fil
 argument with NaN and compare bit for bit, on CPU and, where there is a GPU, on CUDA.
 Other devices are left alone, and config.drop_unread_arguments turns the pass off.
 """,
+    evidence=(
+        ("frozen", "convolution, none trainable"),
+        ("frozen", "ResNet-50-like"),
+        ("frozen", "U-Net"),
+    ),
     kind="improvements",
 )

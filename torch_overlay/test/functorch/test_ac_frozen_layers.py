@@ -17,6 +17,8 @@ import torch
 import torch._functorch.config as config
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch._activation_checkpointing import unread_arguments
 from torch._functorch._activation_checkpointing.unread_arguments import (
     drop_unread_arguments,
@@ -303,8 +305,9 @@ class TestUnreadArguments(OneThread):
                 self.assertFalse(same(expected, found), (func, name, mask))
 
     def test_every_entry_is_called(self):
-        called = {func for name in CALLS for func, _, _ in backward_calls(name)}
-        self.assertEqual(called, set(UNREAD_ARGUMENTS))
+        called = {name: {func for func, _, _ in backward_calls(name)} for name in CALLS}
+        self.assertEqual([name for name, funcs in called.items() if not funcs], [])
+        self.assertEqual(set().union(*called.values()), set(UNREAD_ARGUMENTS))
 
     def test_rules_name_real_arguments(self):
         for target, rule in UNREAD_ARGUMENTS.items():
@@ -419,6 +422,9 @@ def nets():
         norm,
         set(),
     )
+    in_training = Net(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), trainable=(0,))
+    in_training[1].train()
+    yield "norm in training", in_training, (2, 3, 9, 9), set(), set()
     everything = Net(*frozen_convnet(), trainable=range(10))
     yield "trainable", everything, (2, 3, 9, 9), set(), set()
 
@@ -868,7 +874,19 @@ class TestDropUnreadArguments(OneThread):
         self.assertEqual(before, after)
         self.assertIn("no second stand-in", logs.output[0])
 
-    @parametrize("value", ("unknown", "used", "training", "unbacked", "device"))
+    @parametrize(
+        "value",
+        (
+            "unknown",
+            "used",
+            "used whole",
+            "training",
+            "read elsewhere",
+            "no meta",
+            "device",
+            "gradient without meta",
+        ),
+    )
     def test_when_in_doubt_the_argument_stays(self, value):
         """What the pass cannot be sure of, put into a graph where it would act."""
 
@@ -884,10 +902,17 @@ class TestDropUnreadArguments(OneThread):
                     output = graph.output_node()
                     with graph.inserting_before(output):
                         graph.call_function(aten._assert_async.default, (extra,))
+                elif value == "used whole":
+                    with graph.inserting_before(graph.output_node()):
+                        graph.call_function(len, (node,))
                 elif value == "training":
                     node.update_arg(10, [True, True, False])
-                elif value == "unbacked":
+                elif value == "read elsewhere":
+                    node.update_arg(2, source)
+                elif value == "no meta":
                     del source.meta["val"]
+                elif value == "gradient without meta":
+                    del node.args[0].meta["val"]
                 else:
                     source.meta["val"] = source.meta["val"].to("meta")
 
@@ -895,7 +920,9 @@ class TestDropUnreadArguments(OneThread):
         module, before = self.traced(function, *inputs)
         change(module.graph)
         before = str(module.graph)
-        drop_unread_arguments(module)
+        # What it cannot be sure of is no failure.
+        with self.assertNoLogs(unread_arguments.log, "WARNING"):
+            drop_unread_arguments(module)
         self.assertEqual(before, str(module.graph))
 
     def traced(self, function, *inputs):
@@ -921,6 +948,24 @@ class TestDropUnreadArguments(OneThread):
         self.assertEqual(before, str(static.graph))
         drop_unread_arguments(module, [])
         self.assertNotEqual(before, str(module.graph))
+
+    @parametrize("partition", (default_partition, min_cut_rematerialization_partition))
+    def test_parameters_stay(self, partition):
+        """They are alive in any case, and the partitioner is told which they are."""
+
+        class Prompted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.prompt = nn.Parameter(batch((2, 3, 5, 5)))
+                self.frozen = nn.Conv2d(3, 4, 3).requires_grad_(False)
+
+            def forward(self, x):
+                return self.frozen(self.prompt) + x
+
+        backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)
+        with stand_ins() as spy:
+            self.check_against_eager(Prompted(), batch((1,)), backend=backend)
+        self.assertEqual(spy.made, [])
 
     def test_the_compile_cache_knows_the_switch(self):
         keys = set()

@@ -221,13 +221,13 @@ def _static_inputs(graph: fx.Graph, indices: Sequence[int]) -> set[fx.Node]:
 def _unread_values(
     graph: fx.Graph, backward: set[fx.Node]
 ) -> dict[fx.Node, list[tuple[fx.Node, str]]]:
-    """Values of the forward with the backward nodes that take them unread, and the
-    argument's name there; in the order of the table and of the graph."""
+    """Values of the forward with the nodes that take them unread, and the argument's
+    name there; in the order of the table and of the graph."""
     found: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)
     for target, rule in UNREAD_ARGUMENTS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             wanted = _wanted_outputs(node, rule)
-            if node not in backward or wanted is None:
+            if wanted is None:
                 continue
             taken = pytree.arg_tree_leaves(*node.args, **node.kwargs)
             for name, readers in rule.readers.items():
@@ -257,8 +257,7 @@ def _wanted_outputs(node: fx.Node, rule: Rule) -> Optional[set[int]]:
         index = user.args[1] if user.target is operator.getitem else None
         if not isinstance(index, int):
             return None
-        if user.users:
-            wanted.add(index)
+        wanted.add(index)
     return wanted
 
 

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from ..patch import Edit, Patch
+
+
+_CPP = "torch/_inductor/codegen/cpp.py"
+_TEST = "test/inductor/test_cpu_bool_vectors.py"
+_LOAD = '        loadbuf = f"{var} + {cexpr_index(index)}" if index != 0 else var\n'
+_STORE = (
+    "            if dtype == torch.float and self.tail_size is None:\n"
+    '                code.writeline(f"{value}.store({var_expr});")\n'
+)
+_SINCE = (2, 10)
+
+PATCH = Patch(
+    name="mask-vectors",
+    subject="Load and store bools in vectors of bytes in inductor's CPU kernels",
+    why="""\
+A compiled ReLU between frozen convolutions saves one byte per element instead of its
+input, and becomes slower: the store of a vector's mask takes twenty times as long as
+all the rest of the kernel. A vector of bools has as many lanes as bytes fit, four
+times those of the mask, and no instructions of its own: at::vec goes through them
+one by one, in loops that the kernels are compiled not to vectorize. To load bools is
+nearly as slow. The same holds for every mask that a kernel writes or reads, dropout's
+too.
+
+Where a mask is one vector, its lanes are now converted to bytes and back, for which
+at::vec has instructions. What lies in memory is the same: a byte per bool, 0 or 1.
+""",
+    trailers=(),
+    tested=f"python {_TEST}",
+    files=(_TEST,),
+    edits=(
+        Edit(
+            _CPP,
+            anchor=_LOAD,
+            replacement=_LOAD
+            + """\
+        if dtype == torch.bool and self._get_num_vectors(torch.float) == 1:
+            # A vector of bools has no instructions; bytes have.
+            count = cexpr_index(self.num_elems)
+            loaded = f"at::vec::Vectorized<uint8_t>::loadu({loadbuf}, {count})"
+            zeros = "at::vec::Vectorized<float>(0)"
+            return f"{self._get_mask_type()}(at::vec::convert<float>({loaded}) != {zeros})"
+""",
+            inside="_get_vec_load_line",
+            since=_SINCE,
+        ),
+        Edit(
+            _CPP,
+            anchor=_STORE,
+            replacement="""\
+            if (
+                isinstance(value, CppCSEVariable)
+                and value.dtype == dtype == torch.bool
+                and self._get_num_vectors(torch.int32) == 1
+            ):
+                # As in _get_vec_load_line.
+                numbers = f"{value}.template to<int32_t,1>()"
+                value = f"at::vec::convert<uint8_t,1,int32_t,1>({numbers})"
+"""
+            + _STORE,
+            inside="_get_store_line",
+            since=_SINCE,
+        ),
+    ),
+    landed=((_CPP, "at::vec::convert<uint8_t,1,int32_t,1>("),),
+    risks="""\
+The conversions are those that quantized kernels use; on instruction sets for which
+at::vec has no special ones they fall back to a loop over the lanes. The tests compare
+with eager mode for several dtypes, sizes that leave a tail, and strided tensors.
+""",
+    evidence=(("frozen", "frozen 1x1 convolutions with ReLU"),),
+    kind="performance",
+)
