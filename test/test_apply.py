@@ -32,11 +32,13 @@ NAMES = [patch.name for patch in SERIES]
 SINCE = {
     "budget-errors": (2, 10),
     "frozen-layers": (2, 10),
+    "mask-vectors": (2, 10),
     "random-ops": (2, 10),
     "saved-report": (2, 10),
     "budgets-together": (2, 7),
     "cache-key": (2, 11),
     "custom-solver-runtimes": (2, 11),
+    "peak-budget": (2, 11),
 }
 
 

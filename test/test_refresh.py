@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import clone, snapshot
 from patchset.patch import KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
-from patchset.refresh import Finding
+from patchset.refresh import Finding, store
 from patchset.series import SERIES
 
 
@@ -142,3 +142,17 @@ def test_behaviour_decides(state, without, with_it, verdict, asks):
     assert (finding.question is None) == (asks is None)
     if asks:
         assert asks in finding.question
+
+
+def test_what_was_not_tested_again_keeps_its_outcome(tmp_path, monkeypatch):
+    place = tmp_path / "releases.json"
+    monkeypatch.setattr("patchset.refresh.RESULTS", place)
+    monkeypatch.setattr("patchset.refresh.REPOSITORY", tmp_path)
+    one, other = SERIES[:2]
+    store({"2.13.0": [Finding(p, "applies", "", False, True) for p in (one, other)]})
+    untested = Finding(other, "applies", "")
+    store({"2.13.0": [Finding(one, "applies", "", False, False), untested]}, [one.name])
+    row = json.loads(place.read_text())["2.13.0"]
+    assert (row[one.name]["with"], row[other.name]["with"]) == (False, True)
+    store({"2.13.0": [untested]})
+    assert json.loads(place.read_text())["2.13.0"][other.name]["with"] is None

@@ -33,6 +33,9 @@ UNREAD = "torch/_functorch/_activation_checkpointing/unread_arguments.py"
 BUDGET_CHECKS = "torch/_functorch/_activation_checkpointing/budget_checks.py"
 CURVE = "torch/_functorch/_activation_checkpointing/budget_curve.py"
 REPORT = "torch/_functorch/_activation_checkpointing/saved_report.py"
+LIVENESS = "torch/_functorch/_activation_checkpointing/liveness.py"
+PEAK_PLANNER = "torch/_functorch/_activation_checkpointing/peak_planner.py"
+RERUN_COST = "torch/_functorch/_activation_checkpointing/rerun_cost.py"
 EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
 
 

@@ -186,8 +186,11 @@ def take_in(release: str, findings: Sequence[Finding]) -> int:
     return 0
 
 
-def store(found: dict[str, list[Finding]]) -> None:
-    """Write the table "patch x release" for the README."""
+def store(found: dict[str, list[Finding]], only: Sequence[str] = ()) -> None:
+    """Write the table "patch x release" for the README.
+
+    Where ``only`` some patches were tested, the others keep their stored outcome.
+    """
     rows = {
         release: {
             f.patch.name: {
@@ -199,6 +202,11 @@ def store(found: dict[str, list[Finding]]) -> None:
         }
         for release, findings in found.items()
     }
+    before = json.loads(RESULTS.read_text()) if only else {}
+    for release, patches in rows.items():
+        stored = before.get(release, {})
+        kept = [name for name in patches if name in stored and name not in only]
+        patches.update((name, stored[name]) for name in kept)
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     console.print(f"wrote {RESULTS.relative_to(REPOSITORY)}; now run scripts/report.sh")
 
@@ -230,7 +238,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
         default=[],
         metavar="PATCH",
         choices=[patch.name for patch in SERIES],
-        help="run this patch's test only; may be repeated",
+        help="run this patch's test only; may be repeated; with --all, the others keep "
+        "the outcome that is stored",
     )
     options = parser.parse_args(arguments)
     if options.all == bool(options.release):
@@ -251,7 +260,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
     if not options.all:
         return take_in(options.release, found[options.release])
     questions = [f.question for findings in found.values() for f in findings]
-    store(found)
+    store(found, options.only)
     return int(any(questions))
 
 

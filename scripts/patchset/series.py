@@ -13,6 +13,8 @@ from .topics import (
     exact_solver,
     frozen_layers,
     knapsack_solvers,
+    mask_vectors,
+    peak_budget,
     random_ops,
     saved_report,
     solver_by_name,
@@ -33,6 +35,8 @@ SERIES = tuple(
         budget_errors,
         saved_report,
         frozen_layers,
+        mask_vectors,
+        peak_budget,
         exact_by_default,
     )
 )

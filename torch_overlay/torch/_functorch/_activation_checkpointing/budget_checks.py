@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["check_budget_options", "warn_if_over_budget"]
 
-_ESTIMATORS = ("flops", "profile", "testing")
+_ESTIMATORS = ("flops", "roofline", "profile", "testing")
 
 # Solvers that the partitioner knows where no table in the knapsack module names them.
 _SOLVERS = ("greedy", "ilp", "dp", "dp_knapsack_sliding_hirschberg")

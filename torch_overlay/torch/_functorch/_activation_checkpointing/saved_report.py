@@ -67,7 +67,7 @@ _POLICIES = (
 # Why a value is saved that takes no memory of its own.
 _OF_INPUTS = ("input", "view of input")
 
-_RUNTIME_UNITS = {"flops": "FLOP", "profile": "ms", "testing": "op"}
+_RUNTIME_UNITS = {"flops": "FLOP", "roofline": "FLOP", "profile": "ms", "testing": "op"}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)')
 
@@ -80,7 +80,7 @@ class PlannedValue(NamedTuple):
     the first one's and ``nbytes`` is for all.  ``runtime`` is known where the knapsack asked for it, in the
     unit of the runtime estimator.  ``source`` is the innermost line of the user's code
     that the node came from.  ``why`` is "input", "view of input" (memory that is alive
-    anyway), "user" (a checkpoint policy), "knapsack", "min cut" or "budget 0".
+    anyway), "user" (a checkpoint policy), "knapsack", "peak", "min cut" or "budget 0".
     """
 
     name: str
@@ -145,15 +145,27 @@ class Knapsack:
         return f"at most {gap:.2g} of the runtime below the optimum"
 
 
+class Peak(NamedTuple):
+    """What the peak planner did, in bytes without parameters and inputs.
+
+    ``allowed`` is what the budget asked for, ``predicted`` the plan's own peak,
+    ``floor`` the lowest that was found, ``fastest`` that of budget 1.
+    """
+
+    allowed: int
+    predicted: int
+    floor: int
+    fastest: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the partitioner decided for one graph.
 
     ``limits`` are the bytes that budgets 0 and 1 stand for, None where the partitioner
-    had no need to know them; ``knapsack`` is None where no solver was asked.  ``views``
-    counts the recomputed nodes that are not listed because they cost nothing.  A
-    planner with another target than the saved bytes adds its fields here and a line in
-    :meth:`summary`.
+    had no need to know them; ``knapsack`` is None where no solver was asked, ``peak``
+    where the budget is not one of peak memory.  ``views`` counts the recomputed nodes
+    that are not listed because they cost nothing.
     """
 
     graph: str
@@ -164,6 +176,7 @@ class Plan:
     runtime_unit: str
     limits: Optional[tuple[int, int]] = None
     knapsack: Optional[Knapsack] = None
+    peak: Optional[Peak] = None
 
     @property
     def saved_bytes(self) -> int:
@@ -173,13 +186,16 @@ class Plan:
     @property
     def used(self) -> Optional[float]:
         """The share of the range that is really saved, to compare with ``budget``."""
-        if self.limits is None:
-            return self.budget if self.budget in (0, 1) else None
+        if self.limits is None or self.peak is not None:
+            saves_all_or_nothing = self.budget in (0, 1) and self.peak is None
+            return self.budget if saves_all_or_nothing else None
         low, high = self.limits
         return (self.saved_bytes - low) / (high - low) if low < high else None
 
     def chosen_by(self) -> str:
         """What decided, in words."""
+        if self.peak is not None:
+            return "peak planner: cheapest plan found below the peak allowed"
         if self.knapsack is not None:
             k = self.knapsack
             return (
@@ -206,7 +222,7 @@ class Plan:
         recomputed = f"{len(self.recomputed)} operators and {self.views} views"
         if runtimes:
             recomputed += f", estimated {self._runtime(math.fsum(runtimes))}"
-        return [
+        lines = [
             ("graph", self.graph),
             ("budget", budget),
             ("chosen by", self.chosen_by()),
@@ -219,6 +235,15 @@ class Plan:
             ),
             ("recomputed", recomputed),
         ]
+        if self.peak is not None:
+            p = self.peak
+            text = (
+                f"{_bytes(p.predicted)} predicted, {_bytes(p.allowed)} allowed "
+                f"(floor: {_bytes(p.floor)}, budget 1: {_bytes(p.fastest)}; "
+                "parameters and inputs apart)"
+            )
+            lines.insert(3, ("peak", text))
+        return lines
 
     def format(self, fold: bool = True, rows: int = 40) -> str:
         """The plan as text; see :func:`print_saved_values`."""
@@ -381,6 +406,7 @@ class _Notes(NamedTuple):
     limits: Optional[tuple[int, int]] = None
     knapsack: Optional[Knapsack] = None
     items: tuple[str, ...] = ()
+    peak: Optional[Peak] = None
 
 
 _notes: WeakKeyDictionary[Graph, _Notes] = WeakKeyDictionary()
@@ -389,6 +415,11 @@ _notes: WeakKeyDictionary[Graph, _Notes] = WeakKeyDictionary()
 def note_limits(graph: Graph, low: float, high: float) -> None:
     """Note the gigabytes that budgets 0 and 1 stand for."""
     _notes[graph] = _Notes(limits=(round(low * 1e9), round(high * 1e9)))
+
+
+def note_peak(graph: Graph, peak: Peak) -> None:
+    """Note what the plan's peak is and what it had to stay below."""
+    _notes[graph] = _Notes(peak=peak)
 
 
 def note_knapsack(
@@ -441,6 +472,8 @@ def record_plan(
             return "user"
         if node.name in runtimes and (node.name in kept) == is_saved:
             return "knapsack"
+        if notes.peak is not None:
+            return "peak"
         return "budget 0" if budget == 0 else "min cut"
 
     def describe(node: Node, is_saved: bool) -> PlannedValue:
@@ -484,6 +517,7 @@ def record_plan(
         runtime_unit=_RUNTIME_UNITS.get(str(estimator), ""),
         limits=notes.limits,
         knapsack=notes.knapsack,
+        peak=notes.peak,
     )
     _plans.append(plan)
     _hits_before_last = _cache_hits()

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from ..patch import (
+    CONFIG,
+    Edit,
+    LIVENESS,
+    PARTITIONERS,
+    Patch,
+    PEAK_PLANNER,
+    RERUN_COST,
+)
+
+
+_SINCE = (2, 11)
+_EVALUATOR = (
+    "from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator\n"
+)
+_DESCRIPTORS = "from ._aot_autograd.descriptors import"
+_ESTIMATOR = "# This controls how we estimate the runtime when deciding"
+_TESTING = '# "testing": Returns 1 for everything\n'
+
+PATCH = Patch(
+    name="peak-budget",
+    subject="Let the activation memory budget bound the peak",
+    why="""\
+The budget bounds what is saved for the backward, not what training runs out of.
+Where little is saved, the first step of the backward repeats most of the forward
+at once: a small budget has a higher peak than none.
+
+With activation_memory_budget_target = "peak", budget b bounds the peak by
+floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a number
+of bytes. A model of live bytes, exact for what the two graphs do operator by
+operator, evaluates some hundred plans: checkpoints by dynamic programming, dear
+operators saved as well where there is room, and the min cuts' own plans. The
+cheapest that fits is taken, so a smaller budget never has a higher peak. The
+estimator "roofline" counts the bytes that recomputation moves beside its FLOP.
+
+The default target, "saved", is what the budget means today. Where no plan can be
+made, a warning says why and the graph gets the plan for saved bytes.
+""",
+    trailers=("Fixes: #197838",),
+    tested="python test/functorch/test_ac_peak_budget.py",
+    files=(LIVENESS, PEAK_PLANNER, RERUN_COST, "test/functorch/test_ac_peak_budget.py"),
+    needs=("random-ops", "saved-report"),
+    evidence=(
+        ("peak", "predicted / measured"),
+        ("peak", "measured peak"),
+        ("peak", "gradients"),
+        ("peak", "floor"),
+        ("peak", "partition by peak"),
+    ),
+    edits=(
+        Edit(
+            CONFIG,
+            anchor=_ESTIMATOR,
+            replacement="""\
+# What the budget bounds. "saved": the bytes saved for the backward, as a share of
+# those between the inputs and the plan that runs fastest. "peak": the peak of live
+# bytes, parameters and inputs apart, as a share of the peaks between the lowest that
+# can be reached and that of the plan that runs fastest.
+activation_memory_budget_target = "saved"
+
+# A peak in bytes to stay below, parameters and inputs apart, whatever the budget and
+# its target; a graph that cannot gets the lowest peak found, and a warning.
+activation_memory_peak_bytes: int | None = None
+
+"""
+            + _ESTIMATOR,
+            since=_SINCE,
+        ),
+        Edit(
+            CONFIG,
+            anchor=_TESTING,
+            replacement='# "roofline": FLOP or the bytes moved, whichever takes longer\n'
+            + _TESTING,
+            since=_SINCE,
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_EVALUATOR,
+            replacement=_EVALUATOR
+            + "from ._activation_checkpointing.peak_planner import choose_for_target\n",
+            since=_SINCE,
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=_DESCRIPTORS,
+            replacement="from ._activation_checkpointing.rerun_cost import roofline\n"
+            + _DESCRIPTORS,
+            since=_SINCE,
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='    if RUNTIME_MODE == "testing":\n',
+            replacement="""\
+    if RUNTIME_MODE == "roofline":
+        return roofline(node)
+
+    if RUNTIME_MODE == "testing":
+""",
+            inside="estimate_runtime",
+            since=_SINCE,
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor="    saved_values = choose_saved_values_set(\n",
+            through="    )\n",
+            digest="2682dbbcfdd08e77",
+            replacement="""\
+    saved_values = choose_for_target(
+        joint_graph,
+        node_info,
+        memory_budget,
+        num_fwd_outputs,
+        choose_saved_values_set,
+    )
+""",
+            inside="min_cut_rematerialization_partition",
+            since=_SINCE,
+        ),
+    ),
+    landed=((PARTITIONERS, "choose_for_target("),),
+    risks="""\
+Opt-in: with the default target every plan is what it was, bit for bit. Peaks are predicted
+for graphs that run operator by operator; inductor's fusion and its order of kernels move
+them by some percent. What a kernel allocates for itself is not counted.
+""",
+    kind="new features",
+)

@@ -1,0 +1,818 @@
+# Owner(s): ["module: functorch"]
+"""A budget that means peak memory: the model of live bytes, and plans made with it.
+
+Peaks are measured on running programs: every storage that an operator returns is
+followed by a weak reference.  Gradients are those of eager mode, or, where the forward
+draws random numbers, fit finite differences of the compiled forward itself.
+"""
+
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+import weakref
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._functorch import config, partitioners
+from torch._functorch._activation_checkpointing import peak_planner, saved_report
+from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
+from torch._functorch._activation_checkpointing.rerun_cost import (
+    FLOP_PER_BYTE,
+    flops,
+    roofline,
+)
+from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
+from torch._inductor.utils import fresh_cache
+from torch.distributed._functional_collectives import all_reduce
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    checkpoint,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+
+
+AOT = "aot_eager_decomp_partition"
+BUDGETS = (0, 0.1, 0.3, 0.6)
+FEW = (0, 0.3)
+
+
+@contextmanager
+def configured(budget, target="peak", peak_bytes=None, **options):
+    with (
+        config.patch(
+            activation_memory_budget=budget,
+            activation_memory_budget_target=target,
+            activation_memory_peak_bytes=peak_bytes,
+            # Every plan is made here, and gradcheck runs a backward twice.
+            enable_autograd_cache=False,
+            **options,
+        ),
+        inductor_config.patch(fx_graph_cache=False, cpp_cache_precompile_headers=False),
+    ):
+        yield
+
+
+class LiveBytes(TorchDispatchMode):
+    """Most bytes that were live at once, of the storages that operators returned."""
+
+    # What happens in their subgraphs is not seen, only what they return.
+    supports_higher_order_operators = True
+
+    def __init__(self, given):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in given}
+        self.live = self.peak = 0
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        # Otherwise torch.compile would run a step in eager mode under this one.
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known.add(storage._cdata)
+                    self.live += storage.nbytes()
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(
+                        storage, self.died, storage._cdata, storage.nbytes()
+                    )
+        return result
+
+    def died(self, key, nbytes):
+        self.known.remove(key)
+        self.live -= nbytes
+
+
+class Case(NamedTuple):
+    """A function that returns a scalar, its inputs, and what gets a gradient."""
+
+    function: object
+    inputs: tuple
+    leaves: tuple
+    given: tuple
+
+
+def case(function, *inputs):
+    given = list(inputs)
+    if isinstance(function, nn.Module):
+        given += [*function.parameters(), *function.buffers()]
+    given = [t for t in given if isinstance(t, torch.Tensor)]
+    leaves = [t for t in given if t.requires_grad]
+    return Case(function, inputs, tuple(leaves), tuple(given))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        parts = self.qkv(self.first(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        y = F.scaled_dot_product_attention(*(p.transpose(1, 2) for p in parts))
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.norm, self.norm_two = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        y = self.norm(self.one(x)).relu()
+        return (x + self.norm_two(self.two(y))).relu()
+
+
+class Loss(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def transformer(dtype=torch.float32):
+    model = Loss(*(Block(16, 2) for _ in range(3))).to(dtype)
+    return case(model, torch.randn(4, 32, 16, dtype=dtype))
+
+
+def convolutions(dtype=torch.float32):
+    model = Loss(nn.Conv2d(3, 8, 3), *(Residual(8) for _ in range(2))).to(dtype)
+    return case(model, torch.randn(8, 3, 12, 12, dtype=dtype))
+
+
+def dropouts(dtype=torch.float32):
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (nn.Linear(24, 24), nn.Tanh(), nn.Dropout(0.3))
+    ]
+    return case(Loss(*layers).to(dtype), torch.randn(64, 24, dtype=dtype))
+
+
+NETS = {f.__name__: f for f in (transformer, convolutions, dropouts)}
+
+
+class Step(NamedTuple):
+    loss: torch.Tensor
+    gradients: list
+    peak: int
+
+
+def step(function, given):
+    """One step on a case's data, measured."""
+    for leaf in given.leaves:
+        leaf.grad = None
+    gc.collect()
+    torch.manual_seed(1)
+    with LiveBytes(given.given) as recording:
+        loss = function(*given.inputs)
+        loss.backward()
+    return Step(
+        loss.detach(), [leaf.grad.clone() for leaf in given.leaves], recording.peak
+    )
+
+
+class Scaled(torch.autograd.Function):
+    """Saves a size beside a tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.rows = x.shape[0] * 2 + 1
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos() * ctx.rows
+
+
+def square(*shape):
+    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+
+def layers(layer, count=3, side=8):
+    """``layer(x, w)`` again and again."""
+
+    def function(x, *weights):
+        for w in weights:
+            x = layer(x, w)
+        return x.square().mean()
+
+    return case(
+        function, square(4 * side, side), *(square(side, side) for _ in range(count))
+    )
+
+
+def dense(x, w):
+    return (x @ w).tanh().exp().sin()
+
+
+def checkpointed(layer=dense, policy=None):
+    """``layer`` under torch.utils.checkpoint, ``policy`` telling what to do with its mm."""
+
+    def choose(context, op, *args, **kwargs):
+        product = op is torch.ops.aten.mm.default
+        return policy if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    options = {} if policy is None else {"context_fn": contexts}
+    return functools.partial(checkpoint, layer, use_reentrant=False, **options)
+
+
+@torch.compiler.nested_compile_region
+def region(x, w):
+    return dense(x, w)
+
+
+def several_results(x, w):
+    first, second = (x @ w).tanh().chunk(2, -1)
+    top = torch.topk(second.exp(), 4, -1)
+    y = torch.cat((first.exp() + top.values, second.sin()), -1)
+    normed, *rest = torch.native_layer_norm(y, y.shape[-1:], None, None, 1e-5)
+    return (normed * rest[1]).tanh()
+
+
+def views(x, w):
+    y = (x @ w).tanh()
+    z = y.view(-1, 2, y.shape[-1] // 2).transpose(0, 1)
+    flat = z[1].t().reshape(-1).exp().view(z.shape[-1], -1)
+    y = torch.cat((z[0], flat.t()), -1)
+    return y.as_strided(y.shape, y.stride()).exp().tanh()
+
+
+def branch(x, w):
+    return torch.cond(x.sum() > 0, dense, lambda x, w: (x @ w).cos(), (x, w))
+
+
+def flexible(x, w):
+    q = (x @ w).tanh().view(1, 2, -1, 16)
+    y = flex_attention(q, q.sin(), q.exp(), lambda s, b, h, i, j: s + (i - j) / 8)
+    return y.reshape(x.shape).tanh()
+
+
+def shaped(x, w):
+    return (Scaled.apply((x @ w).tanh().exp()) / x.shape[0]).sin()
+
+
+LAYERS = {
+    "dense": dense,
+    "checkpoint": checkpointed(),
+    "must_save": checkpointed(policy=CheckpointPolicy.MUST_SAVE),
+    "must_recompute": checkpointed(policy=CheckpointPolicy.MUST_RECOMPUTE),
+    "prefer_save": checkpointed(policy=CheckpointPolicy.PREFER_SAVE),
+    "several_results": several_results,
+    "views": views,
+    "shaped": shaped,
+}
+# The bytes that live only within their subgraphs are unknown.
+HIGHER_ORDER = {
+    "branch": branch,
+    "subgraph": region,
+    "checkpointed_subgraph": checkpointed(region),
+}
+
+
+ticks = []
+
+
+@torch.library.custom_op("test_ac_peak_budget::tick", mutates_args=())
+def tick(x: torch.Tensor) -> torch.Tensor:
+    ticks.append(1)
+    return x.clone()
+
+
+@tick.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+tick.register_autograd(lambda ctx, grad: grad)
+
+
+def overwritten_after(x, w, buffer):
+    y = (x @ w).sin() * buffer.exp()
+    buffer.add_(1)
+    return (y.tanh() @ w).tanh().square().mean()
+
+
+def overwritten_by_result(x, w, buffer):
+    y = (x @ w).tanh() * buffer.exp().sin()
+    buffer.copy_(y.detach().mean(0) * 3)
+    return (y.sin() @ w).tanh().square().mean()
+
+
+def overwritten_statistics(x, w, buffer):
+    # Eager mode needs no statistics for a gradient here, a repeated node would.
+    y = F.batch_norm(x.detach().tanh(), buffer, buffer.exp(), training=False)
+    buffer.add_(1)
+    return ((y * w[0]).sin() @ w * x).tanh().square().mean()
+
+
+OVERWRITTEN = (overwritten_after, overwritten_by_result, overwritten_statistics)
+
+
+class ByElements(CustomRuntimeEstimator):
+    def __call__(self, node):
+        return float(node.meta["val"].numel())
+
+    def uuid(self):
+        return "elements"
+
+
+def rank(number, place):
+    """What one of two processes saves, as JSON on its standard output."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=number, world_size=2
+    )
+
+    def everywhere(x, w):
+        y = dense(x, w)
+        return y * all_reduce(y.detach(), "sum", torch.distributed.group.WORLD)
+
+    torch.manual_seed(0)
+    given = layers(everywhere, 4)
+    expected = step(
+        layers(lambda x, w: dense(x, w) * 2 * dense(x, w).detach(), 4)[0], given
+    )
+    with configured(0.2, _sync_decision_cross_ranks=True):
+        found = step(torch.compile(given.function, backend=AOT), given)
+    torch.testing.assert_close(found.gradients, expected.gradients)
+    names = [value.name for value in last_plan().saved]
+    print(json.dumps([names, last_plan().peak]))
+    torch.distributed.destroy_process_group()
+
+
+class PeakBudgetTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+        saved_report._plans.clear()
+        torch.manual_seed(0)
+
+    def compiled(self, given, backend=AOT, **options):
+        torch._dynamo.reset()
+        saved_report._plans.clear()
+        return torch.compile(given.function, backend=backend, **options)
+
+    def check(self, given, budgets=(0, 0.4), measure=True, **options):
+        """Gradients are eager's at every budget, and peaks what they are said to be."""
+        expected = step(given.function, given)
+        for budget in budgets:
+            with self.subTest(budget=budget), configured(budget):
+                compiled = self.compiled(given, **options)
+                step(compiled, given)
+                found = step(compiled, given)
+                self.assertEqual(found.loss, expected.loss)
+                self.assertEqual(found.gradients, expected.gradients)
+                if measure:
+                    self.check_peak(found.peak)
+
+    def check_peak(self, measured):
+        peak = last_plan().peak
+        self.assertLessEqual(abs(peak.predicted - measured), 0.005 * measured)
+        self.assertLessEqual(peak.predicted, peak.allowed)
+        self.assertLessEqual(measured, peak.allowed)
+
+    def graphs(self, given, budget, **options):
+        """The code of the graphs that the partitioner made, and the plan."""
+        found = []
+        split = partitioners.min_cut_rematerialization_partition
+
+        def watched(*args, **kwargs):
+            pair = split(*args, **kwargs)
+            found.extend(module.code for module in pair)
+            return pair
+
+        debugging = sys.modules["torch._dynamo.backends.debugging"]
+        with (
+            patch.object(debugging, split.__name__, watched),
+            configured(budget, **options),
+        ):
+            self.compiled(given)(*given.inputs)
+        return found
+
+    # ------------------------------------------------------- model and planner
+
+    @parametrize("net", ["transformer", "convolutions"])
+    def test_nets(self, net):
+        with self.assertNoLogs(peak_planner.log, "WARNING"):
+            budgets = BUDGETS if net == "convolutions" else FEW
+            self.check(NETS[net](torch.double), budgets)
+
+    def test_dropout(self):
+        given = dropouts(torch.double)
+        for budget in FEW:
+            with self.subTest(budget=budget), configured(budget):
+                compiled = self.compiled(given)
+                step(compiled, given)
+                self.check_peak(step(compiled, given).peak)
+                self.check_gradients_of_this_forward(given, compiled)
+
+    def check_gradients_of_this_forward(self, given, compiled):
+        """Along one direction they are the finite differences under the same seed."""
+        direction = [torch.randn_like(leaf) for leaf in given.leaves]
+        found = step(compiled, given)
+        slope = sum((g * d).sum() for g, d in zip(found.gradients, direction))
+        losses = []
+        for shift in (1e-6, -2e-6):
+            with torch.no_grad():
+                for leaf, d in zip(given.leaves, direction):
+                    leaf += shift * d
+            losses.append(step(compiled, given).loss)
+        self.assertEqual(slope, (losses[0] - losses[1]) / 2e-6, rtol=1e-6, atol=1e-9)
+        self.assertNotEqual(slope, 0)
+
+    @parametrize("net", NETS)
+    def test_the_curve_falls(self, net):
+        curves = []
+        search = peak_planner.search
+
+        def watched(*args):
+            curves.append((search(*args), search(*args)))
+            return curves[-1][0]
+
+        with patch.object(peak_planner, "search", watched):
+            self.graphs(NETS[net](), 0.5)
+        ((curve, again),) = curves
+        self.assertEqual(curve.plans, again.plans)
+        chosen = [curve.within(curve.allowed(k / 40)) for k in range(41)]
+        for k, plan in enumerate(chosen):
+            self.assertLessEqual(plan.peak, curve.allowed(k / 40))
+        for low, high in zip(chosen, chosen[1:]):
+            self.assertLessEqual(low.peak, high.peak)
+            self.assertGreaterEqual(low.cost, high.cost)
+        self.assertEqual(chosen[0].peak, curve.floor)
+        self.assertEqual(chosen[-1], curve.fastest)
+        self.assertGreater(len({plan.peak for plan in chosen}), 2)
+        # One byte less than a plan's peak excludes it.
+        for low, high in zip(curve.plans, curve.plans[1:]):
+            self.assertEqual(curve.within(high.peak - 1), low)
+            if high.peak < curve.fastest.peak:
+                self.assertEqual(curve.within(high.peak), high)
+
+    def test_small_budgets_recompute_no_long_stretch(self):
+        given = layers(dense, 8)
+        peaks = {}
+        for target in ("saved", "peak"):
+            with configured(0, target):
+                compiled = self.compiled(given)
+                step(compiled, given)
+                peaks[target] = step(compiled, given).peak
+        self.assertLess(peaks["peak"], 0.6 * peaks["saved"])
+
+    # ------------------------------------------------------------ the setting
+
+    def test_other_targets_are_left_alone(self):
+        given = layers(dense, 4)
+
+        def without(joint, info, budget, outputs, choose):
+            return choose(joint, info, memory_budget=budget)
+
+        for budget, target in ((0, "saved"), (0.5, "saved"), (1, "saved"), (1, "peak")):
+            found = self.graphs(given, budget, target=target)
+            with patch.object(partitioners, "choose_for_target", without):
+                self.assertEqual(found, self.graphs(given, budget, target=target))
+        self.assertNotEqual(
+            self.graphs(given, 0), self.graphs(given, 0, target="saved")
+        )
+
+    def test_a_number_of_bytes(self):
+        given = layers(dense, 6)
+        self.graphs(given, 0)
+        floor, fastest = last_plan().peak.floor, last_plan().peak.fastest
+        limit = (floor + fastest) // 2
+        for target in ("saved", "peak"):
+            with (
+                configured(1, target, limit),
+                self.assertNoLogs(peak_planner.log, "WARNING"),
+            ):
+                compiled = self.compiled(given)
+                step(compiled, given)
+                self.check_peak(step(compiled, given).peak)
+                self.assertEqual(last_plan().peak.allowed, limit)
+        with self.assertLogs(peak_planner.log, "WARNING") as said:
+            found = self.graphs(given, 1, peak_bytes=floor - 1)
+        self.assertEqual(len(said.output), 1)
+        self.assertIn(f" {floor - 1},", said.output[0])
+        self.assertIn(f" {floor} bytes", said.output[0])
+        self.assertEqual(found, self.graphs(given, 0))
+        with self.assertNoLogs(peak_planner.log, "WARNING"):
+            self.graphs(given, 1, peak_bytes=floor)
+
+    @parametrize("value", [0, -1, 1.5, "1GB", True])
+    def test_wrong_numbers_of_bytes(self, value):
+        with self.assertRaisesRegex(Exception, f"peak_bytes is {value!r}"):
+            self.graphs(layers(dense, 1), 0.5, peak_bytes=value)
+
+    def test_wrong_targets(self):
+        with self.assertRaisesRegex(Exception, "target 'peek': known are saved, peak"):
+            self.graphs(layers(dense, 1), 0.5, target="peek")
+
+    @unittest.skipUnless(
+        hasattr(torch.autograd.graph, "region_activation_memory_budget"),
+        "this torch has no budget for a region",
+    )
+    def test_a_budget_for_a_region(self):
+        given = layers(dense, 6)
+
+        whole = given.function
+
+        def inside(*inputs):
+            with torch.autograd.graph.region_activation_memory_budget(0.3):
+                return whole(*inputs)
+
+        self.assertEqual(
+            self.graphs(given._replace(function=inside), 1), self.graphs(given, 0.3)
+        )
+        self.assertEqual(last_plan().budget, 0.3)
+
+    @parametrize("estimator", ["flops", "roofline", "testing", ByElements()])
+    def test_estimators(self, estimator):
+        given = layers(dense, 4)
+        expected = step(given.function, given)
+        for target in ("saved", "peak") if estimator == "roofline" else ("peak",):
+            with configured(
+                0.3, target, activation_memory_budget_runtime_estimator=estimator
+            ):
+                self.assertEqual(
+                    step(self.compiled(given), given).gradients, expected.gradients
+                )
+
+    def test_roofline(self):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(8, 8)
+
+        def cost(op, *args):
+            node = graph.call_function(op, args)
+            node.meta["val"] = op(*(a.meta["val"] if a is x else a for a in args))
+            return roofline(node), flops(node)
+
+        aten = torch.ops.aten
+        moved = FLOP_PER_BYTE * 8 * 8 * 4
+        self.assertEqual(cost(aten.sin.default, x), (2 * moved, 0))
+        self.assertEqual(cost(aten.view.default, x, [64]), (1, 0))
+        self.assertEqual(cost(aten.mm.default, x, x), (2 * moved, 2 * 8**3))
+        x.meta["val"] = torch.empty(1024, 1024, device="meta")
+        self.assertEqual(cost(aten.mm.default, x, x), (2 * 1024**3,) * 2)
+
+    def test_the_cache_tells_plans_apart(self):
+        given = layers(torch.matmul, 6)
+
+        def word(**options):
+            torch._dynamo.reset()
+            counters.clear()
+            with (
+                configured(0.2, **options),
+                config.patch(enable_autograd_cache=True),
+                inductor_config.patch(fx_graph_cache=True, fx_graph_remote_cache=False),
+            ):
+                torch.compile(given.function)(*given.inputs).backward()
+            cache = counters["aot_autograd"]
+            return [w for w in ("hit", "miss") if cache[f"autograd_cache_{w}"]]
+
+        with fresh_cache():
+            for options in (
+                {"target": "saved"},
+                {},
+                {"peak_bytes": 10**6},
+                {"peak_bytes": 10**7},
+            ):
+                self.assertEqual(word(**options), ["miss"])
+                self.assertEqual(word(**options), ["hit"])
+
+    # --------------------------------------------------------------- edges
+
+    @parametrize("name", [*LAYERS, *HIGHER_ORDER])
+    def test_layers(self, name):
+        with self.assertNoLogs(peak_planner.log, "WARNING"):
+            layer = {**LAYERS, **HIGHER_ORDER}[name]
+            measure = name in LAYERS
+            self.check(layers(layer), (0, 0.4) if measure else (0,), measure)
+
+    @parametrize("name", ["shaped", "views"])
+    def test_symbolic_shapes(self, name):
+        with self.assertNoLogs(peak_planner.log, "WARNING"):
+            self.check(layers(LAYERS[name]), (0,), dynamic=True)
+        if name == "shaped":
+            self.assertIn("input", {v.why for v in last_plan().saved if not v.nbytes})
+
+    def test_policies_hold(self):
+        def kept(policy):
+            layer = checkpointed(policy=policy)
+            with configured(0.5):
+                self.compiled(layers(layer))(*layers(layer).inputs)
+            return [v.op for v in last_plan().saved if v.why != "input"]
+
+        self.assertEqual(kept(CheckpointPolicy.MUST_SAVE), ["aten.mm.default"] * 3)
+        self.assertNotIn("aten.mm.default", kept(CheckpointPolicy.MUST_RECOMPUTE))
+
+    @parametrize("function", OVERWRITTEN)
+    @parametrize("backend", [AOT, "inductor"])
+    def test_overwritten_inputs(self, function, backend):
+        if backend == "inductor" and function is not OVERWRITTEN[0]:
+            self.skipTest("compiling for one of them takes long enough")
+        x, w = square(8, 8), square(8, 8)
+
+        def run(function):
+            x.grad = w.grad = None
+            buffer = torch.linspace(0, 1, 8, dtype=torch.double)
+            function(x, w, buffer).backward()
+            return x.grad, w.grad, buffer
+
+        expected = run(function)
+        for budget in (0, 0.99) if backend == AOT else (0,):
+            torch._dynamo.reset()
+            with self.subTest(budget=budget), configured(budget):
+                self.assertEqual(
+                    run(torch.compile(function, backend=backend)), expected
+                )
+
+    def test_effects_happen_once(self):
+        handle = _register_effectful_op(tick._opoverload, _EffectType.ORDERED)
+        try:
+            given = layers(lambda x, w: tick(dense(x, w)).tanh())
+            expected = step(given.function, given)
+            for budget in (0, 0.4):
+                with configured(budget), self.assertNoLogs(peak_planner.log, "WARNING"):
+                    compiled = self.compiled(given)
+                    ticks.clear()
+                    self.assertEqual(
+                        step(compiled, given).gradients, expected.gradients
+                    )
+                    self.assertEqual(len(ticks), 3)
+        finally:
+            handle.destroy()
+
+    def test_graph_breaks(self):
+        given = layers(dense, 4)
+        whole = given.function
+
+        def broken(x, *weights):
+            x = dense(dense(x, weights[0]), weights[1])
+            torch._dynamo.graph_break()
+            return whole(x, *weights[2:])
+
+        given = given._replace(function=broken)
+        expected = step(broken, given)
+        with configured(0.2):
+            self.assertEqual(
+                step(self.compiled(given), given).gradients, expected.gradients
+            )
+        self.assertEqual([plan.peak is None for plan in plans()], [False, False])
+
+    def test_frozen_parameters(self):
+        given = transformer(torch.double)
+        for parameter in given.function.layers[:2].parameters():
+            parameter.requires_grad_(False)
+        given.function.layers[2].up.weight.requires_grad_(False)
+        self.check(case(given.function, *given.inputs), (0.3,))
+
+    def test_nothing_to_plan(self):
+        w = square(4)
+        for function in (
+            lambda w: w.sum(),
+            lambda w: (w * 2 + 1).sum(),
+            lambda w: w.exp().sum(),
+            lambda w: (w.detach().exp() + w).sum(),
+        ):
+            with self.assertNoLogs(peak_planner.log, "WARNING"):
+                self.check(case(function, w), (0,), measure=False)
+        with configured(0), torch.no_grad():
+            self.assertEqual(self.compiled(case(torch.exp, w))(w), w.exp())
+
+    def test_outputs_stay_live(self):
+        def function(x, w):
+            large = (x @ w).tanh().exp()
+            return large, dense(dense(large, w), w).square().mean()
+
+        given = case(function, square(32, 8), square(8, 8))
+
+        def run(function):
+            kept = []
+
+            def last(*inputs):
+                kept.extend(function(*inputs))
+                return kept[-1]
+
+            return step(last, given)
+
+        expected = run(function)
+        with configured(0):
+            compiled = self.compiled(given)
+            run(compiled)
+            found = run(compiled)
+        self.assertEqual(found.gradients, expected.gradients)
+        self.check_peak(found.peak)
+
+    @parametrize("place", ["search", "JointGraph"])
+    def test_a_planner_that_fails(self, place):
+        given = layers(dense)
+        expected = step(given.function, given)
+        with (
+            patch.object(peak_planner, place, side_effect=ValueError("out of ideas")),
+            self.assertLogs(peak_planner.log, "WARNING") as said,
+        ):
+            found = self.graphs(given, 0.3)
+            with configured(0.3):
+                gradients = step(self.compiled(given), given).gradients
+        self.assertIn("ValueError: out of ideas", said.output[0])
+        self.assertIsNone(last_plan().peak)
+        self.assertEqual(gradients, expected.gradients)
+        self.assertEqual(found, self.graphs(given, 0.3, target="saved"))
+
+    def test_values_without_storage(self):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.eye(2).to_sparse()
+        graph.output((x, x))
+        info = types.SimpleNamespace(required_fw_nodes={x}, tangents_closure=set())
+        with self.assertRaisesRegex(CannotPlan, "x has no storage to count"):
+            JointGraph(graph, info, 1)
+
+    @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
+    def test_inductor(self):
+        # One kernel each way: compiling them takes longer than all else.
+        given = layers(lambda x, w: F.dropout((x @ w).tanh(), 0.2), 1)
+        with configured(0.2):
+            self.check_gradients_of_this_forward(
+                given, self.compiled(given, "inductor")
+            )
+        self.assertIsNotNone(last_plan().peak)
+
+    @unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
+    def test_flex_attention(self):
+        x, *weights = (
+            w.detach().cuda().requires_grad_() for w in layers(dense, side=32).inputs
+        )
+        function = layers(flexible).function
+        with self.assertNoLogs(peak_planner.log, "WARNING"):
+            self.check(case(function, x, *weights), (0, 0.4), measure=False)
+
+    @unittest.skipUnless(
+        torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+        "no gloo here",
+    )
+    def test_two_ranks_choose_alike(self):
+        with tempfile.TemporaryDirectory() as folder:
+            command = "import test_ac_peak_budget as t; t.rank({}, '{}/init')"
+            here = os.path.dirname(os.path.abspath(__file__))
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-c", command.format(number, folder)],
+                    env={**os.environ, "PYTHONHASHSEED": str(number + 1)},
+                    cwd=here,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for number in range(2)
+            ]
+            said = [process.communicate(timeout=300) for process in ranks]
+        for process, (_, errors) in zip(ranks, said):
+            self.assertEqual(process.returncode, 0, msg=errors)
+        one, two = (json.loads(output.splitlines()[-1]) for output, _ in said)
+        self.assertEqual(one, two)
+        self.assertGreater(len(one[0]), 0)
+
+
+instantiate_parametrized_tests(PeakBudgetTest)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,510 @@
+"""How many bytes a plan keeps live, operator by operator, before anything runs.
+
+A plan is the set of values that the forward saves.  It decides which operators the
+backward runs again and when, and so the peak.  :class:`JointGraph` reads a joint graph
+once into integers; :meth:`JointGraph.evaluate` then takes a plan through both phases:
+
+    >>> graph = JointGraph(joint_module.graph, node_info, num_fwd_outputs)
+    >>> graph.evaluate(graph.storages(saved_values)).peak
+
+Counted is what an interpreter of the two graphs has live while it runs an operator: the
+operator's arguments and results, whatever is read later, the saved values, the gradients
+that are done, the tangents and the forward's outputs.  A storage counts once, whole,
+however many views it has.  Parameters and inputs are live anyway and do not count, nor
+does what a kernel allocates for itself.
+
+The backward runs its own operators in their order, and each repeated one right before
+the first that needs it, as ``reordering_to_mimic_autograd_engine`` emits them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .random_ops import is_replayed, must_run_once
+from .rerun_cost import concrete
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch._functorch.partitioners import NodeInfo
+
+
+__all__ = ["CannotPlan", "Evaluation", "JointGraph"]
+
+# Results of these share their argument's memory, which their schema does not tell.
+_ALIASING = (torch.ops.aten._unsafe_view.default,)
+
+
+class CannotPlan(Exception):
+    """The model does not understand a joint graph, or a plan for it cannot be run."""
+
+
+class Evaluation(NamedTuple):
+    """What a plan costs.
+
+    Args:
+        forward_peak: most live bytes while the forward runs.
+        rows: for each step of the backward that reads what the forward made, the most
+            live bytes since the step before, and the operators that were repeated for
+            it, by number in the order of the forward.
+        saved: the storages that are really kept, those included that every plan keeps.
+    """
+
+    forward_peak: int
+    rows: list[tuple[int, list[int]]]
+    saved: set[int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, *(live for live, _ in self.rows), 0)
+
+    @property
+    def recomputed(self) -> Iterator[int]:
+        return (op for _, ops in self.rows for op in ops)
+
+
+class _Step(NamedTuple):
+    """A step of the backward that reads what the forward made.
+
+    ``own_*`` are the live bytes that the backward alone made: most of them since the
+    last such step, those before this one, and those during it.
+    """
+
+    reads: tuple[int, ...]
+    own_since: int
+    own_before: int
+    own_during: int
+
+
+class JointGraph:
+    """A joint graph as operators and storages, each numbered in the graph's order.
+
+    Operators are nodes that allocate, except the backward's own, which need a tangent.
+    Those that the forward does not need either run where they are read first.  Public:
+
+    nodes[o], reads[o], writes[o]: an operator, and the storages it reads and allocates.
+    repeatable[o]: whether the backward may run it.
+    nbytes[s], producer[s]: a storage's size, and its operator or -1.
+    root[s]: the node that is saved to keep storage s, None where nothing can be.
+    births[s], deaths[s]: the forward's steps that allocate it and read it last, or -1.
+    outputs: the storages that the forward returns, which stay live in any plan.
+    forward_live: live bytes at each step of a forward that saves nothing.
+    backward_reads: what each step reads that an evaluation has a row for.
+
+    Args:
+        graph: the joint graph, with a ``val`` in every node's meta.
+        node_info: the partitioner's classification of its nodes.
+        num_fwd_outputs: how many of its outputs are the forward's.
+
+    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int
+    ) -> None:
+        self.nodes: list[fx.Node] = []
+        self.reads: list[tuple[int, ...]] = []
+        self.writes: list[tuple[int, ...]] = []
+        self.nbytes: list[int] = []
+        self.producer: list[int] = []
+        self.root: list[fx.Node | None] = []
+        self._keys: list[int] = []
+        # The storages of each node's value, in containers like those of the value.
+        self._value: dict[fx.Node, Any] = {}
+        # The storages that whoever reads a node reads.
+        self._held: dict[fx.Node, tuple[int, ...]] = {}
+        self._forward = set(node_info.required_fw_nodes)
+        (output,) = graph.find_nodes(op="output")
+        results = tree_leaves(output.args)
+        self._descriptions = output.meta.get("desc") or ()
+        self._fwd_outputs = _nodes(results[:num_fwd_outputs])
+        self._bwd_outputs = _nodes(results[num_fwd_outputs:])
+        self._read(graph, node_info)
+
+    def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """The storages that saving these nodes keeps."""
+        return {s for node in nodes for s in tree_leaves(self._value.get(node, ()))} - {
+            None
+        }
+
+    # ------------------------------------------------------------------ reading
+
+    def _read(self, graph: fx.Graph, info: NodeInfo) -> None:
+        backward = self._backward_nodes()
+        tangents = {
+            node
+            for node in graph.find_nodes(op="placeholder")
+            if node in info.tangents_closure
+        }
+        forward: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        # The forward overwrites these inputs itself, or whoever calls it does.
+        overwritten = self._overwritten_inputs()
+        mutated: set[int] = set()
+        repeated: set[int] = set()
+        constant = 0
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            given = node.op != "call_function"
+            reads = self._arguments(node)
+            first = len(self.nbytes)
+            value = self._value[node] = self._allocate(node)
+            writes = tuple(range(first, len(self.nbytes)))
+            own = tuple(s for s in tree_leaves(value) if s is not None)
+            self._held[node] = own or (
+                () if isinstance(node.meta.get("val"), py_sym_types) else reads
+            )
+            if node.target is operator.getitem:
+                reads = own
+            is_forward = node in self._forward
+            if given:
+                if node in tangents:
+                    constant += sum(self.nbytes[s] for s in writes)
+                if node.meta.get("desc") in overwritten:
+                    mutated.update(writes)
+                for s in writes:
+                    self.nbytes[s] = 0
+                continue
+            early = is_forward or node not in info.tangents_closure
+            saveable = isinstance(node.meta.get("val"), torch.Tensor) and early
+            if is_replayed(node):
+                # Nor may a view of it be saved.
+                repeated.update(writes)
+            elif saveable and self.root[value] is None and value not in repeated:
+                self.root[value] = node
+            if is_forward:
+                forward.append((reads, writes))
+                if _is_mutable(node):
+                    mutated.update(self._held[node])
+            elif node not in backward:
+                continue
+            if early:
+                if writes:
+                    for s in writes:
+                        self.producer[s] = len(self.nodes)
+                    self.nodes.append(node)
+                    self.reads.append(reads)
+                    self.writes.append(writes)
+            else:
+                steps.append((reads, writes))
+        steps.append((tuple(s for n in self._bwd_outputs for s in self._held[n]), ()))
+        self._lay_out_forward(forward)
+        self._lay_out_backward(steps, constant)
+        self.repeatable = [self._may_repeat(o, mutated) for o in range(len(self.nodes))]
+        self._prefer_small_results()
+
+    def _backward_nodes(self) -> set[fx.Node]:
+        """The nodes that the backward runs, whatever is saved."""
+        found: set[fx.Node] = set()
+        pending = list(self._bwd_outputs)
+        while pending:
+            node = pending.pop()
+            if node not in found and node not in self._forward:
+                found.add(node)
+                pending += node.all_input_nodes
+        return found
+
+    def _overwritten_inputs(self) -> set[Any]:
+        return {
+            description.mutated_input
+            for description in self._descriptions
+            if isinstance(description, InputMutationAOTOutput)
+        }
+
+    def _arguments(self, node: fx.Node) -> tuple[int, ...]:
+        held = (s for argument in node.all_input_nodes for s in self._held[argument])
+        return tuple(dict.fromkeys(held))
+
+    def _allocate(self, node: fx.Node) -> Any:
+        """Number the storages of a node's value, new ones where it allocates."""
+        if node.target is operator.getitem:
+            (source,) = node.all_input_nodes
+            parts, index = self._value[source], node.args[1]
+            if isinstance(parts, (dict, list)):
+                return parts[index]  # type: ignore[index]
+        reads = self._arguments(node)
+        is_view = getattr(node.target, "is_view", False) or node.target in _ALIASING
+
+        def number(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: number(part) for key, part in value.items()}
+            if isinstance(value, (list, tuple)):
+                return [number(part) for part in value]
+            if isinstance(value, py_sym_types) and node not in self._forward:
+                # What it is read from has to be live for that.
+                return new(0, 0) if reads else None
+            if not isinstance(value, torch.Tensor):
+                return None
+            try:
+                storage = value.untyped_storage()
+            except (NotImplementedError, RuntimeError) as error:
+                raise CannotPlan(f"{node.name} has no storage to count") from error
+            key = storage._cdata
+            for s in reads:
+                if self._keys[s] == key:
+                    return s
+            # Common subexpressions were merged: what is viewed is its twin.
+            if is_view and reads:
+                return reads[0]
+            # One result may be a view of another.
+            for s in range(first, len(self.nbytes)):
+                if self._keys[s] == key:
+                    return s
+            return new(concrete(storage.nbytes()), key)
+
+        def new(nbytes: int, key: int) -> int:
+            self.nbytes.append(nbytes)
+            self._keys.append(key)
+            self.producer.append(-1)
+            self.root.append(None)
+            return len(self.nbytes) - 1
+
+        first = len(self.nbytes)
+        return number(node.meta.get("val"))
+
+    def _may_repeat(self, op: int, mutated: set[int]) -> bool:
+        node = self.nodes[op]
+        if node not in self._forward:
+            return True
+        if must_run_once(node) or _is_mutable(node):
+            return False
+        # An input that the forward overwrites is another one in the backward.
+        return mutated.isdisjoint(self.reads[op]) or _only_updates_statistics(node)
+
+    def _prefer_small_results(self) -> None:
+        """Of an operator that must run once, keep what is made of it if it is smaller.
+
+        That is dropout's mask, where the random numbers have no other use.
+        """
+        readers: dict[int, set[int]] = {}
+        for o, reads in enumerate(self.reads):
+            for s in reads:
+                readers.setdefault(s, set()).add(o)
+        read_by_backward = {s for step in self._steps for s in step.reads}
+        for o in range(len(self.nodes)):
+            tag = self.nodes[o].meta.get("recompute")
+            if self.repeatable[o] or tag == CheckpointPolicy.MUST_SAVE:
+                continue
+            if not read_by_backward.isdisjoint(self.writes[o]):
+                continue
+            using = {u for s in self.writes[o] for u in readers.get(s, ())}
+            if len(using) != 1:
+                continue
+            (user,) = using
+            if any(self.root[s] is None for s in self.writes[user]):
+                continue
+            size = sum(self.nbytes[s] for s in self.writes[o])
+            if sum(self.nbytes[s] for s in self.writes[user]) <= size:
+                self.repeatable[user] = False
+
+    def _lay_out_forward(
+        self, steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> None:
+        count = len(self.nbytes)
+        self.births, self.deaths = [-1] * count, [-1] * count
+        for at, (reads, writes) in enumerate(steps):
+            for s in writes:
+                self.births[s] = self.deaths[s] = at
+            for s in reads:
+                self.deaths[s] = at
+        change = [0] * (len(steps) + 2)
+        # The forward's outputs are kept by whoever called it.
+        self.outputs = {
+            s
+            for node in self._fwd_outputs
+            for s in self._held[node]
+            if self.births[s] >= 0
+        }
+        for s in range(count):
+            if self.births[s] >= 0:
+                change[self.births[s]] += self.nbytes[s]
+                if s not in self.outputs:
+                    change[self.deaths[s] + 1] -= self.nbytes[s]
+        self.forward_live: list[int] = []
+        live = 0
+        for at in range(len(steps) + 1):
+            live += change[at]
+            self.forward_live.append(live)
+
+    def _lay_out_backward(
+        self, steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], constant: int
+    ) -> None:
+        """Work out what does not depend on the plan: the backward's own storages."""
+        own = {s for _, writes in steps for s in writes}
+        last = {s: at for at, step in enumerate(steps) for part in step for s in part}
+        kept = {s for node in self._bwd_outputs for s in self._held[node]}
+        dying: dict[int, int] = {}
+        for s in own - kept:
+            dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
+        self._steps: list[_Step] = []
+        live = most = constant + sum(self.nbytes[s] for s in self.outputs)
+        for at, (reads, writes) in enumerate(steps):
+            before = live
+            live += sum(self.nbytes[s] for s in writes)
+            made = tuple(s for s in reads if self.producer[s] >= 0)
+            if made or at == len(steps) - 1:
+                self._steps.append(_Step(made, most, before, live))
+                most = 0
+            else:
+                most = max(most, live)
+            live -= dying.get(at, 0)
+
+    @property
+    def backward_reads(self) -> list[tuple[int, ...]]:
+        return [step.reads for step in self._steps]
+
+    # --------------------------------------------------------------- evaluating
+
+    def evaluate(self, chosen: Iterable[int]) -> Evaluation:
+        """Take the plan that saves the ``chosen`` storages through both phases.
+
+        What cannot be repeated is saved even if it is not chosen.  O(operators + edges).
+        Raises CannotPlan where something can neither be saved nor repeated.
+        """
+        producer, reads, writes, nbytes = (
+            self.producer,
+            self.reads,
+            self.writes,
+            self.nbytes,
+        )
+        here = {s for s in chosen if self.root[s] is not None}
+        here |= {s for s in self.outputs if self.root[s] is not None}
+        repeated = bytearray(len(self.nodes))
+        last: dict[int, tuple[int, int]] = {}
+        batches: list[list[int]] = []
+        for row, step in enumerate(self._steps):
+            found: list[int] = []
+            pending = [s for s in step.reads if s not in here]
+            while pending:
+                s = pending.pop()
+                op = producer[s]
+                if op < 0 or repeated[op] or s in here:
+                    continue
+                if not self.repeatable[op]:
+                    if self.root[s] is None:
+                        raise CannotPlan(
+                            f"{self.nodes[op].name} can be neither saved nor repeated"
+                        )
+                    here.add(s)
+                    continue
+                repeated[op] = 1
+                found.append(op)
+                pending += reads[op]
+            found.sort()
+            for at, op in enumerate(found):
+                moment = (row, at)
+                for s in reads[op]:
+                    last[s] = moment
+                for s in writes[op]:
+                    last[s] = moment
+            moment = (row, len(found))
+            for s in step.reads:
+                last[s] = moment
+            batches.append(found)
+
+        saved = {s for s in here if s in last}
+        freed: dict[tuple[int, int], int] = {}
+        for s, moment in last.items():
+            if s not in self.outputs:
+                freed[moment] = freed.get(moment, 0) + nbytes[s]
+        live = sum(nbytes[s] for s in saved - self.outputs)
+        rows: list[tuple[int, list[int]]] = []
+        for row, (step, found) in enumerate(zip(self._steps, batches)):
+            most = live + step.own_since
+            for at, op in enumerate(found):
+                for s in writes[op]:
+                    if s not in saved:
+                        live += nbytes[s]
+                most = max(most, live + step.own_before)
+                live -= freed.get((row, at), 0)
+            most = max(most, live + step.own_during)
+            live -= freed.get((row, len(found)), 0)
+            rows.append((most, found))
+        return Evaluation(self._forward_peak(saved), rows, saved)
+
+    def _forward_peak(self, saved: set[int]) -> int:
+        """Add to the live bytes what stays after its last use."""
+        end = len(self.forward_live)
+        # What only the backward needs is made last if it is saved.
+        staying = sorted(
+            (self.deaths[s] + 1 if self.births[s] >= 0 else end - 1, self.nbytes[s])
+            for s in saved - self.outputs
+        )
+        staying.append((end, 0))
+        peak = extra = since = 0
+        for at, size in staying:
+            if at > since:
+                peak = max(peak, extra + max(self.forward_live[since:at]))
+                since = at
+            extra += size
+        return max(peak, extra + self.forward_live[-1])
+
+    def saved_values(self, saved: set[int]) -> list[fx.Node]:
+        """The nodes to save, in the graph's order, so that ``saved`` storages are kept.
+
+        Views are made again from what they view, and sizes are saved themselves.
+        Raises CannotPlan where the backward would have to run what it must not.
+        """
+        roots = {self.root[s] for s in saved}
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        pending = list(self._bwd_outputs)
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            required = node in self._forward
+            if node in roots or (
+                required
+                and (
+                    node.op == "placeholder"
+                    or isinstance(node.meta.get("val"), py_sym_types)
+                )
+            ):
+                found.add(node)
+            elif required and node.op == "call_function" and must_run_once(node):
+                if not isinstance(node.meta.get("val"), torch.Tensor):
+                    raise CannotPlan(f"{node.name} must not run twice")
+                found.add(node)
+            else:
+                pending += node.all_input_nodes
+        order = {node: at for at, node in enumerate(self._value)}
+        return sorted(found, key=order.__getitem__)
+
+
+def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    """Whether the partitioner leaves the node to the phase that it was traced in."""
+    target = node.target
+    return node.meta.get("partitioner_tag") == "must_be_in_forward" or (
+        isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    )
+
+
+def _only_updates_statistics(node: fx.Node) -> bool:
+    """Whether a node is a batch norm in training, whose result is that of the batch."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    name = str(target)
+    if "batch_norm_with_update" in name:
+        return True
+    return "batch_norm" in name and any(
+        argument.name in ("training", "train") and value is True
+        for argument, value in zip(target._schema.arguments, node.args)
+    )
