@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case ${1:-} in
-  solvers | curves | frozen | compile | techniques)
+  solvers | compare | curves | frozen | peak | compile | techniques)
     script=benchmark_$1.py
     ;;
   capture)
@@ -12,14 +12,18 @@ case ${1:-} in
     ;;
   -h | --help)
     cat <<'EOF'
-usage: scripts/benchmark.sh solvers|curves|frozen|compile|techniques|capture [OPTIONS]
+usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|techniques|capture [OPTIONS]
 
   solvers      the knapsack solvers against the marks they have to reach, side by side
                with upstream's from the untouched wheel (ten minutes)
+  compare      upstream's solvers, ours, OR-tools and HiGHS on one set of instances, of one
+               to a million items: time, memory, value, budget kept (twenty minutes)
   curves       what the Pareto plot does on two joint graphs, side by side with the untouched
                wheel, and what recording a plan costs (a quarter of an hour)
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
                as it was, and what that costs (ten minutes)
+  peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
+               gradients, planning time (half an hour)
   compile      where the partitioner's time and memory go, before and after the set, on
                models of real size (half an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
@@ -32,7 +36,7 @@ EOF
     exit
     ;;
   *)
-    echo "usage: scripts/benchmark.sh solvers|curves|frozen|compile|techniques|capture" \
+    echo "usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|techniques|capture" \
       "[OPTIONS]; --help tells more" >&2
     exit 2
     ;;

@@ -64,19 +64,6 @@ ROUNDING = 1e-12
 # --------------------------------------------------------- in a fresh process
 
 
-def high_water_mark() -> int:
-    """Most bytes that were resident since `reset_high_water_mark`."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in status if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
-def reset_high_water_mark() -> int:
-    """Forget earlier peaks; returns the bytes that are resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return high_water_mark()
-
-
 class Stopwatch:
     """CPU seconds and calls of functions that are replaced by timed ones."""
 
@@ -113,10 +100,10 @@ def measure(task: fresh.Task) -> fresh.Row:
     def watch_knapsack(
         graph: Any, memory: Any, runtimes: Any, budget: Any, *rest: Any
     ) -> Any:
-        peaks.append(high_water_mark())
-        before = reset_high_water_mark()
+        peaks.append(fresh.high_water_mark())
+        before = fresh.reset_high_water_mark()
         answer = solve(graph, memory, runtimes, budget, *rest)
-        peaks.append(high_water_mark())
+        peaks.append(fresh.high_water_mark())
         used = math.fsum(memory[i] for i in answer[1])
         row.update(
             joint_nodes=len(graph.nodes),
@@ -128,7 +115,7 @@ def measure(task: fresh.Task) -> fresh.Row:
         return answer
 
     fake = net.fake()
-    start_bytes, start = high_water_mark(), time.process_time()
+    start_bytes, start = fresh.high_water_mark(), time.process_time()
     config = torch._functorch.config
     with (
         config.patch(activation_memory_budget=task["budget"]),
@@ -154,7 +141,7 @@ def measure(task: fresh.Task) -> fresh.Row:
         "knapsack_s": part["knapsack"],
         "partition_rest_s": part["partition"] - inner,
         "start_bytes": start_bytes,
-        "peak_bytes": max(*peaks, high_water_mark()),
+        "peak_bytes": max(*peaks, fresh.high_water_mark()),
     }
 
 

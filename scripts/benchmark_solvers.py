@@ -266,19 +266,14 @@ def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
             False,
         )
     for n, runs in PR_GRID.items():
-        rng = random.Random(n)
         for solve in (ours, theirs):
             solve([1.0], [1.0], 2.0)  # What the first call pays once.
         ours_s, theirs_s = [], []
         # No progress bar here: its thread would be most of what is measured.
-        for _ in range(runs):
-            memory = [rng.uniform(0.1, 10) for _ in range(n)]
-            runtimes = [rng.uniform(0.1, 10) for _ in range(n)]
-            budget = rng.uniform(0.2, 0.8) * sum(memory)
-            theirs_s.append(
-                seconds(functools.partial(theirs, memory, runtimes, budget))
-            )
-            ours_s.append(seconds(functools.partial(ours, memory, runtimes, budget)))
+        for run in range(runs):
+            items = corpus.unnormalised(n, seed=run)
+            theirs_s.append(seconds(functools.partial(theirs, *items)))
+            ours_s.append(seconds(functools.partial(ours, *items)))
         less = 1 - statistics.median(ours_s) / statistics.median(theirs_s)
         yield Row(
             f"Hirschberg, less time than dp, unnormalised sizes, n = {n}, {runs} runs",
@@ -293,13 +288,10 @@ def growth(solver: Any, upstream: Any, repeats: int) -> Iterator[Row]:
     for n, instances, mark in ((100_000, 5, 1.0), (1_000_000, 1, 2.0)):
         measured = 0.0
         for instance in range(instances):
-            r = random.Random(n + instance)
-            sizes = [float(r.randint(1, 10**7)) for _ in range(n)]
-            values = [r.randint(1, 10**7) for _ in range(n)]
-            budget = float(sum(sizes) // 2)
+            items = corpus.uncorrelated(n, seed=n + instance)
             found = ratio(
-                functools.partial(solver.exact_knapsack, sizes, values, budget),
-                functools.partial(upstream.greedy_knapsack, sizes, values, budget),
+                functools.partial(solver.exact_knapsack, *items),
+                functools.partial(upstream.greedy_knapsack, *items),
                 repeats,
             )
             measured = max(measured, found)

@@ -11,8 +11,9 @@ object with a loss, as the Hugging Face library's models do when given labels).
 
 Every row is a training step with AdamW in a fresh process: what it holds at its peak
 and by kind, what the forward saves for the backward, its time beside eager mode's
-(interleaved, medians), and the flops it computes twice. Memory is exact: on the CPU
-all storages are counted, on CUDA it is what torch.cuda.max_memory_allocated tells.
+(interleaved, medians; CPU time of one thread, or wall time on CUDA), and the flops it
+computes twice. Memory is exact: on the CPU all storages are counted, on CUDA it is
+what torch.cuda.max_memory_allocated tells.
 The learning rate is 0, so that all rows train the same weights. With --json a run that
 was interrupted goes on where it stopped.
 """
@@ -66,8 +67,10 @@ CHECKED_MODEL = "vit"
 CHECKED_BUDGETS = (1.0, 0.3)
 # The blocks that most models repeat, by the names they commonly have.
 MODULES = r"(.*\.)?(blocks?|layers?|h|stages?|down|merge|cells)\.\d+"
-# What float32 may differ by when a product is computed a second time.
+# What gradients may differ by when a product is computed a second time.
 TOLERANCE = 1e-4
+TOLERANCE_FLOAT64 = 1e-6
+NOTHING = 1e-3
 
 
 class Skipped(Exception):
@@ -151,7 +154,7 @@ def compiled(module: nn.Module, task: fresh.Task) -> Setup:
 
 def eight_bit(module: nn.Module, task: fresh.Task) -> Setup:
     try:
-        import bitsandbytes  # type: ignore[import-not-found]
+        import bitsandbytes
     except ImportError as error:
         raise Skipped(f"bitsandbytes cannot be imported: {error}") from error
     optimizer = bitsandbytes.optim.AdamW8bit(module.parameters(), lr=0.0)
@@ -241,16 +244,33 @@ def forward_backward(
 
 
 def relative_error(measured: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Largest relative error of a gradient, in the maximum norm."""
+    """Largest relative error of a gradient, in the maximum norm.
+
+    A gradient below `NOTHING` of the model's largest is measured against that: where
+    the true one is zero (a bias in front of a batch norm) the rest is rounding.
+    """
     if len(measured) != len(wanted):
         raise RuntimeError(
             f"{len(measured)} parameters got a gradient, and {len(wanted)} in eager mode"
         )
-    errors = [
-        (a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)
-        for a, b in zip(measured, wanted)
-    ]
-    return torch.stack(errors).max().item()
+    sizes = torch.stack([b.abs().max() for b in wanted])
+    floor = max(NOTHING * sizes.max().item(), torch.finfo(sizes.dtype).tiny)
+    errors = torch.stack([(a - b).abs().max() for a, b in zip(measured, wanted)])
+    return (errors / sizes.clamp(min=floor)).max().item()
+
+
+def error_in_float64(
+    task: fresh.Task, make: Callable[[str], tuple[nn.Module, Inputs]]
+) -> float:
+    """The technique's gradients beside eager mode's, both computed in float64."""
+
+    def gradients(set_up: Callable[[nn.Module, fresh.Task], Setup]) -> list[Tensor]:
+        module, inputs = make(task["device"])
+        module.double()
+        wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        return forward_backward(module, set_up(module, task).forward, wide).gradients
+
+    return relative_error(gradients(TECHNIQUES[task["technique"]]), gradients(eager))
 
 
 def record_forward(
@@ -312,7 +332,9 @@ def measured(
     def step(forward: Callable[[], Tensor], setup: Setup, trains: bool) -> float:
         if task["device"] == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        # One thread computes on the CPU: what else the machine does is left out.
+        clock = time.perf_counter if task["device"] == "cuda" else time.process_time
+        start = clock()
         loss = forward()
         if trains:
             loss.backward()
@@ -320,7 +342,7 @@ def measured(
             setup.optimizer.zero_grad(setup.set_to_none)
         if task["device"] == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return clock() - start
 
     start = time.perf_counter()
     step(forward, setup, trains)
@@ -357,6 +379,9 @@ def measured(
             recomputed_flops=ours.flops - wanted.flops,
             gradient_error=relative_error(ours.gradients, wanted.gradients),
         )
+        if task["technique"] in SAME and not row["gradient_error"] <= TOLERANCE:
+            # A fault, or rounding that the model magnifies, as batch norms do.
+            row["gradient_error_float64"] = error_in_float64(task, make)
     step(plain_forward, plain, True)
     pairs = [
         (step(forward, setup, trains), step(plain_forward, plain, True))
@@ -368,6 +393,13 @@ def measured(
 
 
 # ------------------------------------------------------------------- report
+
+
+def error_text(row: fresh.Row) -> str:
+    """The gradients' relative error; with a star where it is that in float64."""
+    if "gradient_error_float64" in row:
+        return f"{row['gradient_error_float64']:.0e}*"
+    return f"{row['gradient_error']:.0e}"
 
 
 def table(rows: list[fresh.Row], model: str) -> Table:
@@ -395,7 +427,7 @@ def table(rows: list[fresh.Row], model: str) -> Table:
         recomputed, error = "-", "-"
         if "recomputed_flops" in row:
             recomputed = f"{row['recomputed_flops'] / row['forward_flops']:.0%}"
-            error = f"{row['gradient_error']:.0e}"
+            error = error_text(row)
         result.add_row(
             row["technique"],
             budget,
@@ -410,9 +442,7 @@ def table(rows: list[fresh.Row], model: str) -> Table:
     return result
 
 
-def plot(
-    rows: list[fresh.Row], model: str, facts: dict[str, Any], result: Path
-) -> None:
+def plot(rows: list[fresh.Row], facts: dict[str, Any], result: Path) -> None:
     """Peak memory against step time; written beside ``result``."""
     figure = Figure(figsize=(9, 6), dpi=120)
     axes = figure.subplots()
@@ -441,7 +471,9 @@ def plot(
     axes.set_xlabel("time of a step, eager mode = 1")
     axes.set_ylabel("peak memory of a step, MB (parameters and inputs included)")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"{model}: what saves memory, and what it costs", loc="left")
+    axes.set_title(
+        f"{facts['model']}: what saves memory, and what it costs", loc="left"
+    )
     axes.legend(fontsize=8, title="numbers: activation memory budget", title_fontsize=8)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -455,9 +487,13 @@ def faults(rows: list[fresh.Row]) -> list[str]:
         name = fresh.describe({k: row[k] for k in ("technique", "budget")})
         if "error" in row:
             found.append(f"{name}: {row['error']}")
-        elif row["technique"] in SAME and not row["gradient_error"] <= TOLERANCE:
-            error = row["gradient_error"]
-            found.append(f"{name}: gradients differ from eager mode's by {error:.1e}")
+        elif row["technique"] in SAME and not (
+            row["gradient_error"] <= TOLERANCE
+            or row["gradient_error_float64"] <= TOLERANCE_FLOAT64
+        ):
+            found.append(
+                f"{name}: gradients differ from eager mode's by {error_text(row)}"
+            )
     return found
 
 
@@ -580,7 +616,8 @@ def main() -> int:
     console.print(
         "peak MB by kind, parameters and inputs included. saved: what the forward leaves "
         "alive for the backward.\nrecomputed: flops of the step beyond eager mode's, as "
-        "a share of the forward's."
+        "a share of the forward's. gradient error: relative to eager mode's; *: both in "
+        "float64, as float32 rounds too coarsely here."
     )
     for row in rows:
         reason = row.get("skipped") or row.get("error")
@@ -589,7 +626,7 @@ def main() -> int:
     if arguments.json:
         fresh.finish(arguments.json, facts, rows)
         if any("peak_bytes" in row for row in rows):
-            plot(rows, model, facts, arguments.json)
+            plot(rows, facts, arguments.json)
     found = faults(rows) if arguments.check else []
     for fault in found:
         console.print(f"[red]FAILED[/] {fault}", highlight=False)

@@ -1,12 +1,13 @@
-"""The knapsack instances in test/corpus and their proven optima.
+"""Knapsack instances: those in test/corpus, with their proven optima, and random ones.
 
-Captured from the joint graphs of real architectures (``synth_*``: built by hand for
-scale): bytes and flops per item, in the partitioner's own order.
+The corpus was captured from the joint graphs of real architectures (``synth_*``: built
+by hand for scale): bytes and flops per item, in the partitioner's own order.
 """
 
 import functools
 import gzip
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,3 +46,18 @@ def optima() -> dict[tuple[str, float], int]:
         (name, float(budget)): value
         for (name, budget), value in zip(by_place, known.values())
     }
+
+
+def unnormalised(n: int, seed: int) -> tuple[list[float], list[float], float]:
+    """An instance as pytorch#160914 measured: (sizes, runtimes, budget), far above 1."""
+    r = random.Random(f"{n}-{seed}")
+    sizes = [r.uniform(0.1, 10) for _ in range(n)]
+    runtimes = [r.uniform(0.1, 10) for _ in range(n)]
+    return sizes, runtimes, r.uniform(0.2, 0.8) * sum(sizes)
+
+
+def uncorrelated(n: int, seed: int) -> tuple[list[float], list[int], float]:
+    """(sizes, values, budget), whole numbers to 1e7 that have nothing to do with each other."""
+    r = random.Random(seed)
+    sizes = [float(r.randint(1, 10**7)) for _ in range(n)]
+    return sizes, [r.randint(1, 10**7) for _ in range(n)], float(sum(sizes) // 2)

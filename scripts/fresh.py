@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import matplotlib
 import psutil
 import torch
 from matplotlib.figure import Figure
@@ -40,6 +43,7 @@ from rich.progress import (
 
 
 CHILD = "--in-a-fresh-process"
+TOOK_MORE, NEEDED_MORE = "took more than", "needed more than"
 Task = dict[str, Any]
 Row = dict[str, Any]
 
@@ -80,6 +84,19 @@ def python_path(patched: bool) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([checkout, *kept] if patched else kept)}
 
 
+def high_water_mark() -> int:
+    """Most bytes of this process that were resident since `reset_high_water_mark`."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def reset_high_water_mark() -> int:
+    """Forget earlier peaks; returns the bytes that are resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return high_water_mark()
+
+
 def resident_bytes(process: psutil.Process) -> int:
     """Resident memory of a process and of all that it started."""
     total = 0
@@ -113,9 +130,9 @@ def measure_in_child(
                 while child.poll() is None and error is None:
                     time.sleep(0.1)
                     if time.monotonic() - start > limits.seconds:
-                        error = f"took more than {limits.seconds:g} s"
+                        error = f"{TOOK_MORE} {limits.seconds:g} s"
                     elif resident_bytes(watched) > limits.gigabytes * 1e9:
-                        error = f"needed more than {limits.gigabytes:g} GB"
+                        error = f"{NEEDED_MORE} {limits.gigabytes:g} GB"
             finally:
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
@@ -135,8 +152,11 @@ def run(
     limits: Limits,
     result: Optional[Path],
     console: Console,
+    hopeless: Callable[[Task, Sequence[Row]], Optional[str]] = lambda task, rows: None,
 ) -> list[Row]:
     """One row for each task, in order: the task's own entries and what was measured.
+
+    ``hopeless`` tells from the rows so far why a task is not tried; that is its error.
 
     Where a ``result`` will be written, finished rows are kept in a file beside it
     until `finish`, and are not measured again. Rows with an error are.
@@ -144,7 +164,12 @@ def run(
     kept: dict[str, Row] = {}
     partial = partial_file(result)
     if partial is not None and partial.exists():
-        for line in partial.read_text().splitlines():
+        text = partial.read_text()
+        # A kill in the middle of a line leaves one without an end.
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            replace(partial, whole)
+        for line in whole.splitlines():
             entry = json.loads(line)
             kept[entry["key"]] = entry["row"]
     columns = (
@@ -155,13 +180,16 @@ def run(
         TextColumn("left"),
         TimeRemainingColumn(elapsed_when_finished=False),
     )
-    rows = []
+    rows: list[Row] = []
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(tasks))
         for task, variables in tasks:
             progress.update(bar, description=describe(task))
             key = json.dumps([task, source_digest(script)], sort_keys=True)
-            if key not in kept:
+            reason = hopeless(task, rows)
+            if reason is not None:
+                kept[key] = {"error": reason}
+            elif key not in kept:
                 kept[key] = measure_in_child(script, task, variables, limits)
                 if partial is not None and "error" not in kept[key]:
                     with open(partial, "a") as file:
@@ -172,6 +200,11 @@ def run(
             rows.append(row)
             progress.advance(bar)
     return rows
+
+
+def over_limit(row: Row) -> bool:
+    """Whether the process was ended because it took more than it may."""
+    return str(row.get("error", "")).startswith((TOOK_MORE, NEEDED_MORE))
 
 
 def describe(task: Task) -> str:
@@ -202,15 +235,23 @@ def partial_file(result: Optional[Path]) -> Optional[Path]:
 def finish(result: Path, facts: dict[str, Any], rows: list[Row]) -> None:
     """Write the rows, as .json with the facts and as .csv, and forget the kept ones."""
     report = {"environment": facts, "rows": rows}
-    result.write_text(json.dumps(report, indent=1) + "\n")
+    replace(result, json.dumps(report, indent=1) + "\n")
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with open(result.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace(result.with_suffix(".csv"), lines.getvalue())
     partial = partial_file(result)
     assert partial is not None
     partial.unlink(missing_ok=True)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file so that it holds either all of the text or what it held before."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def save(figure: Figure, result: Path, facts: dict[str, Any]) -> None:
@@ -219,7 +260,9 @@ def save(figure: Figure, result: Path, facts: dict[str, Any]) -> None:
     origin = f"torch {facts['torch']}, {machine}"
     figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
     figure.tight_layout(rect=(0, 0.02, 1, 1))
-    figure.savefig(result.with_suffix(".svg"), metadata={"Date": None})
+    # Or the names of clip paths would be random.
+    with matplotlib.rc_context({"svg.hashsalt": result.stem}):
+        figure.savefig(result.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(result.with_suffix(".png"), metadata={"Software": None})
 
 
@@ -237,7 +280,12 @@ def in_a_folder(text: str) -> Path:
     return path
 
 
-def add_options(parser: argparse.ArgumentParser, repeats: int, seconds: float) -> None:
+def add_options(
+    parser: argparse.ArgumentParser,
+    repeats: int,
+    seconds: float,
+    gigabytes: float = 12.0,
+) -> None:
     """How often and how long to measure, and where to."""
     parser.add_argument(
         "--repeats",
@@ -254,7 +302,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int, seconds: float) -
     parser.add_argument(
         "--gigabytes",
         type=float,
-        default=12.0,
+        default=gigabytes,
         help="limit per process (default: %(default)s)",
     )
     parser.add_argument(
@@ -265,8 +313,8 @@ def add_options(parser: argparse.ArgumentParser, repeats: int, seconds: float) -
     )
 
 
-def environment() -> dict[str, Any]:
-    """Where this runs, as every report says it."""
+def environment(*packages: str) -> dict[str, Any]:
+    """Where this runs, as every report says it, and the versions of more packages."""
     cuda = torch.cuda.is_available()
     return {
         "machine": platform.processor() or platform.machine(),
@@ -275,4 +323,5 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{package: importlib.metadata.version(package) for package in packages},
     }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes the README's tables from results/; --check only compares.
+# Writes the tables of the pages and the figures from results/; --check only compares.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec "${APPLY_PYTHON:-python3}" "$REPO/scripts/report.py" "$@"
+ensure_environment
+exec "$PYTHON" "$REPO/scripts/report.py" "$@"

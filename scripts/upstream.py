@@ -1,5 +1,6 @@
 """Upstream's own modules, from the untouched wheel beside the checkout."""
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -11,6 +12,7 @@ from types import ModuleType
 
 PARTITIONERS = "torch/_functorch/partitioners.py"
 KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
+EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
 
 
 def untouched(path: str, name: str) -> ModuleType:
@@ -35,8 +37,14 @@ def untouched(path: str, name: str) -> ModuleType:
     return module
 
 
+@functools.cache
 def untouched_knapsack() -> ModuleType:
     return untouched(KNAPSACK, "untouched_knapsack")
+
+
+@functools.cache
+def untouched_evaluator() -> ModuleType:
+    return untouched(EVALUATOR, "untouched_knapsack_evaluator")
 
 
 def untouched_partitioners() -> ModuleType:

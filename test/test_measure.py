@@ -1,13 +1,16 @@
-"""capture, and the benchmarks of compiles and techniques, on models of a few layers."""
+"""capture and the benchmarks, on models of a few layers and instances of a few items."""
 
 import gzip
 import io
 import json
+import math
 import sys
 
+import benchmark_compare
 import benchmark_compile
 import benchmark_techniques
 import capture
+import corpus
 import fresh
 import nets
 import pytest
@@ -15,6 +18,7 @@ import torch
 from corpus import FOLDER
 from rich.console import Console
 from torch import nn
+from upstream import untouched_partitioners
 
 
 SIDE = 32
@@ -196,6 +200,49 @@ def test_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert log.read_text().split() == ["1", "2", "1"], "finished rows were kept"
 
 
+def test_interrupt_loses_only_what_was_running(tmp_path):
+    """The second task interrupts the run, the first time; its process is ended."""
+    log, result = tmp_path / "log", tmp_path / "result.json"
+    path = script(
+        tmp_path,
+        "import os, signal\n"
+        f"log = pathlib.Path({str(log)!r})\n"
+        "before = log.read_text() if log.exists() else ''\n"
+        "log.write_text(before + f\"{task['x']} \")\n"
+        "if task['x'] == 2 and '2' not in before:\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(60)",
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run(path, result, tasks=[1, 2, 3])
+    with open(fresh.partial_file(result), "a") as file:
+        file.write('{"key": "half a li')
+    rows = run(path, result, tasks=[1, 2, 3])
+    assert [row["twice"] for row in rows] == [2, 4, 6]
+    assert log.read_text() == "1 2 2 3 "
+    assert len(fresh.partial_file(result).read_text().splitlines()) == 3
+
+
+def test_larger_instances_are_not_tried(tmp_path):
+    """Of two solvers, one takes too long with two items: it is not asked for three."""
+    path = script(tmp_path, "if task['x'] == 2: time.sleep(60)")
+    tasks = [
+        ({"solver": solver, "instance": "", "family": "growth", "n": n, "x": x}, {})
+        for n, pair in ((1, (1, 1)), (2, (2, 1)), (3, (1, 1)))
+        for solver, x in zip("ab", pair)
+    ]
+    limits, console = fresh.Limits(2, 2), Console(quiet=True)
+    rows = fresh.run(path, tasks, limits, None, console, benchmark_compare.hopeless)
+    assert [(row["solver"], row.get("error")) for row in rows] == [
+        ("a", None),
+        ("b", None),
+        ("a", "took more than 2 s"),
+        ("b", None),
+        ("a", "not tried: with 2 items it took more than 2 s"),
+        ("b", None),
+    ]
+
+
 def test_changed_script_measures_again(tmp_path):
     result = tmp_path / "result.json"
     run(script(tmp_path, ""), result, tasks=[1])
@@ -280,8 +327,124 @@ def test_technique_that_cannot_run_says_why():
 
 def test_wrong_gradients_are_a_fault():
     row = {"technique": "checkpoint", "budget": None, "gradient_error": float("nan")}
+    row["gradient_error_float64"] = 2e-6
     (fault,) = benchmark_techniques.faults([row])
     assert "gradients differ" in fault
+
+
+def magnifies_rounding():
+    """A batch norm over values that hardly differ, behind a bias without a gradient."""
+    module = nn.Sequential(
+        nn.Linear(SIDE, SIDE), nn.BatchNorm1d(SIDE, eps=1e-20), nn.Linear(SIDE, 1)
+    )
+    x = 1 + 1e-3 * torch.randn(4, SIDE)
+    return Loss(module), (x,)
+
+
+class Loss(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x).square().sum()
+
+
+def test_rounding_is_told_from_wrong_gradients():
+    row = technique("compile, exact", 1.0, magnifies_rounding)
+    assert row["gradient_error"] > benchmark_techniques.TOLERANCE
+    assert row["gradient_error_float64"] <= benchmark_techniques.TOLERANCE_FLOAT64
+    named = {"technique": "compile, exact", "budget": 1.0, **row}
+    assert not benchmark_techniques.faults([named])
+    named["gradient_error_float64"] = 1e-3
+    assert benchmark_techniques.faults([named])
+
+
+# ------------------------------------------------------------------ compare
+
+
+def compared(solver, family="grid", n=8, runs=20, instance="", seconds=10.0):
+    task = {"solver": solver, "instance": instance, "family": family, "n": n}
+    return benchmark_compare.measure({**task, "runs": runs, "seconds": seconds})
+
+
+@pytest.mark.parametrize("solver", ["exact", "OR-tools", "HiGHS"])
+@pytest.mark.parametrize("family", ["grid", "growth"])
+def test_exact_solvers_agree(solver, family):
+    row = compared(solver, family)
+    assert row["calls"] == 20
+    assert row["over_budget"] == 0
+    assert row["worst_value"] == pytest.approx(1, abs=1e-9)
+    assert 0 < row["quartile_1_s"] <= row["median_s"] <= row["quartile_3_s"]
+    assert row["quartile_3_s"] <= row["worst_s"]
+
+
+def test_answers_over_the_budget_are_counted():
+    """At some budgets of this net; the true sizes decide."""
+    name = "convnext_l_bf16_b64"
+    net = benchmark_compare.net_named(name)
+    solve = benchmark_compare.SOLVERS["upstream Hirschberg"](10)
+    spent = [
+        math.fsum(net.memory[i] for i in solve(net.memory, net.runtimes, b)) / b - 1
+        for b in benchmark_compare.CORPUS_BUDGETS
+    ]
+    over = [overspend for overspend in spent if overspend > 0]
+    assert 0 < len(over) < 4
+    row = compared("upstream Hirschberg", "corpus", 159, 8, name)
+    assert row["over_budget"] == 2 * len(over)
+    assert row["worst_overspend"] == pytest.approx(max(over))
+    mine = compared("exact", "corpus", 159, 8, name)
+    assert (mine["over_budget"], mine["worst_value"]) == (0, 1)
+
+
+def test_time_for_calls_is_limited():
+    assert compared("exact", runs=10**9, seconds=0.05)["calls"] < 10**5
+
+
+def test_memory_of_a_table_is_seen():
+    """A float32 for each row and quantum, beside which nothing else counts."""
+    budget = corpus.unnormalised(60, seed=0)[2]
+    grown = compared("upstream dp", n=60, runs=1)["grown_bytes"]
+    assert grown == pytest.approx(4 * 61 * 10_000 * budget, rel=0.3)
+
+
+def test_knee_is_what_upstream_dispatches_to():
+    memory, runtimes, _ = corpus.unnormalised(12, seed=3)
+    memory = [size / sum(memory) for size in memory]
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(f"x{i}") for i in range(12)]
+    with torch._functorch.config.patch(
+        activation_memory_budget_solver="dynamic_memory_budget_dp"
+    ):
+        dispatch = untouched_partitioners()._optimize_runtime_with_given_memory
+        wanted = dispatch(graph, memory, runtimes, 0.5, None, nodes)[1]
+    assert benchmark_compare.upstream_knee(memory, runtimes, 0.5) == wanted
+
+
+def test_value_beyond_the_bound_is_an_error(monkeypatch):
+    monkeypatch.setattr(benchmark_compare, "bound", lambda task, run: 1e-3)
+    with pytest.raises(RuntimeError, match="of what was proven to be the most"):
+        compared("exact")
+
+
+def test_table_plot_and_faults_of_a_comparison(tmp_path):
+    rows = []
+    for solver in ("exact", "upstream greedy"):
+        task = {"solver": solver, "instance": "growth n=8", "family": "growth"}
+        rows.append({**task, "n": 8, **compared(solver, "growth")})
+        rows.append({**task, "n": 9, "error": "took more than 1 s"})
+    assert benchmark_compare.faults(rows) == ["growth n=8: took more than 1 s"]
+    worse = {**rows[0], "worst_value": 0.99}
+    (fault,) = benchmark_compare.faults([worse])
+    assert "0 of 20 answers are over the budget, the least value is 0.99" in fault
+    drawn = []
+    for _ in range(2):
+        benchmark_compare.plot(rows, fresh.environment(), tmp_path / "compare.json")
+        drawn.append((tmp_path / "compare.svg").read_bytes())
+    assert drawn[0] == drawn[1] and b"<svg" in drawn[0]
+    console = Console(width=140, file=io.StringIO())
+    console.print(benchmark_compare.table(rows))
+    assert "took more than 1 s" in console.file.getvalue()
 
 
 # ------------------------------------------------------------------ compile
@@ -315,7 +478,9 @@ def test_tables_and_plots_of_both(tmp_path, eager_row, compile_row):
     assert benchmark_compile.faults(rows) == ["m, after: blew up"]
     benchmark_compile.plot(rows, facts, tmp_path / "compile.json")
     named = [{"technique": "eager", "budget": None, **eager_row}]
-    benchmark_techniques.plot(named, "m", facts, tmp_path / "techniques.json")
+    benchmark_techniques.plot(
+        named, {**facts, "model": "m"}, tmp_path / "techniques.json"
+    )
     for name in ("compile", "techniques"):
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -336,6 +501,9 @@ def test_tables_and_plots_of_both(tmp_path, eager_row, compile_row):
         (benchmark_techniques, ["--modules", "("], "unterminated subpattern"),
         (benchmark_techniques, ["--repeats", "0"], "0 is less than 1"),
         (benchmark_techniques, ["--techniques", "magic"], "invalid choice: 'magic'"),
+        (benchmark_compare, ["--solvers", "magic"], "invalid choice: 'magic'"),
+        (benchmark_compare, ["--largest", "0"], "0 is less than 1"),
+        (benchmark_compare, ["--json", "/no/such/file"], "there is no folder /no/such"),
         (capture, [], "a model is needed"),
     ],
 )

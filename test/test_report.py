@@ -33,6 +33,18 @@ def test_every_result_is_shown():
     assert shown == report.TABLES.keys()
 
 
+def test_check_sees_another_figure(copies, capsys):
+    place = copies / "results/compile.svg"
+    drawn = place.read_text()
+    place.write_text(drawn.replace("knapsack", "solver"))
+    assert place.read_text() != drawn
+    assert report.main(["--check"]) == 1
+    printed = capsys.readouterr().out
+    assert "compile.svg: is not what results/compile.json gives" in printed
+    assert report.main([]) == 0
+    assert place.read_text() == drawn
+
+
 def test_check_sees_another_result(copies, capsys):
     place = copies / "results/quickstart.json"
     data = json.loads(place.read_text())
@@ -45,3 +57,9 @@ def test_check_sees_another_result(copies, capsys):
     assert report.main([]) == 0
     assert (copies / "README.md").read_text() != before
     assert report.main(["--check"]) == 0
+
+
+def test_a_missing_result_is_named(copies):
+    (copies / "results/curves.json").unlink()
+    with pytest.raises(SystemExit, match=r"curves\.json is missing"):
+        report.main(["--check"])
