@@ -345,12 +345,18 @@ def judged_peaks(nets_steps: dict[str, list[dict[str, Any]]]) -> Iterator[Mark]:
 def compared(net: str, curve: list[Any], upstream: list[Any]) -> Iterator[Mark]:
     """The plans on our curve beside upstream's measured steps."""
     shares = {}
-    for theirs in upstream:
+    # A dropout's mask that is drawn again costs nothing, and gives another gradient.
+    right = [theirs for theirs in upstream if theirs["off_budget_1"] <= 1e-5]
+    if not right:
+        return
+    for theirs in right:
         # Reductions count one flop each on the curve.
         allowed = theirs["recomputed"] + 1e-5
         peaks = [peak for peak, recomputed in curve if recomputed <= allowed]
         shares[theirs["budget"]] = min(peaks, default=float("inf")) / theirs["peak"]
     said = ", ".join(f"{b:g}: {share:.2f}" for b, share in sorted(shares.items()))
+    if len(right) < len(upstream):
+        said += f"; at {len(upstream) - len(right)} more upstream's gradients are wrong"
     yield Mark(
         f"peak / upstream's at no more flops, {net}",
         said,
@@ -370,7 +376,7 @@ def compared(net: str, curve: list[Any], upstream: list[Any]) -> Iterator[Mark]:
                 shares[budget] <= mark,
                 enforced=False,
             )
-    floor, best = curve[0][0], min(s["peak"] for s in upstream)
+    floor, best = curve[0][0], min(s["peak"] for s in right)
     known = FLOORS.get(net)
     yield Mark(
         f"floor, {net}",
