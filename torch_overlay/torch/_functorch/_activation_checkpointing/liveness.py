@@ -201,6 +201,10 @@ class JointGraph:
         steps.append((tuple(s for n in self._bwd_outputs for s in self._held[n]), ()))
         self._lay_out_forward(forward)
         self._lay_out_backward(steps, constant)
+        self._needs = [
+            tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
+        ]
+        self._touches = [n + w for n, w in zip(self._needs, self.writes)]
         self.repeatable = [self._may_repeat(o, mutated) for o in range(len(self.nodes))]
         self._prefer_small_results()
 
@@ -372,24 +376,22 @@ class JointGraph:
         What cannot be repeated is saved even if it is not chosen.  O(operators + edges).
         Raises CannotPlan where something can neither be saved nor repeated.
         """
-        producer, reads, writes, nbytes = (
-            self.producer,
-            self.reads,
-            self.writes,
-            self.nbytes,
-        )
+        # The hot loop of a search: local names, and no tuples to build.
+        producer, writes, nbytes = self.producer, self.writes, self.nbytes
         here = {s for s in chosen if self.root[s] is not None}
         here |= {s for s in self.outputs if self.root[s] is not None}
         repeated = bytearray(len(self.nodes))
-        last: dict[int, tuple[int, int]] = {}
+        # Moments count what runs in the backward; -1 is never.
+        last = [-1] * len(nbytes)
+        moment = 0
         batches: list[list[int]] = []
-        for row, step in enumerate(self._steps):
+        for step in self._steps:
             found: list[int] = []
             pending = [s for s in step.reads if s not in here]
             while pending:
                 s = pending.pop()
                 op = producer[s]
-                if op < 0 or repeated[op] or s in here:
+                if repeated[op] or s in here:
                     continue
                 if not self.repeatable[op]:
                     if self.root[s] is None:
@@ -400,36 +402,38 @@ class JointGraph:
                     continue
                 repeated[op] = 1
                 found.append(op)
-                pending += reads[op]
+                pending += self._needs[op]
             found.sort()
-            for at, op in enumerate(found):
-                moment = (row, at)
-                for s in reads[op]:
+            for op in found:
+                for s in self._touches[op]:
                     last[s] = moment
-                for s in writes[op]:
-                    last[s] = moment
-            moment = (row, len(found))
+                moment += 1
             for s in step.reads:
                 last[s] = moment
+            moment += 1
             batches.append(found)
 
-        saved = {s for s in here if s in last}
-        freed: dict[tuple[int, int], int] = {}
-        for s, moment in last.items():
-            if s not in self.outputs:
-                freed[moment] = freed.get(moment, 0) + nbytes[s]
+        saved = {s for s in here if last[s] >= 0}
+        freed = [0] * moment
+        for s, read in enumerate(last):
+            if read >= 0 and s not in self.outputs:
+                freed[read] += nbytes[s]
         live = sum(nbytes[s] for s in saved - self.outputs)
+        moment = 0
         rows: list[tuple[int, list[int]]] = []
-        for row, (step, found) in enumerate(zip(self._steps, batches)):
+        for step, found in zip(self._steps, batches):
             most = live + step.own_since
-            for at, op in enumerate(found):
+            for op in found:
                 for s in writes[op]:
                     if s not in saved:
                         live += nbytes[s]
-                most = max(most, live + step.own_before)
-                live -= freed.get((row, at), 0)
+                if live + step.own_before > most:
+                    most = live + step.own_before
+                live -= freed[moment]
+                moment += 1
             most = max(most, live + step.own_during)
-            live -= freed.get((row, len(found)), 0)
+            live -= freed[moment]
+            moment += 1
             rows.append((most, found))
         return Evaluation(self._forward_peak(saved), rows, saved)
 
