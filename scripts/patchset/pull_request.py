@@ -24,6 +24,7 @@ COMMANDS = {
     "releases": "scripts/refresh.sh --all",
     "solvers": "scripts/benchmark.sh solvers --json results/solvers.json",
     "frozen": "scripts/benchmark.sh frozen --json results/frozen.json",
+    "peak": "scripts/benchmark.sh peak --json results/peak.json",
 }
 
 
