@@ -32,8 +32,8 @@ import nets
 import torch
 import torch._functorch.config as config
 from live_bytes import record_step, Timeline
+from marks import failed, Mark, show
 from rich.console import Console
-from rich.table import Table
 from torch import nn, Tensor
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
@@ -48,16 +48,6 @@ LAYERS = 10
 QUARTER = (3, 7)
 
 console = Console()
-
-
-class Row(NamedTuple):
-    """One line of the report; ``enforced`` rows decide the exit status."""
-
-    what: str
-    measured: str
-    mark: str
-    passed: bool
-    enforced: bool
 
 
 class Case(NamedTuple):
@@ -299,7 +289,7 @@ def frozen_nets() -> Iterator[Case]:
 # ---------------------------------------------------------------------- rows
 
 
-def gradient_rows(case: Case, off: Loss, on: Loss) -> Iterator[Row]:
+def gradient_rows(case: Case, off: Loss, on: Loss) -> Iterator[Mark]:
     torch.manual_seed(0)
     expected = gradients(case, loss_of(case))
     error = worst_error(gradients(case, on), expected)
@@ -308,7 +298,7 @@ def gradient_rows(case: Case, off: Loss, on: Loss) -> Iterator[Row]:
         torch.equal(left, right)
         for left, right in zip(gradients(case, on), gradients(case, off), strict=True)
     )
-    yield Row(
+    yield Mark(
         f"{case.name}: gradients as without the pass, and as eager's",
         f"{'bit for bit' if same else 'differ'}; {error:.1e} (without {without:.1e})",
         "1e-4",
@@ -317,7 +307,7 @@ def gradient_rows(case: Case, off: Loss, on: Loss) -> Iterator[Row]:
     )
 
 
-def seeds() -> Iterator[Row]:
+def seeds() -> Iterator[Mark]:
     for name, kind in KINDS.items():
         has_parameters = any(True for _ in kind.layer().parameters())
         for which in TRAINABLE if has_parameters else ("none",):
@@ -325,7 +315,7 @@ def seeds() -> Iterator[Row]:
             eager = record(case, loss_of(case)).saved_bytes
             off, on = compiled(case, False), compiled(case, True)
             plain, saved = (record(case, call).saved_bytes for call in (off, on))
-            yield Row(
+            yield Mark(
                 f"{case.name}: saved KiB ({kind.why})",
                 f"{kib(saved)} (eager {kib(eager)}, torch.compile {kib(plain)})",
                 f"at most {kib(needed)}",
@@ -337,13 +327,13 @@ def seeds() -> Iterator[Row]:
                 yield from gradient_rows(case, off, on)
 
 
-def peak() -> Iterator[Row]:
+def peak() -> Iterator[Mark]:
     for which in ("none", "a quarter"):
         case, _ = seed_case("convolution", which)
         eager = record(case, loss_of(case)).peak()
         plain = record(case, compiled(case, False)).peak()
         found = record(case, compiled(case, True)).peak()
-        yield Row(
+        yield Mark(
             f"{case.name}: peak KiB, eager's over ours",
             f"{kib(eager)} / {kib(found)} = {eager / found:.2f} "
             f"(torch.compile {kib(plain)})",
@@ -353,21 +343,21 @@ def peak() -> Iterator[Row]:
         )
 
 
-def whole_nets() -> Iterator[Row]:
+def whole_nets() -> Iterator[Mark]:
     for case in frozen_nets():
         off, on = compiled(case, False), compiled(case, True)
         eager, plain, ours = (record(case, c) for c in (loss_of(case), off, on))
         saved = [line.saved_bytes for line in (eager, plain, ours)]
         peaks = [line.peak() for line in (eager, plain, ours)]
         adapters = "LoRA" in case.name
-        yield Row(
+        yield Mark(
             f"{case.name}: saved KiB",
             f"{kib(saved[2])} (eager {kib(saved[0])}, torch.compile {kib(saved[1])})",
             "as torch.compile" if adapters else "less than torch.compile",
             saved[2] == saved[1] if adapters else saved[2] < saved[1],
             True,
         )
-        yield Row(
+        yield Mark(
             f"{case.name}: peak KiB",
             f"{kib(peaks[2])} (eager {kib(peaks[0])}, torch.compile {kib(peaks[1])})",
             "at most torch.compile",
@@ -390,11 +380,11 @@ def ratios(
     return others, noise
 
 
-def times(repeats: int, backend: str, cases: Sequence[Case]) -> Iterator[Row]:
+def times(repeats: int, backend: str, cases: Sequence[Case]) -> Iterator[Mark]:
     for case in cases:
         calls = [compiled(case, on, backend) for on in (False, True)]
         (ratio,), noise = ratios(case, calls, repeats)
-        yield Row(
+        yield Mark(
             f"{case.name}: step time with / without the pass, {backend}",
             f"{ratio:.3f} (noise {noise:.3f})",
             "at most 1, within noise",
@@ -403,7 +393,7 @@ def times(repeats: int, backend: str, cases: Sequence[Case]) -> Iterator[Row]:
         )
 
 
-def compile_share() -> Iterator[Row]:
+def compile_share() -> Iterator[Mark]:
     spent: list[float] = []
 
     def timed(*arguments: Any, **options: Any) -> None:
@@ -420,7 +410,7 @@ def compile_share() -> Iterator[Row]:
             start = time.process_time()
             compiled(case, True)
             total = time.process_time() - start
-        yield Row(
+        yield Mark(
             f"{case.name}: the pass's share of compile time",
             f"{sum(spent) / total:.2%} of {total:.1f} s",
             "1%",
@@ -447,7 +437,7 @@ def expanded(argument: Any, base: Any, user: Any, channels_last: bool) -> Any:
     return result
 
 
-def kinds_of_stand_in(repeats: int) -> Iterator[Row]:
+def kinds_of_stand_in(repeats: int) -> Iterator[Mark]:
     case = pointwise()
     for backend in (OPERATORS, "inductor"):
         off, empty = compiled(case, False, backend), compiled(case, True, backend)
@@ -457,7 +447,7 @@ def kinds_of_stand_in(repeats: int) -> Iterator[Row]:
             record(case, call, allocator=True).peak() for call in (off, empty, one)
         )
         (time_ours, time_other), noise = ratios(case, (off, empty, one), repeats)
-        yield Row(
+        yield Mark(
             f"{case.name}, {backend}: peak KiB and step time, empty stand-in",
             f"{kib(ours)}, {time_ours:.2f} (expanded {kib(other)}, {time_other:.2f}; "
             f"none {kib(without)}, 1; noise {noise:.2f})",
@@ -484,7 +474,7 @@ def main() -> int:
     torch.set_num_threads(1)
     repeats = arguments.repeats
     chains = [seed_case("convolution", "none")[0], pointwise()]
-    parts: dict[str, Callable[[], Iterator[Row]]] = {
+    parts: dict[str, Callable[[], Iterator[Mark]]] = {
         "seeds": seeds,
         "peak": peak,
         "nets": whole_nets,
@@ -503,22 +493,17 @@ def main() -> int:
         "torch": torch.__version__,
         "repeats": repeats,
     }
-    table = Table(title="frozen", caption=f"{facts['system']}, torch {facts['torch']}")
-    for heading in ("what", "measured", "mark", ""):
-        table.add_column(heading, overflow="fold")
-    rows: list[Row] = []
+    rows: list[Mark] = []
     for name in chosen:
         with console.status(name):
             rows += parts[name]()
         torch._dynamo.reset()
-    for row in rows:
-        verdict = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
-        table.add_row(row.what, row.measured, row.mark, verdict if row.mark else "")
-    console.print(table)
+    caption = f"{facts['system']}, torch {facts['torch']}"
+    show("frozen", rows, console, caption)
     if arguments.json:
         report = {"environment": facts, "rows": [row._asdict() for row in rows]}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(row.enforced and not row.passed for row in rows))
+    return int(failed(rows))
 
 
 if __name__ == "__main__":

@@ -27,19 +27,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import fresh
 import nets
 import torch
 import torch._functorch.config as config
-from benchmark_techniques import CountedFlops
 from capture import trace
 from live_bytes import GIVEN, record_step
+from marks import failed, Mark, show
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch._functorch import partitioners
 
@@ -62,16 +61,6 @@ FLOORS = {"llama-32": 257, "llama-8": 141, "gpt2": 173, "bert": 140, "resnet50":
 # At upstream's budget, the peak at no more recomputation, as a share of upstream's.
 SHARES = {0.05: 0.35, 0.1: 0.65, 0.2: 0.85}
 RESNET_SHARE = 0.6
-
-
-class Mark(NamedTuple):
-    """One line of the report; ``enforced`` ones decide the exit status."""
-
-    what: str
-    measured: str
-    mark: str
-    passed: bool
-    enforced: bool = True
 
 
 # -------------------------------------------------------------- in a process
@@ -106,13 +95,13 @@ def measure_steps(task: fresh.Task) -> fresh.Row:
     def recorded(step: Callable[..., Tensor]) -> tuple[int, int, list[Tensor]]:
         """Peak, flops and gradients of one step, under the same random numbers."""
         torch.manual_seed(nets.SEED)
-        with CountedFlops() as counter:
+        with nets.CountedFlops() as counter:
             line = record_step(lambda: step(*inputs), parameters, inputs)
         found = [p.grad for p in parameters if p.grad is not None]
         module.zero_grad()
         return line.peak(without=GIVEN), counter.flops, found
 
-    with CountedFlops() as counter, torch.no_grad():
+    with nets.CountedFlops() as counter, torch.no_grad():
         module(*inputs)
     forward = counter.flops
     _, eager_flops, eager = recorded(module)
@@ -509,14 +498,9 @@ def main() -> int:
         known = json.loads(arguments.json.read_text())["measured"]
         rows = [r for r in known if (r["net"], r["kind"]) not in measured] + rows
     marks = list(judged(rows))
-    table = Table(title="a budget that means peak memory")
-    for heading in ("what", "measured", "mark", ""):
-        table.add_column(heading, overflow="fold")
-    for mark in marks:
-        verdict = "[green]pass[/]" if mark.passed else "[red]FAIL[/]"
-        table.add_row(mark.what, mark.measured, mark.mark, verdict if mark.mark else "")
-    console.print(table)
     facts = {**fresh.environment(), "repeats": arguments.repeats}
+    caption = f"{facts['system']}, torch {facts['torch']}"
+    show("a budget that means peak memory", marks, console, caption)
     if arguments.json:
         report = {
             "environment": facts,
@@ -529,8 +513,7 @@ def main() -> int:
         partial = fresh.partial_file(arguments.json)
         assert partial is not None
         partial.unlink(missing_ok=True)
-    failed = any(mark.enforced and not mark.passed for mark in marks)
-    return int(failed or any("error" in row for row in rows))
+    return int(failed(marks) or any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

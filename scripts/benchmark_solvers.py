@@ -26,13 +26,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import corpus
 import torch
+from marks import failed, Mark, show
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_knapsack
 
@@ -44,16 +44,6 @@ PR_GRID = {1: 1000, 5: 1000, 10: 1000, 20: 200, 50: 20, 100: 10}
 HARD_CLASSES = ("strong", "inverse", "subset", "spanner")
 
 console = Console()
-
-
-class Row(NamedTuple):
-    """One line of the report; ``enforced`` rows decide the exit status."""
-
-    what: str
-    measured: str
-    mark: str
-    passed: bool
-    enforced: bool
 
 
 Net = corpus.Instance
@@ -119,7 +109,7 @@ def greedy_floor(upstream: Any, net: Net, budget: float) -> int:
     return int(free + sum(net.runtimes[sized[i]] for i in saved))
 
 
-def counts(solver: Any, upstream: Any) -> Iterator[Row]:
+def counts(solver: Any, upstream: Any) -> Iterator[Mark]:
     by_name = {net.name: net for net in corpus.instances()}
     over = wrong = unproven = below = 0
     for (name, budget), optimum in track(
@@ -145,14 +135,14 @@ def counts(solver: Any, upstream: Any) -> Iterator[Row]:
         ("not proven", unproven),
         ("below greedy", below),
     ):
-        yield Row(f"corpus: {what}", f"{found} of {total}", "0", found == 0, True)
+        yield Mark(f"corpus: {what}", f"{found} of {total}", "0", found == 0, True)
 
 
 def timed_cases(nets: list[Net]) -> list[tuple[Net, float]]:
     return [(n, b) for n in nets for b in TIMED_BUDGETS if not is_trivial(n, b)]
 
 
-def times(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
+def times(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[Mark]:
     cases = timed_cases(nets)
     results = []
     for net, budget in track(
@@ -176,14 +166,14 @@ def times(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator
     worst, where = max(results)
     text = f"{mean:.1f}x over {len(results)} cases"
     # The solver uses no array library on such nets: both marks are for one code path.
-    yield Row("dp / exact, torch only, geometric mean", text, "10x", mean >= 10, False)
-    yield Row("dp / exact, with numpy, geometric mean", text, "20x", mean >= 20, False)
-    yield Row(
+    yield Mark("dp / exact, torch only, geometric mean", text, "10x", mean >= 10, False)
+    yield Mark("dp / exact, with numpy, geometric mean", text, "20x", mean >= 20, False)
+    yield Mark(
         "exact / dp, worst case", f"{worst:.2f} ({where})", "1.0", worst <= 1, False
     )
 
 
-def many(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
+def many(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[Mark]:
     grid = [percent / 100 for percent in range(1, 100)]
     results = []
     for net in track(
@@ -199,7 +189,7 @@ def many(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[
             )
         )
     median = statistics.median(results)
-    yield Row(
+    yield Mark(
         "99 budgets / one dp at 0.5, median",
         f"{median:.2f} (worst {max(results):.1f})",
         "2.0",
@@ -208,7 +198,7 @@ def many(solver: Any, upstream: Any, nets: list[Net], repeats: int) -> Iterator[
     )
 
 
-def memory(solver: Any, nets: list[Net]) -> Iterator[Row]:
+def memory(solver: Any, nets: list[Net]) -> Iterator[Mark]:
     def share(net: Net, budget: float) -> float:
         peak = peak_bytes(
             functools.partial(solver.exact_knapsack, net.memory, net.runtimes, budget)
@@ -225,7 +215,7 @@ def memory(solver: Any, nets: list[Net]) -> Iterator[Row]:
         ]
         if cases:
             worst, where = max(cases)
-            yield Row(
+            yield Mark(
                 f"peak memory / dp's table, nets of {what} items or more, worst",
                 f"{worst:.3f} ({where})",
                 f"{mark:.2f}",
@@ -234,7 +224,7 @@ def memory(solver: Any, nets: list[Net]) -> Iterator[Row]:
             )
 
 
-def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
+def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Mark]:
     """The two-row solver against upstream's dp, on real nets and on the PR's grid."""
     ours: Callable[..., Any] = knapsack.dp_knapsack_sliding_hirschberg
     theirs = upstream.dp_knapsack
@@ -258,7 +248,7 @@ def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
     ):
         worst, where = min(found)
         mean = statistics.geometric_mean(factor for factor, _ in found)
-        yield Row(
+        yield Mark(
             f"Hirschberg, {what} than dp, real nets of 400 items or more, worst",
             f"{worst:.1f} ({where}); geometric mean {mean:.1f}",
             str(mark),
@@ -275,7 +265,7 @@ def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
             theirs_s.append(seconds(functools.partial(theirs, *items)))
             ours_s.append(seconds(functools.partial(ours, *items)))
         less = 1 - statistics.median(ours_s) / statistics.median(theirs_s)
-        yield Row(
+        yield Mark(
             f"Hirschberg, less time than dp, unnormalised sizes, n = {n}, {runs} runs",
             f"{less:.1%}",
             "37.25%",
@@ -284,7 +274,7 @@ def hirschberg(upstream: Any, nets: list[Net], repeats: int) -> Iterator[Row]:
         )
 
 
-def growth(solver: Any, upstream: Any, repeats: int) -> Iterator[Row]:
+def growth(solver: Any, upstream: Any, repeats: int) -> Iterator[Mark]:
     for n, instances, mark in ((100_000, 5, 1.0), (1_000_000, 1, 2.0)):
         measured = 0.0
         for instance in range(instances):
@@ -295,7 +285,7 @@ def growth(solver: Any, upstream: Any, repeats: int) -> Iterator[Row]:
                 repeats,
             )
             measured = max(measured, found)
-        yield Row(
+        yield Mark(
             f"exact / greedy, uncorrelated, n = {n:,}, worst of {instances}",
             f"{measured:.2f}",
             f"{mark:.1f}",
@@ -326,7 +316,7 @@ def pisinger(
     return [float(w) for w in weights], values
 
 
-def hard(solver: Any, upstream: Any, seeds: int) -> Iterator[Row]:
+def hard(solver: Any, upstream: Any, seeds: int) -> Iterator[Mark]:
     cases = [
         (kind, n, largest, seed)
         for kind in HARD_CLASSES
@@ -348,7 +338,7 @@ def hard(solver: Any, upstream: Any, seeds: int) -> Iterator[Row]:
         if gap > worst_gap:
             worst_gap, where = gap, "-".join(map(str, case))
         below += solution.value < greedy_floor(upstream, Net("", sizes, values), budget)
-    yield Row(
+    yield Mark(
         "Pisinger's hard classes: worst proven gap",
         f"{worst_gap:.1e} {where} ({unproven} of {len(cases)} unproven, "
         f"worst {worst_time:.1f} s)",
@@ -356,7 +346,7 @@ def hard(solver: Any, upstream: Any, seeds: int) -> Iterator[Row]:
         worst_gap <= 1e-8,
         True,
     )
-    yield Row(
+    yield Mark(
         "Pisinger's hard classes: below greedy",
         f"{below} of {len(cases)}",
         "0",
@@ -397,7 +387,7 @@ def main() -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     upstream, nets = untouched_knapsack(), corpus.instances()
     repeats = arguments.repeats
-    parts: dict[str, Callable[[], Iterator[Row]]] = {
+    parts: dict[str, Callable[[], Iterator[Mark]]] = {
         "counts": lambda: counts(knapsack, upstream),
         "time": lambda: times(knapsack, upstream, nets, repeats),
         "many": lambda: many(knapsack, upstream, nets, repeats),
@@ -406,21 +396,16 @@ def main() -> int:
         "growth": lambda: growth(knapsack, upstream, repeats),
         "hard": lambda: hard(knapsack, upstream, arguments.seeds),
     }
-    rows: list[Row] = []
+    rows: list[Mark] = []
     for name in ["counts"] if arguments.check else arguments.rows:
         rows += parts[name]()
     facts = environment(arguments)
-    table = Table(title="solvers", caption=f"{facts['system']}, torch {facts['torch']}")
-    for heading in ("what", "measured", "mark", ""):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        verdict = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
-        table.add_row(row.what, row.measured, row.mark, verdict)
-    console.print(table)
+    caption = f"{facts['system']}, torch {facts['torch']}"
+    show("solvers", rows, console, caption)
     if arguments.json:
         report = {"environment": facts, "rows": [row._asdict() for row in rows]}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(row.enforced and not row.passed for row in rows))
+    return int(failed(rows))
 
 
 if __name__ == "__main__":

@@ -46,13 +46,12 @@ from live_bytes import (
     Timeline,
 )
 from matplotlib.figure import Figure
-from nets import cpu_attention_counted, find, Inputs, LossOf
+from nets import CountedFlops, cpu_attention_counted, find, Inputs, LossOf
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import nn, Tensor
 from torch._functorch._activation_checkpointing import knapsack
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
@@ -197,27 +196,6 @@ SAME = ("set_to_none=False", "checkpoint", "selective checkpoint", *SETTINGS)
 
 
 # --------------------------------------------------------- in a fresh process
-
-
-class CountedFlops(TorchDispatchMode):
-    """Adds up the flops of all operators that run, in compiled graphs as well."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 @dataclass

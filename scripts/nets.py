@@ -25,6 +25,7 @@ from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 
@@ -787,3 +788,24 @@ def cpu_attention_counted() -> Iterator[None]:
         mock.patch.object(partitioners, "get_default_op_list", with_attention),
     ):
         yield
+
+
+class CountedFlops(TorchDispatchMode):
+    """Adds up the flops of all operators that run, in compiled graphs as well."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
