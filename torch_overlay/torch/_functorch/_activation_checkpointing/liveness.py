@@ -205,6 +205,12 @@ class JointGraph:
             tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
         ]
         self._touches = [n + w for n, w in zip(self._needs, self.writes)]
+        self._written = [sum(self.nbytes[s] for s in ws) for ws in self.writes]
+        self._freeable = [
+            s
+            for s, op in enumerate(self.producer)
+            if op >= 0 and s not in self.outputs and self.nbytes[s]
+        ]
         self.repeatable = [self._may_repeat(o, mutated) for o in range(len(self.nodes))]
         self._prefer_small_results()
 
@@ -377,7 +383,7 @@ class JointGraph:
         Raises CannotPlan where something can neither be saved nor repeated.
         """
         # The hot loop of a search: local names, and no tuples to build.
-        producer, writes, nbytes = self.producer, self.writes, self.nbytes
+        producer, needs, nbytes = self.producer, self._needs, self.nbytes
         here = {s for s in chosen if self.root[s] is not None}
         here |= {s for s in self.outputs if self.root[s] is not None}
         repeated = bytearray(len(self.nodes))
@@ -402,7 +408,7 @@ class JointGraph:
                     continue
                 repeated[op] = 1
                 found.append(op)
-                pending += self._needs[op]
+                pending += needs[op]
             found.sort()
             for op in found:
                 for s in self._touches[op]:
@@ -415,23 +421,28 @@ class JointGraph:
 
         saved = {s for s in here if last[s] >= 0}
         freed = [0] * moment
-        for s, read in enumerate(last):
-            if read >= 0 and s not in self.outputs:
-                freed[read] += nbytes[s]
+        for s in self._freeable:
+            if last[s] >= 0:
+                freed[last[s]] += nbytes[s]
+        written = self._written
+        kept_parts = [s for s in saved if repeated[producer[s]]]
+        if kept_parts:
+            written = written.copy()
+            for s in kept_parts:
+                written[producer[s]] -= nbytes[s]
         live = sum(nbytes[s] for s in saved - self.outputs)
         moment = 0
         rows: list[tuple[int, list[int]]] = []
-        for step, found in zip(self._steps, batches):
-            most = live + step.own_since
+        for (_, since, before, during), found in zip(self._steps, batches):
+            most = live + since
             for op in found:
-                for s in writes[op]:
-                    if s not in saved:
-                        live += nbytes[s]
-                if live + step.own_before > most:
-                    most = live + step.own_before
+                live += written[op]
+                if live + before > most:
+                    most = live + before
                 live -= freed[moment]
                 moment += 1
-            most = max(most, live + step.own_during)
+            if live + during > most:
+                most = live + during
             live -= freed[moment]
             moment += 1
             rows.append((most, found))
