@@ -23,7 +23,7 @@ usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|technique
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
                as it was, and what that costs (ten minutes)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
-               gradients, planning time (half an hour)
+               gradients, planning time (an hour)
   compile      where the partitioner's time and memory go, before and after the set, on
                models of real size (half an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or

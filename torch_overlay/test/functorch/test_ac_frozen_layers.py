@@ -17,8 +17,8 @@ import torch
 import torch._functorch.config as config
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends import debugging
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch._activation_checkpointing import unread_arguments
 from torch._functorch._activation_checkpointing.unread_arguments import (
     drop_unread_arguments,
@@ -645,6 +645,25 @@ class TestDropUnreadArguments(OneThread):
         self.assertEqual(saved, 4 * 3 * pixels + (8 + 16) * pixels + 2 * 8 * 7 * 7)
         self.assertGreater(eager, 5 * saved)
 
+    def test_masks_are_made_beside_what_they_are_made_of(self):
+        forwards = []
+        split = debugging.min_cut_rematerialization_partition
+
+        def watched(*args, **kwargs):
+            pair = split(*args, **kwargs)
+            forwards.append([node.target for node in pair[0].graph.nodes])
+            return pair
+
+        module, inputs = frozen_convnet(), batch((2, 3, 9, 9))
+        with mock.patch.object(debugging, split.__name__, watched):
+            self.check_against_eager(module, inputs)
+        (targets,) = forwards
+        steps = (aten.relu.default, aten.le.Scalar, aten.convolution.default)
+        relu, mask, convolution = steps
+        found = [target for target in targets if target in steps]
+        # Else every activation would be alive until the masks are made at the end.
+        self.assertEqual(found, [convolution, *3 * [convolution, relu, mask]])
+
     @parametrize("train_linears", (False, True))
     def test_adapters_of_frozen_linears_gain_nothing(self, train_linears):
         class Adapted(nn.Module):
@@ -962,7 +981,7 @@ class TestDropUnreadArguments(OneThread):
             def forward(self, x):
                 return self.frozen(self.prompt) + x
 
-        backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)
+        backend = aot_autograd(fw_compiler=debugging.boxed_nop, partition_fn=partition)
         with stand_ins() as spy:
             self.check_against_eager(Prompted(), batch((1,)), backend=backend)
         self.assertEqual(spy.made, [])

@@ -704,6 +704,20 @@ class PeakBudgetTest(TestCase):
         given.function.layers[2].up.weight.requires_grad_(False)
         self.check(case(given.function, *given.inputs), (0.3,))
 
+    def test_frozen_convolutions(self):
+        class Normed(nn.Module):
+            def forward(self, x):
+                return x / torch.cat(4 * [x.detach()]).amax()
+
+        # The peak is in the forward, while the masks of the wide layers are kept.
+        widths = (3, 16, 16, 16, 16, 2, 2)
+        pairs = zip(widths, widths[1:])
+        layers = [(nn.Conv2d(i, o, 3, padding=1), nn.ReLU()) for i, o in pairs]
+        layers.insert(4, (Normed(),))
+        model = Loss(*(part for some in layers for part in some)).requires_grad_(False)
+        model.layers[0].requires_grad_(True)
+        self.check(case(model.double(), torch.randn(2, 3, 8, 8).double()))
+
     def test_nothing_to_plan(self):
         w = square(4)
         for function in (

@@ -119,6 +119,8 @@ class JointGraph:
         self.producer: list[int] = []
         self.root: list[fx.Node | None] = []
         self._keys: list[int] = []
+        # How many steps of the forward were traced before a storage was made.
+        self._made: dict[int, int] = {}
         # The storages of each node's value, in containers like those of the value.
         self._value: dict[fx.Node, Any] = {}
         # The storages that whoever reads a node reads.
@@ -193,6 +195,7 @@ class JointGraph:
                 if writes:
                     for s in writes:
                         self.producer[s] = len(self.nodes)
+                        self._made[s] = len(forward)
                     self.nodes.append(node)
                     self.reads.append(reads)
                     self.writes.append(writes)
@@ -450,13 +453,15 @@ class JointGraph:
 
     def _forward_peak(self, saved: set[int]) -> int:
         """Add to the live bytes what stays after its last use."""
-        end = len(self.forward_live)
-        # What only the backward needs is made last if it is saved.
+        # What only the backward needs is made where it was traced if it is saved.
         staying = sorted(
-            (self.deaths[s] + 1 if self.births[s] >= 0 else end - 1, self.nbytes[s])
+            (
+                self.deaths[s] + 1 if self.births[s] >= 0 else self._made[s],
+                self.nbytes[s],
+            )
             for s in saved - self.outputs
         )
-        staying.append((end, 0))
+        staying.append((len(self.forward_live), 0))
         peak = extra = since = 0
         for at, size in staying:
             if at > since:

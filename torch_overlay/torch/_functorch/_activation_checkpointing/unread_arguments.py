@@ -20,6 +20,9 @@ input), and some kernels do not look at strides at all.  An uninitialized tensor
 alive during one operator, in which the argument would have been alive as well, and
 nothing is written to it.
 
+What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
+its place, and computed beside it.
+
 When in doubt the argument stays: the operator is not in the table, its mask is no
 constant, a masked-off output is used, the argument is needed in the backward anyway,
 or it is no plain tensor (layout, device, subclass, unbacked sizes).
@@ -167,6 +170,7 @@ def drop_unread_arguments(
                 )
                 _set_argument(node, name, stand_in)
                 replaced.append((node, name, argument))
+        _compute_early(graph, backward, {argument for _, _, argument in replaced})
     except Exception:
         for node, name, argument in replaced:
             _set_argument(node, name, argument)
@@ -207,6 +211,41 @@ def _after_tangents(graph: fx.Graph) -> set[fx.Node]:
         elif not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _compute_early(
+    graph: fx.Graph, backward: set[fx.Node], dropped: set[fx.Node]
+) -> None:
+    """Moves what the backward makes of dropped values up to where these are made.
+
+    A forward that saves a ReLU's mask in place of its result would otherwise compute
+    all masks at its end, and keep every result alive until then.
+    """
+    read = set(dropped)
+    in_backward = False
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        in_backward |= node in backward
+        if node in backward or read.isdisjoint(node.all_input_nodes):
+            continue
+        if not in_backward:
+            if getattr(node.target, "is_view", False):
+                read.add(node)
+            continue
+        latest = max(node.all_input_nodes)
+        if latest.op != "placeholder" and _is_pure(node):
+            latest.append(node)
+            read.add(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
 
 
 def _static_inputs(graph: fx.Graph, indices: Sequence[int]) -> set[fx.Node]:
