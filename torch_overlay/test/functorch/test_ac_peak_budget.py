@@ -221,6 +221,23 @@ class Scaled(torch.autograd.Function):
         return grad * x.cos() * ctx.rows
 
 
+class Early(torch.autograd.Function):
+    """Computes in the backward what needs no gradient, long before it is used."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad = grad * 2
+        cosines = torch.cat(4 * [x.cos()])
+        largest = torch.cat(4 * [grad]).amax()
+        return cosines.unflatten(0, (4, -1)).amax(0) * grad * (1 + largest)
+
+
 def square(*shape):
     return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
@@ -289,6 +306,10 @@ def shaped(x, w):
     return (Scaled.apply((x @ w).tanh().exp()) / x.shape[0]).sin()
 
 
+def early(x, w):
+    return Early.apply(x @ w)
+
+
 LAYERS = {
     "dense": dense,
     "checkpoint": checkpointed(),
@@ -298,6 +319,7 @@ LAYERS = {
     "several_results": several_results,
     "views": views,
     "shaped": shaped,
+    "early": early,
 }
 # The bytes that live only within their subgraphs are unknown.
 HIGHER_ORDER = {
@@ -717,6 +739,14 @@ class PeakBudgetTest(TestCase):
         model = Loss(*(part for some in layers for part in some)).requires_grad_(False)
         model.layers[0].requires_grad_(True)
         self.check(case(model.double(), torch.randn(2, 3, 8, 8).double()))
+
+    def test_masks_keep_what_they_are_made_of(self):
+        # They are made at the end of the forward.
+        def function(x, *weights):
+            return sum((x @ w).relu().sum() for w in weights)
+
+        weights = [square(8, 32) for _ in range(4)]
+        self.check(case(function, square(16, 8), *weights), (0.4, 0.9))
 
     def test_nothing_to_plan(self):
         w = square(4)

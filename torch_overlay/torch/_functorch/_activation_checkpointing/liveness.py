@@ -14,7 +14,8 @@ however many views it has.  Parameters and inputs are live anyway and do not cou
 does what a kernel allocates for itself.
 
 The backward runs its own operators in their order, and each repeated one right before
-the first that needs it, as ``reordering_to_mimic_autograd_engine`` emits them.
+the first that needs it, as ``reordering_to_mimic_autograd_engine`` emits them.  What was
+traced in the backward without need of a tangent runs where it was traced.
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ class Evaluation(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step of the backward that reads what the forward made.
+    """A step of the backward that reads what the forward made, or follows on ``late``.
 
-    ``own_*`` are the live bytes that the backward alone made: most of them since the
-    last such step, those before this one, and those during it.
+    Those are operators without tangents that were traced here, and run here if the plan
+    repeats them.  ``own_*`` are the live bytes that the backward alone made: most of
+    them since the last such step, those before this one, and those during it.
     """
 
+    late: tuple[int, ...]
     reads: tuple[int, ...]
     own_since: int
     own_before: int
@@ -149,12 +152,14 @@ class JointGraph:
             if node in info.tangents_closure
         }
         forward: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        late: list[int] = []
+        steps: list[tuple[tuple[int, ...], ...]] = []
         # The forward overwrites these inputs itself, or whoever calls it does.
         overwritten = self._overwritten_inputs()
         mutated: set[int] = set()
         repeated: set[int] = set()
         constant = 0
+        started = False
         for node in graph.nodes:
             if node.op == "output":
                 break
@@ -191,8 +196,11 @@ class JointGraph:
                     mutated.update(self._held[node])
             elif node not in backward:
                 continue
+            started |= not tangents.isdisjoint(node.all_input_nodes)
             if early:
                 if writes:
+                    if started and not is_forward:
+                        late.append(len(self.nodes))
                     for s in writes:
                         self.producer[s] = len(self.nodes)
                         self._made[s] = len(forward)
@@ -200,13 +208,16 @@ class JointGraph:
                     self.reads.append(reads)
                     self.writes.append(writes)
             else:
-                steps.append((reads, writes))
-        steps.append((tuple(s for n in self._bwd_outputs for s in self._held[n]), ()))
+                steps.append((tuple(late), reads, writes))
+                late.clear()
+        returned = tuple(s for n in self._bwd_outputs for s in self._held[n])
+        steps.append((tuple(late), returned, ()))
         self._lay_out_forward(forward)
         self._lay_out_backward(steps, constant)
         self._needs = [
             tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
         ]
+        self._late = [op for step in self._steps for op in step.late][::-1]
         self._touches = [n + w for n, w in zip(self._needs, self.writes)]
         self._written = [sum(self.nbytes[s] for s in ws) for ws in self.writes]
         self._freeable = [
@@ -304,12 +315,11 @@ class JointGraph:
         for o, reads in enumerate(self.reads):
             for s in reads:
                 readers.setdefault(s, set()).add(o)
-        read_by_backward = {s for step in self._steps for s in step.reads}
         for o in range(len(self.nodes)):
             tag = self.nodes[o].meta.get("recompute")
             if self.repeatable[o] or tag == CheckpointPolicy.MUST_SAVE:
                 continue
-            if not read_by_backward.isdisjoint(self.writes[o]):
+            if not self._read_in_backward.isdisjoint(self.writes[o]):
                 continue
             using = {u for s in self.writes[o] for u in readers.get(s, ())}
             if len(using) != 1:
@@ -351,27 +361,33 @@ class JointGraph:
             self.forward_live.append(live)
 
     def _lay_out_backward(
-        self, steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], constant: int
+        self, steps: Sequence[tuple[tuple[int, ...], ...]], constant: int
     ) -> None:
         """Work out what does not depend on the plan: the backward's own storages."""
-        own = {s for _, writes in steps for s in writes}
-        last = {s: at for at, step in enumerate(steps) for part in step for s in part}
+        own = {s for _, _, writes in steps for s in writes}
+        last = {
+            s: at
+            for at, (_, *parts) in enumerate(steps)
+            for part in parts
+            for s in part
+        }
         kept = {s for node in self._bwd_outputs for s in self._held[node]}
         dying: dict[int, int] = {}
         for s in own - kept:
             dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
         self._steps: list[_Step] = []
         live = most = constant + sum(self.nbytes[s] for s in self.outputs)
-        for at, (reads, writes) in enumerate(steps):
+        for at, (late, reads, writes) in enumerate(steps):
             before = live
             live += sum(self.nbytes[s] for s in writes)
             made = tuple(s for s in reads if self.producer[s] >= 0)
-            if made or at == len(steps) - 1:
-                self._steps.append(_Step(made, most, before, live))
+            if made or late or at == len(steps) - 1:
+                self._steps.append(_Step(late, made, most, before, live))
                 most = 0
             else:
                 most = max(most, live)
             live -= dying.get(at, 0)
+        self._read_in_backward = {s for step in self._steps for s in step.reads}
 
     @property
     def backward_reads(self) -> list[tuple[int, ...]]:
@@ -394,9 +410,13 @@ class JointGraph:
         last = [-1] * len(nbytes)
         moment = 0
         batches: list[list[int]] = []
-        for step in self._steps:
+        repeated_late = self._repeated_late(here)
+        for late, reads, *_ in self._steps:
             found: list[int] = []
-            pending = [s for s in step.reads if s not in here]
+            pending = [s for s in reads if s not in here]
+            for op in late:
+                if op in repeated_late:
+                    pending += self.writes[op]
             while pending:
                 s = pending.pop()
                 op = producer[s]
@@ -417,7 +437,7 @@ class JointGraph:
                 for s in self._touches[op]:
                     last[s] = moment
                 moment += 1
-            for s in step.reads:
+            for s in reads:
                 last[s] = moment
             moment += 1
             batches.append(found)
@@ -436,7 +456,7 @@ class JointGraph:
         live = sum(nbytes[s] for s in saved - self.outputs)
         moment = 0
         rows: list[tuple[int, list[int]]] = []
-        for (_, since, before, during), found in zip(self._steps, batches):
+        for (_, _, since, before, during), found in zip(self._steps, batches):
             most = live + since
             for op in found:
                 live += written[op]
@@ -451,24 +471,66 @@ class JointGraph:
             rows.append((most, found))
         return Evaluation(self._forward_peak(saved), rows, saved)
 
+    def _repeated_late(self, here: set[int]) -> set[int]:
+        """The late operators whose results some step needs, if ``here`` is saved."""
+        found: set[int] = set()
+        needed: set[int] = set()
+        for op in self._late:
+            for s in self.writes[op]:
+                if s not in here and (s in self._read_in_backward or s in needed):
+                    found.add(op)
+                    needed.update(self._needs[op])
+        return found
+
     def _forward_peak(self, saved: set[int]) -> int:
         """Add to the live bytes what stays after its last use."""
-        # What only the backward needs is made where it was traced if it is saved.
-        staying = sorted(
-            (
-                self.deaths[s] + 1 if self.births[s] >= 0 else self._made[s],
-                self.nbytes[s],
-            )
-            for s in saved - self.outputs
+        end = len(self.forward_live) - 1
+        kept = saved - self.outputs
+        # What only the backward needs is made where it was traced if it is saved, and
+        # that is after the forward if no pass has moved it.
+        afterwards = sorted(
+            s for s in kept if self.births[s] < 0 and self._made[s] == end
         )
-        staying.append((len(self.forward_live), 0))
+        last_reader = self._last_readers(afterwards, saved)
+        staying = [
+            (self.deaths[s] + 1 if self.births[s] >= 0 else self._made[s], s)
+            for s in kept.difference(afterwards)
+        ]
+        staying += [(self.deaths[s] + 1, s) for s in last_reader]
+        staying.sort()
         peak = extra = since = 0
-        for at, size in staying:
+        for at, s in staying:
             if at > since:
                 peak = max(peak, extra + max(self.forward_live[since:at]))
                 since = at
-            extra += size
-        return max(peak, extra + self.forward_live[-1])
+            extra += self.nbytes[s]
+        peak = max(peak, extra + max(self.forward_live[since:]))
+        freed = dict.fromkeys(afterwards, 0)
+        for s, made in last_reader.items():
+            freed[made] += self.nbytes[s]
+        for made in afterwards:
+            extra += self.nbytes[made]
+            peak = max(peak, extra + self.forward_live[end])
+            extra -= freed[made]
+        return peak
+
+    def _last_readers(self, made: Iterable[int], saved: set[int]) -> dict[int, int]:
+        """Which of the storages ``made`` is the last one to be made of another.
+
+        Those that stay anyway are left out.
+        """
+        found: dict[int, int] = {}
+        for s in made:
+            pending = list(self._needs[self.producer[s]])
+            while pending:
+                read = pending.pop()
+                if read in saved or read in self.outputs:
+                    continue
+                if self.births[read] >= 0:
+                    found[read] = s
+                else:
+                    pending += self._needs[self.producer[read]]
+        return found
 
     def saved_values(self, saved: set[int]) -> list[fx.Node]:
         """The nodes to save, in the graph's order, so that ``saved`` storages are kept.
