@@ -106,12 +106,13 @@ def measure_steps(task: fresh.Task) -> fresh.Row:
     _, eager_flops, eager = recorded(module)
     first: list[Tensor] = []
     steps = []
-    curve: list[tuple[int, float]] = []
+    searched: dict[str, Any] = {"curve": [], "lower_bound": 0}
 
     def noting(search: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
-            found = search(*arguments)
-            curve[:] = [(plan.peak, plan.cost / forward) for plan in found.plans]
+        def noted(graph: Any, *arguments: Any) -> Any:
+            found = search(graph, *arguments)
+            curve = [(plan.peak, plan.cost / forward) for plan in found.plans]
+            searched.update(curve=curve, lower_bound=graph.lower_bound)
             return found
 
         return noted
@@ -146,7 +147,7 @@ def measure_steps(task: fresh.Task) -> fresh.Row:
                     "off_budget_1": distance(found, first),
                 }
             )
-    return {"steps": steps, "curve": curve}
+    return {"steps": steps, **searched}
 
 
 def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -257,10 +258,9 @@ def judged(rows: Sequence[fresh.Row]) -> Iterator[Mark]:
             off <= 0.05,
             enforced=False,
         )
-    curves = {row["net"]: row["curve"] for row in good if row["kind"] == "ours"}
-    for net, curve in curves.items():
-        if net in steps["upstream"]:
-            yield from compared(net, curve, steps["upstream"][net])
+    for row in good:
+        if row["kind"] == "ours" and row["net"] in steps["upstream"]:
+            yield from compared(row, steps["upstream"][row["net"]])
     for row in good:
         if row["kind"] == "planning":
             yield from judged_planning(row)
@@ -330,8 +330,9 @@ def judged_peaks(nets_steps: dict[str, list[dict[str, Any]]]) -> Iterator[Mark]:
         )
 
 
-def compared(net: str, curve: list[Any], upstream: list[Any]) -> Iterator[Mark]:
+def compared(ours: fresh.Row, upstream: list[Any]) -> Iterator[Mark]:
     """The plans on our curve beside upstream's measured steps."""
+    net, curve, bound = ours["net"], ours["curve"], ours["lower_bound"]
     shares = {}
     # A dropout's mask that is drawn again costs nothing, and gives another gradient.
     right = [theirs for theirs in upstream if theirs["off_budget_1"] <= 1e-5]
@@ -355,20 +356,22 @@ def compared(net: str, curve: list[Any], upstream: list[Any]) -> Iterator[Mark]:
     marks = SHARES if net in TRANSFORMERS else {}
     if net == "resnet50":
         marks = {0.2: RESNET_SHARE}
-    for budget, mark in marks.items():
-        if budget in shares:
+    for theirs in reversed(right):
+        budget = theirs["budget"]
+        if budget in marks:
             yield Mark(
                 f"the same at upstream's budget {budget:g}, {net}",
-                f"{shares[budget]:.2f}",
-                f"{mark:g}",
-                shares[budget] <= mark,
+                f"{shares[budget]:.2f} (no plan: below {bound / theirs['peak']:.2f})",
+                f"{marks[budget]:g}",
+                shares[budget] <= marks[budget],
                 enforced=False,
             )
     floor, best = curve[0][0], min(s["peak"] for s in right)
     known = FLOORS.get(net)
     yield Mark(
         f"floor, {net}",
-        f"{floor / 1e6:.1f} MB (upstream's best: {best / 1e6:.1f})",
+        f"{floor / 1e6:.1f} MB (upstream's best: {best / 1e6:.1f}; "
+        f"no plan: below {bound / 1e6:.1f})",
         f"{known} MB" if known else "",
         not known or floor <= (known + 0.5) * 1e6,
         enforced=False,

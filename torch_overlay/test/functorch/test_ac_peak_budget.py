@@ -485,8 +485,12 @@ class PeakBudgetTest(TestCase):
         curves = []
         search = peak_planner.search
 
-        def watched(*args):
-            curves.append((search(*args), search(*args)))
+        def watched(graph, *args):
+            curves.append((search(graph, *args), search(graph, *args)))
+            # No plan does better, and the best of these is not far from it.
+            floor = curves[-1][0].floor
+            self.assertLessEqual(graph.lower_bound, floor)
+            self.assertGreater(graph.lower_bound, floor / 2)
             return curves[-1][0]
 
         with patch.object(peak_planner, "search", watched):

@@ -393,6 +393,17 @@ class JointGraph:
     def backward_reads(self) -> list[tuple[int, ...]]:
         return [step.reads for step in self._steps]
 
+    @property
+    def lower_bound(self) -> int:
+        """Bytes that no plan's peak is below: what single steps need in any case."""
+        during = (
+            step.own_during
+            + sum(self.nbytes[s] for s in set(step.reads) - self.outputs)
+            for step in self._steps
+        )
+        since = (step.own_since for step in self._steps)
+        return max(*self.forward_live, *during, *since)
+
     # --------------------------------------------------------------- evaluating
 
     def evaluate(self, chosen: Iterable[int]) -> Evaluation:
