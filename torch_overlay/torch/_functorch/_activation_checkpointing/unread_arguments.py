@@ -21,7 +21,7 @@ alive during one operator, in which the argument would have been alive as well, 
 nothing is written to it.
 
 What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
-its place, and computed beside it.
+its place, and computed beside it.  Inductor is left to order its kernels itself.
 
 When in doubt the argument stays: the operator is not in the table, its mask is no
 constant, a masked-off output is used, the argument is needed in the backward anyway,
@@ -170,7 +170,9 @@ def drop_unread_arguments(
                 )
                 _set_argument(node, name, stand_in)
                 replaced.append((node, name, argument))
-        _compute_early(graph, backward, {argument for _, _, argument in replaced})
+        # Inductor orders its kernels itself.
+        if not for_inductor:
+            _compute_early(graph, backward, {argument for _, _, argument in replaced})
     except Exception:
         for node, name, argument in replaced:
             _set_argument(node, name, argument)
