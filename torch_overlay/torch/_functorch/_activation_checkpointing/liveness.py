@@ -366,10 +366,7 @@ class JointGraph:
         """Work out what does not depend on the plan: the backward's own storages."""
         own = {s for _, _, writes in steps for s in writes}
         last = {
-            s: at
-            for at, (_, *parts) in enumerate(steps)
-            for part in parts
-            for s in part
+            s: at for at, (_, reads, writes) in enumerate(steps) for s in reads + writes
         }
         kept = {s for node in self._bwd_outputs for s in self._held[node]}
         dying: dict[int, int] = {}

@@ -235,19 +235,12 @@ def _compute_early(
             if getattr(node.target, "is_view", False):
                 read.add(node)
             continue
+        if not isinstance(node.target, torch._ops.OpOverload) or node.is_impure():
+            continue
         latest = max(node.all_input_nodes)
-        if latest.op != "placeholder" and _is_pure(node):
+        if latest.op != "placeholder":
             latest.append(node)
             read.add(node)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and not target._schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in target.tags
-    )
 
 
 def _static_inputs(graph: fx.Graph, indices: Sequence[int]) -> set[fx.Node]:
