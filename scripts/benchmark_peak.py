@@ -210,9 +210,9 @@ def measure_planning(task: fresh.Task) -> fresh.Row:
         gc.enable()
         return result
 
-    def partition() -> None:
+    def partition(module: Any) -> None:
         partitioners.min_cut_rematerialization_partition(
-            copy.deepcopy(kept["module"]), kept["inputs"], **kept["options"]
+            module, kept["inputs"], **kept["options"]
         )
 
     def curve(graph: Any, info: Any, budget: float, outputs: int, choose: Any) -> Any:
@@ -237,9 +237,10 @@ def measure_planning(task: fresh.Task) -> fresh.Row:
                     activation_memory_budget_target=target,
                     activation_memory_budget_solver=solver,
                 ):
-                    timed(f"{target} {budget:g}", partition)
+                    joint = copy.deepcopy(kept["module"])
+                    timed(f"{target} {budget:g}", functools.partial(partition, joint))
         with mock.patch.object(partitioners, "choose_for_target", curve):
-            partition()
+            partition(copy.deepcopy(kept["module"]))
     return {"nodes": nodes, **{k: statistics.median(v) for k, v in times.items()}}
 
 

@@ -10,6 +10,7 @@ import functools
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -511,6 +512,30 @@ class PeakBudgetTest(TestCase):
             self.assertEqual(curve.within(high.peak - 1), low)
             if high.peak < curve.fastest.peak:
                 self.assertEqual(curve.within(high.peak), high)
+
+    @parametrize("net", NETS)
+    def test_plans_evaluated_together(self, net):
+        """As one by one, and more of them than an integer has bits."""
+        draw = random.Random(0)
+        search = peak_planner.search
+        compared = 0
+
+        def watched(graph, *args):
+            nonlocal compared
+            plans = [
+                {s for s in range(len(graph.nbytes)) if draw.random() < k / 70}
+                for k in range(70)
+            ]
+            for plan, found in zip(plans, graph.evaluate_all(plans), strict=True):
+                alone = graph.evaluate(plan)
+                for name in ("forward_peak", "row_peaks", "rows", "saved", "peak"):
+                    self.assertEqual(getattr(found, name), getattr(alone, name))
+                compared += 1
+            return search(graph, *args)
+
+        with patch.object(peak_planner, "search", watched):
+            self.graphs(NETS[net](), 0.5)
+        self.assertEqual(compared, 70)
 
     def test_small_budgets_recompute_no_long_stretch(self):
         given = layers(dense, 8)

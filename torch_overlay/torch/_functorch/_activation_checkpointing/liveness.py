@@ -27,6 +27,7 @@ import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -46,32 +47,65 @@ __all__ = ["CannotPlan", "Evaluation", "JointGraph"]
 _ALIASING = (torch.ops.aten._unsafe_view.default,)
 
 
+# Plans that are evaluated together, at most: the bits of an integer with a sign.
+_TOGETHER = 63
+
+
 class CannotPlan(Exception):
     """The model does not understand a joint graph, or a plan for it cannot be run."""
+
+
+class _Together(NamedTuple):
+    """What plans that were evaluated together do; bit p of a mask stands for plan p.
+
+    Args:
+        rows: the operators that are repeated for each row, in order, and by which plans.
+        repeated: by which plans each operator is repeated.
+        saved: which plans keep each storage.
+    """
+
+    rows: list[list[tuple[int, int]]]
+    repeated: list[int]
+    saved: list[int]
 
 
 class Evaluation(NamedTuple):
     """What a plan costs.
 
+    The backward's steps that read what the forward made are rows: a row is such a step,
+    what is repeated for it, and what runs since the row before.
+
     Args:
         forward_peak: most live bytes while the forward runs.
-        rows: for each step of the backward that reads what the forward made, the most
-            live bytes since the step before, and the operators that were repeated for
-            it, by number in the order of the forward.
-        saved: the storages that are really kept, those included that every plan keeps.
+        row_peaks: most live bytes in each row.
+        together, plan: where and as which bit the plan is in what was evaluated with it.
     """
 
     forward_peak: int
-    rows: list[tuple[int, list[int]]]
-    saved: set[int]
+    row_peaks: list[int]
+    together: _Together
+    plan: int
 
     @property
     def peak(self) -> int:
-        return max(self.forward_peak, *(live for live, _ in self.rows), 0)
+        return max(self.forward_peak, *self.row_peaks, 0)
+
+    def repeated(self, ops: Iterable[int]) -> Iterator[int]:
+        """Those of these operators that are repeated."""
+        bit, repeated = 1 << self.plan, self.together.repeated
+        return (op for op in ops if repeated[op] & bit)
 
     @property
-    def recomputed(self) -> Iterator[int]:
-        return (op for _, ops in self.rows for op in ops)
+    def rows(self) -> list[list[int]]:
+        """The operators that are repeated for each row, in order."""
+        bit = 1 << self.plan
+        return [[op for op, plans in row if plans & bit] for row in self.together.rows]
+
+    @property
+    def saved(self) -> set[int]:
+        """The storages that are really kept, those included that every plan keeps."""
+        bit = 1 << self.plan
+        return {s for s, mask in enumerate(self.together.saved) if mask & bit}
 
 
 class _Step(NamedTuple):
@@ -221,9 +255,8 @@ class JointGraph:
         self._touches = [n + w for n, w in zip(self._needs, self.writes)]
         self._written = [sum(self.nbytes[s] for s in ws) for ws in self.writes]
         self._freeable = [
-            s
-            for s, op in enumerate(self.producer)
-            if op >= 0 and s not in self.outputs and self.nbytes[s]
+            op >= 0 and s not in self.outputs and nbytes > 0
+            for s, (op, nbytes) in enumerate(zip(self.producer, self.nbytes))
         ]
         self.repeatable = [self._may_repeat(o, mutated) for o in range(len(self.nodes))]
         self._prefer_small_results()
@@ -409,118 +442,200 @@ class JointGraph:
         What cannot be repeated is saved even if it is not chosen.  O(operators + edges).
         Raises CannotPlan where something can neither be saved nor repeated.
         """
+        return self.evaluate_all([chosen])[0]
+
+    def evaluate_all(self, plans: Sequence[Iterable[int]]) -> list[Evaluation]:
+        """Evaluate many plans, in little more time than a few.
+
+        The bits of an integer stand for plans, so that what many of them repeat for the
+        same row is followed once, and the columns of a tensor for their live bytes.
+        """
+        found: list[Evaluation] = []
+        # Whoever traces may have fake tensors for every tensor made.
+        with _disable_current_modes():
+            for first in range(0, len(plans), _TOGETHER):
+                found += self._evaluate(plans[first : first + _TOGETHER])
+        return found
+
+    def _evaluate(self, plans: Sequence[Iterable[int]]) -> list[Evaluation]:
+        everyone = (1 << len(plans)) - 1
+        # Which plans have a storage saved.
+        here = [0] * len(self.nbytes)
+        for plan, chosen in enumerate(plans):
+            for s in chosen:
+                here[s] |= 1 << plan
+        for s in self.outputs:
+            here[s] = everyone
+        for s, root in enumerate(self.root):
+            if root is None:
+                here[s] = 0
+        rows, repeated = self._repeat(here, everyone)
+        row_peaks, saved = self._sweep(rows, here, everyone, len(plans))
+        together = _Together(rows, repeated, saved)
+        forward_peaks = self._forward_peaks(saved, len(plans))
+        return [
+            Evaluation(peak, row_peaks[plan], together, plan)
+            for plan, peak in enumerate(forward_peaks)
+        ]
+
+    def _repeat(
+        self, here: list[int], everyone: int
+    ) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """What is repeated for each step, and by whom; adds to ``here`` what cannot be."""
         # The hot loop of a search: local names, and no tuples to build.
-        producer, needs, nbytes = self.producer, self._needs, self.nbytes
-        here = {s for s in chosen if self.root[s] is not None}
-        here |= {s for s in self.outputs if self.root[s] is not None}
-        repeated = bytearray(len(self.nodes))
-        # Moments count what runs in the backward; -1 is never.
-        last = [-1] * len(nbytes)
-        moment = 0
-        batches: list[list[int]] = []
-        repeated_late = self._repeated_late(here)
+        producer, needs, repeatable = self.producer, self._needs, self.repeatable
+        repeated = [0] * len(self.nodes)
+        repeated_late = self._repeated_late(here, everyone)
+        rows: list[list[tuple[int, int]]] = []
         for late, reads, *_ in self._steps:
-            found: list[int] = []
-            pending = [s for s in reads if s not in here]
+            found: dict[int, int] = {}
+            pending = [(s, everyone) for s in reads]
             for op in late:
-                if op in repeated_late:
-                    pending += self.writes[op]
+                pending += [(s, repeated_late[op]) for s in self.writes[op]]
             while pending:
-                s = pending.pop()
+                s, plans = pending.pop()
                 op = producer[s]
-                if repeated[op] or s in here:
+                plans &= ~(here[s] | repeated[op])
+                if not plans:
                     continue
-                if not self.repeatable[op]:
+                if not repeatable[op]:
                     if self.root[s] is None:
                         raise CannotPlan(
                             f"{self.nodes[op].name} can be neither saved nor repeated"
                         )
-                    here.add(s)
+                    here[s] |= plans
                     continue
-                repeated[op] = 1
-                found.append(op)
-                pending += needs[op]
-            found.sort()
-            for op in found:
-                for s in self._touches[op]:
-                    last[s] = moment
-                moment += 1
-            for s in reads:
-                last[s] = moment
-            moment += 1
-            batches.append(found)
+                repeated[op] |= plans
+                found[op] = found.get(op, 0) | plans
+                for read in needs[op]:
+                    pending.append((read, plans))
+            rows.append(sorted(found.items()))
+        return rows, repeated
 
-        saved = {s for s in here if last[s] >= 0}
-        freed = [0] * moment
-        for s in self._freeable:
-            if last[s] >= 0:
-                freed[last[s]] += nbytes[s]
-        written = self._written
-        kept_parts = [s for s in saved if repeated[producer[s]]]
-        if kept_parts:
-            written = written.copy()
-            for s in kept_parts:
-                written[producer[s]] -= nbytes[s]
-        live = sum(nbytes[s] for s in saved - self.outputs)
-        moment = 0
-        rows: list[tuple[int, list[int]]] = []
-        for (_, _, since, before, during), found in zip(self._steps, batches):
-            most = live + since
-            for op in found:
-                live += written[op]
-                if live + before > most:
-                    most = live + before
-                live -= freed[moment]
-                moment += 1
-            if live + during > most:
-                most = live + during
-            live -= freed[moment]
-            moment += 1
-            rows.append((most, found))
-        return Evaluation(self._forward_peak(saved), rows, saved)
-
-    def _repeated_late(self, here: set[int]) -> set[int]:
+    def _repeated_late(self, here: list[int], everyone: int) -> dict[int, int]:
         """The late operators whose results some step needs, if ``here`` is saved."""
-        found: set[int] = set()
-        needed: set[int] = set()
+        found: dict[int, int] = {}
+        needed: dict[int, int] = {}
         for op in self._late:
+            plans = 0
             for s in self.writes[op]:
-                if s not in here and (s in self._read_in_backward or s in needed):
-                    found.add(op)
-                    needed.update(self._needs[op])
+                reading = everyone if s in self._read_in_backward else needed.get(s, 0)
+                plans |= reading & ~here[s]
+            found[op] = plans
+            for s in self._needs[op]:
+                needed[s] = needed.get(s, 0) | plans
         return found
 
-    def _forward_peak(self, saved: set[int]) -> int:
+    def _sweep(
+        self,
+        rows: list[list[tuple[int, int]]],
+        here: list[int],
+        everyone: int,
+        count: int,
+    ) -> tuple[list[list[int]], list[int]]:
+        """The peaks of each plan's rows, and which plans keep each storage.
+
+        Goes back through the moments of the backward: of a row its step, what is
+        repeated for it, and its start.  Who touches a storage last frees it.
+        """
+        nbytes, touches, freeable = self.nbytes, self._touches, self._freeable
+        touched = [0] * len(nbytes)
+        # By how many bytes the plans of a mask change, latest first.
+        masks: list[int] = []
+        changes: list[int] = []
+        # For each moment how many changes come after it, and the backward's own bytes.
+        after: list[int] = []
+        own: list[int] = []
+        for step, row in zip(reversed(self._steps), reversed(rows)):
+            for s in step.reads:
+                plans = everyone & ~touched[s]
+                if plans:
+                    touched[s] = everyone
+                    if freeable[s]:
+                        masks.append(plans)
+                        changes.append(-nbytes[s])
+            after.append(len(masks))
+            own.append(step.own_during)
+            for op, repeating in reversed(row):
+                for s in touches[op]:
+                    plans = repeating & ~touched[s]
+                    if plans:
+                        touched[s] |= plans
+                        if freeable[s]:
+                            masks.append(plans)
+                            changes.append(-nbytes[s])
+                after.append(len(masks))
+                own.append(step.own_before)
+                masks.append(repeating)
+                changes.append(self._written[op])
+                for s in self.writes[op]:
+                    if here[s] & repeating:
+                        masks.append(here[s] & repeating)
+                        changes.append(-nbytes[s])
+            after.append(len(masks))
+            own.append(step.own_since)
+        saved = [plans & touching for plans, touching in zip(here, touched)]
+        for s, plans in enumerate(saved):
+            if plans and s not in self.outputs:
+                masks.append(plans)
+                changes.append(nbytes[s])
+        # Where nothing changes there is a first moment all the same.
+        masks.append(0)
+        changes.append(0)
+        live = _by_plan(masks, changes, count).flip(0).cumsum(0)
+        at = torch.tensor([len(masks) - 1 - later for later in after], device="cpu")
+        live = live[at] + torch.tensor(own, device="cpu").unsqueeze(1)
+        moments = torch.tensor([len(row) + 2 for row in reversed(rows)], device="cpu")
+        of_row = torch.repeat_interleave(moments).unsqueeze(1).expand_as(live)
+        peaks = torch.zeros(len(rows), count, dtype=torch.int64, device="cpu")
+        peaks.scatter_reduce_(0, of_row, live, "amax")
+        return peaks.flip(0).T.tolist(), saved
+
+    def _forward_peaks(self, saved: Sequence[int], count: int) -> list[int]:
         """Add to the live bytes what stays after its last use."""
         end = len(self.forward_live) - 1
-        kept = saved - self.outputs
         # What only the backward needs is made where it was traced if it is saved, and
-        # that is after the forward if no pass has moved it.
-        afterwards = sorted(
-            s for s in kept if self.births[s] < 0 and self._made[s] == end
-        )
-        last_reader = self._last_readers(afterwards, saved)
-        staying = [
-            (self.deaths[s] + 1 if self.births[s] >= 0 else self._made[s], s)
-            for s in kept.difference(afterwards)
-        ]
-        staying += [(self.deaths[s] + 1, s) for s in last_reader]
-        staying.sort()
-        peak = extra = since = 0
-        for at, s in staying:
-            if at > since:
-                peak = max(peak, extra + max(self.forward_live[since:at]))
-                since = at
-            extra += self.nbytes[s]
-        peak = max(peak, extra + max(self.forward_live[since:]))
-        freed = dict.fromkeys(afterwards, 0)
-        for s, made in last_reader.items():
-            freed[made] += self.nbytes[s]
-        for made in afterwards:
-            extra += self.nbytes[made]
-            peak = max(peak, extra + self.forward_live[end])
-            extra -= freed[made]
-        return peak
+        # that is after the forward if no pass has moved it: by plan.
+        afterwards: dict[int, list[int]] = {}
+        steps: list[int] = []
+        masks: list[int] = []
+        sizes: list[int] = []
+        for s, plans in enumerate(saved):
+            if not plans or s in self.outputs:
+                continue
+            if self.births[s] >= 0 or self._made[s] < end:
+                late = self.births[s] < 0
+                steps.append(self._made[s] if late else self.deaths[s] + 1)
+                masks.append(plans)
+                sizes.append(self.nbytes[s])
+                continue
+            for plan in range(count):
+                if plans >> plan & 1:
+                    afterwards.setdefault(plan, []).append(s)
+        last_readers: dict[int, dict[int, int]] = {}
+        for plan, made_late in afterwards.items():
+            kept = {s for s, plans in enumerate(saved) if plans >> plan & 1}
+            last_readers[plan] = self._last_readers(made_late, kept)
+            for s in last_readers[plan]:
+                steps.append(self.deaths[s] + 1)
+                masks.append(1 << plan)
+                sizes.append(self.nbytes[s])
+        extra = torch.zeros(end + 1, count, dtype=torch.int64, device="cpu")
+        at = torch.tensor(steps, dtype=torch.int64, device="cpu")
+        extra.index_add_(0, at, _by_plan(masks, sizes, count))
+        live = extra.cumsum(0)
+        live += torch.tensor(self.forward_live, device="cpu").unsqueeze(1)
+        peaks = live.amax(0).tolist()
+        for plan, last_reader in last_readers.items():
+            freed = dict.fromkeys(afterwards[plan], 0)
+            for s, made in last_reader.items():
+                freed[made] += self.nbytes[s]
+            still = int(live[end, plan])
+            for s, done in freed.items():
+                still += self.nbytes[s]
+                peaks[plan] = max(peaks[plan], still)
+                still -= done
+        return peaks
 
     def _last_readers(self, made: Iterable[int], saved: set[int]) -> dict[int, int]:
         """Which of the storages ``made`` is the last one to be made of another.
@@ -572,6 +687,14 @@ class JointGraph:
                 pending += node.all_input_nodes
         order = {node: at for at, node in enumerate(self._value)}
         return sorted(found, key=order.__getitem__)
+
+
+def _by_plan(masks: Sequence[int], values: Sequence[int], count: int) -> torch.Tensor:
+    """A row for each value, with a column for each of ``count`` plans: it, or 0."""
+    plans = torch.arange(count, device="cpu")
+    of_plan = torch.tensor(masks, dtype=torch.int64, device="cpu").unsqueeze(1) >> plans
+    sizes = torch.tensor(values, dtype=torch.int64, device="cpu").unsqueeze(1)
+    return (of_plan & 1) * sizes
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:

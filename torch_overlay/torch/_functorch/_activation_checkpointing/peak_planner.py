@@ -35,20 +35,20 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
-from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+from bisect import bisect_left, bisect_right
+from typing import Callable, NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
 from torch.utils._ordered_set import OrderedSet
 
-from .liveness import JointGraph
+from .liveness import Evaluation, JointGraph
 from .random_ops import must_run_once
 from .rerun_cost import flops, roofline
 from .saved_report import note_peak, Peak
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
@@ -245,59 +245,57 @@ def search(
     Some hundred evaluations, and O(places * _SPAN) for a dynamic program.
     """
     plans = _Plans(graph, _costs(graph, dear))
-    top = plans.evaluate(graph.storages(fastest))
-    bases = [graph.storages(cheapest), graph.storages(fastest)]
+    bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     for places in _places(graph):
         chain = _Chain(plans, places)
         peak, lowest = chain.lowest()
         bases += [lowest, chain.everything]
         for slack in _SLACKS:
-            bases.append(chain.leanest(math.floor(peak * slack)) or set())
+            bases.append(chain.leanest(math.floor(peak * slack)) or frozenset())
+    evaluated = plans.evaluate(bases)
+    top = plans.found[bases[0]]
     floor = min(plan.peak for plan in plans.found.values())
     # Closer to each other at the floor, where a little room buys most.
     targets = [
         floor + math.floor((top.peak - floor) * (k / _TARGET_PEAKS) ** 1.5)
         for k in range(_TARGET_PEAKS)
     ]
-    for base in {frozenset(base): base for base in bases}.values():
-        plans.add_items(base, targets)
+    more: list[frozenset[int]] = []
+    for base, evaluation in evaluated.items():
+        more += plans.with_items(base, evaluation, targets)
+    plans.evaluate(chosen for chosen in more if chosen not in plans.found)
     return Curve(plans.found.values(), top)
 
 
 class _Plans:
-    """All plans that were evaluated, each once."""
+    """All plans that were evaluated."""
 
     def __init__(self, graph: JointGraph, cost: Sequence[float]) -> None:
         self.graph = graph
         self.cost = cost
+        self.dear = [op for op, each in enumerate(cost) if each]
         self.found: dict[frozenset[int], PlannedPeak] = {}
 
-    def evaluate(self, chosen: Iterable[int]) -> PlannedPeak:
-        key = frozenset(chosen)
-        if key not in self.found:
-            self._keep(key, self.graph.evaluate(key))
-        return self.found[key]
+    def evaluate(
+        self, choices: Iterable[frozenset[int]]
+    ) -> dict[frozenset[int], Evaluation]:
+        """Evaluate plans together, equal ones once."""
+        distinct = list(dict.fromkeys(choices))
+        evaluated = dict(zip(distinct, self.graph.evaluate_all(distinct)))
+        for chosen, evaluation in evaluated.items():
+            cost = math.fsum(self.cost[op] for op in evaluation.repeated(self.dear))
+            self.found[chosen] = PlannedPeak(evaluation.peak, cost, chosen)
+        return evaluated
 
-    def _keep(self, key: frozenset[int], evaluation: Any) -> PlannedPeak:
-        cost = math.fsum(self.cost[op] for op in evaluation.recomputed)
-        self.found[key] = PlannedPeak(evaluation.peak, cost, key)
-        return self.found[key]
-
-    def row_peaks(self, chosen: Iterable[int]) -> list[int]:
-        """The peak at each step of the backward."""
-        key = frozenset(chosen)
-        evaluation = self.graph.evaluate(key)
-        self._keep(key, evaluation)
-        return [live for live, _ in evaluation.rows]
-
-    def add_items(self, base: set[int], targets: Sequence[int]) -> None:
+    def with_items(
+        self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]
+    ) -> Iterator[frozenset[int]]:
         """For each target peak, save more than ``base`` where there is room for it."""
         graph = self.graph
-        evaluation = graph.evaluate(base)
         # Peaks between two moments at which something dear is repeated.
         peaks = [evaluation.forward_peak]
         items: list[tuple[float, int, int, int, list[int]]] = []
-        for live, repeated in evaluation.rows:
+        for live, repeated in zip(evaluation.row_peaks, evaluation.rows):
             dear = [op for op in repeated if self.cost[op]]
             if dear:
                 peaks.append(live)
@@ -317,15 +315,19 @@ class _Plans:
         items.sort()
         for target in targets:
             room = [target - peak for peak in peaks]
-            chosen, left_out = set(base), False
+            chosen = set(base)
+            # From where on there is no room for a size: nor will there be any more.
+            full: dict[int, int] = {}
             for _, _, size, before, parts in items:
+                if before >= full.get(size, before + 1):
+                    continue
                 if min(room[:before]) >= size:
                     room[:before] = [free - size for free in room[:before]]
                     chosen.update(parts)
                 else:
-                    left_out = True
-            self.evaluate(chosen)
-            if not left_out:
+                    full[size] = before
+            yield frozenset(chosen)
+            if not full:
                 break
 
 
@@ -372,9 +374,9 @@ class _Chain:
         graph = plans.graph
         self.nbytes = graph.nbytes
         self.end = len(places) + 1
-        self.at = [-1, *places]
+        self.at = [-1, *places, len(graph.forward_live)]
         self.crossing = self._crossing(places)
-        self.everything: set[int] = set().union(*self.crossing)
+        self.everything = self._storages(range(self.end))
         self.span = _SPAN
         self.width = {
             (i, j): sum(self.nbytes[s] for s in self.crossing[j] - self.crossing[i])
@@ -383,10 +385,11 @@ class _Chain:
         }
         self.where = self._where()
         self.peak: dict[tuple[int, int], int] = {}
-        for span in range(1, self.span + 1):
-            for offset in range(span):
-                chosen = [i for i in range(1, self.end) if i % span == offset]
-                self.measure(chosen)
+        self.measure(
+            [i for i in range(1, self.end) if i % span == offset]
+            for span in range(1, self.span + 1)
+            for offset in range(span)
+        )
 
     def _crossing(self, places: Sequence[int]) -> list[set[int]]:
         graph = self.plans.graph
@@ -406,7 +409,7 @@ class _Chain:
         return found
 
     def _where(self) -> list[int]:
-        """For each step of the backward, the forward's step that it has come down to.
+        """The forward's step that each step of the backward has come down to, last first.
 
         That is where the last of the large storages was made that it or a later step
         reads.  Small ones (a mask, a constant) may be read anywhere.
@@ -419,32 +422,34 @@ class _Chain:
             births = [graph.births[s] for s in reads if graph.nbytes[s] >= large]
             latest = max(latest, *births, -1)
             where.append(latest)
-        return where[::-1]
+        return where
 
-    def measure(self, chosen: Sequence[int]) -> int:
-        """Evaluate the plan with these checkpoints, and learn its segments' peaks."""
-        starts = [0, *chosen]
-        storages = set().union(*(self.crossing[i] for i in starts))
-        bounds = [self.at[i] for i in starts]
-        peaks = [0] * len(starts)
-        for at, live in zip(self.where, self.plans.row_peaks(storages)):
-            segment = max(bisect_left(bounds, at) - 1, 0)
-            peaks[segment] = max(peaks[segment], live)
-        kept: set[int] = set()
-        for segment, start in enumerate(starts):
-            kept |= self.crossing[start]
-            stop = starts[segment + 1] if segment + 1 < len(starts) else self.end
-            own = peaks[segment] - sum(self.nbytes[s] for s in kept)
-            self.peak[start, stop] = max(self.peak.get((start, stop), 0), own)
-        return self.plans.evaluate(storages).peak
+    def measure(self, choices: Iterable[Sequence[int]]) -> None:
+        """Evaluate plans with these checkpoints, and learn their segments' peaks."""
+        kept_by = {tuple(chosen): self._storages(chosen) for chosen in choices}
+        evaluated = self.plans.evaluate(kept_by.values())
+        for chosen, storages in kept_by.items():
+            starts = [0, *chosen]
+            live = evaluated[storages].row_peaks[::-1]
+            done = kept = 0
+            for start, stop in zip(starts, [*starts[1:], self.end]):
+                rows = bisect_right(self.where, self.at[stop], lo=done)
+                own = max(live[done:rows], default=0) - kept
+                done = rows
+                self.peak[start, stop] = max(self.peak.get((start, stop), 0), own)
+                kept += self.width.get((start, stop), 0)
+        self.segments = sorted(
+            (stop, start, own, self.width.get((start, stop), 0))
+            for (start, stop), own in self.peak.items()
+        )
 
-    def lowest(self) -> tuple[int, set[int]]:
+    def lowest(self) -> tuple[int, frozenset[int]]:
         """The checkpoints with the lowest peak that was found, and that peak.
 
         Where a segment's peak depends on its neighbours after all, the answer measures
         higher than it should.  What was learned then makes the next answer another one.
         """
-        best: Optional[tuple[int, set[int]]] = None
+        best: Optional[tuple[int, frozenset[int]]] = None
         for _ in range(_CORRECTIONS):
             low, high = (
                 0,
@@ -459,22 +464,25 @@ class _Chain:
             chosen = self._fewest_bytes(high)
             if chosen is None:
                 break
-            peak = self.measure(chosen)
+            self.measure([chosen])
+            storages = self._storages(chosen)
+            peak = self.plans.found[storages].peak
             if best is None or peak < best[0]:
-                best = (peak, self._storages(chosen))
+                best = (peak, storages)
             if peak <= high:
                 break
         if best is None:
-            return self.plans.evaluate(self.everything).peak, self.everything
+            self.plans.evaluate([self.everything])
+            return self.plans.found[self.everything].peak, self.everything
         return best
 
-    def leanest(self, peak: int) -> Optional[set[int]]:
+    def leanest(self, peak: int) -> Optional[frozenset[int]]:
         """The checkpoints that save least with a peak below ``peak``, None without any."""
         chosen = self._fewest_bytes(peak)
         return None if chosen is None else self._storages(chosen)
 
-    def _storages(self, chosen: Sequence[int]) -> set[int]:
-        return set().union(*(self.crossing[i] for i in chosen))
+    def _storages(self, chosen: Iterable[int]) -> frozenset[int]:
+        return frozenset().union(*(self.crossing[i] for i in chosen))
 
     def _fewest_bytes(self, peak: int) -> Optional[list[int]]:
         """The places to save at, so that no segment is live beyond ``peak``.
@@ -485,14 +493,10 @@ class _Chain:
         kept = [math.inf] * (self.end + 1)
         previous = [0] * (self.end + 1)
         kept[0] = 0
-        for j in range(1, self.end + 1):
-            for i in range(max(0, j - self.span), j):
-                own = self.peak.get((i, j))
-                if own is None or kept[i] + own > peak:
-                    continue
-                total = kept[i] + self.width.get((i, j), 0)
-                if total < kept[j]:
-                    kept[j], previous[j] = total, i
+        for stop, start, own, width in self.segments:
+            total = kept[start] + width
+            if total < kept[stop] and kept[start] + own <= peak:
+                kept[stop], previous[stop] = total, start
         if math.isinf(kept[self.end]):
             return None
         chosen: list[int] = []
