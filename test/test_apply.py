@@ -31,6 +31,7 @@ NAMES = [patch.name for patch in SERIES]
 # The first release that a patch is for, where that is not the first of all.
 SINCE = {
     "budget-errors": (2, 10),
+    "buffer-reuse": (2, 10),
     "frozen-layers": (2, 10),
     "mask-vectors": (2, 10),
     "random-ops": (2, 10),

@@ -6,6 +6,7 @@ To change what is patched, change its topic and run ``scripts/generate_patches.s
 from .topics import (
     budget_errors,
     budgets_together,
+    buffer_reuse,
     cache_key,
     config_solver_name,
     custom_solver_runtimes,
@@ -36,6 +37,7 @@ SERIES = tuple(
         saved_report,
         frozen_layers,
         mask_vectors,
+        buffer_reuse,
         peak_budget,
         exact_by_default,
     )
