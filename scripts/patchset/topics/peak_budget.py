@@ -3,6 +3,7 @@ from __future__ import annotations
 from ..patch import (
     CONFIG,
     Edit,
+    FUSED_PEAK,
     LIVENESS,
     PARTITIONERS,
     Patch,
@@ -40,7 +41,13 @@ made, a warning says why and the graph gets the plan for saved bytes.
 """,
     trailers=("Fixes: #197838",),
     tested="python test/functorch/test_ac_peak_budget.py",
-    files=(LIVENESS, PEAK_PLANNER, RERUN_COST, "test/functorch/test_ac_peak_budget.py"),
+    files=(
+        LIVENESS,
+        FUSED_PEAK,
+        PEAK_PLANNER,
+        RERUN_COST,
+        "test/functorch/test_ac_peak_budget.py",
+    ),
     needs=("random-ops", "saved-report"),
     evidence=(
         ("peak", "predicted / measured"),
@@ -122,8 +129,8 @@ activation_memory_peak_bytes: int | None = None
     landed=((PARTITIONERS, "choose_for_target("),),
     risks="""\
 Opt-in: with the default target every plan is what it was, bit for bit. Peaks are predicted
-for graphs that run operator by operator; inductor's fusion and its order of kernels move
-them by some percent. What a kernel allocates for itself is not counted.
+for graphs that run operator by operator; what inductor's kernels make of them is an
+estimate. What a kernel allocates for itself is not counted.
 """,
     kind="new features",
 )

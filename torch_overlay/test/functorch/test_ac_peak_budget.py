@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import peak_planner, saved_report
+from torch._functorch._activation_checkpointing.fused_peak import fused_peak
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
 from torch._functorch._activation_checkpointing.rerun_cost import (
     FLOP_PER_BYTE,
@@ -39,6 +40,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 from torch._inductor.utils import fresh_cache
 from torch.distributed._functional_collectives import all_reduce
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -839,6 +841,72 @@ class PeakBudgetTest(TestCase):
         with self.assertRaisesRegex(CannotPlan, "x has no storage to count"):
             JointGraph(graph, info, 1)
 
+    def fused(self, forward, backward=None, returned=1):
+        """The peak with kernels, in units of the square inputs' size."""
+        given = [torch.randn(64, 64) for _ in range(2)]
+        graphs = [make_fx(forward, tracing_mode="fake")(*given)]
+        if backward is None:
+            empty = torch.fx.Graph()
+            empty.output(())
+            graphs.append(torch.fx.GraphModule({}, empty))
+        else:
+            graphs.append(make_fx(backward, tracing_mode="fake")(*given))
+        return round(fused_peak(*graphs, returned) / given[0].nbytes, 2)
+
+    def test_kernels_store_what_others_read(self):
+        def inside(x, w):
+            h = x @ w
+            return ((h.sigmoid() * h).exp() @ w,)
+
+        # The product, and what takes its place, beside the result.
+        self.assertEqual(self.fused(inside), 2)
+
+        def at_once(x, w):
+            h = x @ w
+            waves = torch.sin, torch.cos, torch.tanh
+            return (sum((wave(h) @ w).sum() for wave in waves),)
+
+        self.assertEqual(self.fused(at_once), 4)
+
+        def apart(x, w):
+            h = (x @ w).sin()
+            return ((((h @ w).sin() @ w).sin() @ w).sum() + (h.cos() @ w).sum(),)
+
+        # In between comes what it does not read; h goes through all of it.
+        self.assertEqual(self.fused(apart), 3)
+
+    def test_kernels_that_write_over_an_argument(self):
+        def last(x, w):
+            return (((x @ w).sin() @ w[:, :1]).sum(),)
+
+        self.assertLess(self.fused(last), 1.1)
+
+        def two_readers(x, w):
+            h = x @ w
+            return ((h.sin() @ w).sum() + (h @ w).sum(),)
+
+        self.assertEqual(self.fused(two_readers), 3)
+
+        def added(x, w):
+            h = x @ w
+            return (h @ w + h,)
+
+        self.assertEqual(self.fused(added), 2)
+
+    def test_the_result_is_live_in_the_backward(self):
+        phases = (lambda x, w: (x @ w,)), (lambda x, w: (x.sum(),))
+        self.assertEqual(self.fused(*phases), 3)
+        self.assertEqual(self.fused(*phases, returned=0), 2)
+
+    def test_an_estimate_that_fails(self):
+        with (
+            patch.object(peak_planner, "fused_peak", side_effect=ValueError("no")),
+            self.assertLogs(peak_planner.log, "WARNING") as logged,
+        ):
+            self.graphs(layers(dense, 4), 0.2)
+        self.assertIn("ValueError: no", logged.output[0])
+        self.assertIsNone(last_plan().peak.fused)
+
     @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
     def test_inductor(self):
         # One kernel each way: compiling them takes longer than all else.
@@ -847,7 +915,7 @@ class PeakBudgetTest(TestCase):
             self.check_gradients_of_this_forward(
                 given, self.compiled(given, "inductor")
             )
-        self.assertIsNotNone(last_plan().peak)
+        self.assertGreater(last_plan().peak.fused, 0)
 
     @unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
     def test_flex_attention(self):

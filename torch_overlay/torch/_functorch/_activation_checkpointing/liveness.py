@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch._functorch.partitioners import NodeInfo
 
 
-__all__ = ["CannotPlan", "Evaluation", "JointGraph"]
+__all__ = ["CannotPlan", "Evaluation", "JointGraph", "is_view"]
 
 # Results of these share their argument's memory, which their schema does not tell.
 _ALIASING = (torch.ops.aten._unsafe_view.default,)
@@ -291,7 +291,7 @@ class JointGraph:
             if isinstance(parts, (dict, list)):
                 return parts[index]  # type: ignore[index]
         reads = self._arguments(node)
-        is_view = getattr(node.target, "is_view", False) or node.target in _ALIASING
+        aliases = is_view(node)
 
         def number(value: Any) -> Any:
             if isinstance(value, dict):
@@ -312,7 +312,7 @@ class JointGraph:
                 if self._keys[s] == key:
                     return s
             # Common subexpressions were merged: what is viewed is its twin.
-            if is_view and reads:
+            if aliases and reads:
                 return reads[0]
             # One result may be a view of another.
             for s in range(first, len(self.nbytes)):
@@ -687,6 +687,11 @@ class JointGraph:
                 pending += node.all_input_nodes
         order = {node: at for at, node in enumerate(self._value)}
         return sorted(found, key=order.__getitem__)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shares the memory of its first argument."""
+    return getattr(node.target, "is_view", False) or node.target in _ALIASING
 
 
 def _by_plan(masks: Sequence[int], values: Sequence[int], count: int) -> torch.Tensor:

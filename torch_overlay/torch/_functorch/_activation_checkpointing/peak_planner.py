@@ -33,6 +33,7 @@ for heterogeneous chains", 2019.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from bisect import bisect_left, bisect_right
@@ -41,6 +42,7 @@ from typing import Callable, NamedTuple, Optional, TYPE_CHECKING
 from torch._functorch import config
 from torch.utils._ordered_set import OrderedSet
 
+from .fused_peak import fused_peak
 from .liveness import Evaluation, JointGraph
 from .random_ops import must_run_once
 from .rerun_cost import flops, roofline
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
+    from torch.fx import GraphModule
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +168,7 @@ def choose_for_target(
         )
         return by_saved_bytes(memory_budget)
     peak = Peak(asked, plan.peak, curve.floor, curve.fastest.peak)
-    note_peak(joint_graph, peak)
+    note_peak(joint_graph, functools.partial(_with_fused, peak, num_fwd_outputs))
     if plan.peak > asked:
         log.warning(
             "activation_memory_peak_bytes is %d, but the lowest peak found is %d bytes "
@@ -174,6 +177,20 @@ def choose_for_target(
             plan.peak,
         )
     return saved
+
+
+def _with_fused(
+    peak: Peak, num_fwd_outputs: int, forward: GraphModule, backward: GraphModule
+) -> Peak:
+    try:
+        return peak._replace(fused=fused_peak(forward, backward, num_fwd_outputs))
+    except Exception as error:
+        log.warning(
+            "no estimate of the peak with fused kernels: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        return peak
 
 
 def build_curve(

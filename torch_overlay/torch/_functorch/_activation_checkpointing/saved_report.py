@@ -149,13 +149,16 @@ class Peak(NamedTuple):
     """What the peak planner did, in bytes without parameters and inputs.
 
     ``allowed`` is what the budget asked for, ``predicted`` the plan's own peak,
-    ``floor`` the lowest that was found, ``fastest`` that of budget 1.
+    ``floor`` the lowest that was found, ``fastest`` that of budget 1.  These are for
+    graphs that run operator by operator; ``fused`` is an estimate for inductor's
+    kernels, None where there is none.
     """
 
     allowed: int
     predicted: int
     floor: int
     fastest: int
+    fused: Optional[int] = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,8 @@ class Plan:
                 f"(floor: {_bytes(p.floor)}, budget 1: {_bytes(p.fastest)}; "
                 "parameters and inputs apart)"
             )
+            if p.fused is not None:
+                text += f"; {_bytes(p.fused)} estimated for inductor's kernels"
             lines.insert(3, ("peak", text))
         return lines
 
@@ -406,7 +411,7 @@ class _Notes(NamedTuple):
     limits: Optional[tuple[int, int]] = None
     knapsack: Optional[Knapsack] = None
     items: tuple[str, ...] = ()
-    peak: Optional[Peak] = None
+    peak: Optional[Callable[[GraphModule, GraphModule], Peak]] = None
 
 
 _notes: WeakKeyDictionary[Graph, _Notes] = WeakKeyDictionary()
@@ -417,8 +422,8 @@ def note_limits(graph: Graph, low: float, high: float) -> None:
     _notes[graph] = _Notes(limits=(round(low * 1e9), round(high * 1e9)))
 
 
-def note_peak(graph: Graph, peak: Peak) -> None:
-    """Note what the plan's peak is and what it had to stay below."""
+def note_peak(graph: Graph, peak: Callable[[GraphModule, GraphModule], Peak]) -> None:
+    """Note how to tell the plan's peak once there is a forward and a backward."""
     _notes[graph] = _Notes(peak=peak)
 
 
@@ -517,7 +522,7 @@ def record_plan(
         runtime_unit=_RUNTIME_UNITS.get(str(estimator), ""),
         limits=notes.limits,
         knapsack=notes.knapsack,
-        peak=notes.peak,
+        peak=notes.peak and notes.peak(forward, backward),
     )
     _plans.append(plan)
     _hits_before_last = _cache_hits()
