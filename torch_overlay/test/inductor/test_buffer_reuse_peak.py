@@ -35,7 +35,7 @@ def live_at_most(call):
 
 
 class BufferReusePeakTest(TestCase):
-    def measured(self, function, reuse):
+    def measured(self, reuse):
         torch._dynamo.reset()
         shapes = (ROWS, SIDE), (SIDE, 4 * SIDE), (4 * SIDE, SIDE), (SIDE, 6 * SIDE)
         generator = torch.Generator().manual_seed(0)
@@ -44,14 +44,14 @@ class BufferReusePeakTest(TestCase):
             for shape in (*shapes, (SIDE, SIDE))
         ]
         with torch.no_grad(), config.patch(allow_buffer_reuse=reuse):
-            compiled = torch.compile(function)
+            compiled = torch.compile(overwrites)
             found, (code,) = run_and_get_code(compiled, *given)
-            self.assertEqual(found, function(*given))
+            self.assertEqual(found, overwrites(*given))
             return live_at_most(lambda: compiled(*given)), code
 
     def test_a_kernel_that_overwrites(self):
-        peak, code = self.measured(overwrites, True)
-        without, _ = self.measured(overwrites, False)
+        peak, code = self.measured(True)
+        without, _ = self.measured(False)
         self.assertIn("# reuse", code)
         self.assertLess(without, 6.5 * UNIT)
         self.assertLessEqual(peak, without)

@@ -62,14 +62,14 @@ def fused_peak(
     given = {
         key
         for node in forward.graph.find_nodes(op="placeholder")
-        for key, _ in _storages(node)
+        for key in _storages(node)
     }
     (output,) = forward.graph.find_nodes(op="output")
     returned = {
         key: nbytes
         for node in tree_leaves(output.args)[:num_fwd_outputs]
         if isinstance(node, fx.Node)
-        for key, nbytes in _storages(node)
+        for key, nbytes in _storages(node).items()
     }
     first = _Kernels(forward.graph, given)
     second = _Kernels(backward.graph, given)
@@ -109,7 +109,7 @@ class _Kernels:
             reads = tuple(
                 dict.fromkeys(s for a in node.all_input_nodes for s in held[a])
             )
-            own = dict(_storages(node))
+            own = _storages(node)
             if node.op == "output":
                 self.kept = set(reads)
             elif node.op != "call_function":
@@ -274,14 +274,14 @@ def _operator(
     return _Operator(node, reads, writes, pointwise, reduction, elements)
 
 
-def _storages(node: fx.Node) -> list[tuple[int, int]]:
+def _storages(node: fx.Node) -> dict[int, int]:
     """The storages of a node's value: what tells them apart, and their bytes."""
     found = {}
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             found[storage._cdata] = concrete(storage.nbytes())
-    return list(found.items())
+    return found
 
 
 def _numel(node: fx.Node) -> int:
