@@ -491,6 +491,15 @@ class TestDropUnreadArguments(OneThread):
         with stand_ins(poisoned=True):
             self.check(function, by_aot(function), *inputs)
 
+    def test_a_gradient_without_dimensions_does_not(self):
+        def function(x, target):
+            return F.nll_loss(x.sin(), target, reduction="sum")
+
+        inputs = batch((6, 5)).requires_grad_(), torch.arange(6) % 5
+        with stand_ins(poisoned=True) as made:
+            self.check(function, by_aot(function), *inputs)
+        self.assertEqual([value.shape for _, value in made], [(6, 5)])
+
     @parametrize("layout", ("contiguous", "channels_last", "strided", "bfloat16"))
     def test_stand_ins_have_the_arguments_look(self, layout):
         def function(x, weight):
