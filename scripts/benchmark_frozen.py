@@ -35,11 +35,9 @@ from live_bytes import record_step, Timeline
 from marks import failed, Mark, show
 from rich.console import Console
 from torch import nn, Tensor
-from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-    unread_arguments,
+    frozen_layers,
 )
-from torch._inductor import compile_fx
 
 
 OPERATORS = "aot_eager_decomp_partition"  # Operator by operator, so bytes are exact.
@@ -395,18 +393,16 @@ def times(repeats: int, backend: str, cases: Sequence[Case]) -> Iterator[Mark]:
 
 def compile_share() -> Iterator[Mark]:
     spent: list[float] = []
+    drop = frozen_layers.drop_unread_arguments
 
     def timed(*arguments: Any, **options: Any) -> None:
         start = time.process_time()
-        unread_arguments.drop_unread_arguments(*arguments, **options)
+        drop(*arguments, **options)
         spent.append(time.process_time() - start)
 
     for case in frozen_nets():
         spent.clear()
-        with (
-            mock.patch.object(partitioners, "drop_unread_arguments", timed),
-            mock.patch.object(compile_fx, "drop_unread_arguments", timed),
-        ):
+        with mock.patch.object(frozen_layers, drop.__name__, timed):
             start = time.process_time()
             compiled(case, True)
             total = time.process_time() - start
@@ -422,8 +418,9 @@ def compile_share() -> Iterator[Mark]:
 # --------------------------------------------------------- kinds of stand-in
 
 
-def expanded(argument: Any, base: Any, user: Any, channels_last: bool) -> Any:
+def expanded(stand_in: frozen_layers.StandIn) -> Any:
     """The other kind of stand-in: one element, expanded to the argument's sizes."""
+    user, argument, base, _ = stand_in
     value, aten = argument.meta["val"], torch.ops.aten
     with user.graph.inserting_before(user), value.fake_mode:
         one = user.graph.call_function(
@@ -441,7 +438,7 @@ def kinds_of_stand_in(repeats: int) -> Iterator[Mark]:
     case = pointwise()
     for backend in (OPERATORS, "inductor"):
         off, empty = compiled(case, False, backend), compiled(case, True, backend)
-        with mock.patch.object(unread_arguments, "_make_stand_in", expanded):
+        with mock.patch.object(frozen_layers, "_make_stand_in", expanded):
             one = compiled(case, True, backend)
         without, ours, other = (
             record(case, call, allocator=True).peak() for call in (off, empty, one)

@@ -1,19 +1,10 @@
 from __future__ import annotations
 
-from ..patch import COMPILE_FX, CONFIG, Edit, PARTITIONERS, Patch, UNREAD
+from ..patch import CONFIG, Edit, FROZEN_LAYERS, GRAPH_COMPILE, Patch
 
 
-_DESCRIPTORS = "from ._aot_autograd.descriptors import"
-_MIN_CUT = "    fx_g = joint_module.graph\n"
-_DEFAULT = (
-    "    # Respect the original placement of ops rather than rely on dataflow.\n"
-    "    forward_nodes = []\n"
-)
-_INDUCTOR = "    if config.custom_partitioner_fn is None:\n"
-_PARAMETRIZATION = (
-    "from torch._functorch._aot_autograd.subclass_parametrization import (\n"
-)
-_CALL = "    drop_unread_arguments(joint_module, static_lifetime_input_indices)\n"
+_COMPILERS = "        inference_compiler = fw_compiler\n"
+_CONFIG = "from .. import config\n"
 _SINCE = (2, 10)
 
 PATCH = Patch(
@@ -29,12 +20,13 @@ pooling and padding, whose backward uses nothing but the sizes.
 A pass ahead of the partitioner gives such operators an uninitialized tensor of
 the same sizes and strides, made in the backward. A table says for each operator
 which outputs depend on the values of which argument; everything else stays.
-Inductor calls the pass itself, with the layouts that it is going to choose.
+AOTAutograd runs it on every joint graph ahead of the partitioner, whichever that
+is; for inductor's, with the layouts that inductor is going to choose.
 config.drop_unread_arguments turns the pass off.
 """,
     trailers=(),
     tested="python test/functorch/test_ac_frozen_layers.py",
-    files=(UNREAD, "test/functorch/test_ac_frozen_layers.py"),
+    files=(FROZEN_LAYERS, "test/functorch/test_ac_frozen_layers.py"),
     edits=(
         Edit(
             CONFIG,
@@ -50,47 +42,23 @@ drop_unread_arguments = True
             since=_SINCE,
         ),
         Edit(
-            PARTITIONERS,
-            anchor=_DESCRIPTORS,
-            replacement="from ._activation_checkpointing.unread_arguments import "
-            f"drop_unread_arguments\n{_DESCRIPTORS}",
+            GRAPH_COMPILE,
+            anchor=_CONFIG,
+            replacement=_CONFIG
+            + "from .._activation_checkpointing.frozen_layers import "
+            "without_unread_arguments\n",
             since=_SINCE,
         ),
         Edit(
-            PARTITIONERS,
-            anchor=_DEFAULT,
-            replacement=_CALL + _DEFAULT,
-            inside="default_partition",
-            since=_SINCE,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=_MIN_CUT,
-            replacement=_CALL + _MIN_CUT,
-            inside="min_cut_rematerialization_partition",
-            since=_SINCE,
-        ),
-        Edit(
-            COMPILE_FX,
-            anchor=_PARAMETRIZATION,
-            replacement="""\
-from torch._functorch._activation_checkpointing.unread_arguments import (
-    drop_unread_arguments,
-)
-"""
-            + _PARAMETRIZATION,
-            since=_SINCE,
-        ),
-        Edit(
-            COMPILE_FX,
-            anchor=_INDUCTOR,
-            replacement="    drop_unread_arguments("
-            "gm, static_lifetime_input_indices, for_inductor=True)\n" + _INDUCTOR,
-            inside="partition_fn",
+            GRAPH_COMPILE,
+            anchor=_COMPILERS,
+            replacement=_COMPILERS
+            + "    partition_fn = without_unread_arguments(partition_fn)\n",
+            inside="aot_stage2_compile",
             since=_SINCE,
         ),
     ),
-    landed=((PARTITIONERS, "drop_unread_arguments("),),
+    landed=((GRAPH_COMPILE, "without_unread_arguments("),),
     risks="""\
 A kernel that read the values of such an argument after all would give wrong gradients
 without a word: the table names each operator with its reason, and the tests fill the
