@@ -68,13 +68,12 @@ from typing import Callable, NamedTuple, TYPE_CHECKING
 import torch
 
 from .knapsack_exact import (
-    check_budget,
-    check_items,
     exact_knapsack,
     KnapsackSolution,
     solve_knapsack,
     solve_knapsack_budgets,
 )
+from .knapsack_items import check_budget, check_items
 
 
 if TYPE_CHECKING:

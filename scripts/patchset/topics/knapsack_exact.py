@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..patch import CONFIG, Edit, EXACT, PARTITIONERS, Patch
+from ..patch import CONFIG, Edit, EXACT, ITEMS, PARTITIONERS, Patch
 
 
 _EVALUATOR_IMPORT = (
@@ -11,7 +11,7 @@ _EVALUATOR_IMPORT = (
 _IMPORT = "from ._activation_checkpointing.knapsack_exact import exact_knapsack\n"
 
 _ADDITION = Patch(
-    name="exact-solver",
+    name="knapsack-exact",
     subject="Add an exact knapsack solver for the activation memory budget",
     why="""\
 Every solver there is either overspends the budget or loses runtime: dp rounds
@@ -27,7 +27,7 @@ nothing but the arguments. Many budgets share one preparation.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     tested="python test/functorch/test_ac_knapsack_exact.py",
-    files=(EXACT, "test/functorch/test_ac_knapsack_exact.py"),
+    files=(ITEMS, EXACT, "test/functorch/test_ac_knapsack_exact.py"),
     landed=((EXACT, "def solve_knapsack("),),
     evidence=(
         ("solvers", "corpus:"),
