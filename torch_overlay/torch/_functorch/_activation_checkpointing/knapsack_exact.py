@@ -3,40 +3,25 @@
 The partitioner asks which activations to save: each *item* has a size (memory)
 and a runtime that recomputing it would cost, the memory budget is the
 *capacity*, and the saved set should keep the most runtime.  This module answers
-on the true sizes.  The returned set never weighs more than the budget (measured
-by ``math.fsum``) and is optimal, or comes with a proven upper bound on what a
-better one could be worth.
+on the true sizes: the set never weighs more than the budget (by ``math.fsum``)
+and is optimal, or comes with a proven upper bound.
 
-Why not a table over quantized sizes?
--------------------------------------
-A dynamic program over ``capacity / quantum`` cells needs a quantum.  Sizes inside
-one graph span nine orders of magnitude (an 8-byte random seed beside a 4-GB
-logits tensor), so any affordable quantum either makes small items free, and the
-budget is overspent, or rounds them up, and value is lost.  What real graphs do
-have is few *distinct* items: layers repeat, so hundreds of activations are copies
-of 5 to 60 (size, runtime) pairs.  The solver works on these classes, and on
-integers: Python's own, so that no sum is ever rounded.
+A table over quantized sizes cannot do that.  Sizes inside one graph span nine
+orders of magnitude, so any affordable quantum either makes small items free or
+rounds them up.  What real graphs do have is few *distinct* items: layers repeat,
+so hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
 
-Steps
------
-1. *Classes* (``_Items``): what has no runtime is left, what has no size is saved,
-   and equal items are collected.
-2. *Integers* (``exact_integers``, ``_common_step``): floats become integers
-   without loss; sizes that are byte counts seen through a rounded division become
-   those byte counts again, so that equal byte sums are ties.
-3. *Bound* (``relax``): Dantzig's bound [1].  Every copy that differs from the set
-   that attains it costs a known *loss*, and losses add up.  A solution better than
-   the best one known has a loss of at most ``limit``.
-4. *Search* (``_search``): Pareto states (change of weight, loss) in the manner of
-   Nemhauser and Ullmann [2], largest sizes first, each pruned by the least loss
-   that any completion must add.  Greedy completions on the way lower the limit.
+1. Equal items become classes, and floats integers, without loss; byte counts seen
+   through a rounded division become byte counts again, so that equal sums are ties.
+2. :func:`.knapsack_items.relax` gives Dantzig's bound.  Every copy that differs
+   from the set that attains it costs a known *loss*, and losses add up.  A solution
+   better than the best one known has a loss of at most a ``limit``.
+3. :class:`_Search` enumerates Pareto states (change of weight, loss) in the manner
+   of Nemhauser and Ullmann, "Discrete Dynamic Programming and Capital Allocation",
+   1969.  Each is pruned by the least loss that any completion must add.
 
-Effort is bounded by a number of states, never by time; nothing depends on hashing
-or randomness, so every rank computes the same plan.
-
-[1] Dantzig, Discrete-variable extremum problems, Operations Research 5 (1957).
-[2] Nemhauser and Ullmann, Discrete dynamic programming and capital allocation,
-    Management Science 15 (1969).
+Work is bounded by a number of states, never by time, and nothing depends on hashing
+or randomness: every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -74,16 +59,13 @@ __all__ = [
     "solve_knapsack_budgets",
 ]
 
-# The default bound on the states one call may create: about three CPU seconds,
-# which only adversarial instances use up (real graphs need at most some thousands).
+# About two CPU seconds; real graphs need some thousands.
 DEFAULT_MAX_STATES = 1 << 20
 
-# With more classes than this there is no search: what is cheap per class is not any
-# more, and no graph has them.
-_MOST_CLASSES = 1 << 17
+# With more kinds of items there is no search.  No graph has as many.
+_MOST_KINDS = 1 << 17
 
-# One state in so many, or fewer, is completed greedily after every step, by the first
-# so many classes in order of loss per weight.
+# One state in so many is completed greedily, by at most so many classes.
 _SAMPLED, _COMPLETED = 8, 512
 
 # Relative error of a size computed from a byte count: two divisions.  The slack
@@ -96,8 +78,8 @@ class KnapsackSolution(NamedTuple):
     """A feasible set of items, and how good it is known to be.
 
     ``saved`` and ``recomputable`` partition the item indices, both ascending.
-    ``value`` is the runtime of the saved items (an int if all runtimes are ints,
-    otherwise correctly rounded), ``weight`` their size by ``math.fsum``.  No
+    ``value`` is the runtime of the saved items (an int if those are ints, otherwise
+    correctly rounded), ``weight`` their size by ``math.fsum``.  No
     feasible set is worth more than ``upper_bound``; ``proven`` says that it equals
     ``value``.
     """
@@ -182,12 +164,7 @@ class _Items:
         """Return the solution for one checked budget."""
         if self._weight(self.worthy) <= budget:
             return self._solution(self.worthy)
-        greedy: list[int] = []
-        bound: Any = None
-        if len(self._classes) > _MOST_CLASSES:
-            saved, bound = [], dantzig_bound(self.memory, self.runtime, budget)
-        else:
-            saved, bound = self._search(budget, max_states)
+        saved, bound = self._search(budget, max_states)
         if bound is not None:
             order = by_density(self.memory, self.runtime)
             greedy = sorted(fill(order, self.memory, budget))
@@ -195,7 +172,9 @@ class _Items:
         return self._solution(saved, bound)
 
     def _search(self, budget: float, max_states: int) -> tuple[list[int], Any]:
-        """Return a set, and an exact bound on the value unless it is optimal."""
+        """Return a set, and a bound on the value of any, None if this is optimal."""
+        if len(self._kinds) > _MOST_KINDS:
+            return [], dantzig_bound(self.memory, self.runtime, budget)
         numbers = [len(members) for _, members in self._classes]
         values, unit = self._values
         # Rounded sizes leave one doubt: whether a set that weighs exactly the budget
@@ -216,12 +195,17 @@ class _Items:
         return saved, None if is_proven else bound
 
     @cached_property
-    def _classes(self) -> list[tuple[tuple[float, float], list[int]]]:
-        """Every (size, runtime) and its items, in order of falling density."""
+    def _kinds(self) -> dict[tuple[float, float], list[int]]:
+        """The items of each (size, runtime)."""
         members: dict[tuple[float, float], list[int]] = defaultdict(list)
         for i, item in enumerate(zip(self.memory, self.runtime)):
             members[item].append(i)
-        classes = [c for c in members.items() if c[0][0] and c[0][1]]
+        return members
+
+    @cached_property
+    def _classes(self) -> list[tuple[tuple[float, float], list[int]]]:
+        """Kinds of items worth saving at a cost, in order of falling density."""
+        classes = [c for c in self._kinds.items() if c[0][0] and c[0][1]]
         # Ties by size, whatever the order of the items.
         classes.sort(key=lambda c: c[0][0])
         classes.sort(key=lambda c: c[0][1] / c[0][0], reverse=True)
@@ -407,8 +391,10 @@ class _Search:
             if self.work > max_states or not self.states:
                 break
             stride = max(_SAMPLED, min(len(self.order), _COMPLETED) // 16)
-            sample = list(self.states)[_SAMPLED // 2 :: stride]
-            for weight in [nearest, *sample]:
+            kept = list(self.states)
+            # The last one is the best of those that need no completion.
+            sample = kept[_SAMPLED // 2 :: stride] + kept[-1:]
+            for weight in [nearest, *sample] if nearest in self.states else sample:
                 self._complete(weight)
         copies = self.relaxation.greedy
         if self.best is not None:
@@ -469,8 +455,6 @@ class _Search:
 
     def _complete(self, weight: int) -> None:
         """Complete a state greedily; a better solution lowers the limit."""
-        if weight not in self.states:
-            return
         weights, _, numbers = self.relaxation.classes
         base = self.relaxation.base
         loss, history = self.states[weight]

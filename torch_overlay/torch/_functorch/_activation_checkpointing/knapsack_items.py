@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from fractions import Fraction
-from typing import NamedTuple, TYPE_CHECKING, Union
+from typing import NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def check_items(memory: Sequence[float], runtimes: Sequence[float]) -> None:
         raise ValueError(f"the sum of {name} exceeds the largest float, {largest}")
 
 
-def exact_integers(numbers: list[float]) -> tuple[list[int], Union[int, Fraction]]:
+def exact_integers(numbers: list[float]) -> tuple[list[int], int | Fraction]:
     """Integers without common factor and the unit they count, without rounding.
 
     ``numbers[i] == integers[i] * unit`` holds exactly: every float is an integer
@@ -73,7 +73,7 @@ def by_density(memory: Sequence[float], runtimes: Sequence[float]) -> list[int]:
     return sorted(order, key=density.__getitem__, reverse=True)
 
 
-def exact_capacity(max_memory: float, unit: Union[int, Fraction]) -> int:
+def exact_capacity(max_memory: float, unit: int | Fraction) -> int:
     """The most units whose exact sum rounds to at most ``max_memory``, as fsum would.
 
     That is all below the middle between ``max_memory`` and the next float, and the
