@@ -6,10 +6,9 @@ and a runtime that recomputing it would cost, the memory budget is the
 on the true sizes: the set never weighs more than the budget (by ``math.fsum``)
 and is optimal, or comes with a proven upper bound.
 
-A table over quantized sizes cannot do that.  Sizes inside one graph span nine
-orders of magnitude, so any affordable quantum either makes small items free or
-rounds them up.  What real graphs do have is few *distinct* items: layers repeat,
-so hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
+A table over quantized sizes cannot do that: sizes inside one graph span nine orders
+of magnitude.  What real graphs do have is few *distinct* items: layers repeat, so
+hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
 
 1. Equal items become classes, and floats integers, without loss; byte counts seen
    through a rounded division become byte counts again, so that equal sums are ties.
@@ -32,7 +31,8 @@ from collections import defaultdict
 from fractions import Fraction
 from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from operator import itemgetter
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from .knapsack_items import (
     by_density,
@@ -40,9 +40,10 @@ from .knapsack_items import (
     check_items,
     Classes,
     dantzig_bound,
-    exact_capacity,
     exact_integers,
     fill,
+    integer_capacity,
+    integer_scales,
     relax,
     Relaxation,
 )
@@ -68,11 +69,6 @@ _MOST_KINDS = 1 << 17
 # One state in so many is completed greedily, by at most so many classes.
 _SAMPLED, _COMPLETED = 8, 512
 
-# Relative error of a size computed from a byte count: two divisions.  The slack
-# on top covers the rounding of the step itself.
-_SIZE_TOLERANCE = 2.0**-50
-_LARGEST_STEP_COUNT = 2.0**45
-
 
 class KnapsackSolution(NamedTuple):
     """A feasible set of items, and how good it is known to be.
@@ -80,8 +76,7 @@ class KnapsackSolution(NamedTuple):
     ``saved`` and ``recomputable`` partition the item indices, both ascending.
     ``value`` is the runtime of the saved items (an int if those are ints, otherwise
     correctly rounded), ``weight`` their size by ``math.fsum``.  No
-    feasible set is worth more than ``upper_bound``; ``proven`` says that it equals
-    ``value``.
+    feasible set is worth more than ``upper_bound``, which is ``value`` if ``proven``.
     """
 
     value: float
@@ -97,10 +92,8 @@ def exact_knapsack(
 ) -> tuple[float, list[int], list[int]]:
     """Choose the items to save; the solver named ``"exact"`` in the config.
 
-    ``memory`` and ``runtime`` hold one size and one runtime per item, and
-    ``max_memory`` is a budget in the unit of ``memory``.  Returns the saved runtime
-    and the indices of the saved and of the recomputable items, both ascending.
-    Raises ValueError as :func:`solve_knapsack` does.
+    Returns the saved runtime and the indices of the saved and of the recomputable
+    items, both ascending.  Parameters and errors are those of :func:`solve_knapsack`.
     """
     return solve_knapsack(memory, runtime, max_memory)[:3]
 
@@ -141,15 +134,15 @@ def solve_knapsack_budgets(
     Parameters and errors are those of :func:`solve_knapsack`; ``max_states`` holds
     per budget.
     """
-    checked = [check_budget(budget) for budget in budgets]
+    budgets = [check_budget(budget) for budget in budgets]
     items = _Items(memory, runtime)
-    solutions: dict[float, KnapsackSolution] = {}
-    previous: Optional[KnapsackSolution] = None
-    for budget in sorted(set(checked), reverse=True):
-        if previous is None or not previous.proven or previous.weight > budget:
-            previous = items.solve(budget, max_states)
-        solutions[budget] = previous
-    return [solutions[budget] for budget in checked]
+    solution = items.solve(math.inf, max_states)
+    solutions = {}
+    for budget in sorted(set(budgets), reverse=True):
+        if not solution.proven or solution.weight > budget:
+            solution = items.solve(budget, max_states)
+        solutions[budget] = solution
+    return [solutions[budget] for budget in budgets]
 
 
 class _Items:
@@ -175,12 +168,11 @@ class _Items:
         """Return a set, and a bound on the value of any, None if this is optimal."""
         if len(self._kinds) > _MOST_KINDS:
             return [], dantzig_bound(self.memory, self.runtime, budget)
-        numbers = [len(members) for _, members in self._classes]
-        values, unit = self._values
+        numbers, values, unit, scales = self._integers
         # Rounded sizes leave one doubt: whether a set that weighs exactly the budget
         # fits.  If the optimum is such a set and does not, exact sizes decide.
-        for weights, step in self._scales:
-            capacity = _capacity(budget, step)
+        for weights, step in scales:
+            capacity = integer_capacity(budget, step)
             fitting = [min(n, capacity // w) for n, w in zip(numbers, weights)]
             relaxation = relax(Classes(weights, values, fitting), capacity)
             copies, is_proven = _Search(relaxation).run(max_states)
@@ -212,22 +204,11 @@ class _Items:
         return classes
 
     @cached_property
-    def _values(self) -> tuple[list[int], Any]:
-        return exact_integers([runtime for (_, runtime), _ in self._classes])
-
-    @cached_property
-    def _scales(self) -> list[tuple[list[int], Any]]:
-        """Weights and their unit: on a common step, if that is coarser, and exact.
-
-        The unit is a float where the sizes are rounded multiples of it.
-        """
-        sizes = [size for (size, _), _ in self._classes]
-        weights, unit = exact_integers(sizes)
-        if max(weights) > _LARGEST_STEP_COUNT:
-            step = _common_step(sizes)
-            if step is not None:
-                return [([round(size / step) for size in sizes], step), (weights, unit)]
-        return [(weights, unit)]
+    def _integers(self) -> tuple[list[int], list[int], Any, list[Any]]:
+        """Of the classes: numbers, values and their unit, weights and their step."""
+        values, unit = exact_integers([runtime for (_, runtime), _ in self._classes])
+        scales = integer_scales([size for (size, _), _ in self._classes])
+        return [len(members) for _, members in self._classes], values, unit, scales
 
     def _weight(self, saved: list[int]) -> float:
         return math.fsum(map(self.memory.__getitem__, saved))
@@ -238,12 +219,10 @@ class _Items:
         return value if isinstance(value, int) else math.fsum(runtimes)
 
     def _solution(self, saved: list[int], bound: Any = None) -> KnapsackSolution:
-        """Describe a set, with an exact bound on the value if it is not optimal."""
+        """Describe a set that is optimal, or else not worth more than the bound."""
         value = upper_bound = self._value(saved)
         if bound is not None:
-            upper_bound = int(bound) if isinstance(value, int) else float(bound)
-            if upper_bound < bound:
-                upper_bound = math.nextafter(upper_bound, math.inf)
+            upper_bound = max(value, math.nextafter(float(bound), math.inf))
         is_left = bytearray(b"\1") * len(self.memory)
         for i in saved:
             is_left[i] = 0
@@ -252,70 +231,24 @@ class _Items:
             saved=saved,
             recomputable=list(compress(range(len(is_left)), is_left)),
             weight=self._weight(saved),
-            upper_bound=max(value, upper_bound),
-            proven=value >= upper_bound,
+            upper_bound=upper_bound,
+            proven=bound is None,
         )
 
 
-def _common_step(sizes: Sequence[float]) -> Optional[float]:
-    """Return the step that all sizes are rounded multiples of, or None.
-
-    The partitioner's sizes are ``bytes / 1e9 / range``: multiples of a common step
-    up to two rounding errors.  Euclid's algorithm on floats recovers the step if it
-    starts from the smallest size, whose absolute error is least.  Every size is then
-    within ``_SIZE_TOLERANCE`` of a multiple, or there is no step.
-    """
-    step = smallest = float(min(sizes))
-    largest = float(max(sizes))
-    for size in sorted(set(sizes)):
-        b = math.fmod(float(size), step)
-        # Remainders amplify errors, so tell a true one from noise with room to spare.
-        noise = size * 64 * _SIZE_TOLERANCE
-        if not noise < b < step - noise:
-            continue
-        a = step
-        while noise < b < a - noise:
-            a, b = b, math.fmod(a, b)
-        # The remainder carries the error of ``size``; the smallest size does not.
-        step = smallest / round(smallest / a)
-        if step * _LARGEST_STEP_COUNT < largest:
-            return None
-    step = largest / round(largest / step)
-    for size in sizes:
-        if abs(size - round(size / step) * step) > size * _SIZE_TOLERANCE:
-            return None
-    return step
-
-
-def _capacity(budget: float, step: Any) -> int:
-    """Return the greatest weight, in steps, whose size fits the budget.
-
-    With a rounded step, a weight within rounding errors of the budget counts as
-    fitting and is to be checked.
-    """
-    if isinstance(step, float):
-        return int(budget / step * (1 + 8 * _SIZE_TOLERANCE))
-    return exact_capacity(budget, step)
-
-
-class _Completion(NamedTuple):
-    """The least loss that undecided classes add to a state, by the room it leaves.
-
-    Room is filled by copies that can be added, in order of loss per weight, the last
-    one in part; what nothing fills costs the price.  A negative room is made up by
-    copies of the base that can be undone.  That is a convex, piecewise linear
-    function: with ``corner, height, run, rise = pieces[bisect_right(corners, room)]``
-    it is ``height + (room - corner) * rise / run``.  Where it exceeds the limit, it
-    is only known to do so; ``used`` are the classes that it depends on.
-    """
-
-    corners: list[int]
-    pieces: list[tuple[int, int, int, int]]
-    used: set[int]
+# Corners, pieces between them, and the classes that they depend on.
+_Completion = tuple[list[int], list[tuple[int, int, int, int]], set[int]]
 
 
 def _completion(order: list[int], relaxation: Relaxation, limit: int) -> _Completion:
-    """Build the function from undecided classes in order of loss per weight."""
+    """The least loss that undecided classes add to a state, by the room it leaves.
+
+    Room is filled by copies that can be added, in the given order of loss per weight,
+    the last one in part; what nothing fills costs the price.  A negative room is made
+    up by copies of the base that can be undone.  That is a convex function: with
+    ``corner, height, run, rise = pieces[bisect_right(corners, room)]`` it is ``height +
+    (room - corner) * rise / run``.  Where it exceeds the limit, it is only known to.
+    """
     weights, _, numbers = relaxation.classes
     below, above = [], []
     used = set()
@@ -338,7 +271,7 @@ def _completion(order: list[int], relaxation: Relaxation, limit: int) -> _Comple
     below.append((undone, undo_loss, 1, -limit - 1))
     above.append((added, add_loss, 1, relaxation.price))
     pieces = below[::-1] + above
-    return _Completion([corner for corner, _, _, _ in pieces[1:]], pieces, used)
+    return [corner for corner, _, _, _ in pieces[1:]], pieces, used
 
 
 # Loss and history of a state; a history is None or (earlier history, class, copies).
@@ -349,9 +282,9 @@ class _Search:
     """The search for a set of less loss than the greedy one.
 
     ``states`` maps changes of weight to states of least loss, in order of weight.
-    Invariant: every solution with a loss of at most ``limit`` extends one of them by
-    ``undecided`` classes, or one that does is worth as much.  ``best`` is the history
-    of the best solution found, None for the greedy one, and ``work`` counts steps.
+    Invariant: of the solutions with a loss of at most ``limit``, a best one extends a
+    state by ``undecided`` classes.  ``best`` is the history of the best solution found,
+    None for the greedy one, and ``work`` counts steps.
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
@@ -372,21 +305,18 @@ class _Search:
         decided, the small ones have to meet the remaining room, which prunes sizes
         that differ by orders of magnitude to a handful of states.
         """
-        losses, weights = self.relaxation.losses, self.relaxation.classes.weights
-        completion = _completion(self.order, self.relaxation, self.limit)
+        relaxation, losses = self.relaxation, self.relaxation.losses
+        weights = relaxation.classes.weights
+        completion = _completion(self.order, relaxation, self.limit)
         for c in sorted(self.order, key=lambda c: (-weights[c], c)):
             if losses[c] > self.limit:
                 continue
             self.undecided.discard(c)
-            if c in completion.used:
-                self.order = [
-                    c
-                    for c in self.order
-                    if c in self.undecided
-                    if losses[c] <= self.limit
-                ]
-                completion = _completion(self.order, self.relaxation, self.limit)
-                self.work += len(self.order) // 16 + len(completion.used)
+            if c in completion[2]:
+                self.undecided = {c for c in self.undecided if losses[c] <= self.limit}
+                self.order = [c for c in self.order if c in self.undecided]
+                completion = _completion(self.order, relaxation, self.limit)
+                self.work += len(self.order) // 16 + len(completion[2])
             nearest = self._extend(c, completion, max_states)
             if self.work > max_states or not self.states:
                 break
@@ -396,30 +326,26 @@ class _Search:
             sample = kept[_SAMPLED // 2 :: stride] + kept[-1:]
             for weight in [nearest, *sample] if nearest in self.states else sample:
                 self._complete(weight)
-        copies = self.relaxation.greedy
-        if self.best is not None:
-            copies = list(self.relaxation.base)
-            history = self.best
-            while history is not None:
-                history, c, change = history
-                copies[c] += change
+        history = self.best
+        copies = list(relaxation.base if history else relaxation.greedy)
+        while history:
+            history, c, change = history
+            copies[c] += change
         return copies, self.work <= max_states
 
     def _extend(self, c: int, completion: _Completion, max_states: int) -> int:
         """Decide class ``c``; return the weight of a state of least bound.
 
-        As the completion is convex, the admissible numbers of copies that a state
-        adds or undoes form an interval, which Newton steps enter.
+        The admissible numbers of copies form an interval, as the completion is convex.
         """
         relaxation, limit = self.relaxation, self.limit
-        weight, loss = relaxation.classes.weights[c], relaxation.losses[c]
-        held = relaxation.base[c]
-        free = relaxation.classes.numbers[c] - held
+        weight, _, number = (column[c] for column in relaxation.classes)
+        loss, held = relaxation.losses[c], relaxation.base[c]
         corners, pieces, _ = completion
         extended: dict[int, _State] = {}
         nearest, least = 0, limit + 1
         for state_weight, (state_loss, history) in self.states.items():
-            for sign, copies, most in ((1, 0, free), (-1, 1, held)):
+            for sign, copies, most in ((1, 0, number - held), (-1, 1, held)):
                 while copies <= most:
                     self.work += 1
                     new_loss = state_loss + copies * loss
@@ -428,6 +354,7 @@ class _Search:
                     corner, height, run, rise = pieces[bisect_right(corners, left)]
                     bound = new_loss + height + (left - corner) * rise // run
                     if bound > limit:
+                        # A Newton step.
                         fall = sign * weight * rise - loss * run
                         if fall <= 0:
                             break
@@ -444,13 +371,11 @@ class _Search:
                 break
         # Keep what is worth more than all that weighs less.
         self.states = {}
-        most_worth = -math.inf
-        for new_weight in sorted(extended):
-            state = extended[new_weight]
+        most: float = -math.inf
+        for new_weight, state in sorted(extended.items(), key=itemgetter(0)):
             worth = relaxation.price * new_weight - state[0]
-            if worth > most_worth:
-                most_worth = worth
-                self.states[new_weight] = state
+            if worth > most:
+                most, self.states[new_weight] = worth, state
         return nearest
 
     def _complete(self, weight: int) -> None:

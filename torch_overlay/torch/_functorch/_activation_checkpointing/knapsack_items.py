@@ -10,11 +10,17 @@ from __future__ import annotations
 import math
 import sys
 from fractions import Fraction
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+
+# Relative error of a size computed from a byte count: two divisions.  The slack
+# on top covers the rounding of the step itself.
+_SIZE_TOLERANCE = 2.0**-50
+_LARGEST_STEP_COUNT = 2.0**45
 
 
 def check_budget(max_memory: float) -> float:
@@ -47,21 +53,85 @@ def check_items(memory: Sequence[float], runtimes: Sequence[float]) -> None:
         raise ValueError(f"the sum of {name} exceeds the largest float, {largest}")
 
 
-def exact_integers(numbers: list[float]) -> tuple[list[int], int | Fraction]:
+def exact_integers(numbers: Sequence[float]) -> tuple[list[int], Any]:
     """Integers without common factor and the unit they count, without rounding.
 
-    ``numbers[i] == integers[i] * unit`` holds exactly: every float is an integer
-    over a power of two.
+    ``numbers[i] == integers[i] * unit`` holds exactly, with an int or a Fraction:
+    every float is an integer over a power of two.
     """
     integers = list(map(int, numbers))
     denominator = 1
-    if integers != numbers:
+    if integers != list(numbers):
         ratios = [number.as_integer_ratio() for number in numbers]
         denominator = max(d for _, d in ratios)
         integers = [n * (denominator // d) for n, d in ratios]
     factor = math.gcd(*integers) or 1
     unit = factor if denominator == 1 else Fraction(factor, denominator)
     return [n // factor for n in integers], unit
+
+
+def integer_scales(sizes: list[float]) -> list[tuple[list[int], Any]]:
+    """Weights and the size of their step: on a common step, if there is one, and exact.
+
+    A common step is a float, of which the sizes are rounded multiples; an exact one
+    is an int or a Fraction.
+    """
+    weights, unit = exact_integers(sizes)
+    scales: list[tuple[list[int], Any]] = [(weights, unit)]
+    if max(weights) > _LARGEST_STEP_COUNT:
+        step = _common_step(sizes)
+        if step is not None:
+            scales.insert(0, ([round(size / step) for size in sizes], step))
+    return scales
+
+
+def _common_step(sizes: Sequence[float]) -> Optional[float]:
+    """Return the step that all sizes are rounded multiples of, or None.
+
+    The partitioner's sizes are ``bytes / 1e9 / range``: multiples of a common step
+    up to two rounding errors.  Euclid's algorithm on floats recovers the step if it
+    starts from the smallest size, whose absolute error is least.  Every size is then
+    within ``_SIZE_TOLERANCE`` of a multiple, or there is no step.
+    """
+    step = smallest = float(min(sizes))
+    largest = float(max(sizes))
+    for size in sorted(set(sizes)):
+        b = math.fmod(float(size), step)
+        # Remainders amplify errors, so tell a true one from noise with room to spare.
+        noise = size * 64 * _SIZE_TOLERANCE
+        if not noise < b < step - noise:
+            continue
+        a = step
+        while noise < b < a - noise:
+            a, b = b, math.fmod(a, b)
+        # The remainder carries the error of ``size``; the smallest size does not.
+        step = smallest / round(smallest / a)
+        if step * _LARGEST_STEP_COUNT < largest:
+            return None
+    step = largest / round(largest / step)
+    for size in sizes:
+        if abs(size - round(size / step) * step) > size * _SIZE_TOLERANCE:
+            return None
+    return step
+
+
+def integer_capacity(max_memory: float, step: Any) -> int:
+    """The greatest weight, in steps, whose size fits ``max_memory``.
+
+    With an exact step, that is what ``math.fsum`` will say: the size rounds to at
+    most ``max_memory``, so it is below the middle between that and the next float,
+    or on it if ``max_memory`` is the even one of the two.  With a rounded step (a
+    float), a weight within rounding errors counts as fitting and is to be checked.
+    """
+    if max_memory == math.inf:
+        return sys.maxsize
+    if isinstance(step, float):
+        return int(max_memory / step * (1 + 8 * _SIZE_TOLERANCE))
+    after = math.nextafter(max_memory, math.inf)
+    limit = (Fraction(max_memory) + Fraction(after)) / 2 / step
+    is_odd = math.ldexp(math.frexp(max_memory)[0], 53) % 2
+    capacity: int = math.ceil(limit) - 1 if is_odd else math.floor(limit)
+    return capacity
 
 
 def by_density(memory: Sequence[float], runtimes: Sequence[float]) -> list[int]:
@@ -73,20 +143,6 @@ def by_density(memory: Sequence[float], runtimes: Sequence[float]) -> list[int]:
     return sorted(order, key=density.__getitem__, reverse=True)
 
 
-def exact_capacity(max_memory: float, unit: int | Fraction) -> int:
-    """The most units whose exact sum rounds to at most ``max_memory``, as fsum would.
-
-    That is all below the middle between ``max_memory`` and the next float, and the
-    middle itself if ``max_memory`` is the even one of the two.
-    """
-    if max_memory == math.inf:
-        return sys.maxsize
-    after = math.nextafter(max_memory, math.inf)
-    limit = (Fraction(max_memory) + Fraction(after)) / 2 / unit
-    is_odd = math.ldexp(math.frexp(max_memory)[0], 53) % 2
-    return math.ceil(limit) - 1 if is_odd else math.floor(limit)
-
-
 def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> list[int]:
     """Take each item of ``order`` that fits beside those taken before it.
 
@@ -94,7 +150,7 @@ def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> li
     running float sum would drift from that, so the sum is kept in exact integers.
     """
     sizes, unit = exact_integers(memory)
-    room = exact_capacity(max_memory, unit)
+    room = integer_capacity(max_memory, unit)
     taken = []
     for index in order:
         if sizes[index] <= room:
