@@ -188,8 +188,7 @@ class _Items:
 
     @cached_property
     def _kinds(self) -> dict[tuple[float, float], list[int]]:
-        """The items of each (size, runtime)."""
-        members: dict[tuple[float, float], list[int]] = defaultdict(list)
+        members = defaultdict(list)
         for i, item in enumerate(zip(self.memory, self.runtime)):
             members[item].append(i)
         return members
@@ -223,20 +222,18 @@ class _Items:
         value = upper_bound = self._value(saved)
         if bound is not None:
             upper_bound = max(value, math.nextafter(float(bound), math.inf))
-        is_left = bytearray(b"\1") * len(self.memory)
-        for i in saved:
-            is_left[i] = 0
+        kept = set(saved)
         return KnapsackSolution(
             value=value,
             saved=saved,
-            recomputable=list(compress(range(len(is_left)), is_left)),
+            recomputable=[i for i in range(len(self.memory)) if i not in kept],
             weight=self._weight(saved),
             upper_bound=upper_bound,
             proven=bound is None,
         )
 
 
-# Corners, pieces between them, and the classes that they depend on.
+# Corners, the pieces that they part, and the classes that those depend on.
 _Completion = tuple[list[int], list[tuple[int, int, int, int]], set[int]]
 
 
@@ -324,7 +321,7 @@ class _Search:
             kept = list(self.states)
             # The last one is the best of those that need no completion.
             sample = kept[_SAMPLED // 2 :: stride] + kept[-1:]
-            for weight in [nearest, *sample] if nearest in self.states else sample:
+            for weight in sample + [nearest] * (nearest in self.states):
                 self._complete(weight)
         history = self.best
         copies = list(relaxation.base if history else relaxation.greedy)
@@ -371,11 +368,11 @@ class _Search:
                 break
         # Keep what is worth more than all that weighs less.
         self.states = {}
-        most: float = -math.inf
+        best = -math.inf
         for new_weight, state in sorted(extended.items(), key=itemgetter(0)):
             worth = relaxation.price * new_weight - state[0]
-            if worth > most:
-                most, self.states[new_weight] = worth, state
+            if worth > best:
+                best, self.states[new_weight] = worth, state
         return nearest
 
     def _complete(self, weight: int) -> None:
