@@ -318,10 +318,13 @@ class _Search:
             if self.work > max_states or not self.states:
                 break
             stride = max(_SAMPLED, min(len(self.order), _COMPLETED) // 16)
-            kept = list(self.states)
-            # The last one is the best of those that need no completion.
-            sample = kept[_SAMPLED // 2 :: stride] + kept[-1:]
+            sample = list(self.states)[_SAMPLED // 2 :: stride]
             for weight in sample + [nearest] * (nearest in self.states):
+                self._complete(weight)
+        if self.work <= max_states:
+            # What is undecided costs more than the limit.
+            self.undecided = set()
+            for weight in self.states:
                 self._complete(weight)
         history = self.best
         copies = list(relaxation.base if history else relaxation.greedy)
