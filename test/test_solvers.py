@@ -190,7 +190,7 @@ EDGES = [
 
 @over_all
 def test_edges(name):
-    for memory, runtimes, max_memory, expected, what in EDGES:
+    for what, memory, runtimes, max_memory, expected in EDGES:
         value = solve(name, memory, runtimes, max_memory)
         assert value == runtime_of(runtimes, expected), what
         found = ours.KNAPSACK_SOLVERS[name](memory, runtimes, max_memory)[1]

@@ -19,8 +19,7 @@ hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
    of Nemhauser and Ullmann, "Discrete Dynamic Programming and Capital Allocation",
    1969.  Each is pruned by the least loss that any completion must add.
 
-Work is bounded by a number of states, never by time, and nothing depends on hashing
-or randomness: every rank computes the same plan.
+Work is bounded by a number of states, never by time: every rank plans alike.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from fractions import Fraction
 from functools import cached_property
-from itertools import compress
 from operator import itemgetter
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -65,7 +63,6 @@ DEFAULT_MAX_STATES = 1 << 20
 
 # With more kinds of items there is no search.  No graph has as many.
 _MOST_KINDS = 1 << 17
-
 # One state in so many is completed greedily, by at most so many classes.
 _SAMPLED, _COMPLETED = 8, 512
 
@@ -112,10 +109,9 @@ def solve_knapsack(
     saves every item that has runtime.  Items without runtime are never saved, items
     without size but with runtime always are.
 
-    ``max_states`` bounds the work: when it is used up, the best set found is
-    returned with ``proven=False``; it is never worth less than what the greedy
-    solver finds.  Raises ValueError if the lengths differ, a size or runtime is
-    negative, NaN or infinite, or the budget is NaN.
+    ``max_states`` bounds the work: when it is used up, the best set found is returned
+    with ``proven=False``, never worth less than what greedy finds.  Raises ValueError
+    if lengths differ, a size or runtime is negative or not finite, or the budget NaN.
     """
     return _Items(memory, runtime).solve(check_budget(max_memory), max_states)
 
@@ -151,7 +147,7 @@ class _Items:
     def __init__(self, memory: Sequence[float], runtime: Sequence[float]) -> None:
         check_items(memory, runtime)
         self.memory, self.runtime = memory, runtime
-        self.worthy = list(compress(range(len(runtime)), runtime))
+        self.worthy = [i for i, r in enumerate(runtime) if r]
 
     def solve(self, budget: float, max_states: int) -> KnapsackSolution:
         """Return the solution for one checked budget."""
@@ -285,8 +281,8 @@ class _Search:
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
-        weights, losses = relaxation.classes.weights, relaxation.losses
         self.relaxation = relaxation
+        weights, losses = relaxation.classes.weights, relaxation.losses
         self.limit = relaxation.gap - relaxation.scale
         self.best: Any = None
         self.order = [c for c, loss in enumerate(losses) if loss <= self.limit]
@@ -302,8 +298,8 @@ class _Search:
         decided, the small ones have to meet the remaining room, which prunes sizes
         that differ by orders of magnitude to a handful of states.
         """
-        relaxation, losses = self.relaxation, self.relaxation.losses
-        weights = relaxation.classes.weights
+        relaxation = self.relaxation
+        weights, losses = relaxation.classes.weights, relaxation.losses
         completion = _completion(self.order, relaxation, self.limit)
         for c in sorted(self.order, key=lambda c: (-weights[c], c)):
             if losses[c] > self.limit:
@@ -322,8 +318,7 @@ class _Search:
             for weight in sample + [nearest] * (nearest in self.states):
                 self._complete(weight)
         if self.work <= max_states:
-            # What is undecided costs more than the limit.
-            self.undecided = set()
+            self.undecided.clear()  # What is left costs more than the limit.
             for weight in self.states:
                 self._complete(weight)
         history = self.best

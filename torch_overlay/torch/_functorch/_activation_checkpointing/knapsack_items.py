@@ -96,16 +96,14 @@ def _common_step(sizes: Sequence[float]) -> Optional[float]:
     step = smallest = float(min(sizes))
     largest = float(max(sizes))
     for size in sorted(set(sizes)):
-        b = math.fmod(float(size), step)
+        a, b = step, math.fmod(float(size), step)
         # Remainders amplify errors, so tell a true one from noise with room to spare.
         noise = size * 64 * _SIZE_TOLERANCE
-        if not noise < b < step - noise:
-            continue
-        a = step
-        while noise < b < a - noise:
-            a, b = b, math.fmod(a, b)
-        # The remainder carries the error of ``size``; the smallest size does not.
-        step = smallest / round(smallest / a)
+        if noise < b < a - noise:
+            while noise < b < a - noise:
+                a, b = b, math.fmod(a, b)
+            # The remainder carries the error of ``size``; the smallest does not.
+            step = smallest / round(smallest / a)
         if step * _LARGEST_STEP_COUNT < largest:
             return None
     step = largest / round(largest / step)
