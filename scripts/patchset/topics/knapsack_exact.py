@@ -20,8 +20,8 @@ over, rounding up instead gives away up to 23 % of the value, and greedy has no
 bound. Real graphs repeat their layers, so their hundreds of items are copies of
 5 to 60 distinct ones, and the problem on the true sizes is small.
 
-The new module solves it: integers without loss, Dantzig's bound, a core that
-grows around the break item, Pareto states. The answer never weighs more than the
+The new module solves it: integers without loss, Dantzig's bound, Pareto states
+pruned by a bound on every completion. The answer never weighs more than the
 budget, is the proven optimum (or says how far it can be from it), and depends on
 nothing but the arguments. Many budgets share one preparation.
 """,
@@ -32,13 +32,12 @@ nothing but the arguments. Many budgets share one preparation.
     evidence=(
         ("solvers", "corpus:"),
         ("solvers", "dp / exact"),
-        ("solvers", "exact /"),
     ),
     risks="""\
 The solver is new code, used only where the config asks for "exact". Its work is
-bounded by a number of states, never by time: past that it returns the best set found
-and says that it is not proven. Hard instances of the literature take seconds; joint
-graphs take about a millisecond.
+bounded by a number of states, never by time: past that it returns the best set found,
+no worse than greedy's, with a bound, and says that it is not proven. Hard instances of
+the literature take seconds; joint graphs take about a millisecond.
 """,
     kind="new features",
 )
