@@ -1,4 +1,4 @@
-"""Fuzz the exact solver against exact oracles; not part of CI.
+"""Fuzz the exact solver against an exact oracle; not part of CI.
 
     scripts/run_patched.sh python test/fuzz_exact.py --instances 100000 --seed 0
 
@@ -17,11 +17,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 from test_exact import (
-    brute_force,
-    check,
+    check_optimal,
     CLASSES,
-    exact,
-    pareto_optimum,
     pisinger,
     random_instance,
 )
@@ -34,12 +31,7 @@ def one(seed: int) -> None:
         budget = float(int(sum(memory) * r.random()))
     else:
         memory, runtime, budget = random_instance(r, r.randint(1, 13))
-    solution = exact.solve_knapsack(memory, runtime, budget)
-    value = check(memory, runtime, budget, solution)
-    assert solution.proven, "not proven"
-    assert value == pareto_optimum(memory, runtime, budget), "not optimal"
-    if len(memory) <= 6:
-        assert value == brute_force(memory, runtime, budget), "not optimal"
+    check_optimal(memory, runtime, budget)
 
 
 def main() -> int:

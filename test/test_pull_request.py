@@ -85,14 +85,14 @@ def test_body_has_the_stored_figures(repository, bodies, topic):
 def test_missing_evidence_is_refused(repository, bodies, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pull_request, "RESULTS", tmp_path)
     monkeypatch.setattr(pull_request, "REPOSITORY", tmp_path)
-    assert pull_request.main(["exact-solver", str(repository)]) == 1
+    assert pull_request.main(["knapsack-exact", str(repository)]) == 1
     said = capsys.readouterr().err
     assert "releases.json is missing" in said and "scripts/refresh.sh --all" in said
     (tmp_path / "releases.json").write_text(
         (REPOSITORY / "results" / "releases.json").read_text()
     )
     (tmp_path / "solvers.json").write_text('{"rows": []}')
-    assert pull_request.main(["exact-solver", str(repository)]) == 1
+    assert pull_request.main(["knapsack-exact", str(repository)]) == 1
     assert "has no row 'corpus:'" in capsys.readouterr().err
     assert "ac-budget" not in git(repository, "branch") and not bodies.exists()
 
@@ -101,11 +101,11 @@ def test_wrong_calls(repository, bodies, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         pull_request.main(["exakt-solver", str(repository)])
     assert "invalid choice: 'exakt-solver'" in capsys.readouterr().err
-    assert pull_request.main(["exact-solver", str(tmp_path / "none")]) == 2
+    assert pull_request.main(["knapsack-exact", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
-    assert pull_request.main(["exact-solver", str(repository)]) == 0
-    assert pull_request.main(["exact-solver", str(repository)]) == 1
-    assert "branch ac-budget/exact-solver exists" in capsys.readouterr().err
+    assert pull_request.main(["knapsack-exact", str(repository)]) == 0
+    assert pull_request.main(["knapsack-exact", str(repository)]) == 1
+    assert "branch ac-budget/knapsack-exact exists" in capsys.readouterr().err
     (repository / KNAPSACK).unlink()
     (repository / KNAPSACK).write_text("def mine(): ...\n")
     assert pull_request.main(["knapsack-solvers", str(repository)]) == 1
@@ -154,7 +154,7 @@ def test_upstreams_linters_on_the_source_tree(tmp_path, bodies, capsys):
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source / path, root / path)
     commit_all(root)
-    assert pull_request.main(["exact-solver", str(root), "--check"]) == 0
+    assert pull_request.main(["knapsack-exact", str(root), "--check"]) == 0
     said = capsys.readouterr().out
     for code in upstream_checks.LINTERS:
         assert f"passed  lintrunner {code}\n" in said

@@ -11,9 +11,7 @@ import itertools
 import logging
 import math
 import random
-import statistics
 import sys
-import time
 
 import corpus
 import pytest
@@ -34,7 +32,6 @@ TRUE_SIZES = [name for name in ALL if name not in ROUNDED]
 over_all = pytest.mark.parametrize("name", ALL)
 over_rounded = pytest.mark.parametrize("name", ROUNDED)
 over_true_sizes = pytest.mark.parametrize("name", TRUE_SIZES)
-over_corpus = pytest.mark.parametrize("instance", corpus.instances(), ids=str)
 
 
 def quanta(size):
@@ -170,33 +167,34 @@ def problems(draw, max_items, runtimes=any_runtimes):
 # Edges
 
 
+EDGES = [
+    ("empty", [], [], 1.0, []),
+    ("empty, no budget", [], [], 0.0, []),
+    ("zero sizes", [0.0, 0.0], [1.0, 2.0], 0.0, [0, 1]),
+    ("zero runtimes", [0.1, 0.0], [0.0, 0.0], 1.0, []),
+    ("nothing fits", [0.6, 0.7], [1.0, 2.0], 0.5, []),
+    ("everything fits", [0.25, 0.5], [1.0, 2.0], 0.75, [0, 1]),
+    ("one fits", [0.6, 0.5], [2.0, 1.0], 0.5, [1]),
+    ("budget 0", [0.1, 0.0], [1.0, 1.0], 0.0, [1]),
+    ("budget 1", [0.5, 0.5, 0.0], [1.0, 1.0, 0.0], 1.0, [0, 1]),
+    ("budget below 0", [0.1, 0.0], [1.0, 1.0], -0.5, [1]),
+    ("budget -inf", [0.1, 0.0], [1.0, 1.0], -math.inf, [1]),
+    ("budget inf", [9.0, 9.0], [1.0, 0.0], math.inf, [0]),
+    ("budget in quanta overflows", [1.0], [1.0], 1e306, [0]),
+    ("equal items", [0.1] * 5, [1.0] * 5, 0.3000001, [0, 1, 2]),
+    ("equal sizes", [0.1] * 3, [0.0, 1.0, 1.0], 0.1, [1]),
+    ("integers", [1, 2, 3], [10, 20, 31], 3, [2]),
+    ("a gap to fill", [0.5, 0.4, 0.1], [5, 3.9, 0.9], 0.65, [0, 2]),
+]
+
+
 @over_all
-@pytest.mark.parametrize(
-    ("memory", "runtimes", "max_memory", "expected"),
-    [
-        pytest.param([], [], 1.0, [], id="empty"),
-        pytest.param([], [], 0.0, [], id="empty, no budget"),
-        pytest.param([0.0, 0.0], [1.0, 2.0], 0.0, [0, 1], id="zero sizes"),
-        pytest.param([0.1, 0.0], [0.0, 0.0], 1.0, [], id="zero runtimes"),
-        pytest.param([0.6, 0.7], [1.0, 2.0], 0.5, [], id="nothing fits"),
-        pytest.param([0.25, 0.5], [1.0, 2.0], 0.75, [0, 1], id="everything fits"),
-        pytest.param([0.6, 0.5], [2.0, 1.0], 0.5, [1], id="one fits"),
-        pytest.param([0.1, 0.0], [1.0, 1.0], 0.0, [1], id="budget 0"),
-        pytest.param([0.5, 0.5, 0.0], [1.0, 1.0, 0.0], 1.0, [0, 1], id="budget 1"),
-        pytest.param([0.1, 0.0], [1.0, 1.0], -0.5, [1], id="budget below 0"),
-        pytest.param([0.1, 0.0], [1.0, 1.0], -math.inf, [1], id="budget -inf"),
-        pytest.param([9.0, 9.0], [1.0, 0.0], math.inf, [0], id="budget inf"),
-        pytest.param([1.0], [1.0], 1e306, [0], id="budget in quanta overflows"),
-        pytest.param([0.1] * 5, [1.0] * 5, 0.3000001, [0, 1, 2], id="equal items"),
-        pytest.param([0.1] * 3, [0.0, 1.0, 1.0], 0.1, [1], id="equal sizes"),
-        pytest.param([1, 2, 3], [10, 20, 31], 3, [2], id="integers"),
-        pytest.param([0.5, 0.4, 0.1], [5, 3.9, 0.9], 0.65, [0, 2], id="a gap to fill"),
-    ],
-)
-def test_edges(name, memory, runtimes, max_memory, expected):
-    value = solve(name, memory, runtimes, max_memory)
-    assert value == runtime_of(runtimes, expected)
-    assert ours.KNAPSACK_SOLVERS[name](memory, runtimes, max_memory)[1] == expected
+def test_edges(name):
+    for what, memory, runtimes, max_memory, expected in EDGES:
+        value = solve(name, memory, runtimes, max_memory)
+        assert value == runtime_of(runtimes, expected), what
+        found = ours.KNAPSACK_SOLVERS[name](memory, runtimes, max_memory)[1]
+        assert found == expected, what
 
 
 @over_rounded
@@ -208,41 +206,43 @@ def test_rounded_sizes_are_what_counts(name):
     assert solve(name, [0.50004], [1], 0.5) == 1
 
 
+BAD = [
+    ([0.1], [1.0, 2.0], 1.0, "memory has 1 items but runtimes has 2"),
+    ([0.1, 0.2], [], 1.0, "memory has 2 items but runtimes has 0"),
+    ([0.1, math.nan], [1.0, 1.0], 1.0, r"memory\[1\] is nan"),
+    ([math.nan, 0.1], [1.0, 1.0], 1.0, r"memory\[0\] is nan"),
+    ([0.1, 0.1, -0.5], [1.0] * 3, 1.0, r"memory\[2\] is -0\.5"),
+    ([math.inf, 0.1], [1.0, 1.0], 1.0, r"memory\[0\] is inf"),
+    ([0.1, -math.inf], [1.0, 1.0], math.inf, r"memory\[1\] is -inf"),
+    ([0.1, 0.1], [1.0, math.nan], 1.0, r"runtimes\[1\] is nan"),
+    ([0.1, 0.1], [-1, 1], 1.0, r"runtimes\[0\] is -1"),
+    ([0.1, 0.1], [1.0, math.inf], 0.0, r"runtimes\[1\] is inf"),
+    ([0.1, 0.1], [10**400, 1], 0.0, r"runtimes\[0\] is 10+:"),
+    ([1e308, 1e308], [1.0, 1.0], 1.0, "the sum of memory exceeds"),
+    ([0.1], [1.0], math.nan, "max_memory is nan"),
+    ([], [], math.nan, "max_memory is nan"),
+]
+
+
 @over_all
-@pytest.mark.parametrize(
-    ("memory", "runtimes", "max_memory", "says"),
-    [
-        ([0.1], [1.0, 2.0], 1.0, "memory has 1 items but runtimes has 2"),
-        ([0.1, 0.2], [], 1.0, "memory has 2 items but runtimes has 0"),
-        ([0.1, math.nan], [1.0, 1.0], 1.0, r"memory\[1\] is nan"),
-        ([math.nan, 0.1], [1.0, 1.0], 1.0, r"memory\[0\] is nan"),
-        ([0.1, 0.1, -0.5], [1.0] * 3, 1.0, r"memory\[2\] is -0\.5"),
-        ([math.inf, 0.1], [1.0, 1.0], 1.0, r"memory\[0\] is inf"),
-        ([0.1, -math.inf], [1.0, 1.0], math.inf, r"memory\[1\] is -inf"),
-        ([0.1, 0.1], [1.0, math.nan], 1.0, r"runtimes\[1\] is nan"),
-        ([0.1, 0.1], [-1, 1], 1.0, r"runtimes\[0\] is -1"),
-        ([0.1, 0.1], [1.0, math.inf], 0.0, r"runtimes\[1\] is inf"),
-        ([0.1, 0.1], [10**400, 1], 0.0, r"runtimes\[0\] is 10+:"),
-        ([1e308, 1e308], [1.0, 1.0], 1.0, "the sum of memory exceeds"),
-        ([0.1], [1.0], math.nan, "max_memory is nan"),
-        ([], [], math.nan, "max_memory is nan"),
-    ],
-)
-def test_bad_input(name, memory, runtimes, max_memory, says):
-    with pytest.raises(ValueError, match=says):
-        ours.KNAPSACK_SOLVERS[name](memory, runtimes, max_memory)
+def test_bad_input(name):
+    for memory, runtimes, max_memory, says in BAD:
+        with pytest.raises(ValueError, match=says):
+            ours.KNAPSACK_SOLVERS[name](memory, runtimes, max_memory)
+    if name == "exact":
+        with pytest.raises(ValueError, match="max_memory is nan"):
+            ours.solve_knapsack_budgets([1.0], [1], [0.5, math.nan])
 
 
 # Brute force
 
 
 @over_all
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 12])
-def test_brute_force(name, kind, n):
-    rng = random.Random(f"{kind} {n}")
-    for _ in range(2 if n == 12 else 10):
-        check_against_brute_force(name, *random_instance(rng, n, kind))
+def test_brute_force(name):
+    for kind, n in itertools.product(KINDS, [1, 2, 3, 5, 8, 12]):
+        rng = random.Random(f"{kind} {n}")
+        for _ in range(1 if n == 12 else 6):
+            check_against_brute_force(name, *random_instance(rng, n, kind))
 
 
 @over_all
@@ -263,11 +263,9 @@ def test_equals_upstream_dp_on_edges(name, problem):
 
 
 @over_rounded
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 5, 10, 20, 50, 100, 400])
-def test_equals_upstream_dp(name, kind, n):
-    rng = random.Random(f"{kind} {n}")
-    for _ in range(3):
+def test_equals_upstream_dp(name):
+    for kind, n in itertools.product(KINDS, [1, 5, 10, 20, 50, 100, 400]):
+        rng = random.Random(f"{kind} {n}")
         memory, runtimes, max_memory = random_instance(rng, n, kind)
         small = float32_exact(runtimes)
         expected = upstream_dp(memory, small, max_memory)
@@ -277,10 +275,9 @@ def test_equals_upstream_dp(name, kind, n):
 
 
 @over_rounded
-@pytest.mark.parametrize("n", [1, 5, 10, 20])
-def test_equals_upstream_dp_on_unnormalised_sizes(name, n):
-    rng = random.Random(n)
-    for _ in range(5):
+def test_equals_upstream_dp_on_unnormalised_sizes(name):
+    for n in (1, 5, 10, 20):
+        rng = random.Random(n)
         memory = [rng.uniform(0.1, 10) for _ in range(n)]
         runtimes = [rng.randrange(1, 1000) for _ in range(n)]
         max_memory = rng.uniform(0.1, 0.9) * sum(memory)
@@ -288,11 +285,10 @@ def test_equals_upstream_dp_on_unnormalised_sizes(name, n):
         assert solve(name, memory, runtimes, max_memory) == expected
 
 
-@over_corpus
-def test_equals_upstream_dp_on_the_corpus(instance):
-    memory, runtimes = instance.memory, instance.runtimes
-    small = float32_exact(runtimes)
-    for budget in corpus.BUDGETS:
+def test_equals_upstream_dp_on_the_corpus():
+    for instance, budget in itertools.product(corpus.instances(), (0.05, 0.3, 0.8)):
+        memory, runtimes = instance.memory, instance.runtimes
+        small = float32_exact(runtimes)
         expected = upstream_dp(memory, small, budget)
         at_least = upstream_dp(memory, runtimes, budget)
         values = {solve(name, memory, runtimes, budget) for name in ROUNDED}
@@ -314,9 +310,8 @@ def test_small_runtimes_are_not_absorbed(name):
 
 
 @over_true_sizes
-@over_corpus
-def test_true_sizes_on_the_corpus(name, instance):
-    for budget in corpus.BUDGETS:
+def test_true_sizes_on_the_corpus(name):
+    for instance, budget in itertools.product(corpus.instances(), corpus.BUDGETS):
         optimum = corpus.optima()[instance.name, budget]
         value = solve(name, instance.memory, instance.runtimes, budget)
         greedy = solve("greedy", instance.memory, instance.runtimes, budget)
@@ -379,10 +374,9 @@ def test_sums_are_exact():
 
 
 @over_all
-@pytest.mark.parametrize("kind", ["uniform", "decades"])
-def test_order_of_items(name, kind):
-    rng = random.Random(kind)
-    for n in (5, 20, 200):
+def test_order_of_items(name):
+    for kind, n in itertools.product(["uniform", "decades"], [5, 20, 200]):
+        rng = random.Random(kind)
         memory, runtimes, max_memory = random_instance(rng, n, kind)
         value = solve(name, memory, runtimes, max_memory)
         for _ in range(3):
@@ -390,17 +384,6 @@ def test_order_of_items(name, kind):
             memory, runtimes = [memory[i] for i in order], [runtimes[i] for i in order]
             shuffled = solve(name, memory, runtimes, max_memory)
             assert shuffled == pytest.approx(value, rel=1e-12), (n, order)
-
-
-@over_rounded
-@over_corpus
-def test_order_of_items_on_the_corpus(name, instance):
-    order = random.Random(0).sample(range(len(instance.memory)), len(instance.memory))
-    memory = [instance.memory[i] for i in order]
-    runtimes = [instance.runtimes[i] for i in order]
-    for budget in (0.1, 0.5):
-        value = solve(name, instance.memory, instance.runtimes, budget)
-        assert solve(name, memory, runtimes, budget) == value, budget
 
 
 @over_rounded
@@ -416,63 +399,14 @@ def test_defaults_of_torch(name):
     assert found == expected
 
 
-def chunks_of(rng, n, largest):
-    """Chunks with ties, none of which stems from a group."""
-    sizes = [rng.randrange(1, largest) for _ in range(n)]
-    return [ours._Chunk(size, float(rng.randrange(1, 9)), 1, 0) for size in sizes]
-
-
-def total(chunks, field):
-    return sum(getattr(chunk, field) for chunk in chunks)
-
-
-def test_cells_in_dictionaries_or_rows():
-    rng = random.Random(6)
-    for n in range(1, 12):
-        for _ in range(20):
-            chunks = chunks_of(rng, n, 50)
-            capacity = rng.randrange(1, total(chunks, "size") + 1)
-            rows = ours._from_decisions(chunks, capacity)
-            assert ours._from_reachable_cells(chunks, capacity) == rows
-
-
-@pytest.mark.parametrize("leaf_chunks", [1, 2, 3, 7])
-def test_split_or_not(leaf_chunks):
-    rng = random.Random(leaf_chunks)
-    for n in range(1, 40):
-        chunks = chunks_of(rng, n, 50)
-        capacity = rng.randrange(1, total(chunks, "size") + 1)
-        whole = ours._from_decisions(chunks, capacity)
-        split = ours._best_subset(chunks, capacity, leaf_chunks)
-        assert total(split, "size") <= capacity
-        assert total(split, "runtime") == total(whole, "runtime")
-
-
-@pytest.mark.parametrize("block", [1, 7, 64])
-def test_rows_in_blocks(monkeypatch, block):
-    chunks = chunks_of(random.Random(7), 40, 50)
-    expected = ours._from_decisions(chunks, 500)
-    monkeypatch.setattr(ours, "_BLOCK_CELLS", block)
-    assert ours._from_decisions(chunks, 500) == expected
-
-
-def test_hirschberg_splits_a_large_core(monkeypatch):
-    memory, runtimes, max_memory = random_instance(random.Random(8), 999, "correlated")
-    splits = []
-    best_split = ours._best_split
-
-    def counted(left, right, capacity):
-        splits.append(best_split(left, right, capacity))
-        return splits[-1]
-
-    monkeypatch.setattr(ours, "_best_split", counted)
-    value = solve("dp", memory, runtimes, max_memory)
-    assert not splits
-    assert (
-        solve("dp_knapsack_sliding_hirschberg", memory, runtimes, max_memory) == value
-    )
-    assert splits
-    assert upstream_dp(memory, runtimes, max_memory) == value
+def test_blocks_and_splits_change_nothing():
+    """Rows longer than a block, and a core that Hirschberg's solver has to split."""
+    memory, runtimes, _ = random_instance(random.Random(8), 999, "correlated")
+    memory = [40 * size for size in memory]
+    max_memory = sum(memory) / 3
+    assert quanta(max_memory) > 1 << 17
+    values = {solve(name, memory, runtimes, max_memory) for name in ROUNDED}
+    assert values == {upstream_dp(memory, runtimes, max_memory)}
 
 
 # The tests of the tests: what upstream's solvers do to the checks above
@@ -501,25 +435,7 @@ def test_upstream_dp_is_over_true_capacity():
         check_true_capacity(memory, saved, 1e-4)
 
 
-# Cost: counts, and ratios with room
-
-
-def test_bounds_settle_most_copies(monkeypatch):
-    settle = ours._settle_by_bound
-    copies, undecided = [], []
-
-    def counted(groups, capacity):
-        result = settle(groups, capacity)
-        copies.append(sum(group.copies for group in groups))
-        undecided.append(sum(result[1]))
-        return result
-
-    monkeypatch.setattr(ours, "_settle_by_bound", counted)
-    for instance in corpus.instances():
-        for budget in corpus.BUDGETS:
-            ours.dp_knapsack(instance.memory, instance.runtimes, budget)
-    assert len(copies) > 100
-    assert sum(undecided) < sum(copies) / 4
+# Memory
 
 
 def peak_bytes(solver, *arguments):
@@ -527,17 +443,17 @@ def peak_bytes(solver, *arguments):
     return tensor_bytes(functools.partial(solver, *arguments))
 
 
-LARGE = [instance for instance in corpus.instances() if len(instance.memory) >= 400]
-
-
-@over_rounded
-@pytest.mark.parametrize("instance", LARGE, ids=str)
-def test_tensors_take_a_twentieth_of_upstream_dp(name, instance):
-    arguments = instance.memory, instance.runtimes, 0.3
-    theirs = peak_bytes(upstream.dp_knapsack, *arguments)
-    # The table alone, so that a profiler that sees nothing fails the test.
-    assert theirs > 4 * len(instance.memory) * quanta(0.3)
-    assert peak_bytes(ours.KNAPSACK_SOLVERS[name], *arguments) < theirs / 20
+def test_tensors_take_a_twentieth_of_upstream_dp():
+    for instance in corpus.instances():
+        if len(instance.memory) < 400:
+            continue
+        arguments = instance.memory, instance.runtimes, 0.3
+        theirs = peak_bytes(upstream.dp_knapsack, *arguments)
+        # The table alone, so that a profiler that sees nothing fails the test.
+        assert theirs > 4 * len(instance.memory) * quanta(0.3)
+        for name in ROUNDED:
+            solver = ours.KNAPSACK_SOLVERS[name]
+            assert peak_bytes(solver, *arguments) < theirs / 20, instance
 
 
 def test_hirschberg_keeps_a_few_rows():
@@ -548,43 +464,3 @@ def test_hirschberg_keeps_a_few_rows():
     rows = peak_bytes(ours.dp_knapsack_sliding_hirschberg, *arguments)
     assert row < rows < 6 * row < table
     assert table < (len(memory) / 64 + 6) * row  # one bit per item, 64 to a float
-
-
-def median_seconds(solver, problems):
-    seconds = []
-    for problem in problems:
-        start = time.perf_counter()
-        solver(*problem)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@over_rounded
-@pytest.mark.parametrize("n", [1, 5, 10, 20])
-@pytest.mark.usefixtures("one_thread")
-def test_faster_than_upstream_dp_on_unnormalised_sizes(name, n):
-    rng = random.Random(n)
-    problems = []
-    for _ in range(20):
-        memory = [rng.uniform(0.1, 10) for _ in range(n)]
-        runtimes = [rng.uniform(0.1, 10) for _ in range(n)]
-        problems.append((memory, runtimes, rng.uniform(0.2, 0.8) * sum(memory)))
-    theirs = median_seconds(upstream.dp_knapsack, problems)
-    assert median_seconds(ours.KNAPSACK_SOLVERS[name], problems) < 0.6275 * theirs
-
-
-@over_rounded
-@pytest.mark.parametrize("instance", LARGE, ids=str)
-@pytest.mark.usefixtures("one_thread")
-def test_faster_than_upstream_dp_on_the_corpus(name, instance):
-    problems = [(instance.memory, instance.runtimes, 0.5)] * 5
-    theirs = median_seconds(upstream.dp_knapsack, problems)
-    assert median_seconds(ours.KNAPSACK_SOLVERS[name], problems) < theirs / 5

@@ -24,6 +24,7 @@ RELEASES: tuple[str, ...] = tuple(json.loads(MANIFEST.read_text()))
 PARTITIONERS = "torch/_functorch/partitioners.py"
 CONFIG = "torch/_functorch/config.py"
 KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
+ITEMS = "torch/_functorch/_activation_checkpointing/knapsack_items.py"
 EXACT = "torch/_functorch/_activation_checkpointing/knapsack_exact.py"
 GRAPH_COMPILE = "torch/_functorch/_aot_autograd/graph_compile.py"
 AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"

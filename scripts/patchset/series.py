@@ -11,8 +11,8 @@ from .topics import (
     config_solver_name,
     custom_solver_runtimes,
     exact_by_default,
-    exact_solver,
     frozen_layers,
+    knapsack_exact,
     knapsack_solvers,
     mask_vectors,
     peak_budget,
@@ -25,7 +25,7 @@ from .topics import (
 SERIES = tuple(
     topic.PATCH
     for topic in (
-        exact_solver,
+        knapsack_exact,
         knapsack_solvers,
         solver_by_name,
         config_solver_name,

@@ -50,7 +50,7 @@ value, and KNAPSACK_SOLVERS names the solvers that a config string may select.
         ),
         Fault("no table of solvers by name", KNAPSACK, missing="KNAPSACK_SOLVERS"),
     ),
-    needs=("exact-solver",),
+    needs=("knapsack-exact",),
     evidence=(("solvers", "Hirschberg"),),
     risks=_RISKS,
     minimal=Patch(

@@ -3,7 +3,7 @@
 Two features ask what other budgets would come to: the Pareto plot
 (``config.visualize_memory_budget_pareto``) and the knee search (the solver named
 ``"dynamic_memory_budget_dp"``).  Both pose one knapsack at many capacities, so both
-hand all capacities to :func:`.knapsack.solve_budgets` in a single call.  What is left
+hand all capacities to :func:`solve_budgets` in a single call.  What is left
 of the plot's time are min cuts, which turn a set of items into saved values; a set is
 cut once (:func:`remember_cuts`), and a curve of many sets is thinned out.
 
@@ -25,7 +25,8 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch.utils._mode_utils import no_dispatch
 
-from .knapsack import exact_knapsack, KNAPSACK_SOLVERS, solve_budgets, Solver
+from .knapsack import exact_knapsack, KNAPSACK_SOLVERS, Solver
+from .knapsack_exact import solve_knapsack_budgets
 
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "budget_curve",
     "knee_budget",
     "remember_cuts",
+    "solve_budgets",
     "write_budget_curve",
 ]
 
@@ -81,6 +83,35 @@ class CurvePoint(NamedTuple):
     ratio: float
     recomputed_runtime: float
     saved_items: int
+
+
+def solve_budgets(
+    solver: Solver,
+    memory: list[float],
+    runtimes: list[float],
+    budgets: Sequence[float],
+) -> list[tuple[float, list[int], list[int]]]:
+    """What ``solver`` answers at each budget, the budgets together where it can.
+
+    For a plot or a search over one instance: the exact solver prepares the
+    instance once for all budgets, any other solver is called once for each.
+
+    Args:
+        solver: any function with a solver's signature.
+        memory: size of each item.
+        runtimes: runtime of each item, same length.
+        budgets: capacities, in the unit of ``memory``, in any order.
+
+    Returns:
+        A solver's answer per budget, in the order of ``budgets``.
+
+    Raises:
+        ValueError: on bad input, see the module's docstring.
+    """
+    if solver is exact_knapsack:
+        solutions = solve_knapsack_budgets(memory, runtimes, budgets)
+        return [(s.value, s.saved, s.recomputable) for s in solutions]
+    return [solver(memory, runtimes, budget) for budget in budgets]
 
 
 def remember_cuts(min_cut: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,11 +44,11 @@ The full table has (items x capacity) floats, and one row per item means a few
 tensor operations per item.  Four steps shrink both, none of which changes the
 optimum:
 
-1. Layers repeat, so items do.  For each group of identical items, a bound on the
-   runtime that is still possible settles how many copies an optimal set takes or
-   leaves at least (:func:`_settle_by_bound`).  Undecided copies form the *core*.
+1. Layers repeat, so items do.  For each group of identical items, Dantzig's bound
+   settles how many copies an optimal set takes or leaves at least
+   (:func:`.knapsack_items.relax`).  Undecided copies form the *core*.
 2. ``m`` copies become ``O(log m)`` *chunks* of 1, 2, 4, ... copies, so that a
-   group needs a few rows, not one per item (:func:`_binary_chunks`).
+   group needs a few rows, not one per item (:func:`_optimal_copies`).
 3. Only one row is kept.  The set is found again from one bit per cell, which
    tells whether the chunk was taken there (:func:`_from_decisions`).
 4. Where even the bits take too much memory, Hirschberg's divide and conquer
@@ -63,22 +63,26 @@ import logging
 import math
 import sys
 from collections import Counter
-from typing import Callable, NamedTuple, TYPE_CHECKING
+from typing import Callable, NamedTuple
 
 import torch
 
 from .knapsack_exact import (
-    check_budget,
-    check_items,
     exact_knapsack,
     KnapsackSolution,
     solve_knapsack,
     solve_knapsack_budgets,
 )
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from .knapsack_items import (
+    by_density,
+    check_budget,
+    check_items,
+    Classes,
+    exact_integers,
+    fill,
+    first_copies,
+    relax,
+)
 
 
 log = logging.getLogger(__name__)
@@ -91,7 +95,6 @@ __all__ = [
     "exact_knapsack",
     "greedy_knapsack",
     "ilp_knapsack",
-    "solve_budgets",
     "solve_knapsack",
     "solve_knapsack_budgets",
 ]
@@ -109,14 +112,6 @@ _BLOCK_CELLS = 1 << 17
 # float64 rows of a split: splitting fewer chunks would save nothing.
 _HIRSCHBERG_LEAF_CHUNKS = 192
 
-# About as many cells of a row are updated in the time that one dictionary entry
-# takes in plain Python.
-_CELLS_PER_ENTRY = 64
-
-# Bounds are compared with this relative slack, far above the rounding error of
-# their sums: rounding can leave a copy undecided, but never settle it wrongly.
-_BOUND_SLACK = 1e-9
-
 # HiGHS stops once its bound is within this fraction of its best answer, or after
 # this many nodes.  Unlike a time limit, both stop at the same answer everywhere.
 _ILP_RELATIVE_GAP = 1e-9
@@ -130,24 +125,12 @@ def greedy_knapsack(
 
     Items of equal density are taken in order of their index.
 
-    Args:
-        memory: size of each item.
-        runtimes: runtime of each item, same length.
-        max_memory: capacity, in the unit of ``memory``.
-
-    Returns:
-        The runtime saved, the items to save and the items to recompute.  The
-        true sizes saved add up to at most ``max_memory`` (``math.fsum``).
-
-    Raises:
-        ValueError: on bad input, see the module's docstring.
-
     ``O(n log n)`` time, ``O(n)`` memory.  No bound on the loss: Dantzig,
     "Discrete-Variable Extremum Problems", 1957.
     """
     max_memory = _validated_capacity(memory, runtimes, max_memory)
-    order = _by_density(memory, runtimes)
-    return _solution(runtimes, _fill(order, memory, max_memory))
+    order = by_density(memory, runtimes)
+    return _solution(runtimes, fill(order, memory, max_memory))
 
 
 def ilp_knapsack(
@@ -160,18 +143,7 @@ def ilp_knapsack(
     rounded, cut back to the capacity and filled up with whatever still fits.
     Saves at least as much as :func:`greedy_knapsack`.
 
-    Args:
-        memory: size of each item.
-        runtimes: runtime of each item, same length.
-        max_memory: capacity, in the unit of ``memory``.
-
-    Returns:
-        The runtime saved, the items to save and the items to recompute.  The
-        true sizes saved add up to at most ``max_memory`` (``math.fsum``).
-
-    Raises:
-        ValueError: on bad input, see the module's docstring.
-        RuntimeError: if scipy is not installed, or finds no answer.
+    Raises RuntimeError if scipy is not installed, or finds no answer.
 
     Exponential time in the worst case, cut off at a number of search nodes; an
     answer that was not proven to be optimal is logged as a warning.
@@ -185,8 +157,8 @@ def ilp_knapsack(
             "imported: install scipy or choose another solver"
         ) from error
 
-    order = _by_density(memory, runtimes)
-    greedy = _fill(order, memory, max_memory)
+    order = by_density(memory, runtimes)
+    greedy = fill(order, memory, max_memory)
     if len(greedy) == len(order):
         return _solution(runtimes, greedy)
     groups = Counter(
@@ -214,11 +186,11 @@ def ilp_knapsack(
         )
 
     proposed_copies = {group: round(copies) for group, copies in zip(groups, result.x)}
-    proposed = set(_first_copies(proposed_copies, memory, runtimes))
+    proposed = set(first_copies(proposed_copies, memory, runtimes))
     # Proposed items first, each part in order of density: an overfull proposal
     # loses its least dense items, and the densest others fill what room there is.
     order.sort(key=lambda index: index not in proposed)
-    filled = _fill(order, memory, max_memory)
+    filled = fill(order, memory, max_memory)
     return max(
         _solution(runtimes, filled),
         _solution(runtimes, greedy),
@@ -230,18 +202,6 @@ def dp_knapsack(
     memory: list[float], runtime: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
     """Solve the knapsack for sizes rounded to 1/10000, keeping all decisions.
-
-    Args:
-        memory: size of each item.
-        runtime: runtime of each item, same length.
-        max_memory: capacity, in the unit of ``memory``.
-
-    Returns:
-        The runtime saved, the items to save and the items to recompute.  The
-        *rounded* sizes saved add up to at most the rounded ``max_memory``.
-
-    Raises:
-        ValueError: on bad input, see the module's docstring.
 
     With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)``
     time, ``c W / 8`` bytes for the decisions and at most ``17 W`` for the rest.
@@ -256,18 +216,6 @@ def dp_knapsack_sliding_hirschberg(
 
     Saves as much runtime as :func:`dp_knapsack`.  Sets may differ where several
     are optimal.
-
-    Args:
-        memory: size of each item.
-        runtime: runtime of each item, same length.
-        max_memory: capacity, in the unit of ``memory``.
-
-    Returns:
-        The runtime saved, the items to save and the items to recompute.  The
-        *rounded* sizes saved add up to at most the rounded ``max_memory``.
-
-    Raises:
-        ValueError: on bad input, see the module's docstring.
 
     With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)``
     time, at most ``41 W`` bytes.  Hirschberg, "A Linear Space Algorithm for
@@ -286,35 +234,6 @@ KNAPSACK_SOLVERS: dict[str, Solver] = {
     "dp_knapsack_sliding_hirschberg": dp_knapsack_sliding_hirschberg,
 }
 """The solvers by the name that selects them in ``activation_memory_budget_solver``."""
-
-
-def solve_budgets(
-    solver: Solver,
-    memory: list[float],
-    runtimes: list[float],
-    budgets: Sequence[float],
-) -> list[tuple[float, list[int], list[int]]]:
-    """What ``solver`` answers at each budget, the budgets together where it can.
-
-    For a plot or a search over one instance: the exact solver prepares the
-    instance once for all budgets, any other solver is called once for each.
-
-    Args:
-        solver: any function with a solver's signature.
-        memory: size of each item.
-        runtimes: runtime of each item, same length.
-        budgets: capacities, in the unit of ``memory``, in any order.
-
-    Returns:
-        A solver's answer per budget, in the order of ``budgets``.
-
-    Raises:
-        ValueError: on bad input, see the module's docstring.
-    """
-    if solver is exact_knapsack:
-        solutions = solve_knapsack_budgets(memory, runtimes, budgets)
-        return [(s.value, s.saved, s.recomputable) for s in solutions]
-    return [solver(memory, runtimes, budget) for budget in budgets]
 
 
 def _validated_capacity(
@@ -339,60 +258,6 @@ def _solution(
     )
 
 
-def _first_copies(
-    copies: dict[tuple[float, float], int],
-    memory: list[float],
-    runtimes: list[float],
-) -> list[int]:
-    """The first ``copies[size, runtime]`` items of each size and runtime."""
-    left = dict(copies)
-    first = []
-    for index, item in enumerate(zip(memory, runtimes)):
-        if left.get(item, 0) > 0:
-            left[item] -= 1
-            first.append(index)
-    return first
-
-
-def _by_density(memory: list[float], runtimes: list[float]) -> list[int]:
-    """Items with runtime by falling runtime per size, ties by index."""
-    density = [
-        runtime / size if size else math.inf for size, runtime in zip(memory, runtimes)
-    ]
-    order = [index for index, runtime in enumerate(runtimes) if runtime > 0]
-    return sorted(order, key=density.__getitem__, reverse=True)
-
-
-def _fill(order: list[int], memory: list[float], max_memory: float) -> list[int]:
-    """Take each item of ``order`` that fits beside those taken before it.
-
-    Invariant: ``math.fsum`` of the sizes taken is at most ``max_memory``.  A
-    running float sum would drift from that, and ``fsum`` over all taken items
-    per step be quadratic.  Every float is an integer over a power of two, so the
-    sum is kept in integers over the largest such power; Python divides integers
-    with correct rounding, which gives ``fsum`` exactly.
-    """
-    ratios = [float(size).as_integer_ratio() for size in memory]
-    denominator = max((ratio[1] for ratio in ratios), default=1)
-    taken = []
-    used = 0
-    for index in order:
-        numerator, own_denominator = ratios[index]
-        with_item = used + numerator * (denominator // own_denominator)
-        if with_item / denominator <= max_memory:
-            used = with_item
-            taken.append(index)
-    return taken
-
-
-class _Group(NamedTuple):
-    """Identical items."""
-
-    size: int  # of one item, in quanta
-    runtime: float  # of one item
-    copies: int
-
-
 class _Chunk(NamedTuple):
     """Some items of one group, to be taken together."""
 
@@ -407,40 +272,59 @@ def _solve_rounded(
 ) -> tuple[float, list[int], list[int]]:
     """Solve for sizes in quanta, with at most ``leaf_chunks`` chunks per table."""
     max_memory = _validated_capacity(memory, runtime, max_memory)
-    copies_to_save = {}
-    groups = {}
-    for item, copies in Counter(zip(memory, runtime)).items():
-        size = _quanta(item[0])
-        if size and item[1]:
-            groups[item] = _Group(size, float(item[1]), copies)
-        elif item[1]:
-            copies_to_save[item] = copies
-    copies_to_save.update(
-        zip(groups, _optimal_copies(list(groups.values()), max_memory, leaf_chunks))
+    if max_memory == math.inf:
+        return _solution(runtime, [i for i, r in enumerate(runtime) if r])
+    copies = Counter(item for item in zip(memory, runtime) if item[1])
+    items = [item for item in copies if _quanta(item[0])]
+    # By falling density, which is all that the order of the items decides.
+    items.sort(key=lambda item: item[1] / _quanta(item[0]), reverse=True)
+    sizes = [_quanta(size) for size, _ in items]
+    unit = math.gcd(*sizes, 0) or 1
+    weights = [size // unit for size in sizes]
+    capacity = _quanta(max_memory) // unit
+    numbers = [min(copies[i], capacity // w) for i, w in zip(items, weights)]
+    optimal = _optimal_copies(
+        weights, [r for _, r in items], numbers, capacity, leaf_chunks
     )
-
-    return _solution(runtime, _first_copies(copies_to_save, memory, runtime))
+    optimal_copies = {**copies, **dict(zip(items, optimal))}
+    return _solution(runtime, first_copies(optimal_copies, memory, runtime))
 
 
 def _optimal_copies(
-    groups: list[_Group], max_memory: float, leaf_chunks: int
+    weights: list[int],
+    runtimes: list[float],
+    numbers: list[int],
+    capacity: int,
+    leaf_chunks: int,
 ) -> list[int]:
-    """The number of copies that an optimal set holds of each group."""
-    total = sum(group.size * group.copies for group in groups)
-    if max_memory == math.inf or total <= _quanta(max_memory):
-        return [group.copies for group in groups]
-    unit = math.gcd(*(group.size for group in groups))
-    groups = [group._replace(size=group.size // unit) for group in groups]
-    capacity = _quanta(max_memory) // unit
+    """The number of copies that an optimal set holds of each group.
 
-    settled, undecided = _settle_by_bound(groups, capacity)
-    capacity -= sum(n * group.size for n, group in zip(settled, groups))
-    core = []
-    for index, (n, group) in enumerate(zip(undecided, groups)):
-        core += _binary_chunks(index, group, min(n, capacity // group.size))
+    Every set that differs from Dantzig's base by a copy more than the gap between
+    the bounds pays for is worse than the greedy one; the rest is undecided.
+    """
+    classes = Classes(weights, exact_integers(runtimes)[0], numbers)
+    relaxation = relax(classes, capacity)
+    optimal = []
+    core: list[_Chunk] = []
+    for group, (base, loss) in enumerate(zip(relaxation.base, relaxation.losses)):
+        most = relaxation.gap // loss if loss else numbers[group]
+        settled = max(0, base - most)
+        undecided = min(numbers[group], base + most) - settled
+        optimal.append(settled)
+        capacity -= settled * weights[group]
+        # Chunks of 1, 2, 4, ... copies and a rest add up to any number of copies.
+        width = 1
+        while undecided:
+            width = min(width, undecided)
+            core.append(
+                _Chunk(
+                    width * weights[group], width * float(runtimes[group]), width, group
+                )
+            )
+            undecided -= width
+            width *= 2
     # Large sizes first leave the fewest cells to compute, see _last_row.
     core.sort(key=lambda chunk: chunk.size, reverse=True)
-    optimal = settled
     for chunk in _best_subset(core, capacity, leaf_chunks):
         optimal[chunk.group] += chunk.copies
     return optimal
@@ -453,66 +337,6 @@ def _quanta(size: float) -> int:
     return round(scaled) if scaled < math.inf else int(size) * _QUANTA_PER_UNIT
 
 
-def _settle_by_bound(
-    groups: list[_Group], capacity: int
-) -> tuple[list[int], list[int]]:
-    """Settle, per group, how many copies every optimal set takes or leaves.
-
-    Returns the copies settled to be taken and those left undecided; the rest is
-    settled to be left out.  With ``d`` the density (runtime per size) of the
-    break item, the first in order of density that does not fit, and ``gain =
-    runtime - d * size``, no set within the capacity saves more than::
-
-        upper = d * capacity + sum(max(0, gain) * copies)
-
-    Every copy of positive gain that a set leaves, and every one of negative gain
-    that it takes, lowers its bound by ``abs(gain)``.  A set for which the bound
-    falls below what the greedy set saves is not optimal.
-
-    ``O(g log g)`` for ``g`` groups.  Martello and Toth, "Knapsack Problems", 1990,
-    section 2.2.
-    """
-    copies = [min(group.copies, capacity // group.size) for group in groups]
-    density = [group.runtime / group.size for group in groups]
-    lower = 0.0
-    break_density = 0.0
-    room = capacity
-    for index in sorted(range(len(groups)), key=density.__getitem__, reverse=True):
-        taken = min(copies[index], room // groups[index].size)
-        room -= taken * groups[index].size
-        lower += taken * groups[index].runtime
-        if taken < copies[index] and not break_density:
-            break_density = density[index]
-
-    gains = [group.runtime - break_density * group.size for group in groups]
-    upper = break_density * capacity
-    upper += sum(gain * n for gain, n in zip(gains, copies) if gain > 0)
-    gap = upper - lower + _BOUND_SLACK * upper
-    undecided = [
-        int(min(n, gap / abs(gain))) if gain else n for gain, n in zip(gains, copies)
-    ]
-    settled = [
-        n - n_undecided if gain > 0 else 0
-        for gain, n, n_undecided in zip(gains, copies, undecided)
-    ]
-    return settled, undecided
-
-
-def _binary_chunks(index: int, group: _Group, copies: int) -> list[_Chunk]:
-    """Split ``copies`` of a group into chunks of 1, 2, 4, ... and a rest.
-
-    Every number of copies from 0 to all is a sum of chunks.
-    """
-    chunks = []
-    width = 1
-    while copies:
-        width = min(width, copies)
-        chunks.append(_Chunk(width * group.size, width * group.runtime, width, index))
-        copies -= width
-        width *= 2
-    return chunks
-
-
 def _best_subset(chunks: list[_Chunk], capacity: int, leaf_chunks: int) -> list[_Chunk]:
     """Chunks of the greatest total runtime with sizes of at most ``capacity``.
 
@@ -520,8 +344,6 @@ def _best_subset(chunks: list[_Chunk], capacity: int, leaf_chunks: int) -> list[
     """
     if sum(chunk.size for chunk in chunks) <= capacity:
         return chunks
-    if _CELLS_PER_ENTRY << len(chunks) <= capacity:
-        return _from_reachable_cells(chunks, capacity)
     if len(chunks) <= leaf_chunks:
         return _from_decisions(chunks, capacity)
     middle = len(chunks) // 2
@@ -530,41 +352,6 @@ def _best_subset(chunks: list[_Chunk], capacity: int, leaf_chunks: int) -> list[
     return _best_subset(left, split, leaf_chunks) + _best_subset(
         right, capacity - split, leaf_chunks
     )
-
-
-def _from_reachable_cells(chunks: list[_Chunk], capacity: int) -> list[_Chunk]:
-    """Best subset by evaluating only the cells that lead to the last one.
-
-    Few chunks reach at most ``2 ** len(chunks)`` cells of the whole table, which
-    are kept in dictionaries.
-    """
-    levels = [{capacity}]
-    for chunk in reversed(chunks):
-        levels.append(
-            levels[-1]
-            | {cell - chunk.size for cell in levels[-1] if cell >= chunk.size}
-        )
-    row = dict.fromkeys(levels.pop(), 0.0)
-    rows = []
-    for chunk in chunks:
-        rows.append(row)
-        row = {
-            cell: (
-                max(row[cell], row[cell - chunk.size] + chunk.runtime)
-                if cell >= chunk.size
-                else row[cell]
-            )
-            for cell in levels.pop()
-        }
-
-    taken = []
-    cell = capacity
-    for chunk, row in zip(reversed(chunks), reversed(rows)):
-        rest = cell - chunk.size
-        if rest >= 0 and row[rest] + chunk.runtime >= row[cell]:
-            taken.append(chunk)
-            cell = rest
-    return taken
 
 
 def _from_decisions(chunks: list[_Chunk], capacity: int) -> list[_Chunk]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..patch import CONFIG, Edit, EXACT, PARTITIONERS, Patch
+from ..patch import CONFIG, Edit, EXACT, ITEMS, PARTITIONERS, Patch
 
 
 _EVALUATOR_IMPORT = (
@@ -11,7 +11,7 @@ _EVALUATOR_IMPORT = (
 _IMPORT = "from ._activation_checkpointing.knapsack_exact import exact_knapsack\n"
 
 _ADDITION = Patch(
-    name="exact-solver",
+    name="knapsack-exact",
     subject="Add an exact knapsack solver for the activation memory budget",
     why="""\
 Every solver there is either overspends the budget or loses runtime: dp rounds
@@ -20,25 +20,24 @@ over, rounding up instead gives away up to 23 % of the value, and greedy has no
 bound. Real graphs repeat their layers, so their hundreds of items are copies of
 5 to 60 distinct ones, and the problem on the true sizes is small.
 
-The new module solves it: integers without loss, Dantzig's bound, a core that
-grows around the break item, Pareto states. The answer never weighs more than the
+The new module solves it: integers without loss, Dantzig's bound, Pareto states
+pruned by a bound on every completion. The answer never weighs more than the
 budget, is the proven optimum (or says how far it can be from it), and depends on
 nothing but the arguments. Many budgets share one preparation.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     tested="python test/functorch/test_ac_knapsack_exact.py",
-    files=(EXACT, "test/functorch/test_ac_knapsack_exact.py"),
+    files=(ITEMS, EXACT, "test/functorch/test_ac_knapsack_exact.py"),
     landed=((EXACT, "def solve_knapsack("),),
     evidence=(
         ("solvers", "corpus:"),
         ("solvers", "dp / exact"),
-        ("solvers", "exact /"),
     ),
     risks="""\
 The solver is new code, used only where the config asks for "exact". Its work is
-bounded by a number of states, never by time: past that it returns the best set found
-and says that it is not proven. Hard instances of the literature take seconds; joint
-graphs take about a millisecond.
+bounded by a number of states, never by time: past that it returns the best set found,
+no worse than greedy's, with a bound, and says that it is not proven. Hard instances of
+the literature take seconds; joint graphs take about a millisecond.
 """,
     kind="new features",
 )
