@@ -14,8 +14,8 @@ import subprocess
 import sys
 from fractions import Fraction
 
-import corpus
 import pytest
+from benchmarks import corpus
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from patchset.patch import EXACT, OVERLAY

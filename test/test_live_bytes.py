@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch._functorch.config as fconfig
-from live_bytes import (
+from benchmarks.live_bytes import (
     ACTIVATION,
     AllocatedBlocks,
     CountedStorages,
@@ -25,25 +25,10 @@ SIDE = 64
 MATRIX = SIDE * SIDE * 4
 LOSS = 4
 
-requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 both = pytest.mark.parametrize(
     "recorder", [CountedStorages, AllocatedBlocks], ids=["counted", "allocator"]
 )
-both_ways = pytest.mark.parametrize(
-    "allocator", [False, True], ids=["counted", "allocator"]
-)
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """One thread, a compile cache of its own, and nothing left of other tests."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def matrices(count):
@@ -126,8 +111,9 @@ def chain(x, *weights):
     return x.sum()
 
 
-@both_ways
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot"])
+@pytest.mark.parametrize(
+    ("allocator", "compiled"), [(False, False), (False, True), (True, True)]
+)
 def test_step_of_a_chain(allocator, compiled):
     """loss = sum(x a b c): a b's and x a's values are saved.
 
@@ -161,25 +147,21 @@ def test_step_of_a_chain(allocator, compiled):
     assert timeline.peak(without=GIVEN) == timeline.peak() - 4 * MATRIX
 
 
-@both_ways
-def test_optimizer_states_and_gradients_that_stay(allocator):
+def test_optimizer_states_and_gradients_that_stay():
     """Adam keeps two matrices and a step count for each of two parameters."""
     a, b = matrices(2)
     optimizer = torch.optim.Adam([a, b], foreach=False)
     step = functools.partial(chain, torch.ones(SIDE, SIDE), a, b)
-    first = record_step(step, [a, b], optimizer=optimizer, allocator=allocator)
+    first = record_step(step, [a, b], optimizer=optimizer)
     final = first.by_kind(first.events - 1)
     assert final[OPTIMIZER] == 2 * (2 * MATRIX + 4)
     assert final[GRADIENT] == 0
-    second = record_step(
-        step, [a, b], optimizer=optimizer, set_to_none=False, allocator=allocator
-    )
+    second = record_step(step, [a, b], optimizer=optimizer, set_to_none=False)
     assert second.by_kind(0)[OPTIMIZER] == 2 * (2 * MATRIX + 4)
     assert second.by_kind(second.events - 1)[GRADIENT] == 2 * MATRIX
 
 
-@both_ways
-def test_checkpoint_saves_its_inputs_only(allocator):
+def test_checkpoint_saves_its_inputs_only():
     weights = matrices(5)
     x = torch.ones(SIDE, SIDE)
 
@@ -198,13 +180,12 @@ def test_checkpoint_saves_its_inputs_only(allocator):
     plain = record_step(functools.partial(chain, x, *weights), weights)
     for weight in weights:
         weight.grad = None
-    timeline = record_step(step, weights, x, allocator=allocator)
+    timeline = record_step(step, weights, x, allocator=True)
     assert plain.saved_bytes == 4 * MATRIX
     assert timeline.saved_bytes == MATRIX
 
 
-@both_ways
-def test_compiled_step_holds_what_its_plan_saves(allocator):
+def test_compiled_step_holds_what_its_plan_saves():
     """Five products are saved at budget 1.0, one at 0.3; all of them the same size."""
     x, *weights = matrices(7)
     for budget, kept in ((1.0, 5), (0.3, 1)):
@@ -214,7 +195,7 @@ def test_compiled_step_holds_what_its_plan_saves(allocator):
             step().backward()
         for tensor in (x, *weights):
             tensor.grad = None
-        timeline = record_step(step, [x, *weights], allocator=allocator)
+        timeline = record_step(step, [x, *weights], allocator=True)
         assert timeline.saved_bytes == kept * MATRIX
         if budget == 1.0:
             # Seven inputs, five saved products, the last one, and its sum.

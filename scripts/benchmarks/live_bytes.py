@@ -302,12 +302,14 @@ def record_step(
     optimizer: Optional[torch.optim.Optimizer] = None,
     set_to_none: bool = True,
     allocator: bool = False,
+    trains: bool = True,
 ) -> Timeline:
     """Run one training step and record it, in phases named after its parts.
 
     ``forward`` returns the scalar loss. The phases are ``forward``, ``backward``,
     ``optimizer`` (where there is one) and ``end``. What the step may compile must be
-    compiled before. With ``allocator`` the recorder is `AllocatedBlocks`.
+    compiled before. With ``allocator`` the recorder is `AllocatedBlocks`; what does
+    not train stops after the forward.
 
     Kinds: ``activation`` is what the forward left alive for the backward, the loss
     itself excepted; ``gradient`` what stands in a parameter's ``grad`` when the
@@ -330,10 +332,11 @@ def record_step(
         name_all()
         recorder.phase("forward")
         loss = forward()
-        recorder.name_new(ACTIVATION, "forward", apart_from=[loss])
-        recorder.phase("backward")
-        loss.backward()
-        name_all()
+        if trains:
+            recorder.name_new(ACTIVATION, "forward", apart_from=[loss])
+            recorder.phase("backward")
+            loss.backward()
+            name_all()
         if optimizer is not None:
             recorder.phase("optimizer")
             optimizer.step()
