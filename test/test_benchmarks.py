@@ -166,7 +166,8 @@ def test_what_goes_wrong_is_a_row(measure, body, limits, message):
 
 def test_untouched_tasks_run_on_the_wheel(measure):
     tasks = [{"torch": "patched"}, {"torch": fresh.UNTOUCHED}]
-    patched, wheel = measure("import torch\nreturn {'file': torch.__file__}", tasks)
+    body = "from importlib.util import find_spec\nreturn {'file': find_spec('torch').origin}"
+    patched, wheel = measure(body, tasks)
     assert patched["file"] == torch.__file__
     assert Path(wheel["file"]).is_relative_to(sys.prefix)
     assert not os.path.samefile(wheel["file"], torch.__file__)
