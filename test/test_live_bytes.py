@@ -36,6 +36,11 @@ def matrices(count):
     return [torch.randn(SIDE, SIDE, requires_grad=True) for _ in range(count)]
 
 
+def peak_of(timeline, phase, following):
+    first, end = timeline.phases[phase], timeline.phases[following]
+    return max(timeline.curve()[first:end])
+
+
 # ---------------------------------------------------------------- recorders
 
 
@@ -61,8 +66,8 @@ def test_curve_of_a_few_operators(recorder):
     assert rises == [2 * MATRIX, 3 * MATRIX, 2 * MATRIX, 2 * MATRIX + 6, MATRIX + 6]
     assert timeline.peak() == 3 * MATRIX
     assert timeline.peak(without=[INPUT]) == 2 * MATRIX
-    assert timeline.peak(phase="two") == 2 * MATRIX + 6
-    assert timeline.peak(phase="end") == MATRIX + 6
+    assert peak_of(timeline, "two", "end") == 2 * MATRIX + 6
+    assert timeline.curve()[-1] == MATRIX + 6
     assert other.numel() == 3
 
 
@@ -93,13 +98,6 @@ def test_small_tensor_from_python_is_born_when_it_is_made():
     (life,) = recording.timeline.lifetimes
     assert (life.nbytes, life.kind, life.born > 0) == (8, TEMPORARY, True)
     assert x.numel() == 2
-
-
-def test_unknown_phase_is_refused_with_the_known_ones():
-    with CountedStorages() as recording:
-        recording.phase("only")
-    with pytest.raises(ValueError, match="no phase 'other' was recorded, only only"):
-        recording.timeline.peak(phase="other")
 
 
 # ------------------------------------------------------------ training step
@@ -133,7 +131,7 @@ def test_step_of_a_chain(allocator, compiled):
     assert timeline.saved_bytes == 2 * MATRIX
     # x, a, b, c before; then in the forward x a, x a b and x a b c, and the sum.
     assert timeline.curve()[0] == 4 * MATRIX
-    assert timeline.peak(phase="forward") == 7 * MATRIX + LOSS
+    assert peak_of(timeline, "forward", "backward") == 7 * MATRIX + LOSS
     final = timeline.by_kind(timeline.events - 1)
     assert final == {
         PARAMETER: 3 * MATRIX,
@@ -199,4 +197,4 @@ def test_compiled_step_holds_what_its_plan_saves():
         assert timeline.saved_bytes == kept * MATRIX
         if budget == 1.0:
             # Seven inputs, five saved products, the last one, and its sum.
-            assert timeline.peak(phase="forward") == 13 * MATRIX + LOSS
+            assert peak_of(timeline, "forward", "backward") == 13 * MATRIX + LOSS

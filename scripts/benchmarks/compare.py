@@ -42,16 +42,11 @@ from benchmarks.results import (
     measured_on,
     Row,
     save,
-    show,
 )
 
 
 GRID, GROWTH, CORPUS = "grid", "growth", "corpus"
-TITLES = {
-    GRID: "grid of the pull request",
-    GROWTH: "growth",
-    CORPUS: "captured nets",
-}
+FAMILIES = (GRID, GROWTH, CORPUS)
 GRID_SIZES = (1, 5, 10, 20, 50, 100)
 GROWTH_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 GROWTH_BUDGET = 0.5
@@ -426,62 +421,35 @@ def page(data: dict[str, Any]) -> str:
 
 
 def plot(data: dict[str, Any], result: Path) -> None:
-    """Time and memory against items, and what is over budget; beside ``result``."""
+    """Time and memory against items; written beside ``result``."""
     rows = data["rows"]
-    figure = Figure(figsize=(12, 9), dpi=110)
-    (grid, growing), (memory, over) = figure.subplots(2, 2)
-    solvers = list(dict.fromkeys(row["solver"] for row in rows))
-    styles = {solver: style(solver, place) for place, solver in enumerate(solvers)}
-    for axes, family, key, factor in (
-        (grid, GRID, "median_s", 1e3),
-        (growing, GROWTH, "median_s", 1e3),
-        (memory, GROWTH, "grown_bytes", 1e-6),
+    figure = Figure(figsize=(15, 5), dpi=110)
+    for axes, (family, key, factor, title) in zip(
+        figure.subplots(1, 3),
+        (
+            (GRID, "median_s", 1e3, "CPU ms of a call, grid of the pull request"),
+            (GROWTH, "median_s", 1e3, "CPU ms of a call, sizes as in the partitioner"),
+            (GROWTH, "grown_bytes", 1e-6, "MB grown, at least 1, the same"),
+        ),
     ):
-        for solver, line in by_solver(rows, family).items():
+        for place, (solver, line) in enumerate(by_solver(rows, family).items()):
             done = [row for row in line if "error" not in row]
             x = [row["n"] for row in done]
             # Less than a megabyte is noise, and nothing has no place on such an axis.
-            y = [max(row[key] * factor, 1 if axes is memory else 0) for row in done]
-            axes.plot(x, y, label=solver, **styles[solver])
+            least = 1 if key == "grown_bytes" else 0
+            y = [max(row[key] * factor, least) for row in done]
+            look = style(solver, place)
+            axes.plot(x, y, label=solver, **look)
             if done and len(done) < len(line):
-                axes.plot(x[-1], y[-1], "x", ms=13, mew=2, c=styles[solver]["color"])
+                axes.plot(x[-1], y[-1], "x", ms=13, mew=2, c=look["color"])
         if any(row["family"] == family and "error" not in row for row in rows):
             axes.set_xscale("log")
             axes.set_yscale("log")
-        axes.set_xlabel("items")
+        axes.set_xlabel("items; X: the next failed")
+        axes.set_title(title, loc="left")
         axes.grid(alpha=0.3)
-    grid.set_ylabel("median CPU time of a call, ms")
-    grid.set_title("Time, grid of the pull request (unnormalised sizes)", loc="left")
-    growing.set_ylabel("median CPU time of a call, ms")
-    growing.set_title(
-        "Time, sizes as in the partitioner; X: the next failed", loc="left"
-    )
-    memory.set_ylabel("growth of the process, MB, at least 1")
-    memory.set_title("Memory, sizes as in the partitioner", loc="left")
-    families = [name for name in TITLES if any(row["family"] == name for row in rows)]
-    height = 0.8 / max(1, len(families))
-    for place, family in enumerate(families):
-        found = [summary(line) for line in by_solver(rows, family).values()]
-        shares = [100 * f["over_budget"] / max(1, f["calls"]) for f in found]
-        places = [index + place * height for index in range(len(solvers))]
-        over.barh(places, shares, height=height * 0.9, label=TITLES[family])
-        for at, share, each in zip(places, shares, found):
-            text = " none" if each["calls"] else " no answer"
-            if each["over_budget"]:
-                most = 100 * each["worst_overspend"]
-                text = f" {share:.3g} %, by up to {most:.3g} %"
-            over.text(share, at, text, va="center", fontsize=6.5)
-    over.set_yticks([i + 0.4 - height / 2 for i in range(len(solvers))], solvers)
-    over.invert_yaxis()
-    over.set_xlim(0, 135)
-    over.set_xlabel("answers over the budget, %; by up to how much of it")
-    over.set_title("Budgets not kept", loc="left")
-    over.legend(fontsize=8, loc="lower right")
-    for axes in (grid, growing, memory, over):
         axes.spines[["top", "right"]].set_visible(False)
-    low, high = grid.get_ylim()
-    grid.set_ylim(low, high * 1e3)
-    grid.legend(fontsize=8, ncols=2, loc="upper left")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, result, data["environment"])
 
 
@@ -521,7 +489,7 @@ def main() -> int:
         check="few instances; exit status 1 if the exact solver is over a budget or "
         "misses an optimum",
     )
-    for name, known in (("--families", TITLES), ("--solvers", SOLVERS)):
+    for name, known in (("--families", FAMILIES), ("--solvers", SOLVERS)):
         parser.add_argument(
             name,
             nargs="+",
@@ -557,8 +525,5 @@ def main() -> int:
         "corpus_budgets": CORPUS_BUDGETS,
     }
     data = {"environment": facts, "rows": rows}
-    show(page(data))
-    if arguments.json:
-        fresh.finish(arguments.json, data)
-        plot(data, arguments.json)
+    fresh.finish(arguments.json, data, page, plot)
     return fail(faults(rows) if arguments.check else [])

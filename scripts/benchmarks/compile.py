@@ -34,7 +34,6 @@ from benchmarks.results import (
     measured_on,
     Row,
     save,
-    show,
 )
 from benchmarks.tracing import CUT, Instance, observed, PARTITION, SOLVE, trace
 
@@ -212,6 +211,7 @@ def main() -> int:
     parser.add_argument(
         "--models",
         nargs="+",
+        type=options.net,
         default=MODELS,
         metavar="MODEL",
         help=f"names, or module:function (default: {' '.join(MODELS)})",
@@ -237,9 +237,5 @@ def main() -> int:
         "environment": {**environment(), "repeats": arguments.repeats},
         "rows": rows,
     }
-    show(page(data))
-    if arguments.json:
-        fresh.finish(arguments.json, data)
-        if any("error" not in row for row in rows):
-            plot(data, arguments.json)
+    fresh.finish(arguments.json, data, page, plot)
     return fail(faults(rows) if arguments.check else [])

@@ -21,7 +21,7 @@ import torch._functorch.config
 
 from benchmarks import fresh, options
 from benchmarks.nets import find
-from benchmarks.results import environment, fail, markdown, Row, show
+from benchmarks.results import environment, fail, markdown, Row
 from benchmarks.tracing import CUT, observed, PARTITION, SOLVE, trace
 
 
@@ -122,7 +122,5 @@ def main() -> int:
     rows = fresh.run(__name__, tasks, limits, arguments.json)
     facts = {**environment(), "budget": BUDGET, "marks": MARKS}
     data = {"environment": facts, "rows": rows}
-    show(page(data))
-    if arguments.json is not None:
-        fresh.finish(arguments.json, data)
+    fresh.finish(arguments.json, data, page)
     return fail([fault for row in rows for fault in faults(row)])

@@ -24,16 +24,9 @@ from typing import Any, Optional
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
-from benchmarks.results import replace, Row, store
+from benchmarks.results import replace, Row, show, store
 
 
 TOOK_MORE, NEEDED_MORE = "took more than", "needed more than"
@@ -149,17 +142,8 @@ def run(
         replace(partial, whole)
         entries = map(json.loads, whole.splitlines())
         kept = {entry["key"]: entry["row"] for entry in entries}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-    )
     rows: list[Row] = []
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(tasks))
         for task in tasks:
             progress.update(bar, description=describe(task))
@@ -212,7 +196,16 @@ def partial_file(result: Path) -> Path:
     return result.with_name(f"{result.name}.partial")
 
 
-def finish(result: Path, data: dict[str, Any]) -> None:
-    """Store what was measured, and forget the rows that were kept."""
-    store(result, data)
-    partial_file(result).unlink(missing_ok=True)
+def finish(
+    result: Optional[Path],
+    data: dict[str, Any],
+    page: Callable[[dict[str, Any]], str],
+    plot: Optional[Callable[[dict[str, Any], Path], None]] = None,
+) -> None:
+    """Print what was measured; store and draw it, and forget the rows that were kept."""
+    show(page(data))
+    if result is not None:
+        store(result, data)
+        partial_file(result).unlink(missing_ok=True)
+        if plot is not None:
+            plot(data, result)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Optional
 
+from benchmarks.nets import find
+
 
 def parser(description: Optional[str], check: str) -> argparse.ArgumentParser:
     """What all benchmarks understand: where to write to, and what ``--check`` does."""
@@ -51,6 +53,13 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
+
+
+def net(text: str) -> str:
+    try:
+        return find(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def in_a_folder(text: str) -> Path:

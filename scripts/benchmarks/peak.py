@@ -37,7 +37,7 @@ from torch._functorch import partitioners
 from benchmarks import fresh, nets, options
 from benchmarks.live_bytes import GIVEN, record_step
 from benchmarks.marks import failed, Mark, table
-from benchmarks.results import environment, markdown, measured_on, Row, save, show
+from benchmarks.results import environment, markdown, measured_on, Row, save
 from benchmarks.tracing import CountedFlops, cpu_attention_counted, trace
 from benchmarks.training import gradients, relative_error
 
@@ -431,7 +431,9 @@ def page(data: dict[str, Any]) -> str:
 def plot(data: dict[str, Any], result: Path) -> None:
     """Peak against recomputation, a panel for each net; written beside ``result``."""
     good = [row for row in data["measured"] if "error" not in row]
-    names = list(dict.fromkeys(r["net"] for r in good if r["kind"] == "ours"))
+    names = list(steps_of(good, "ours"))
+    if not names:
+        return
     figure = Figure(figsize=(11, 2.3 * -(-len(names) // 4) + 0.6), dpi=110)
     axes = figure.subplots(-(-len(names) // 4), min(4, len(names)), squeeze=False)
     for axis, name in zip(axes.flat, names):
@@ -463,6 +465,7 @@ def main() -> int:
     parser.add_argument(
         "--nets",
         nargs="+",
+        type=options.net,
         default=NETS,
         metavar="NET",
         help=f"names, or module:function (default: {' '.join(NETS)})",
@@ -484,11 +487,6 @@ def main() -> int:
     }
     if arguments.check:
         kinds, chosen, budgets = ("ours",), CHECKED, {"ours": CHECKED_BUDGETS}
-    for name in chosen:
-        try:
-            nets.find(name)
-        except ValueError as error:
-            parser.error(str(error))
     tasks = [
         {
             "net": net,
@@ -509,9 +507,5 @@ def main() -> int:
         rows = [r for r in known if (r["net"], r["kind"]) not in measured] + rows
     facts = {**environment(), "repeats": arguments.repeats}
     data = {"environment": facts, "measured": rows}
-    show(page(data))
-    if arguments.json:
-        fresh.finish(arguments.json, data)
-        if steps_of(rows, "ours"):
-            plot(data, arguments.json)
+    fresh.finish(arguments.json, data, page, plot)
     return int(failed(list(judged(rows))) or failures)

@@ -52,7 +52,6 @@ from benchmarks.results import (
     measured_on,
     Row,
     save,
-    show,
 )
 from benchmarks.tracing import CountedFlops, cpu_attention_counted
 from benchmarks.training import gradients, relative_error, TOLERANCE
@@ -449,6 +448,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--model",
+        type=options.net,
         default=MODEL,
         help="one of the project's models (benchmark.sh capture --list), or "
         f"module:function (default: {MODEL})",
@@ -497,10 +497,6 @@ def main() -> int:
     if arguments.check:
         model, budgets = CHECKED_MODEL, CHECKED_BUDGETS
         names = ["checkpoint", "selective checkpoint", *SETTINGS]
-    try:
-        find(model)
-    except ValueError as error:
-        parser.error(f"--model: {error}")
     common = {
         "model": model,
         "device": arguments.device,
@@ -521,9 +517,5 @@ def main() -> int:
     limits = fresh.Limits(arguments.seconds, arguments.gigabytes)
     rows = fresh.run(__name__, tasks, limits, arguments.json)
     data = {"environment": {**environment(), **common}, "rows": rows}
-    show(page(data))
-    if arguments.json:
-        fresh.finish(arguments.json, data)
-        if any("peak_bytes" in row for row in rows):
-            plot(data, arguments.json)
+    fresh.finish(arguments.json, data, page, plot)
     return fail(faults(rows) if arguments.check else [])
