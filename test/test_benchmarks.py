@@ -154,8 +154,9 @@ def measure(tmp_path, monkeypatch):
             fresh.Limits(30, 2),
             "ended with status 1: broken",
         ),
+        ("raise ValueError('odd')", fresh.Limits(30, 2), "ValueError: odd"),
     ],
-    ids=["time", "memory", "crash"],
+    ids=["time", "memory", "crash", "exception"],
 )
 def test_what_goes_wrong_is_a_row(measure, body, limits, message):
     body = f"if task['x'] == 1: {body}"
@@ -358,8 +359,7 @@ def test_exact_solvers_agree(solver, family):
     assert row["calls"] == 20
     assert row["over_budget"] == 0
     assert row["worst_value"] == pytest.approx(1, abs=1e-9)
-    assert 0 < row["quartile_1_s"] <= row["median_s"] <= row["quartile_3_s"]
-    assert row["quartile_3_s"] <= row["worst_s"]
+    assert 0 < row["median_s"] <= row["worst_s"]
 
 
 def test_answers_over_the_budget_are_counted():

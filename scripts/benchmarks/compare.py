@@ -251,19 +251,12 @@ def measure(task: fresh.Task) -> Row:
         times.append(ended - began)
         if ended - start > task["seconds"]:
             break
-    peak = fresh.high_water_mark()
-    # One time alone has no quartiles.
-    low, median, high = statistics.quantiles(
-        times if len(times) > 1 else 2 * times, n=4, method="inclusive"
-    )
+    grown = fresh.high_water_mark() - before
     return {
         "calls": len(times),
-        "median_s": median,
-        "quartile_1_s": low,
-        "quartile_3_s": high,
+        "median_s": statistics.median(times),
         "worst_s": max(times),
-        "peak_bytes": peak,
-        "grown_bytes": peak - before,
+        "grown_bytes": grown,
         **judged(task, answers),
     }
 
@@ -291,7 +284,6 @@ def judged(task: fresh.Task, answers: Sequence[Sequence[int]]) -> Row:
         "over_budget": len(overspends),
         "worst_overspend": max(overspends, default=0.0),
         "worst_value": min(shares, default=None),
-        "mean_value": statistics.fmean(shares) if shares else None,
     }
 
 
@@ -309,30 +301,20 @@ def hopeless(task: fresh.Task, rows: Sequence[Row]) -> Optional[str]:
     return None
 
 
-def summary(rows: Sequence[Row]) -> Row:
-    """What rows of one solver come to, those without an answer left out."""
-    done = [row for row in rows if "error" not in row]
-    values = [row["worst_value"] for row in done if row["worst_value"] is not None]
-    return {
-        "calls": sum(row["calls"] for row in done),
-        "over_budget": sum(row["over_budget"] for row in done),
-        "worst_overspend": max((row["worst_overspend"] for row in done), default=0.0),
-        "worst_value": min(values, default=None),
-    }
-
-
 KEPT = ("answers over budget", "by up to", "loses up to")
 
 
 def kept(rows: Sequence[Row]) -> list[str]:
     """How the answers kept the budget, and how far below the optimum those are."""
-    found = summary(rows)
-    over, value = found["over_budget"], found["worst_value"]
-    text = f"{over:,} of {found['calls']:,}"
+    done = [row for row in rows if "error" not in row]
+    over = sum(row["over_budget"] for row in done)
+    text = f"{over:,} of {sum(row['calls'] for row in done):,}"
+    most = max((row["worst_overspend"] for row in done), default=0.0)
+    values = [row["worst_value"] for row in done if row["worst_value"] is not None]
     return [
         f"**{text}**" if over else text,
-        share(found["worst_overspend"]) if over else "",
-        "-" if value is None else share(1 - value),
+        share(most) if over else "",
+        share(1 - min(values)) if values else "-",
     ]
 
 
