@@ -19,18 +19,15 @@ from benchmarks import (
     nets,
     results,
     techniques,
-    tracing,
 )
 from benchmarks.training import relative_error
 from torch import nn
-from torch._functorch import partitioners
 from upstream import untouched_partitioners
 
 
 SIDE = 32
 ROWS = 128
 MATRIX = ROWS * SIDE * 4
-WATCHED = (tracing.CUT, tracing.SOLVE, tracing.PARTITION)
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -106,7 +103,6 @@ def test_capture_finds_the_seeds_of_random_operators():
             "no_such_module:make",
             "ModuleNotFoundError: No module named 'no_such_module'",
         ),
-        (f"{__name__}:nothing", "AttributeError: .* 'nothing'"),
         (f"{__name__}:not_a_pair", r"returned int, not \(model, inputs\)"),
         (f"{__name__}:no_loss", r"Linear returned a tensor of shape \[128, 32\]"),
     ],
@@ -278,7 +274,6 @@ def test_eager_step_by_kind(eager_row):
         # the last of each block, whose value nobody needs.
         ("checkpoint", None, 4 * MATRIX, 4),
         ("selective checkpoint", None, 12 * MATRIX, 0),
-        ("set_to_none=False", None, 8 * MATRIX, 0),
         ("compile, exact", 0.55, 4 * MATRIX, 4),
         ("compile, exact", 0.0, 0, 8),
     ],
@@ -352,7 +347,7 @@ def compared(solver, family="grid", n=8, runs=20, instance="", seconds=10.0):
 
 @pytest.mark.parametrize(
     ("solver", "family"),
-    [("exact", "grid"), ("exact", "growth"), ("OR-tools", "growth"), ("HiGHS", "grid")],
+    [("exact", "growth"), ("OR-tools", "growth"), ("HiGHS", "grid")],
 )
 def test_exact_solvers_agree(solver, family):
     row = compared(solver, family)
@@ -457,14 +452,6 @@ def test_parts_of_a_compile_add_up():
     assert "| m | after | blew up |" in compile.page(data)
 
 
-def test_observer_is_taken_away_again():
-    before = [getattr(partitioners, name) for name in WATCHED]
-    with pytest.raises(ZeroDivisionError), tracing.observed():
-        assert partitioners.solve_min_cut is not before[0]
-        raise ZeroDivisionError
-    assert [getattr(partitioners, name) for name in WATCHED] == before
-
-
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
@@ -473,8 +460,6 @@ def test_observer_is_taken_away_again():
         (compile, ["--json", "/no/such/file"], "there is no folder /no/such"),
         (techniques, ["--modules", "("], "unterminated subpattern"),
         (techniques, ["--repeats", "0"], "0 is less than 1"),
-        (compare, ["--solvers", "magic"], "invalid choice: 'magic'"),
-        (capture, [], "a model is needed"),
     ],
 )
 def test_wrong_options_are_refused(main, arguments, message, monkeypatch, capsys):

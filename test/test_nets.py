@@ -32,12 +32,7 @@ def test_nets_are_made_alike_and_train():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("moe-8x7b", 46_702_792_704),
-        ("gpt2-xl", 1_557_611_200),
-        ("resnet152", 60_192_808),
-    ],
+    ("name", "parameters"), [("moe-8x7b", 46_702_792_704), ("resnet152", 60_192_808)]
 )
 def test_net_of_real_size_has_its_parameters_and_traces(name, parameters):
     mode, module, inputs = nets.NETS[name].fake()
