@@ -183,7 +183,7 @@ def test_interrupted_run_goes_on_where_it_stopped(measure, tmp_path):
     assert len(fresh.partial_file(result).read_text().splitlines()) == 2
     (changed,) = measure("task['x'] *= 10", [1], result)
     assert changed["twice"] == 20, "another module's rows were kept"
-    fresh.finish(result, {"rows": rows})
+    fresh.finish(result, {"rows": rows}, lambda data: str(data["rows"]))
     assert json.loads(result.read_text()) == {"rows": rows}
     measure(body, [1], result)
     assert log.read_text().split() == ["1", "2", "1"], "finished rows were kept"
