@@ -3,23 +3,19 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+usage="usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|techniques|capture [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | frozen | peak | compile | techniques)
-    script=benchmark_$1.py
-    ;;
-  capture)
-    script=capture.py
-    ;;
+  solvers | compare | curves | frozen | peak | compile | techniques | capture) ;;
   -h | --help)
-    cat <<'EOF'
-usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|techniques|capture [OPTIONS]
+    cat <<EOF2
+$usage
 
   solvers      the knapsack solvers against the marks they have to reach, side by side
                with upstream's from the untouched wheel (ten minutes)
   compare      upstream's solvers, ours, OR-tools and HiGHS on one set of instances, of one
                to a million items: time, memory, value, budget kept (twenty minutes)
   curves       what the Pareto plot does on two joint graphs, side by side with the untouched
-               wheel, and what recording a plan costs (a quarter of an hour)
+               wheel, and what recording a plan costs (some minutes)
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
                as it was, and what that costs (ten minutes)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
@@ -30,16 +26,16 @@ usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|technique
                yours: peak memory against step time (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
-Each has --help, and the others --json FILE, to store what they print, and --check,
+Each has --help, and all but capture --json FILE, to store what they print, and --check,
 for the counts that must hold.
-EOF
+EOF2
     exit
     ;;
   *)
-    echo "usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|techniques|capture" \
-      "[OPTIONS]; --help tells more" >&2
+    echo "$usage; --help tells more" >&2
     exit 2
     ;;
 esac
-shift
-exec "$REPO/scripts/run_patched.sh" python "$REPO/scripts/$script" "$@"
+# -P: a folder named torch where this is called is not meant.
+PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} \
+  exec "$REPO/scripts/run_patched.sh" python -P -m benchmarks "$@"

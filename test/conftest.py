@@ -112,3 +112,17 @@ def checkout(release_tree, tmp_path):
         return root
 
     return make
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """One thread, a compile cache of its own, and nothing left of other tests."""
+    import torch
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch.set_num_threads(threads)

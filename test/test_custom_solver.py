@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch._functorch.config as fconfig
-from nets import Shape, Transformer
+from benchmarks.nets import Shape, Transformer
 from patchset.patch import REPOSITORY
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from fractions import Fraction
 from unittest import mock
 
-import corpus
+from benchmarks import corpus
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack_exact as exact

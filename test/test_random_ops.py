@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._functorch.config as fconfig
 import torch.nn.functional as F
-from nets import Shape, Transformer
+from benchmarks.nets import Shape, Transformer
 from torch import nn
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing.random_ops import is_random

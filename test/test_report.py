@@ -33,29 +33,22 @@ def test_every_result_is_shown():
     assert shown == report.TABLES.keys()
 
 
-def test_check_sees_another_figure(copies, capsys):
-    place = copies / "results/compile.svg"
-    drawn = place.read_text()
-    place.write_text(drawn.replace("knapsack", "solver"))
-    assert place.read_text() != drawn
+def test_check_sees_another_figure_and_another_result(copies, capsys, monkeypatch):
+    monkeypatch.setattr(report, "FIGURES", {"compile": report.FIGURES["compile"]})
+    figure, result = copies / "results/compile.svg", copies / "results/quickstart.json"
+    drawn, data = figure.read_text(), json.loads(result.read_text())
+    figure.write_text(drawn.replace("knapsack", "solver"))
+    data["rows"][0]["measured"]["saved_bytes"] += 1024
+    result.write_text(json.dumps(data))
+    pages = [page.read_text() for page in report.PAGES]
     assert report.main(["--check"]) == 1
     printed = capsys.readouterr().out
     assert "compile.svg: is not what results/compile.json gives" in printed
+    assert "its tables are not those of results/" in printed
+    assert [page.read_text() for page in report.PAGES] == pages
     assert report.main([]) == 0
-    assert place.read_text() == drawn
-
-
-def test_check_sees_another_result(copies, capsys):
-    place = copies / "results/quickstart.json"
-    data = json.loads(place.read_text())
-    data["rows"][0]["measured"]["saved_bytes"] += 1024
-    place.write_text(json.dumps(data))
-    before = (copies / "README.md").read_text()
-    assert report.main(["--check"]) == 1
-    assert "README.md: its tables are not those of results/" in capsys.readouterr().out
-    assert (copies / "README.md").read_text() == before
-    assert report.main([]) == 0
-    assert (copies / "README.md").read_text() != before
+    assert figure.read_text() == drawn
+    assert [page.read_text() for page in report.PAGES] != pages
     assert report.main(["--check"]) == 0
 
 

@@ -13,10 +13,10 @@ import math
 import random
 import sys
 
-import corpus
 import pytest
 import torch
-from benchmark_solvers import tensor_bytes
+from benchmarks import corpus
+from benchmarks.solvers import tensor_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack as ours

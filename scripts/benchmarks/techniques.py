@@ -24,40 +24,37 @@ import argparse
 import functools
 import re
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fresh
 import torch
 import torch._functorch.config
-from live_bytes import (
-    CountedStorages,
-    cuda_peak_bytes,
-    GIVEN,
-    INPUT,
-    KINDS,
-    PARAMETER,
-    record_step,
-    Timeline,
-)
 from matplotlib.figure import Figure
-from nets import CountedFlops, cpu_attention_counted, find, Inputs, LossOf
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from torch import nn, Tensor
-from torch._functorch._activation_checkpointing import knapsack
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import flop_registry
+
+from benchmarks import fresh, options
+from benchmarks.live_bytes import cuda_peak_bytes, GIVEN, record_step
+from benchmarks.nets import find, Inputs, LossOf
+from benchmarks.results import (
+    environment,
+    fail,
+    markdown,
+    measured_on,
+    Row,
+    save,
+)
+from benchmarks.tracing import CountedFlops, cpu_attention_counted
+from benchmarks.training import gradients, relative_error, TOLERANCE
 
 
 MODEL = "llama-8"
@@ -66,10 +63,8 @@ CHECKED_MODEL = "vit"
 CHECKED_BUDGETS = (1.0, 0.3)
 # The blocks that most models repeat, by the names they commonly have.
 MODULES = r"(.*\.)?(blocks?|layers?|h|stages?|down|merge|cells)\.\d+"
-# What gradients may differ by when a product is computed a second time.
-TOLERANCE = 1e-4
 TOLERANCE_FLOAT64 = 1e-6
-NOTHING = 1e-3
+UPSTREAM = "compile, upstream dp"
 
 
 class Skipped(Exception):
@@ -181,13 +176,13 @@ TECHNIQUES: dict[str, Callable[[nn.Module, fresh.Task], Setup]] = {
     "AdamW 8-bit": eight_bit,
     "checkpoint": checkpointed,
     "selective checkpoint": selective,
-    "compile, upstream dp": compiled,
+    UPSTREAM: compiled,
     "compile, exact": compiled,
     "compile, peak": compiled,
 }
 # Settings of torch._functorch.config; upstream's runs on the untouched wheel.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "compile, upstream dp": {"activation_memory_budget_solver": "dp"},
+    UPSTREAM: {"activation_memory_budget_solver": "dp"},
     "compile, exact": {"activation_memory_budget_solver": "exact"},
     "compile, peak": {"activation_memory_budget_target": "peak"},
 }
@@ -198,43 +193,17 @@ SAME = ("set_to_none=False", "checkpoint", "selective checkpoint", *SETTINGS)
 # --------------------------------------------------------- in a fresh process
 
 
-@dataclass
-class Pass:
-    """What one forward and backward computed: flops of both, and the gradients."""
-
-    forward_flops: int
-    flops: int
-    gradients: list[Tensor]
-
-
 def forward_backward(
     module: nn.Module, forward: Callable[..., Tensor], inputs: Inputs
-) -> Pass:
+) -> tuple[int, int, list[Tensor]]:
+    """Flops of the forward, flops of both, and the gradients."""
     module.zero_grad()
     torch.manual_seed(0)
     with CountedFlops() as counter:
         loss = forward(*inputs)
         forward_flops = counter.flops
         loss.backward()
-    found = [p.grad for p in module.parameters() if p.grad is not None]
-    module.zero_grad()
-    return Pass(forward_flops, counter.flops, found)
-
-
-def relative_error(measured: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Largest relative error of a gradient, in the maximum norm.
-
-    A gradient below `NOTHING` of the model's largest is measured against that: where
-    the true one is zero (a bias in front of a batch norm) the rest is rounding.
-    """
-    if len(measured) != len(wanted):
-        raise RuntimeError(
-            f"{len(measured)} parameters got a gradient, and {len(wanted)} in eager mode"
-        )
-    sizes = torch.stack([b.abs().max() for b in wanted])
-    floor = max(NOTHING * sizes.max().item(), torch.finfo(sizes.dtype).tiny)
-    errors = torch.stack([(a - b).abs().max() for a, b in zip(measured, wanted)])
-    return (errors / sizes.clamp(min=floor)).max().item()
+    return forward_flops, counter.flops, gradients(list(module.parameters()))
 
 
 def error_in_float64(
@@ -242,26 +211,13 @@ def error_in_float64(
 ) -> float:
     """The technique's gradients beside eager mode's, both computed in float64."""
 
-    def gradients(set_up: Callable[[nn.Module, fresh.Task], Setup]) -> list[Tensor]:
+    def wide(set_up: Callable[[nn.Module, fresh.Task], Setup]) -> list[Tensor]:
         module, inputs = make(task["device"])
         module.double()
-        wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-        return forward_backward(module, set_up(module, task).forward, wide).gradients
+        doubles = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        return forward_backward(module, set_up(module, task).forward, doubles)[2]
 
-    return relative_error(gradients(TECHNIQUES[task["technique"]]), gradients(eager))
-
-
-def record_forward(
-    forward: Callable[[], Any], module: nn.Module, inputs: Inputs
-) -> Timeline:
-    with CountedStorages() as recorder:
-        recorder.name(INPUT, inputs)
-        recorder.name(PARAMETER, module.parameters())
-        recorder.phase("forward")
-        forward()
-        recorder.phase("end")
-    timeline: Timeline = recorder.timeline
-    return timeline
+    return relative_error(wide(TECHNIQUES[task["technique"]]), wide(eager))
 
 
 @contextmanager
@@ -283,88 +239,87 @@ def settings(task: fresh.Task) -> Iterator[None]:
         yield
 
 
-def measure(task: fresh.Task) -> fresh.Row:
-    device, backend = task["device"], task["backend"]
-    if device == "cpu":
+def measure(task: fresh.Task) -> Row:
+    if task["device"] == "cpu":
         torch.set_num_threads(1)
-    net = find(task["model"])
-    module, inputs = net.make(device)
     with settings(task):
         try:
-            return measured(task, net.make, module, inputs, backend == "inductor")
+            return measured(task)
         except Skipped as reason:
             return {"skipped": str(reason)}
 
 
-def measured(
-    task: fresh.Task,
-    make: Callable[[str], tuple[nn.Module, Inputs]],
-    module: nn.Module,
-    inputs: Inputs,
-    allocator: bool,
-) -> fresh.Row:
-    setup = TECHNIQUES[task["technique"]](module, task)
-    trains = task["technique"] != "inference mode"
-    forward = functools.partial(setup.forward, *inputs)
+@dataclass
+class Step:
+    """A training step of a setup, or only its forward."""
 
-    def step(forward: Callable[[], Tensor], setup: Setup, trains: bool) -> float:
-        if task["device"] == "cuda":
-            torch.cuda.synchronize()
-        # One thread computes on the CPU: what else the machine does is left out.
-        clock = time.perf_counter if task["device"] == "cuda" else time.process_time
-        start = clock()
-        loss = forward()
-        if trains:
+    setup: Setup
+    inputs: Inputs
+    trains: bool
+    cuda: bool
+
+    def forward(self) -> Tensor:
+        return self.setup.forward(*self.inputs)
+
+    def __call__(self) -> None:
+        loss = self.forward()
+        if self.trains:
             loss.backward()
-            setup.optimizer.step()
-            setup.optimizer.zero_grad(setup.set_to_none)
-        if task["device"] == "cuda":
+            self.setup.optimizer.step()
+            self.setup.optimizer.zero_grad(self.setup.set_to_none)
+
+    def seconds(self) -> float:
+        # One thread computes on the CPU: what else the machine does is left out.
+        clock = time.perf_counter if self.cuda else time.process_time
+        if self.cuda:
+            torch.cuda.synchronize()
+        start = clock()
+        self()
+        if self.cuda:
             torch.cuda.synchronize()
         return clock() - start
 
+
+def measured(task: fresh.Task) -> Row:
+    technique, cuda = task["technique"], task["device"] == "cuda"
+    make = find(task["model"]).make
+    module, inputs = make(task["device"])
+    trains = technique != "inference mode"
+    step = Step(TECHNIQUES[technique](module, task), inputs, trains, cuda)
     start = time.perf_counter()
-    step(forward, setup, trains)
+    step()
     first_step = time.perf_counter() - start
-    if trains:
-        timeline = record_step(
-            forward,
-            module.parameters(),
-            inputs,
-            setup.optimizer,
-            setup.set_to_none,
-            allocator=allocator and task["technique"] in SETTINGS,
-        )
-    else:
-        timeline = record_forward(forward, module, inputs)
-    row: fresh.Row = {
-        "peak_bytes": timeline.peak(),
+    timeline = record_step(
+        step.forward,
+        module.parameters(),
+        inputs,
+        step.setup.optimizer if trains else None,
+        step.setup.set_to_none,
+        allocator=task["backend"] == "inductor" and technique in SETTINGS,
+        trains=trains,
+    )
+    row: Row = {
+        "peak_bytes": cuda_peak_bytes(step) if cuda else timeline.peak(),
         "peak_without_given_bytes": timeline.peak(GIVEN),
         **{f"{k}_bytes_at_peak": v for k, v in timeline.at_peak().items()},
         "saved_bytes": timeline.saved_bytes if trains else None,
         "first_step_s": first_step,
     }
-    if task["device"] == "cuda":
-        row["peak_bytes"] = cuda_peak_bytes(lambda: step(forward, setup, trains))
-
     reference, inputs = make(task["device"])
-    plain = eager(reference, task)
-    plain_forward = functools.partial(plain.forward, *inputs)
+    plain = Step(eager(reference, task), inputs, True, cuda)
     if trains:
-        ours = forward_backward(module, setup.forward, inputs)
-        wanted = forward_backward(reference, reference, inputs)
+        _, flops, found = forward_backward(module, step.setup.forward, inputs)
+        forward, wanted_flops, wanted = forward_backward(reference, reference, inputs)
         row.update(
-            forward_flops=wanted.forward_flops,
-            recomputed_flops=ours.flops - wanted.flops,
-            gradient_error=relative_error(ours.gradients, wanted.gradients),
+            forward_flops=forward,
+            recomputed_flops=flops - wanted_flops,
+            gradient_error=relative_error(found, wanted),
         )
-        if task["technique"] in SAME and not row["gradient_error"] <= TOLERANCE:
+        if technique in SAME and not row["gradient_error"] <= TOLERANCE:
             # A fault, or rounding that the model magnifies, as batch norms do.
             row["gradient_error_float64"] = error_in_float64(task, make)
-    step(plain_forward, plain, True)
-    pairs = [
-        (step(forward, setup, trains), step(plain_forward, plain, True))
-        for _ in range(task["repeats"])
-    ]
+    plain()
+    pairs = [(step.seconds(), plain.seconds()) for _ in range(task["repeats"])]
     step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
     row.update(step_s=step_s, eager_step_s=eager_s, step_over_eager=step_s / eager_s)
     return row
@@ -373,58 +328,58 @@ def measured(
 # ------------------------------------------------------------------- report
 
 
-def error_text(row: fresh.Row) -> str:
-    """The gradients' relative error; with a star where it is that in float64."""
+def error_text(row: Row) -> str:
+    """The gradients' relative error; that in float64 where it was needed."""
     if "gradient_error_float64" in row:
-        return f"{row['gradient_error_float64']:.0e}*"
+        return f"{row['gradient_error_float64']:.0e} in float64"
     return f"{row['gradient_error']:.0e}"
 
 
-def table(rows: list[fresh.Row], model: str) -> Table:
-    result = Table(title=model, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("technique", no_wrap=True)
-    result.add_column("budget", justify="right")
-    for heading in (
-        "peak MB",
-        *(f"{kind[:6]}" for kind in KINDS),
-        "saved\nMB",
-        "step s",
-        "/ eager",
-        "recom-\nputed",
-        "gradient\nerror",
-    ):
-        result.add_column(heading, justify="right")
-    for row in rows:
+def page(data: dict[str, Any]) -> str:
+    lines = []
+    for row in data["rows"]:
+        name = row["technique"]
         budget = "" if row["budget"] is None else f"{row['budget']:g}"
-        if "peak_bytes" not in row:
+        reason = row.get("skipped") or row.get("error")
+        if reason:
+            lines.append([name, budget, reason, *[""] * 7])
             continue
-
-        def megabytes(key: str, row: fresh.Row = row) -> str:
-            return "-" if row.get(key) is None else f"{row[key] / 1e6:,.1f}"
-
+        kinds = ("optimizer", "activation", "temporary")
+        columns = ("peak_bytes", "saved_bytes", *(f"{k}_bytes_at_peak" for k in kinds))
+        sizes = [row[key] for key in columns]
         recomputed, error = "-", "-"
         if "recomputed_flops" in row:
             recomputed = f"{row['recomputed_flops'] / row['forward_flops']:.0%}"
             error = error_text(row)
-        result.add_row(
-            row["technique"],
-            budget,
-            megabytes("peak_bytes"),
-            *(megabytes(f"{kind}_bytes_at_peak") for kind in KINDS),
-            megabytes("saved_bytes"),
-            f"{row['step_s']:.3f}",
-            f"{row['step_over_eager']:.2f}",
-            recomputed,
-            error,
+        lines.append(
+            [
+                name,
+                budget,
+                *("-" if size is None else f"{size / 1e6:,.1f}" for size in sizes),
+                f"{row['step_over_eager']:.2f}",
+                recomputed,
+                error,
+            ]
         )
-    return result
+    heading = ["technique", "budget", "peak MB", "saved MB", "optimizer at peak"]
+    heading += ["activations at peak", "temporaries at peak", "step / eager"]
+    facts = data["environment"]
+    return (
+        markdown([*heading, "recomputed", "gradient error"], lines)
+        + (
+            f"\nModel {facts['model']}, backend {facts['backend']}, medians of {facts['repeats']} interleaved steps. Times on a CPU are CPU times. "
+            "saved: what the forward leaves alive for the backward. recomputed: flops beyond eager mode's, as a share of "
+            "the forward's. gradient error: relative to eager mode's. "
+        )
+        + measured_on(facts)
+    )
 
 
-def plot(rows: list[fresh.Row], facts: dict[str, Any], result: Path) -> None:
+def plot(data: dict[str, Any], result: Path) -> None:
     """Peak memory against step time; written beside ``result``."""
     figure = Figure(figsize=(9, 6), dpi=120)
     axes = figure.subplots()
-    done = [row for row in rows if "peak_bytes" in row]
+    done = [row for row in data["rows"] if "peak_bytes" in row]
     for index, technique in enumerate(TECHNIQUES):
         points = [row for row in done if row["technique"] == technique]
         if not points:
@@ -450,15 +405,16 @@ def plot(rows: list[fresh.Row], facts: dict[str, Any], result: Path) -> None:
     axes.set_ylabel("peak memory of a step, MB (parameters and inputs included)")
     axes.set_ylim(bottom=0)
     axes.set_title(
-        f"{facts['model']}: what saves memory, and what it costs", loc="left"
+        f"{data['environment']['model']}: what saves memory, and what it costs",
+        loc="left",
     )
     axes.legend(fontsize=8, title="numbers: activation memory budget", title_fontsize=8)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    fresh.save(figure, result, facts)
+    save(figure, result, data["environment"])
 
 
-def faults(rows: list[fresh.Row]) -> list[str]:
+def faults(rows: list[Row]) -> list[str]:
     """What must not be, whatever the model: errors, and other gradients."""
     found = []
     for row in rows:
@@ -475,26 +431,6 @@ def faults(rows: list[fresh.Row]) -> list[str]:
     return found
 
 
-def tasks_for(
-    names: Sequence[str], budgets: Sequence[float], common: dict[str, Any]
-) -> list[tuple[fresh.Task, dict[str, str]]]:
-    """One task for each row; a technique with a budget has one for each."""
-    tasks = []
-    for name in names:
-        for budget in budgets if name in SETTINGS else (None,):
-            task = {"technique": name, "budget": budget, **common}
-            patched = name != "compile, upstream dp"
-            tasks.append((task, fresh.python_path(patched)))
-    return tasks
-
-
-def budget(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
 def pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -505,13 +441,14 @@ def pattern(text: str) -> str:
 
 def main() -> int:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="benchmark.sh techniques",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = options.parser(
+        __doc__,
+        check="a small model and few rows; exit status 1 if one fails, or if gradients "
+        "are not eager mode's",
     )
     parser.add_argument(
         "--model",
+        type=options.net,
         default=MODEL,
         help="one of the project's models (benchmark.sh capture --list), or "
         f"module:function (default: {MODEL})",
@@ -521,12 +458,13 @@ def main() -> int:
         nargs="+",
         choices=TECHNIQUES,
         metavar="NAME",
+        default=list(TECHNIQUES),
         help=f"some of: {'; '.join(TECHNIQUES)} (default: all)",
     )
     parser.add_argument(
         "--budgets",
         nargs="+",
-        type=budget,
+        type=options.share,
         default=BUDGETS,
         metavar="SHARE",
         help=f"for torch.compile (default: {' '.join(f'{b:g}' for b in BUDGETS)})",
@@ -551,31 +489,14 @@ def main() -> int:
         default="cuda" if cuda else "cpu",
         help="default: %(default)s here",
     )
-    fresh.add_options(parser, repeats=5, seconds=900)
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="a small model and few rows; exit status 1 if one fails, or if gradients "
-        "are not eager mode's",
-    )
+    options.add_limits(parser, repeats=5, seconds=900)
     arguments = parser.parse_args()
-    if not hasattr(knapsack, "KNAPSACK_SOLVERS"):
-        raise SystemExit(
-            "this torch is not patched; run scripts/benchmark.sh techniques"
-        )
     if arguments.device == "cuda" and not cuda:
         parser.error("--device cuda: this torch finds no GPU")
-    model, budgets = arguments.model, arguments.budgets
-    names = arguments.techniques or list(TECHNIQUES)
+    model, budgets, names = arguments.model, arguments.budgets, arguments.techniques
     if arguments.check:
         model, budgets = CHECKED_MODEL, CHECKED_BUDGETS
         names = ["checkpoint", "selective checkpoint", *SETTINGS]
-    if not hasattr(torch._functorch.config, "activation_memory_budget_target"):
-        names = [name for name in names if name != "compile, peak"]
-    try:
-        find(model)
-    except ValueError as error:
-        parser.error(f"--model: {error}")
     common = {
         "model": model,
         "device": arguments.device,
@@ -583,33 +504,18 @@ def main() -> int:
         "modules": arguments.modules,
         "repeats": arguments.repeats,
     }
-    console = Console()
-    console = Console(width=max(console.width, 140))
+    tasks = [
+        {
+            "technique": name,
+            "budget": budget,
+            **common,
+            "torch": fresh.UNTOUCHED if name == UPSTREAM else "patched",
+        }
+        for name in names
+        for budget in (budgets if name in SETTINGS else (None,))
+    ]
     limits = fresh.Limits(arguments.seconds, arguments.gigabytes)
-    rows = fresh.run(
-        __file__, tasks_for(names, budgets, common), limits, arguments.json, console
-    )
-    facts = {**fresh.environment(), **common}
-    console.print(table(rows, f"{model}, {arguments.device}, {arguments.backend}"))
-    console.print(
-        "peak MB by kind, parameters and inputs included. saved: what the forward leaves "
-        "alive for the backward.\nrecomputed: flops of the step beyond eager mode's, as "
-        "a share of the forward's. gradient error: relative to eager mode's; *: both in "
-        "float64, as float32 rounds too coarsely here."
-    )
-    for row in rows:
-        reason = row.get("skipped") or row.get("error")
-        if reason:
-            console.print(f"- {row['technique']}: {reason}", highlight=False)
-    if arguments.json:
-        fresh.finish(arguments.json, facts, rows)
-        if any("peak_bytes" in row for row in rows):
-            plot(rows, facts, arguments.json)
-    found = faults(rows) if arguments.check else []
-    for fault in found:
-        console.print(f"[red]FAILED[/] {fault}", highlight=False)
-    return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(fresh.answer(measure) if fresh.is_child() else main())
+    rows = fresh.run(__name__, tasks, limits, arguments.json)
+    data = {"environment": {**environment(), **common}, "rows": rows}
+    fresh.finish(arguments.json, data, page, plot)
+    return fail(faults(rows) if arguments.check else [])

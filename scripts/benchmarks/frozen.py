@@ -14,38 +14,33 @@ are off.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
-import nets
 import torch
 import torch._functorch.config as config
-from live_bytes import record_step, Timeline
-from marks import failed, Mark, show
 from rich.console import Console
 from torch import nn, Tensor
 from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
     frozen_layers,
 )
 
+from benchmarks import nets, options
+from benchmarks.live_bytes import record_step, Timeline
+from benchmarks.marks import failed, Mark, page
+from benchmarks.results import environment, show, store
+from benchmarks.training import gradients, relative_error, TOLERANCE
+
 
 OPERATORS = "aot_eager_decomp_partition"  # Operator by operator, so bytes are exact.
 LAYERS = 10
 # A quarter of ten layers: every fourth.
 QUARTER = (3, 7)
-
-console = Console()
 
 
 class Case(NamedTuple):
@@ -74,18 +69,12 @@ def loss_of(case: Case) -> Loss:
     return FunctionType(code, globals(), closure=loss.__closure__)
 
 
-@contextmanager
-def switched(on: bool) -> Iterator[None]:
-    with config.patch(drop_unread_arguments=on):
-        yield
-
-
 def compiled(case: Case, on: bool, backend: str = OPERATORS) -> Loss:
     """The same loss, compiled by a first step."""
     call = torch.compile(loss_of(case), backend=backend, fullgraph=True)
-    with switched(on):
+    with config.patch(drop_unread_arguments=on):
         call().backward()
-    clear(case)
+    gradients(trained(case))
     return call
 
 
@@ -94,38 +83,26 @@ def trained(case: Case) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def clear(case: Case) -> None:
-    for tensor in trained(case):
-        tensor.grad = None
-
-
 def record(case: Case, loss: Loss, allocator: bool = False) -> Timeline:
-    clear(case)
     owned = [*case.module.parameters(), *case.module.buffers()]
-    return record_step(loss, owned, case.inputs, allocator=allocator)
+    timeline = record_step(loss, owned, case.inputs, allocator=allocator)
+    gradients(trained(case))
+    return timeline
 
 
-def gradients(case: Case, loss: Loss) -> list[Tensor]:
-    clear(case)
+def step(case: Case, loss: Loss) -> list[Tensor]:
+    """The gradients of a step."""
     torch.manual_seed(0)
     loss().backward()
-    return [tensor.grad.clone() for tensor in trained(case) if tensor.grad is not None]
-
-
-def worst_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Largest difference, relative to the largest entry of the same gradient."""
-    errors = [
-        float((f - e).abs().max() / e.abs().max().clamp(min=1e-30))
-        for f, e in zip(found, expected, strict=True)
-    ]
-    return max(errors)
+    return gradients(trained(case))
 
 
 def cpu_seconds(case: Case, loss: Loss) -> float:
-    clear(case)
     start = time.process_time()
     loss().backward()
-    return time.process_time() - start
+    seconds = time.process_time() - start
+    gradients(trained(case))
+    return seconds
 
 
 def kib(nbytes: float) -> str:
@@ -287,21 +264,15 @@ def frozen_nets() -> Iterator[Case]:
 # ---------------------------------------------------------------------- rows
 
 
-def gradient_rows(case: Case, off: Loss, on: Loss) -> Iterator[Mark]:
-    torch.manual_seed(0)
-    expected = gradients(case, loss_of(case))
-    error = worst_error(gradients(case, on), expected)
-    without = worst_error(gradients(case, off), expected)
-    same = all(
-        torch.equal(left, right)
-        for left, right in zip(gradients(case, on), gradients(case, off), strict=True)
-    )
-    yield Mark(
+def gradient_row(case: Case, off: Loss, on: Loss) -> Mark:
+    eager, without, ours = (step(case, call) for call in (loss_of(case), off, on))
+    error, before = relative_error(ours, eager), relative_error(without, eager)
+    same = all(map(torch.equal, ours, without))
+    return Mark(
         f"{case.name}: gradients as without the pass, and as eager's",
-        f"{'bit for bit' if same else 'differ'}; {error:.1e} (without {without:.1e})",
-        "1e-4",
-        error <= 1e-4,
-        True,
+        f"{'bit for bit' if same else 'differ'}; {error:.1e} (without {before:.1e})",
+        f"{TOLERANCE:.0e}",
+        error <= TOLERANCE,
     )
 
 
@@ -318,11 +289,10 @@ def seeds() -> Iterator[Mark]:
                 f"{kib(saved)} (eager {kib(eager)}, torch.compile {kib(plain)})",
                 f"at most {kib(needed)}",
                 saved <= needed,
-                True,
             )
             # Dropout draws other random numbers where it is compiled.
             if name != "dropout":
-                yield from gradient_rows(case, off, on)
+                yield gradient_row(case, off, on)
 
 
 def peak() -> Iterator[Mark]:
@@ -337,7 +307,6 @@ def peak() -> Iterator[Mark]:
             f"(torch.compile {kib(plain)})",
             "1.9",
             eager / found >= 1.9,
-            True,
         )
 
 
@@ -353,16 +322,14 @@ def whole_nets() -> Iterator[Mark]:
             f"{kib(saved[2])} (eager {kib(saved[0])}, torch.compile {kib(saved[1])})",
             "as torch.compile" if adapters else "less than torch.compile",
             saved[2] == saved[1] if adapters else saved[2] < saved[1],
-            True,
         )
         yield Mark(
             f"{case.name}: peak KiB",
             f"{kib(peaks[2])} (eager {kib(peaks[0])}, torch.compile {kib(peaks[1])})",
             "at most torch.compile",
             peaks[2] <= peaks[1],
-            True,
         )
-        yield from gradient_rows(case, off, on)
+        yield gradient_row(case, off, on)
 
 
 def ratios(
@@ -456,18 +423,12 @@ def kinds_of_stand_in(repeats: int) -> Iterator[Mark]:
 
 def main() -> int:
     names = ("seeds", "peak", "nets", "time", "inductor", "compile", "kinds")
-    parser = argparse.ArgumentParser(
-        prog="benchmark.sh frozen",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = options.parser(__doc__, check="bytes and gradients only")
     parser.add_argument("--rows", nargs="+", choices=names, default=names)
-    parser.add_argument("--check", action="store_true", help="bytes and gradients only")
-    parser.add_argument("--repeats", type=int, default=15, help="steps per time")
-    parser.add_argument("--json", type=Path, help="write rows and environment here")
+    parser.add_argument(
+        "--repeats", type=options.positive, default=15, help="steps per time"
+    )
     arguments = parser.parse_args()
-    if not hasattr(config, "drop_unread_arguments"):
-        raise SystemExit("this torch is not patched; run scripts/benchmark.sh frozen")
     torch.set_num_threads(1)
     repeats = arguments.repeats
     chains = [seed_case("convolution", "none")[0], pointwise()]
@@ -482,26 +443,16 @@ def main() -> int:
         "compile": compile_share,
         "kinds": lambda: kinds_of_stand_in(repeats),
     }
-    chosen = ("seeds", "peak", "nets") if arguments.check else arguments.rows
-    facts = {
-        "machine": platform.processor() or platform.machine(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "repeats": repeats,
-    }
     rows: list[Mark] = []
-    for name in chosen:
-        with console.status(name):
+    for name in ("seeds", "peak", "nets") if arguments.check else arguments.rows:
+        with Console(stderr=True).status(name):
             rows += parts[name]()
         torch._dynamo.reset()
-    caption = f"{facts['system']}, torch {facts['torch']}"
-    show("frozen", rows, console, caption)
+    data = {
+        "environment": {**environment(), "repeats": repeats},
+        "rows": [row._asdict() for row in rows],
+    }
+    show(page(data))
     if arguments.json:
-        report = {"environment": facts, "rows": [row._asdict() for row in rows]}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        store(arguments.json, data)
     return int(failed(rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,21 +12,14 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._ordered_set import OrderedSet
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 
 SEED = 0
@@ -78,10 +71,9 @@ class Attention(nn.Module):
         query, key = by_head(self.query(x)), by_head(self.key(x))
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
-        if self.groups > 1:
-            key = key.repeat_interleave(self.groups, dim=1)
         value = by_head(self.value(x))
         if self.groups > 1:
+            key = key.repeat_interleave(self.groups, dim=1)
             value = value.repeat_interleave(self.groups, dim=1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -256,48 +248,45 @@ class ClassicBlock(nn.Module):
         return x
 
 
-class GPT2(nn.Module):
-    """Maps token ids [batch, tokens] and their successors to the mean loss."""
+class Language(nn.Module):
+    """Maps token ids [batch, tokens] and those to predict to the mean loss."""
 
     def __init__(self, shape: ClassicShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.positions = nn.Embedding(shape.tokens, shape.width)
+        self.norm = nn.LayerNorm(shape.width)
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.Sequential(*(ClassicBlock(shape) for _ in range(shape.layers)))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=not shape.causal)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.embedding(tokens) + self.positions(place))
-        logits = self.head(self.norm(self.blocks(x)))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        x = self.encode(self.embedding(tokens) + self.positions(place))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    def encode(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
-class BERT(nn.Module):
-    """Maps token ids [batch, tokens] and the masked tokens' ids to the mean loss."""
+class GPT2(Language):
+    def encode(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.blocks(self.dropout(x)))
+        return result
 
+
+class BERT(Language):
     def __init__(self, shape: ClassicShape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        self.positions = nn.Embedding(shape.tokens, shape.width)
-        self.norm = nn.LayerNorm(shape.width)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.Sequential(*(ClassicBlock(shape) for _ in range(shape.layers)))
+        super().__init__(shape)
         self.dense = nn.Linear(shape.width, shape.width)
         self.head_norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary)
-        self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.norm(self.embedding(tokens) + self.positions(place)))
-        x = self.head_norm(F.gelu(self.dense(self.blocks(x))))
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.dropout(self.norm(x)))
+        result: Tensor = self.head_norm(F.gelu(self.dense(x)))
+        return result
 
 
 class ViT(nn.Module):
@@ -404,13 +393,13 @@ class UNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """Maps features [batch, width] and their classes to the mean loss."""
+    """Maps features [batch, widths[0]] and their classes to the mean loss."""
 
-    def __init__(self, width: int, layers: int, classes: int, dropout: float) -> None:
+    def __init__(self, widths: Sequence[int], classes: int, dropout: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(width, classes)
+        self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         for layer in self.layers:
@@ -433,55 +422,6 @@ class LSTM(nn.Module):
                 states[layer] = cell(h, states[layer])
                 h = states[layer][0]
         return F.cross_entropy(self.head(h), targets)
-
-
-class DLRM(nn.Module):
-    """Recommendation model with a dot interaction and full-rank cross layers.
-
-    Maps dense features [batch, 13], ids [batch, tables] and clicks [batch] to the
-    mean binary cross-entropy.
-    """
-
-    def __init__(
-        self,
-        tables: int,
-        rows: int,
-        bottom: Sequence[int],
-        cross_layers: int,
-        top: Sequence[int],
-    ) -> None:
-        super().__init__()
-        width = bottom[-1]
-        self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
-        self.bottom = self.stack([13, *bottom])
-        pairs = torch.tril_indices(tables + 1, tables + 1, offset=-1)
-        self.pairs: Tensor
-        self.register_buffer("pairs", pairs, persistent=False)
-        joined = width + (tables + 1) * tables // 2
-        self.cross = nn.ModuleList(
-            nn.Linear(joined, joined) for _ in range(cross_layers)
-        )
-        self.top = self.stack([joined, *top])
-        self.head = nn.Linear(top[-1], 1)
-
-    @staticmethod
-    def stack(widths: Sequence[int]) -> nn.Sequential:
-        layers: list[nn.Module] = []
-        for inputs, outputs in itertools.pairwise(widths):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-        return nn.Sequential(*layers)
-
-    def forward(self, dense: Tensor, ids: Tensor, clicks: Tensor) -> Tensor:
-        x = self.bottom(dense)
-        found = [table(ids[:, i]) for i, table in enumerate(self.tables)]
-        features = torch.stack([x, *found], dim=1)
-        products = features @ features.transpose(1, 2)
-        row, column = self.pairs.unbind()
-        x = first = torch.cat((x, products[:, row, column]), dim=1)
-        for cross in self.cross:
-            x = first * cross(x) + x
-        logits = self.head(self.top(x)).squeeze(1)
-        return F.binary_cross_entropy_with_logits(logits, clicks)
 
 
 # ----------------------------------------------------------------- registry
@@ -526,6 +466,11 @@ def images(batch: int, side: int, classes: int, target: tuple[int, ...] = ()) ->
     return torch.randn(batch, 3, side, side), torch.randint(classes, (batch, *target))
 
 
+def features(shape: tuple[int, ...], classes: int) -> Inputs:
+    """Features, and a class for each row of the batch, the last but one dimension."""
+    return torch.randn(shape), torch.randint(classes, shape[-2:-1])
+
+
 def decoder(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
     def build() -> tuple[nn.Module, Inputs]:
         batch = tokens(shape.vocabulary, shape.batch, shape.tokens)
@@ -564,21 +509,29 @@ SMALL = (
     Net("unet", lambda: (UNet(16, 4, 8), images(4, 128, 8, (128, 128)))),
     decoder("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
     Net("vit", lambda: (ViT(ClassicShape(tokens=64), 16), images(16, 128, 512))),
-    Net(
-        "mlp-dropout",
-        lambda: (
-            MLP(512, 6, 512, 0.1),
-            (torch.randn(1024, 512), torch.randint(512, (1024,))),
-        ),
-    ),
-    Net(
-        "lstm",
-        lambda: (
-            LSTM(128, 2, 512),
-            (torch.randn(32, 32, 128), torch.randint(512, (32,))),
-        ),
-    ),
+    Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
+    Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
 )
+# No two of its layers are alike.
+UNEVEN = (
+    160,
+    400,
+    304,
+    240,
+    352,
+    176,
+    208,
+    432,
+    272,
+    336,
+    192,
+    368,
+    224,
+    256,
+    384,
+    288,
+)
+MLP_UNEVEN = Net("mlp-uneven", lambda: (MLP(UNEVEN, 64, 0.0), features((64, 160), 64)))
 
 BF16 = torch.bfloat16
 REAL = (
@@ -614,35 +567,9 @@ REAL = (
     ),
     Net("resnet152", lambda: (ResNet((3, 8, 36, 3), 64, 1000), images(64, 224, 1000))),
     Net("unet-512", lambda: (UNet(64, 4, 21), images(8, 512, 21, (512, 512)))),
-    Net(
-        "vit-h14",
-        lambda: (
-            ViT(ClassicShape(1280, 16, 5120, 32, 1000, 256), 14),
-            images(64, 224, 1000),
-        ),
-        BF16,
-    ),
-    Net(
-        "lstm-150",
-        lambda: (
-            LSTM(512, 2, 1000),
-            (torch.randn(150, 128, 512), torch.randint(1000, (128,))),
-        ),
-    ),
-    Net(
-        "dlrm-dcn",
-        lambda: (
-            DLRM(26, 100_000, (512, 256, 128), 6, (4096, 2048, 1024, 512)),
-            (
-                torch.randn(65536, 13),
-                torch.randint(100_000, (65536, 26)),
-                torch.randint(2, (65536,)).float(),
-            ),
-        ),
-    ),
 )
 
-NETS = {net.name: net for net in (*SMALL, *REAL)}
+NETS = {net.name: net for net in (*SMALL, *REAL, MLP_UNEVEN)}
 
 
 # -------------------------------------------------------------- other models
@@ -717,95 +644,3 @@ def find(spec: str) -> Net:
         return LossOf(module.train(), names), values
 
     return Net(spec, build)
-
-
-# ------------------------------------------------------------ fused attention
-
-
-class CUDAAttention(TorchFunctionMode):
-    """Fake tensors get the fused attention operators that CUDA tensors would.
-
-    The partitioner knows those, with their flops, and not the one for the CPU, so a
-    graph traced under this mode is planned as the CUDA graph is. It cannot run.
-    """
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is F.scaled_dot_product_attention:
-            return self.attend(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-    @staticmethod
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        aten = torch.ops.aten
-        result: Tensor
-        if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-            flash = aten._scaled_dot_product_flash_attention
-            result = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[
-                0
-            ]
-            return result
-        if enable_gqa:
-            # Only the flash operator takes fewer key heads than query heads.
-            groups = query.shape[1] // key.shape[1]
-            key = key.repeat_interleave(groups, dim=1)
-            value = value.repeat_interleave(groups, dim=1)
-        efficient = aten._scaled_dot_product_efficient_attention
-        result = efficient(
-            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-        )[0]
-        return result
-
-
-@contextmanager
-def cpu_attention_counted() -> Iterator[None]:
-    """Let the partitioner treat the CPU's fused attention as it treats CUDA's.
-
-    Within, it is compute-intensive, and its flops are counted; upstream takes it for
-    an operator that costs nothing to run again.
-    """
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    formula = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
-    known = partitioners.get_default_op_list
-
-    def with_attention() -> Any:
-        types = known()
-        costly = OrderedSet[Any]([*types.compute_intensive_ops, attention])
-        return replace(types, compute_intensive_ops=costly)
-
-    with (
-        mock.patch.dict(flop_registry, {attention: formula}),
-        mock.patch.object(partitioners, "get_default_op_list", with_attention),
-    ):
-        yield
-
-
-class CountedFlops(TorchDispatchMode):
-    """Adds up the flops of all operators that run, in compiled graphs as well."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result

@@ -24,37 +24,40 @@ import argparse
 import functools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-import corpus
-import fresh
 import torch
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_evaluator, untouched_knapsack
 
+from benchmarks import corpus, fresh, options
+from benchmarks.results import (
+    environment,
+    fail,
+    markdown,
+    measured_on,
+    Row,
+    save,
+)
+
 
 GRID, GROWTH, CORPUS = "grid", "growth", "corpus"
-TITLES = {
-    GRID: "grid of the pull request",
-    GROWTH: "growth",
-    CORPUS: "captured nets",
-}
+FAMILIES = (GRID, GROWTH, CORPUS)
 GRID_SIZES = (1, 5, 10, 20, 50, 100)
 GROWTH_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 GROWTH_BUDGET = 0.5
 CORPUS_BUDGETS = (0.1, 0.3, 0.5, 0.8)
+# Smaller nets tell no solvers apart.
+CORPUS_ITEMS = 500
 # Of the time a process may take, what measured calls may; starting up takes some, too.
 SHARE_OF_CALLS = 0.1
 # Divisions that make a share may err by this much.
 ROUNDING = 1e-12
+NOT_TRIED = "not tried"
 # Sizes for OR-tools are whole numbers of this share of the total, rounded up.
 FINEST = 2**53
 
@@ -173,28 +176,17 @@ SOLVERS: dict[str, Callable[[float], Solve]] = {
 # ---------------------------------------------------------------- instances
 
 
-def tasks_for(arguments: argparse.Namespace) -> list[fresh.Task]:
+def tasks_for(arguments: argparse.Namespace, runs: int) -> list[fresh.Task]:
     """Instances in the order of their size, and for each all solvers."""
-    instances: list[tuple[str, str, int, int]] = []
-    if GRID in arguments.families:
-        instances += [
-            (f"{GRID} n={n}", GRID, n, arguments.runs)
-            for n in GRID_SIZES
-            if n <= arguments.largest
-        ]
-    if GROWTH in arguments.families:
-        instances += [
-            (f"{GROWTH} n={n}", GROWTH, n, arguments.repeats)
-            for n in GROWTH_SIZES
-            if n <= arguments.largest
-        ]
-    if CORPUS in arguments.families:
-        runs = arguments.repeats * len(CORPUS_BUDGETS)
-        instances += [
-            (net.name, CORPUS, len(net.memory), runs)
-            for net in sorted(corpus.instances(), key=lambda net: len(net.memory))
-            if len(net.memory) >= arguments.items
-        ]
+    repeats = arguments.repeats
+    instances = [(f"{GRID} n={n}", GRID, n, runs) for n in GRID_SIZES]
+    instances += [(f"{GROWTH} n={n}", GROWTH, n, repeats) for n in GROWTH_SIZES]
+    instances = [each for each in instances if each[2] <= arguments.largest]
+    instances += [
+        (net.name, CORPUS, len(net.memory), repeats * len(CORPUS_BUDGETS))
+        for net in sorted(corpus.instances(), key=lambda net: len(net.memory))
+        if len(net.memory) >= CORPUS_ITEMS
+    ]
     return [
         {
             "solver": solver,
@@ -205,6 +197,7 @@ def tasks_for(arguments: argparse.Namespace) -> list[fresh.Task]:
             "seconds": arguments.seconds * SHARE_OF_CALLS,
         }
         for name, family, n, runs in instances
+        if family in arguments.families
         for solver in arguments.solvers
     ]
 
@@ -242,7 +235,7 @@ def bound(task: fresh.Task, run: int) -> float:
 # --------------------------------------------------------- in a fresh process
 
 
-def measure(task: fresh.Task) -> fresh.Row:
+def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
     solve = SOLVERS[task["solver"]](task["seconds"])
     solve([1.0], [1.0], 2.0)  # What the first call pays once.
@@ -258,24 +251,17 @@ def measure(task: fresh.Task) -> fresh.Row:
         times.append(ended - began)
         if ended - start > task["seconds"]:
             break
-    peak = fresh.high_water_mark()
-    # One time alone has no quartiles.
-    low, median, high = statistics.quantiles(
-        times if len(times) > 1 else 2 * times, n=4, method="inclusive"
-    )
+    grown = fresh.high_water_mark() - before
     return {
         "calls": len(times),
-        "median_s": median,
-        "quartile_1_s": low,
-        "quartile_3_s": high,
+        "median_s": statistics.median(times),
         "worst_s": max(times),
-        "peak_bytes": peak,
-        "grown_bytes": peak - before,
+        "grown_bytes": grown,
         **judged(task, answers),
     }
 
 
-def judged(task: fresh.Task, answers: Sequence[Sequence[int]]) -> fresh.Row:
+def judged(task: fresh.Task, answers: Sequence[Sequence[int]]) -> Row:
     """How far over the budget the answers are, and how much of the value they have."""
     kinds = {GRID: len(answers), GROWTH: 1, CORPUS: len(CORPUS_BUDGETS)}
     bounds = functools.lru_cache(maxsize=None)(functools.partial(bound, task))
@@ -298,139 +284,155 @@ def judged(task: fresh.Task, answers: Sequence[Sequence[int]]) -> fresh.Row:
         "over_budget": len(overspends),
         "worst_overspend": max(overspends, default=0.0),
         "worst_value": min(shares, default=None),
-        "mean_value": statistics.fmean(shares) if shares else None,
     }
 
 
 # ------------------------------------------------------------------- report
 
 
-def hopeless(task: fresh.Task, rows: Sequence[fresh.Row]) -> Optional[str]:
+def hopeless(task: fresh.Task, rows: Sequence[Row]) -> Optional[str]:
     """Why there is no use in trying, where a smaller instance was too much."""
     if task["family"] == CORPUS:
         return None
     for row in rows:
         same = all(row[key] == task[key] for key in ("solver", "family"))
         if same and fresh.over_limit(row):
-            return f"not tried: with {row['n']:,} items it {row['error']}"
+            return f"{NOT_TRIED}: with {row['n']:,} items it {row['error']}"
     return None
 
 
-def summary(rows: Sequence[fresh.Row]) -> fresh.Row:
-    """What all of one solver's rows of a family come to."""
+KEPT = ("answers over budget", "by up to", "loses up to")
+
+
+def kept(rows: Sequence[Row]) -> list[str]:
+    """How the answers kept the budget, and how far below the optimum those are."""
     done = [row for row in rows if "error" not in row]
+    over = sum(row["over_budget"] for row in done)
+    text = f"{over:,} of {sum(row['calls'] for row in done):,}"
+    most = max((row["worst_overspend"] for row in done), default=0.0)
     values = [row["worst_value"] for row in done if row["worst_value"] is not None]
+    return [
+        f"**{text}**" if over else text,
+        share(most) if over else "",
+        share(1 - min(values)) if values else "-",
+    ]
+
+
+def share(part: float) -> str:
+    """A share of something: in percent where that has digits to show."""
+    if part < ROUNDING:
+        return "0"
+    return f"{part:.2%}" if part >= 1e-4 else f"{part:.0e}"
+
+
+def milliseconds(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def by_solver(rows: Sequence[Row], family: str) -> dict[str, list[Row]]:
+    solvers = dict.fromkeys(row["solver"] for row in rows)
     return {
-        "calls": sum(row["calls"] for row in done),
-        "over_budget": sum(row["over_budget"] for row in done),
-        "worst_overspend": max((row["worst_overspend"] for row in done), default=0.0),
-        "worst_value": min(values, default=None),
+        solver: [r for r in rows if (r["solver"], r["family"]) == (solver, family)]
+        for solver in solvers
     }
 
 
-def table(rows: Sequence[fresh.Row]) -> Table:
-    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("instance", no_wrap=True)
-    result.add_column("solver", no_wrap=True)
-    for heading in (
-        "calls",
-        "median ms",
-        "quartiles",
-        "grown\nMB",
-        "over\nbudget",
-        "by at\nmost",
-        "least\nvalue",
-    ):
-        result.add_column(heading, justify="right", no_wrap=True)
-    before = None
-    for row in rows:
-        name = row["instance"] if row["instance"] != before else ""
-        before = row["instance"]
-        if "error" in row:
-            result.add_row(name, row["solver"], "", f"[yellow]{row['error']}[/]")
-            continue
-        value = row["worst_value"]
-        result.add_row(
-            name,
-            row["solver"],
-            f"{row['calls']:,}",
-            f"{row['median_s'] * 1e3:,.3f}",
-            f"{row['quartile_1_s'] * 1e3:,.3f} to {row['quartile_3_s'] * 1e3:,.3f}",
-            f"{row['grown_bytes'] / 1e6:,.1f}",
-            f"{row['over_budget']:,}",
-            f"{row['worst_overspend']:.2%}" if row["over_budget"] else "",
-            "-" if value is None else f"{value:.6f}",
+def by_size(rows: Sequence[Row], family: str) -> str:
+    """A line for each solver, a column for each number of items."""
+    sizes = dict.fromkeys(row["n"] for row in rows if row["family"] == family)
+    lines = []
+    for solver, mine in by_solver(rows, family).items():
+        line = [solver]
+        for row in mine:
+            if "error" not in row:
+                few = row["runs"] > row["calls"] and family == GRID
+                time, size = milliseconds(row["median_s"]), row["grown_bytes"] / 1e6
+                line.append(f"{time} / {size:,.0f}" + few * f" ({row['calls']})")
+            else:
+                tried = not row["error"].startswith(NOT_TRIED)
+                line.append(row["error"] if tried else "-")
+        lines.append([*line, *kept(mine)])
+    return markdown(["solver", *(f"{n:,}" for n in sizes), *KEPT], lines)
+
+
+def by_net(rows: Sequence[Row]) -> str:
+    """A line for each solver, over all nets of the corpus."""
+    lines = []
+    for solver, mine in by_solver(rows, CORPUS).items():
+        done = [row for row in mine if "error" not in row]
+        line = [solver, f"{len(done)} of {len(mine)}", "-", "-", "-"]
+        if done:
+            times = [row["median_s"] for row in done]
+            grown = max(row["grown_bytes"] for row in done)
+            line[2:] = milliseconds(min(times)), milliseconds(max(times))
+            line.append(f"{grown / 1e6:,.0f}")
+        errors = dict.fromkeys(row["error"] for row in mine if "error" in row)
+        lines.append([*line, *kept(mine), "; ".join(errors)])
+    heading = ("solver", "nets", "least ms", "most ms", "most MB", *KEPT, "errors")
+    return markdown(heading, lines)
+
+
+def page(data: dict[str, Any]) -> str:
+    rows, facts = data["rows"], data["environment"]
+    families = {row["family"] for row in rows}
+    text = ""
+    if GRID in families:
+        text += (
+            f"Grid of the pull request, {facts['grid_runs']:,} instances per size (in brackets: as many as "
+            "there was time for), median ms of a call / MB by which the process grew, by items:\n\n"
+            f"{by_size(rows, GRID)}\n"
         )
-    return result
+    if GROWTH in families:
+        text += (
+            f"Growth, sizes as in the partitioner, budget {facts['growth_budget']:g}, the same:\n\n"
+            f"{by_size(rows, GROWTH)}\n"
+        )
+    if CORPUS in families:
+        nets = dict.fromkeys(r["instance"] for r in rows if r["family"] == CORPUS)
+        budgets = ", ".join(f"{budget:g}" for budget in facts["corpus_budgets"])
+        text += (
+            f"Captured nets ({', '.join(nets)}), budgets {budgets}, each asked "
+            f"{facts['repeats']} times, median ms of a net's calls:\n\n{by_net(rows)}\n"
+        )
+    return text + (
+        f"CPU time. A process may take {facts['limit_s']:g} s and {facts['limit_gb']:g} GB. "
+        "Loses: of the proven optimum, by answers within the budget. "
+        f"OR-tools {facts['ortools']}, scipy {facts['scipy']}, {measured_on(facts)}"
+    )
 
 
-def plot(rows: Sequence[fresh.Row], facts: dict[str, Any], result: Path) -> None:
-    """Time and memory against items, and what is over budget; beside ``result``."""
-    figure = Figure(figsize=(12, 9), dpi=110)
-    (grid, growing), (memory, over) = figure.subplots(2, 2)
-    solvers = list(dict.fromkeys(row["solver"] for row in rows))
-    styles = {solver: style(solver, place) for place, solver in enumerate(solvers)}
-    for axes, family, key, factor in (
-        (grid, GRID, "median_s", 1e3),
-        (growing, GROWTH, "median_s", 1e3),
-        (memory, GROWTH, "grown_bytes", 1e-6),
+def plot(data: dict[str, Any], result: Path) -> None:
+    """Time and memory against items; written beside ``result``."""
+    rows = data["rows"]
+    figure = Figure(figsize=(15, 5), dpi=110)
+    for axes, (family, key, factor, title) in zip(
+        figure.subplots(1, 3),
+        (
+            (GRID, "median_s", 1e3, "CPU ms of a call, grid of the pull request"),
+            (GROWTH, "median_s", 1e3, "CPU ms of a call, sizes as in the partitioner"),
+            (GROWTH, "grown_bytes", 1e-6, "MB grown, at least 1, the same"),
+        ),
     ):
-        for solver in solvers:
-            line = [
-                row
-                for row in rows
-                if row["solver"] == solver and row["family"] == family
-            ]
+        for place, (solver, line) in enumerate(by_solver(rows, family).items()):
             done = [row for row in line if "error" not in row]
             x = [row["n"] for row in done]
             # Less than a megabyte is noise, and nothing has no place on such an axis.
-            y = [max(row[key] * factor, 1 if axes is memory else 0) for row in done]
-            axes.plot(x, y, label=solver, **styles[solver])
+            least = 1 if key == "grown_bytes" else 0
+            y = [max(row[key] * factor, least) for row in done]
+            look = style(solver, place)
+            axes.plot(x, y, label=solver, **look)
             if done and len(done) < len(line):
-                axes.plot(x[-1], y[-1], "x", ms=13, mew=2, c=styles[solver]["color"])
-        if any(len(line.get_xdata()) for line in axes.lines):
+                axes.plot(x[-1], y[-1], "x", ms=13, mew=2, c=look["color"])
+        if any(row["family"] == family and "error" not in row for row in rows):
             axes.set_xscale("log")
             axes.set_yscale("log")
-        axes.set_xlabel("items")
+        axes.set_xlabel("items; X: the next failed")
+        axes.set_title(title, loc="left")
         axes.grid(alpha=0.3)
-    grid.set_ylabel("median CPU time of a call, ms")
-    grid.set_title("Time, grid of the pull request (unnormalised sizes)", loc="left")
-    growing.set_ylabel("median CPU time of a call, ms")
-    growing.set_title(
-        "Time, sizes as in the partitioner; X: the next failed", loc="left"
-    )
-    memory.set_ylabel("growth of the process, MB, at least 1")
-    memory.set_title("Memory, sizes as in the partitioner", loc="left")
-    families = [
-        family for family in TITLES if any(row["family"] == family for row in rows)
-    ]
-    height = 0.8 / max(1, len(families))
-    for place, family in enumerate(families):
-        found = [
-            summary([r for r in rows if (r["solver"], r["family"]) == (s, family)])
-            for s in solvers
-        ]
-        shares = [100 * f["over_budget"] / max(1, f["calls"]) for f in found]
-        places = [index + place * height for index in range(len(solvers))]
-        over.barh(places, shares, height=height * 0.9, label=TITLES[family])
-        for at, share, each in zip(places, shares, found):
-            text = " none" if each["calls"] else " no answer"
-            if each["over_budget"]:
-                most = 100 * each["worst_overspend"]
-                text = f" {share:.3g} %, by up to {most:.3g} %"
-            over.text(share, at, text, va="center", fontsize=6.5)
-    over.set_yticks([i + 0.4 - height / 2 for i in range(len(solvers))], solvers)
-    over.invert_yaxis()
-    over.set_xlim(0, 135)
-    over.set_xlabel("answers over the budget, %; by up to how much of it")
-    over.set_title("Budgets not kept", loc="left")
-    over.legend(fontsize=8, loc="lower right")
-    for axes in (grid, growing, memory, over):
         axes.spines[["top", "right"]].set_visible(False)
-    low, high = grid.get_ylim()
-    grid.set_ylim(low, high * 1e3)
-    grid.legend(fontsize=8, ncols=2, loc="upper left")
-    fresh.save(figure, result, facts)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, result, data["environment"])
 
 
 def style(solver: str, place: int) -> dict[str, Any]:
@@ -447,7 +449,7 @@ def style(solver: str, place: int) -> dict[str, Any]:
     }
 
 
-def faults(rows: Sequence[fresh.Row]) -> list[str]:
+def faults(rows: Sequence[Row]) -> list[str]:
     """What the exact solver must not do: fail, be over the budget, miss the optimum."""
     found = []
     for row in rows:
@@ -464,84 +466,46 @@ def faults(rows: Sequence[fresh.Row]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmark.sh compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = options.parser(
+        __doc__,
+        check="few instances; exit status 1 if the exact solver is over a budget or "
+        "misses an optimum",
     )
-    parser.add_argument(
-        "--families",
-        nargs="+",
-        choices=TITLES,
-        default=tuple(TITLES),
-        metavar="NAME",
-        help=f"some of: {', '.join(TITLES)} (default: all)",
-    )
-    parser.add_argument(
-        "--solvers",
-        nargs="+",
-        choices=SOLVERS,
-        default=tuple(SOLVERS),
-        metavar="NAME",
-        help=f"some of: {', '.join(SOLVERS)} (default: all)",
-    )
-    parser.add_argument(
-        "--runs",
-        type=fresh.positive,
-        default=1000,
-        help="instances per size of the grid, as many as there is time for "
-        "(default: %(default)s)",
-    )
+    for name, known in (("--families", FAMILIES), ("--solvers", SOLVERS)):
+        parser.add_argument(
+            name,
+            nargs="+",
+            choices=known,
+            default=tuple(known),
+            metavar="NAME",
+            help=f"some of: {', '.join(known)} (default: all)",
+        )
     parser.add_argument(
         "--largest",
-        type=fresh.positive,
+        type=options.positive,
         default=max(GROWTH_SIZES),
         metavar="N",
         help="most items of the grid and of growth (default: %(default)s)",
     )
-    parser.add_argument(
-        "--items",
-        type=fresh.positive,
-        default=500,
-        help="least items of a net of the corpus (default: %(default)s; 1: all nets)",
-    )
-    fresh.add_options(parser, repeats=3, seconds=30, gigabytes=4)
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="few instances; exit status 1 if the exact solver is over a budget or "
-        "misses an optimum",
-    )
+    options.add_limits(parser, repeats=3, seconds=30, gigabytes=4)
     arguments = parser.parse_args()
-    if not hasattr(patched, "KNAPSACK_SOLVERS"):
-        raise SystemExit("this torch is not patched; run scripts/benchmark.sh compare")
+    runs = 1000
     if arguments.check:
         arguments.solvers, arguments.families = ["exact"], [GRID, GROWTH]
-        arguments.largest, arguments.runs = min(GROWTH_SIZES), 20
-    tasks = [(task, fresh.python_path(True)) for task in tasks_for(arguments)]
-    console = Console()
-    console = Console(width=max(console.width, 140))
+        arguments.largest, runs = min(GROWTH_SIZES), 20
     limits = fresh.Limits(arguments.seconds, arguments.gigabytes)
-    rows = fresh.run(__file__, tasks, limits, arguments.json, console, hopeless)
+    tasks = tasks_for(arguments, runs)
+    rows = fresh.run(__name__, tasks, limits, arguments.json, hopeless)
     facts = {
-        **fresh.environment("numpy", "scipy", "ortools"),
+        **environment("numpy", "scipy", "ortools"),
         "limit_s": limits.seconds,
         "limit_gb": limits.gigabytes,
         "repeats": arguments.repeats,
         "seeds": "grid: the number of the run, growth: the number of items",
-        "grid_runs": arguments.runs,
+        "grid_runs": runs,
         "growth_budget": GROWTH_BUDGET,
         "corpus_budgets": CORPUS_BUDGETS,
     }
-    console.print(table(rows))
-    if arguments.json:
-        fresh.finish(arguments.json, facts, rows)
-        plot(rows, facts, arguments.json)
-    found = faults(rows) if arguments.check else []
-    for fault in found:
-        console.print(f"[red]FAILED[/] {fault}", highlight=False)
-    return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(fresh.answer(measure) if fresh.is_child() else main())
+    data = {"environment": facts, "rows": rows}
+    fresh.finish(arguments.json, data, page, plot)
+    return fail(faults(rows) if arguments.check else [])

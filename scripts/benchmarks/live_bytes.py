@@ -75,25 +75,9 @@ class Timeline:
                     change[life.died] -= life.nbytes
         return list(itertools.accumulate(change))
 
-    def peak(self, without: Iterable[str] = (), phase: Optional[str] = None) -> int:
-        """Most live bytes at any time, or at any time of one phase."""
-        return self.curve(without)[self.peak_event(without, phase)]
-
-    def peak_event(
-        self, without: Iterable[str] = (), phase: Optional[str] = None
-    ) -> int:
-        """The event after which the most bytes were live, the first of several."""
-        span = range(self.events)
-        if phase is not None:
-            if phase not in self.phases:
-                raise ValueError(
-                    f"no phase {phase!r} was recorded, only {', '.join(self.phases)}"
-                )
-            start = self.phases[phase]
-            later = (at for at in self.phases.values() if at > start)
-            span = range(start, min(later, default=self.events))
-        curve = self.curve(without)
-        return max(span, key=curve.__getitem__)
+    def peak(self, without: Iterable[str] = ()) -> int:
+        """Most live bytes at any time."""
+        return max(self.curve(without))
 
     def by_kind(self, event: int) -> dict[str, int]:
         """Live bytes of each kind after ``event``; their sum is the whole curve's."""
@@ -104,8 +88,9 @@ class Timeline:
         return {kind: live[kind] for kind in KINDS}
 
     def at_peak(self, without: Iterable[str] = ()) -> dict[str, int]:
-        """Live bytes of each kind where the curve without some kinds is highest."""
-        return self.by_kind(self.peak_event(without))
+        """Live bytes of each kind where the curve without some is first highest."""
+        curve = self.curve(without)
+        return self.by_kind(curve.index(max(curve)))
 
     @property
     def saved_bytes(self) -> int:
@@ -302,12 +287,14 @@ def record_step(
     optimizer: Optional[torch.optim.Optimizer] = None,
     set_to_none: bool = True,
     allocator: bool = False,
+    trains: bool = True,
 ) -> Timeline:
     """Run one training step and record it, in phases named after its parts.
 
     ``forward`` returns the scalar loss. The phases are ``forward``, ``backward``,
     ``optimizer`` (where there is one) and ``end``. What the step may compile must be
-    compiled before. With ``allocator`` the recorder is `AllocatedBlocks`.
+    compiled before. With ``allocator`` the recorder is `AllocatedBlocks`; what does
+    not train stops after the forward.
 
     Kinds: ``activation`` is what the forward left alive for the backward, the loss
     itself excepted; ``gradient`` what stands in a parameter's ``grad`` when the
@@ -330,10 +317,11 @@ def record_step(
         name_all()
         recorder.phase("forward")
         loss = forward()
-        recorder.name_new(ACTIVATION, "forward", apart_from=[loss])
-        recorder.phase("backward")
-        loss.backward()
-        name_all()
+        if trains:
+            recorder.name_new(ACTIVATION, "forward", apart_from=[loss])
+            recorder.phase("backward")
+            loss.backward()
+            name_all()
         if optimizer is not None:
             recorder.phase("optimizer")
             optimizer.step()

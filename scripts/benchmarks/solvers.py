@@ -28,13 +28,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import corpus
 import torch
-from marks import failed, Mark, show
 from rich.console import Console
 from rich.progress import track
 from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_knapsack
+
+from benchmarks import corpus
+from benchmarks.marks import failed, Mark, show
 
 
 # Budgets at which times are compared; the counts use all budgets of optimum.json.

@@ -1,0 +1,1 @@
+"""The benchmarks, a module each, and what they share; scripts/benchmark.sh runs them."""

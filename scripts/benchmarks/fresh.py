@@ -1,0 +1,211 @@
+"""Measurements that run one by one, each in a fresh process, within limits.
+
+A benchmark is a module with a function ``measure`` from a task to a row, which `run`
+calls in a process of its own for each task. Rows that are finished are kept beside
+the result, so that a run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.results import replace, Row, show, store
+
+
+TOOK_MORE, NEEDED_MORE = "took more than", "needed more than"
+# A task whose ``torch`` is this runs on the wheel that the checkout was made from.
+UNTOUCHED = "untouched"
+Task = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one task may take; what takes more is ended and becomes a row that says so."""
+
+    seconds: float
+    gigabytes: float
+
+
+def environment(patched: bool, cache: Path) -> dict[str, str]:
+    """Variables under which torch is this process's checkout, or the wheel."""
+    checkout = str(Path(torch.__file__).parents[1])
+    path = [place for place in sys.path if place and place != checkout]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([checkout] * patched + path),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        # The profiler's library announces every start and stop on stderr.
+        "KINETO_LOG_LEVEL": "99",
+        "MPLBACKEND": "Agg",
+    }
+
+
+def high_water_mark() -> int:
+    """Most bytes of this process that were resident since `reset_high_water_mark`."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def reset_high_water_mark() -> int:
+    """Forget earlier peaks; returns the bytes that are resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return high_water_mark()
+
+
+def resident_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process and of all that it started."""
+    total = 0
+    try:
+        for each in (process, *process.children(recursive=True)):
+            total += each.memory_info().rss
+    except psutil.Error:
+        pass  # It has just ended.
+    return total
+
+
+def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
+    """The row of one task, or a row whose ``error`` says why there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        target, log = Path(folder, "row.json"), Path(folder, "log")
+        patched = task.get("torch") != UNTOUCHED
+        # -P: a folder named torch where this is called is not meant.
+        command = [sys.executable, "-P", "-m", "benchmarks.child"]
+        start = time.monotonic()
+        with open(log, "w") as output:
+            child = subprocess.Popen(
+                [*command, module, json.dumps(task), str(target)],
+                env=environment(patched, Path(folder, "cache")),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            error = None
+            try:
+                watched = psutil.Process(child.pid)
+                while child.poll() is None and error is None:
+                    time.sleep(0.1)
+                    if time.monotonic() - start > limits.seconds:
+                        error = f"{TOOK_MORE} {limits.seconds:g} s"
+                    elif resident_bytes(watched) > limits.gigabytes * 1e9:
+                        error = f"{NEEDED_MORE} {limits.gigabytes:g} GB"
+            finally:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if error is not None:
+            return {"error": error}
+        if target.exists():
+            row: Row = json.loads(target.read_text())
+            return row
+        last = log.read_text(errors="replace").strip().splitlines()[-1:] or [""]
+        return {"error": f"ended with status {child.returncode}: {last[0]}"}
+
+
+def run(
+    module: str,
+    tasks: Sequence[Task],
+    limits: Limits,
+    result: Optional[Path],
+    hopeless: Callable[[Task, Sequence[Row]], Optional[str]] = lambda task, rows: None,
+) -> list[Row]:
+    """One row for each task, in order: the task's own entries and what was measured.
+
+    ``hopeless`` tells from the rows so far why a task is not tried; that is its error.
+
+    Where a ``result`` will be written, finished rows are kept in a file beside it
+    until `finish`, and are not measured again. Rows with an error are.
+    """
+    kept: dict[str, Row] = {}
+    partial = result and partial_file(result)
+    if partial is not None and partial.exists():
+        text = partial.read_text()
+        # A kill in the middle of a line leaves one without an end.
+        whole = text[: text.rfind("\n") + 1]
+        replace(partial, whole)
+        entries = map(json.loads, whole.splitlines())
+        kept = {entry["key"]: entry["row"] for entry in entries}
+    rows: list[Row] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(tasks))
+        for task in tasks:
+            progress.update(bar, description=describe(task))
+            key = json.dumps([task, source_digest(module)], sort_keys=True)
+            reason = hopeless(task, rows)
+            if reason is not None:
+                kept[key] = {"error": reason}
+            elif key not in kept:
+                kept[key] = measure_in_child(module, task, limits)
+                if partial is not None and "error" not in kept[key]:
+                    with open(partial, "a") as file:
+                        file.write(json.dumps({"key": key, "row": kept[key]}) + "\n")
+            row = {**task, **kept[key]}
+            if "error" in row:
+                progress.console.print(f"[yellow]{describe(task)}: {row['error']}[/]")
+            rows.append(row)
+            progress.advance(bar)
+    return rows
+
+
+def over_limit(row: Row) -> bool:
+    """Whether the process was ended because it took more than it may."""
+    return str(row.get("error", "")).startswith((TOOK_MORE, NEEDED_MORE))
+
+
+def describe(task: Task) -> str:
+    """The two entries that come first tell a benchmark's tasks apart."""
+    return " ".join(
+        str(value) for value in list(task.values())[:2] if value is not None
+    )
+
+
+def source_digest(module: str) -> str:
+    """What the measurement depends on: the benchmarks, and torch's partitioner."""
+    digest = hashlib.sha256()
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None
+    functorch = Path(torch.__file__).parent / "_functorch"
+    for path in (
+        Path(found.origin),
+        *sorted(Path(__file__).parent.glob("*.py")),
+        functorch / "partitioners.py",
+        *sorted((functorch / "_activation_checkpointing").glob("*.py")),
+    ):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def partial_file(result: Path) -> Path:
+    return result.with_name(f"{result.name}.partial")
+
+
+def finish(
+    result: Optional[Path],
+    data: dict[str, Any],
+    page: Callable[[dict[str, Any]], str],
+    plot: Optional[Callable[[dict[str, Any], Path], None]] = None,
+) -> None:
+    """Print what was measured; store and draw it, and forget the rows that were kept."""
+    show(page(data))
+    if result is not None:
+        store(result, data)
+        partial_file(result).unlink(missing_ok=True)
+        if plot is not None:
+            plot(data, result)

@@ -1,0 +1,52 @@
+"""What a benchmark found beside the mark that it has to reach: a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from benchmarks.results import markdown, Row
+
+
+class Mark(NamedTuple):
+    """One line of a report; ``enforced`` ones decide the exit status.
+
+    Where ``mark`` is empty, the line only tells.
+    """
+
+    what: str
+    measured: str
+    mark: str
+    passed: bool
+    enforced: bool = True
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The marks, each as its dict."""
+    lines = []
+    for row in rows:
+        reached = "yes" if row["passed"] else "**no**"
+        lines.append(
+            [row["what"], row["measured"], row["mark"], reached if row["mark"] else ""]
+        )
+    return markdown(("what", "measured", "mark", "reached"), lines)
+
+
+def page(data: dict[str, Any]) -> str:
+    facts = data["environment"]
+    return table(data["rows"]) + (
+        f"\ntorch {facts['torch']}, {facts['machine']}, Python {facts['python']}, one "
+        f"thread, medians of {facts['repeats']} interleaved runs.\n"
+    )
+
+
+def show(title: str, marks: Sequence[Mark], console: Console, caption: str) -> None:
+    rows = table([mark._asdict() for mark in marks])
+    console.print(Markdown(f"{title}\n\n{rows}\n{caption}"))
+
+
+def failed(marks: Sequence[Mark]) -> bool:
+    return any(mark.enforced and not mark.passed for mark in marks)

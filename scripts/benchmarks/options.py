@@ -1,0 +1,69 @@
+"""What the benchmarks' command lines have in common."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Optional
+
+from benchmarks.nets import find
+
+
+def parser(description: Optional[str], check: str) -> argparse.ArgumentParser:
+    """What all benchmarks understand: where to write to, and what ``--check`` does."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--check", action="store_true", help=check)
+    result.add_argument(
+        "--json",
+        type=in_a_folder,
+        metavar="FILE",
+        help="write what was measured here, and a figure (.svg), if any, beside it",
+    )
+    return result
+
+
+def add_limits(
+    parser: argparse.ArgumentParser,
+    repeats: int,
+    seconds: float,
+    gigabytes: float = 12.0,
+) -> None:
+    """How often and how long to measure."""
+    for name, kind, default, text in (
+        ("--repeats", positive, repeats, "measurements per time"),
+        ("--seconds", float, seconds, "limit per process"),
+        ("--gigabytes", float, gigabytes, "limit per process"),
+    ):
+        parser.add_argument(
+            name, type=kind, default=default, help=f"{text} (default: %(default)s)"
+        )
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def net(text: str) -> str:
+    try:
+        return find(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def in_a_folder(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path

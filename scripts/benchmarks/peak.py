@@ -1,0 +1,514 @@
+"""Measures the budget that means peak memory, beside upstream's.
+
+    scripts/benchmark.sh peak                       all nets (an hour)
+    scripts/benchmark.sh peak --nets vit gpt2       some of them
+    scripts/benchmark.sh peak --check               two small ones, as CI does
+    scripts/benchmark.sh peak --json results/peak.json
+
+Every peak is measured on a running training step: the bytes of live storages, counted
+by weak references, without parameters and inputs. Recomputed are the flops of that
+step beyond eager mode's. Upstream's steps run on the untouched wheel, ours on the
+patched checkout. Planning times are CPU seconds of the partitioner, ours and
+upstream's algorithm in one process, medians. The exit status is 1 only if a peak, a
+prediction or a gradient is off. With --json a run that was interrupted goes on, and
+what the file has of other nets and kinds stays in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as config
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch._functorch import partitioners
+
+from benchmarks import fresh, nets, options
+from benchmarks.live_bytes import GIVEN, record_step
+from benchmarks.marks import failed, Mark, table
+from benchmarks.results import environment, markdown, measured_on, Row, save
+from benchmarks.tracing import CountedFlops, cpu_attention_counted, trace
+from benchmarks.training import gradients, relative_error
+
+
+NETS = tuple(net.name for net in nets.SMALL)
+BUDGETS = (0.0, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
+UPSTREAM_BUDGETS = BUDGETS[:-1]
+INDUCTOR_BUDGETS = (0.1, 0.5)
+PLANNED = ("gpt2", "llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
+PLANNED_BUDGETS = (0.1, 0.5)
+CHECKED = ("mlp-dropout", "vit")
+CHECKED_BUDGETS = (0.0, 0.2, 0.5, 1.0)
+KINDS = ("ours", "upstream", "inductor", "planning")
+OPERATORS = "aot_eager_decomp_partition"
+TRANSFORMERS = ("llama-8", "llama-32", "gpt2", "bert", "vit", "moe")
+
+# At upstream's budget, the peak at no more recomputation, as a share of upstream's.
+SHARES = {0.05: 0.35, 0.1: 0.65, 0.2: 0.85}
+RESNET_SHARES = {0.2: 0.6}
+PREDICTED = "predicted / measured peak, operator by operator"
+# Gradients of the same operators differ by less.
+SAME = 1e-5
+
+
+# -------------------------------------------------------------- in a process
+
+
+def measure(task: fresh.Task) -> Row:
+    torch.set_num_threads(1)
+    with cpu_attention_counted():
+        if task["kind"] == "inductor":
+            return measure_inductor(task)
+        if task["kind"] == "planning":
+            return measure_planning(task)
+        return measure_steps(task)
+
+
+def planner() -> Any:
+    """The patched checkout's; the untouched wheel has none."""
+    from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
+        peak_planner,
+    )
+
+    return peak_planner
+
+
+def planned_peak() -> Any:
+    """What the report of the last plan says of its peak; None where no plan was made."""
+    from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
+        saved_report,
+    )
+
+    return saved_report.last_plan().peak
+
+
+@contextmanager
+def budgeted(budget: float, ours: bool) -> Iterator[None]:
+    torch._dynamo.reset()
+    target = {"activation_memory_budget_target": "peak"} if ours else {}
+    with config.patch(activation_memory_budget=budget, **target):
+        yield
+
+
+def measure_steps(task: fresh.Task) -> Row:
+    """Peaks, flops and gradients at every budget of the task; the largest comes first."""
+    ours = task["kind"] == "ours"
+    module, inputs = nets.find(task["net"]).make()
+    parameters = list(module.parameters())
+
+    def recorded(step: Callable[..., Tensor]) -> tuple[int, int, list[Tensor]]:
+        """Peak, flops and gradients of one step, under the same random numbers."""
+        torch.manual_seed(nets.SEED)
+        with CountedFlops() as counter:
+            line = record_step(lambda: step(*inputs), parameters, inputs)
+        return line.peak(without=GIVEN), counter.flops, gradients(parameters)
+
+    with CountedFlops() as counter, torch.no_grad():
+        module(*inputs)
+    forward = counter.flops
+    _, eager_flops, eager = recorded(module)
+    searched: dict[str, Any] = {"curve": [], "lower_bound": 0}
+
+    def noted(search: Callable[..., Any], graph: Any, *arguments: Any) -> Any:
+        found = search(graph, *arguments)
+        curve = [(plan.peak, plan.cost / forward) for plan in found.plans]
+        searched.update(curve=curve, lower_bound=graph.lower_bound)
+        return found
+
+    def steps() -> Iterator[Row]:
+        first: list[Tensor] = []
+        for budget in sorted(task["budgets"], reverse=True):
+            with budgeted(budget, ours):
+                step = torch.compile(module, backend=OPERATORS)
+                step(*inputs).backward()
+                module.zero_grad()
+                measured, flops, found = recorded(step)
+            first = first or found
+            peak = planned_peak() if ours else None
+            yield {
+                "budget": budget,
+                "peak": measured,
+                "recomputed": (flops - eager_flops) / forward,
+                "predicted": peak and peak.predicted,
+                "allowed": peak and peak.allowed,
+                "fastest": peak and peak.fastest,
+                "off_eager": relative_error(found, eager),
+                "off_budget_1": relative_error(found, first),
+            }
+
+    if not ours:
+        return {"steps": list(steps())}
+    search = functools.partial(noted, planner().search)
+    with mock.patch.object(planner(), "search", search):
+        return {"steps": list(steps()), **searched}
+
+
+def measure_inductor(task: fresh.Task) -> Row:
+    """What inductor's own kernels have live, and with buffers reused as upstream does."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor import memory
+
+    module, inputs = nets.find(task["net"]).make()
+
+    def measured(budget: float) -> int:
+        with (
+            budgeted(budget, ours=True),
+            inductor_config.patch(force_disable_caches=True),
+        ):
+            step = torch.compile(module)
+            step(*inputs).backward()
+            module.zero_grad()
+            forward = functools.partial(step, *inputs)
+            line = record_step(forward, module.parameters(), inputs, allocator=True)
+            module.zero_grad()
+        return line.peak(without=GIVEN)
+
+    steps = []
+    for budget in task["budgets"]:
+        found = measured(budget)
+        peak = planned_peak()
+        with mock.patch.object(memory, "_count_what_is_stored"):
+            before = measured(budget)
+        steps.append(
+            {
+                "budget": budget,
+                "peak": found,
+                "predicted": peak.fused,
+                "operators": peak.predicted,
+                "reused_as_upstream": before,
+            }
+        )
+    return {"steps": steps}
+
+
+def measure_planning(task: fresh.Task) -> Row:
+    """CPU seconds of the whole partitioner, by upstream's algorithm and by ours."""
+    kept: list[Any] = []
+
+    def keep(module: Any, inputs: Any, **options: Any) -> Any:
+        kept.extend((copy.deepcopy(module), inputs, options))
+        return partitioners.min_cut_rematerialization_partition(
+            module, inputs, **options
+        )
+
+    trace(*nets.find(task["net"]).fake(), keep)
+    module, inputs, options = kept
+    times: dict[str, list[float]] = {}
+    nodes = len(module.graph.nodes)
+
+    def timed(name: str, call: Callable[[], Any]) -> None:
+        # As timeit does: a collection of all that torch holds would hit any of them.
+        gc.collect()
+        gc.disable()
+        start = time.process_time()
+        call()
+        times.setdefault(name, []).append(time.process_time() - start)
+        gc.enable()
+
+    def partition(joint: Any) -> None:
+        partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+
+    def curve(graph: Any, info: Any, budget: float, outputs: int, choose: Any) -> Any:
+        """The planner's own part, for one budget and for twenty."""
+        fastest = choose(graph, info, memory_budget=1)
+
+        def plans(budgets: Sequence[float]) -> None:
+            model, found = planner().build_curve(graph, info, outputs, fastest)
+            for each in budgets:
+                chosen = found.within(found.allowed(each))
+                model.saved_values(model.evaluate(chosen.storages).saved)
+
+        timed("one", lambda: plans([budget]))
+        timed("twenty", lambda: plans([k / 20 for k in range(20)]))
+        return fastest
+
+    for _ in range(task["repeats"] if nodes < 10_000 else 1):
+        for budget in PLANNED_BUDGETS:
+            for target, solver in (("saved", "dp"), ("peak", "exact")):
+                with config.patch(
+                    activation_memory_budget=budget,
+                    activation_memory_budget_target=target,
+                    activation_memory_budget_solver=solver,
+                ):
+                    joint = copy.deepcopy(module)
+                    timed(f"{target} {budget:g}", functools.partial(partition, joint))
+        with mock.patch.object(partitioners, "choose_for_target", curve):
+            partition(copy.deepcopy(module))
+    return {"nodes": nodes, **{k: statistics.median(v) for k, v in times.items()}}
+
+
+# -------------------------------------------------------------------- marks
+
+
+def steps_of(rows: Sequence[Row], kind: str) -> dict[str, list[Row]]:
+    good = [row for row in rows if row["kind"] == kind and "error" not in row]
+    return {row["net"]: row["steps"] for row in good}
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    """What must hold of every step."""
+    steps = steps_of(rows, "ours")
+    off, over, rising = [], [], []
+    for net, found in steps.items():
+        fastest = next((s["fastest"] for s in found if s["fastest"]), None)
+        for step in found:
+            predicted = step["predicted"] or fastest
+            if predicted:
+                off.append((abs(predicted / step["peak"] - 1), net, step["budget"]))
+            if step["allowed"]:
+                over.append((step["peak"] / step["allowed"] - 1, net, step["budget"]))
+        by_budget = sorted(found, key=lambda s: s["budget"])
+        rising += [
+            (low["peak"] / high["peak"] - 1, net, low["budget"])
+            for low, high in zip(by_budget, by_budget[1:])
+        ]
+    if not (off and over and rising):
+        return
+    count = f"{len(off)} steps of {len(steps)} nets"
+    for what, worst, sign, mark, most in (
+        (PREDICTED, max(off), "", "0.5 %", 0.005),
+        (
+            "measured peak / what the budget allows",
+            max(over),
+            "+",
+            "never over (predictions hold to 0.5 %)",
+            0.005,
+        ),
+        (
+            "measured peak / that of the next larger budget",
+            max(rising),
+            "+",
+            "never higher",
+            0.0005,
+        ),
+    ):
+        apart, net, budget = worst
+        measured = f"{apart:{sign}.3%} at most ({net} at {budget:g})"
+        if what == PREDICTED:
+            measured = f"off by {measured}, {count}"
+        yield Mark(what, measured, mark, apart <= most)
+    apart = max(s["off_budget_1"] for found in steps.values() for s in found)
+    yield Mark(
+        "gradients against the plan of budget 1, dropout included",
+        f"off by {apart:.1e} at most",
+        f"{SAME:.0e}",
+        apart <= SAME,
+    )
+    # Eager mode draws other random numbers than a compiled dropout.
+    steady = {n: f for n, f in steps.items() if "dropout" not in n}
+    if steady:
+        apart, net = max((s["off_eager"], n) for n, f in steady.items() for s in f)
+        yield Mark(
+            "gradients against eager mode, nets without dropout",
+            f"off by {apart:.1e} at most ({net}), {steady[net][0]['off_eager']:.1e} "
+            "at budget 1",
+            "as upstream's plan of budget 1",
+            all(
+                step["off_eager"] <= found[0]["off_eager"] + 1e-6
+                for found in steady.values()
+                for step in found
+            ),
+        )
+
+
+def shares(curve: Sequence[Any], upstream: Sequence[Row]) -> dict[float, float]:
+    """By upstream's budget: our peak at no more flops, as a share of upstream's.
+
+    A step of upstream's with wrong gradients has none: a dropout's mask that is drawn
+    again costs nothing.
+    """
+    found = {}
+    for theirs in upstream:
+        if theirs["off_budget_1"] <= SAME:
+            # Reductions count one flop each on the curve.
+            allowed = theirs["recomputed"] + 1e-5
+            peaks = [peak for peak, recomputed in curve if recomputed <= allowed]
+            found[theirs["budget"]] = min(peaks) / theirs["peak"]
+    return found
+
+
+# ------------------------------------------------------------------- report
+
+
+def beside_upstream(rows: Sequence[Row]) -> str:
+    upstream, lines = steps_of(rows, "upstream"), []
+    for row in rows:
+        net = row["net"]
+        if row["kind"] != "ours" or "error" in row or net not in upstream:
+            continue
+        found, bound = shares(row["curve"], upstream[net]), row["lower_bound"]
+        peaks = {step["budget"]: step["peak"] for step in upstream[net]}
+        marks = SHARES if net in TRANSFORMERS else {}
+        marks = RESNET_SHARES if net == "resnet50" else marks
+        line = [net]
+        for budget in UPSTREAM_BUDGETS:
+            text = f"{found[budget]:.2f}" if budget in found else "wrong gradients"
+            if found.get(budget, 0) > marks.get(budget, 1.0005):
+                text = f"**{text}** ({bound / peaks[budget]:.2f})"
+            line.append(text)
+        best = min(peaks[budget] for budget in found)
+        sizes = (row["curve"][0][0], best, bound)
+        lines.append([*line, *(f"{size / 1e6:.1f}" for size in sizes)])
+    budgets = [f"{budget:g}" for budget in UPSTREAM_BUDGETS]
+    return markdown(
+        ["net", *budgets, "floor MB", "upstream's least MB", "no plan below MB"], lines
+    )
+
+
+def by_inductor(rows: Sequence[Row]) -> str:
+    lines = []
+    for net, steps in steps_of(rows, "inductor").items():
+        line = [net]
+        for step in steps:
+            off = step["predicted"] / step["peak"] - 1
+            text = f"{off:+.1%}"
+            line.append(text if abs(off) <= 0.05 else f"**{text}**")
+            line.append(f"{step['peak'] / step['reused_as_upstream']:.2f}")
+        lines.append(line)
+    heading = ["net"]
+    for budget in INDUCTOR_BUDGETS:
+        heading += [f"predicted, at {budget:g}", f"reuse fixed, at {budget:g}"]
+    return markdown(heading, lines)
+
+
+def planning(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            row["net"],
+            f"{row['nodes']:,}",
+            *(
+                f"{row[f'peak {b:g}'] / row[f'saved {b:g}']:.2f}"
+                for b in PLANNED_BUDGETS
+            ),
+            f"{row['twenty'] / row['one']:.2f}",
+        ]
+        for row in rows
+        if row["kind"] == "planning" and "error" not in row
+    ]
+    budgets = [f"by peak / by saved bytes, {budget:g}" for budget in PLANNED_BUDGETS]
+    return markdown(["net", "nodes", *budgets, "20 budgets / one"], lines)
+
+
+def page(data: dict[str, Any]) -> str:
+    rows, facts = data["measured"], data["environment"]
+    kinds = {row["kind"] for row in rows}
+    text = "### Is the bound kept?\n\nOperator by operator.\n\n"
+    text += table([mark._asdict() for mark in judged(rows)])
+    if "upstream" in kinds:
+        text += (
+            "\n### How much lower is the peak than upstream's?\n\nPeak of our cheapest "
+            "plan that recomputes no more than upstream's at the budget above, divided by "
+            "upstream's peak, operator by operator. Bold: above its mark (1; for "
+            "transformers 0.35, 0.65, 0.85 at 0.05, 0.1, 0.2; 0.6 for ResNet-50 at 0.2), "
+            "and in brackets the ratio that no plan goes below: what single steps of the "
+            "backward need anyway, mostly for parameter gradients.\n\n"
+            + beside_upstream(rows)
+        )
+    if "inductor" in kinds:
+        text += (
+            "\n### What do inductor's kernels make of it?\n\nOn a CPU: how far the "
+            "estimate is off the measured peak (bold: by more than 5 %), and that peak "
+            "divided by the one with upstream's reuse of buffers.\n\n" + by_inductor(rows)
+        )
+    if "planning" in kinds:
+        text += (
+            "\n### What does planning cost?\n\nCPU time of the whole partition divided by "
+            "that of upstream's at the same budget, and of planning twenty budgets "
+            "divided by planning one.\n\n" + planning(rows)
+        )
+    repeats = f"\nMedians of {facts['repeats']} interleaved runs, "
+    return text + repeats + measured_on(facts)
+
+
+def plot(data: dict[str, Any], result: Path) -> None:
+    """Peak against recomputation, a panel for each net; written beside ``result``."""
+    good = [row for row in data["measured"] if "error" not in row]
+    names = list(steps_of(good, "ours"))
+    if not names:
+        return
+    figure = Figure(figsize=(11, 2.3 * -(-len(names) // 4) + 0.6), dpi=110)
+    axes = figure.subplots(-(-len(names) // 4), min(4, len(names)), squeeze=False)
+    for axis, name in zip(axes.flat, names):
+        for row in good:
+            if row["net"] != name or row["kind"] not in ("ours", "upstream"):
+                continue
+            ours = row["kind"] == "ours"
+            steps = sorted(row["steps"], key=lambda step: step["budget"])
+            points = [(s["recomputed"], s["peak"] / 1e6) for s in steps]
+            line, color = points, "C1"
+            if ours:
+                line, color = [(cost, p / 1e6) for p, cost in row["curve"]], "C0"
+            axis.plot(*zip(*line), color, linewidth=1)
+            label = 'target "peak"' if ours else "upstream"
+            axis.plot(*zip(*points), "o" if ours else "s", c=color, ms=3, label=label)
+        axis.set_title(name, fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=7)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    axes.flat[0].legend(fontsize=7)
+    figure.supxlabel("recomputed flops / forward flops", fontsize=8)
+    figure.supylabel("peak, MB", fontsize=8)
+    save(figure, result, data["environment"])
+
+
+def main() -> int:
+    parser = options.parser(__doc__, check="two small nets, no times; as CI does")
+    parser.add_argument(
+        "--nets",
+        nargs="+",
+        type=options.net,
+        default=NETS,
+        metavar="NET",
+        help=f"names, or module:function (default: {' '.join(NETS)})",
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        help="what to measure (default: all)",
+    )
+    options.add_limits(parser, repeats=3, seconds=1800)
+    arguments = parser.parse_args()
+    kinds, chosen = tuple(arguments.kinds), tuple(arguments.nets)
+    budgets = {
+        "ours": BUDGETS,
+        "upstream": UPSTREAM_BUDGETS,
+        "inductor": INDUCTOR_BUDGETS,
+    }
+    if arguments.check:
+        kinds, chosen, budgets = ("ours",), CHECKED, {"ours": CHECKED_BUDGETS}
+    tasks = [
+        {
+            "net": net,
+            "kind": kind,
+            "budgets": budgets.get(kind),
+            "repeats": arguments.repeats,
+            "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
+        }
+        for kind in kinds
+        for net in (PLANNED if kind == "planning" and chosen == NETS else chosen)
+    ]
+    limits = fresh.Limits(arguments.seconds, arguments.gigabytes)
+    rows = fresh.run(__name__, tasks, limits, arguments.json)
+    failures = any("error" in row for row in rows)
+    if arguments.json and arguments.json.exists():
+        measured = {(row["net"], row["kind"]) for row in rows}
+        known = json.loads(arguments.json.read_text())["measured"]
+        rows = [r for r in known if (r["net"], r["kind"]) not in measured] + rows
+    facts = {**environment(), "repeats": arguments.repeats}
+    data = {"environment": facts, "measured": rows}
+    fresh.finish(arguments.json, data, page, plot)
+    return int(failed(list(judged(rows))) or failures)

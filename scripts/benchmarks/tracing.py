@@ -1,0 +1,276 @@
+"""How a model gets to the partitioner, and what is seen there.
+
+`trace` makes the joint graph that a GPU would get, of fake tensors. `observed` is the
+one place that knows by which names the partitioner calls its solver and its min cuts.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Optional
+from unittest import mock
+
+import torch
+import torch._dynamo.backends.debugging
+import torch._inductor.compile_fx
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch._functorch import partitioners
+from torch._functorch.aot_autograd import aot_function
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+# ------------------------------------------------------------------ tracing
+
+
+def trace(
+    mode: FakeTensorMode,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    partition: Optional[Callable[..., Any]] = None,
+    like_cuda: bool = True,
+) -> None:
+    """Trace forward and backward of fake tensors and give the joint graph away.
+
+    ``partition``, upstream's unless given, is called as AOTAutograd calls its
+    partitioners, on the graph that inductor would partition: decomposed and
+    simplified. With ``like_cuda`` attention is CUDA's fused one.
+    """
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # Looked up now, so that an observer is seen.
+    split = partition or partitioners.min_cut_rematerialization_partition
+
+    def step(state: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+        loss: Tensor = torch.func.functional_call(module, state, inputs)
+        return loss
+
+    def partition_as_inductor(
+        graph: torch.fx.GraphModule, *rest: Any, **options: Any
+    ) -> Any:
+        with V.set_fake_mode(mode):
+            graph = joint_graph_passes(graph)
+        return split(graph, *rest, **options)
+
+    traced = aot_function(
+        step,
+        fw_compiler=lambda graph, _: graph,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=partition_as_inductor,
+        decompositions=select_decomp_table(),
+    )
+    with mode, CUDAAttention() if like_cuda else nullcontext():
+        traced(state, *inputs)
+
+
+class CUDAAttention(TorchFunctionMode):
+    """Fake tensors get the fused attention operators that CUDA tensors would.
+
+    The partitioner knows those, with their flops, and not the one for the CPU, so a
+    graph traced under this mode is planned as the CUDA graph is. It cannot run.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is F.scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Optional[Tensor] = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: Optional[float] = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        aten = torch.ops.aten
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if attn_mask is None and half:
+            flash = aten._scaled_dot_product_flash_attention
+            found = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+        else:
+            if enable_gqa:
+                # Only the flash operator takes fewer key heads than query heads.
+                groups = query.shape[1] // key.shape[1]
+                key = key.repeat_interleave(groups, dim=1)
+                value = value.repeat_interleave(groups, dim=1)
+            efficient = aten._scaled_dot_product_efficient_attention
+            found = efficient(
+                query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+            )
+        result: Tensor = found[0]
+        return result
+
+
+@contextmanager
+def cpu_attention_counted() -> Iterator[None]:
+    """Let the partitioner treat the CPU's fused attention as it treats CUDA's.
+
+    Within, it is compute-intensive, and its flops are counted; upstream takes it for
+    an operator that costs nothing to run again.
+    """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    formula = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+    known = partitioners.get_default_op_list
+
+    def with_attention() -> Any:
+        types = known()
+        costly = OrderedSet[Any]([*types.compute_intensive_ops, attention])
+        return replace(types, compute_intensive_ops=costly)
+
+    with (
+        mock.patch.dict(flop_registry, {attention: formula}),
+        mock.patch.object(partitioners, "get_default_op_list", with_attention),
+    ):
+        yield
+
+
+class CountedFlops(TorchDispatchMode):
+    """Adds up the flops of all operators that run, in compiled graphs as well."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+# -------------------------------------------------------------- observation
+
+
+@dataclass
+class Instance:
+    """One knapsack as the partitioner posed it, and what was saved of it."""
+
+    graph: torch.fx.Graph
+    memory: list[float]
+    runtimes: list[float]
+    budget: float
+    info: Any
+    nodes: list[torch.fx.Node]
+    saved: list[int] = field(default_factory=list)
+
+
+PARTITION = "min_cut_rematerialization_partition"
+SOLVE, CUT = "_optimize_runtime_with_given_memory", "solve_min_cut"
+# Where the functions are whose calls are counted. What a release lacks is left out.
+WATCHED = {
+    "torch._functorch.partitioners": (
+        SOLVE,
+        CUT,
+        "estimate_runtime",
+        "choose_saved_values_set",
+        "record_plan",
+        "note_limits",
+        "note_knapsack",
+    ),
+    "torch._functorch._activation_checkpointing.budget_curve": ("solve_budgets",),
+}
+# The backends imported the partitioner by name, each into a module of its own.
+BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
+
+Around = Callable[[Instance, Callable[[], Any]], Any]
+
+
+@dataclass
+class Observer:
+    """The partitioner's functions while they work: calls and CPU seconds by name."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    # The last one that a solver was asked.
+    instance: Optional[Instance] = None
+    # Arguments and result of each min cut.
+    cuts: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        self.calls[name], self.seconds[name] = 0, 0.0
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.process_time() - start
+                self.calls[name] += 1
+
+        return call
+
+    def solving(self, solve: Callable[..., Any], around: Around) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            graph, memory, runtimes, budget, info, nodes = args
+            posed = Instance(
+                graph, list(memory), list(runtimes), budget, info, list(nodes)
+            )
+            answer = around(posed, lambda: solve(*args))
+            posed.saved = list(answer[1])
+            self.instance = posed
+            return answer
+
+        return call
+
+    def cutting(self, cut: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = cut(*args)
+            self.cuts.append((args, result))
+            return result
+
+        return call
+
+
+@contextmanager
+def observed(around: Around = lambda posed, solve: solve()) -> Iterator[Observer]:
+    """Put an Observer around the partitioner, and take it away again.
+
+    ``around`` is called in the solver's place with the instance and with the solver;
+    what it returns is the answer.
+    """
+    observer = Observer()
+    with ExitStack() as stack:
+
+        def put(module: Any, name: str, function: Any) -> None:
+            stack.enter_context(mock.patch.object(module, name, function))
+
+        for place, names in WATCHED.items():
+            module = sys.modules.get(place)
+            for name in names:
+                if hasattr(module, name):
+                    put(module, name, observer.timed(getattr(module, name)))
+        put(partitioners, CUT, observer.cutting(partitioners.solve_min_cut))
+        solve = getattr(partitioners, SOLVE)
+        put(partitioners, SOLVE, observer.solving(solve, around))
+        partition = partitioners.min_cut_rematerialization_partition
+        timed = observer.timed(partition)
+        for module in BACKENDS:
+            if getattr(module, PARTITION, None) is partition:
+                put(module, PARTITION, timed)
+        yield observer
