@@ -151,13 +151,15 @@ def survey(
     return next((other for other in surveys if not other.conflicts), first)
 
 
-def survey_untouched(target: Target, release: str) -> Survey:
+def survey_untouched(
+    target: Target, release: str, series: Sequence[Patch] = SERIES
+) -> Survey:
     """Classify every patch against a tree taken for ``release`` as it came out.
 
     The release need not be in the manifest.
     """
-    files = {path: target.read(path) for path in series_paths(target)}
-    case = _Case(SERIES, release, {}, files, files, ())
+    files = {path: target.read(path) for path in series_paths(target, series)}
+    case = _Case(series, release, {}, files, files, ())
     return Survey(release, False, _classify(case))
 
 
