@@ -667,9 +667,9 @@ def run(arguments: argparse.Namespace) -> str:
     return f"removed the links of torch {manifest.version} from {checkout}{note}"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     try:
-        print(run(parser().parse_args()))
+        print(run(parser().parse_args(arguments)))
     except Refusal as refusal:
         print(f"checkout.py: {refusal}", file=sys.stderr)
         return 2
