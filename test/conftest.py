@@ -7,6 +7,7 @@ originals at the end of the run.
 
 import hashlib
 import os
+import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,12 @@ def pytest_addoption(parser):
         help=f"tests per release on all {len(RELEASES)}, not just {', '.join(TRIED)}; "
         "fetches about 600 MB more",
     )
+
+
+def pytest_configure():
+    # A shell starts its background jobs with this ignored, and children inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_generate_tests(metafunc):

@@ -1,11 +1,11 @@
 """Do the tests see it when a module is wrong? Seeded mutants, one at a time.
 
-    scripts/run_patched.sh python test/mutate.py MODULE [TEST ...]
+    scripts/run_patched.sh python scripts/mutate.py MODULE [TEST ...]
 
-MODULE is a file of torch_overlay/torch or of scripts/. An overlay module's own test (as
-its topic names it) is run first, then the TESTs given, files of test/; each mutant lies
-in a copy of the patched checkout, or of this project. A mutant that every test lets pass
-has survived: it is printed with its place and its change.
+MODULE is a file of torch_overlay/torch or of scripts/. An overlay module's own tests (as
+its topics name them) are run first, then the TESTs given, files of test/; each mutant
+lies in a copy of the patched checkout, or of this project. One that they let pass has
+survived: exit status 1, unless --allow lets that many.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import argparse
 import ast
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import random
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from patchset.files import clone, replace_file
@@ -34,7 +35,7 @@ from rich.console import Console
 from rich.progress import track
 
 
-SWAPPED = {
+SWAPPED: dict[Any, Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
@@ -42,19 +43,19 @@ SWAPPED = {
 DROPPED = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return)
 
 
-def replacements(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def replacements(tree: ast.AST) -> Iterator[tuple[Any, str]]:
     """Every node that can be mutated, with the text that takes its place."""
     for node in ast.iter_child_nodes(tree):
         # Before Python 3.12, what is inside an f-string has no place of its own.
         if not isinstance(node, ast.JoinedStr):
             yield from replacements(node)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            operator = SWAPPED[type(node.ops[0])]()
-            changed = ast.Compare(node.left, [operator], node.comparators)
-            yield node, f"({ast.unparse(changed)})"
+            swapped = [SWAPPED[type(node.ops[0])]()]
+            compare = ast.Compare(node.left, swapped, node.comparators)
+            yield node, f"({ast.unparse(compare)})"
         elif isinstance(node, ast.BoolOp):
-            changed = ast.BoolOp(SWAPPED[type(node.op)](), node.values)
-            yield node, f"({ast.unparse(changed)})"
+            other = ast.BoolOp(SWAPPED[type(node.op)](), node.values)
+            yield node, f"({ast.unparse(other)})"
         elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
             yield node.test, f"(not ({ast.unparse(node.test)}))"
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -66,13 +67,10 @@ def replacements(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def mutants(source: str) -> list[tuple[int, str]]:
-    """Line and whole text of every mutant that differs and compiles."""
-    # The syntax tree counts columns in bytes.
-    lines = source.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    raw, found = b"".join(lines), []
+    """Line and whole text of every mutant that compiles."""
+    raw, found = source.encode(), []  # The syntax tree counts columns in bytes.
+    lines = raw.splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(map(len, lines))]
     for node, text in replacements(ast.parse(source)):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
@@ -83,25 +81,36 @@ def mutants(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def stage(module: Path, folder: Path) -> tuple[Path, list[list[str]], dict[str, str]]:
-    """A copy to mutate: the module in it, what runs its own tests, the environment."""
-    environment = {**os.environ, "CI": "", "OMP_NUM_THREADS": "1"}
-    checkout = Path(torch.__file__).parents[1]
+def stage(module: Path, folder: Path) -> tuple[Path, Path, list[list[str]]]:
+    """Where to mutate, where to run the tests, and those that the topics name."""
+    os.environ.update(CI="", OMP_NUM_THREADS="1")
     if not module.is_relative_to(OVERLAY):
-        root = folder / "project"
-        root.mkdir()
         for path in ("scripts", "test", "torch_overlay", "patches", "results"):
-            shutil.copytree(REPOSITORY / path, root / path)
+            shutil.copytree(REPOSITORY / path, folder / path)
         for path in ("pyproject.toml", "README.md", "build", ".venv"):
-            (root / path).symlink_to(REPOSITORY / path)
-        environment["PYTHONPATH"] = str(checkout)
-        return root / module.relative_to(REPOSITORY), [], environment
+            (folder / path).symlink_to(REPOSITORY / path)
+        return folder / module.relative_to(REPOSITORY), folder, []
     path = str(module.relative_to(OVERLAY))
-    place = clone(checkout, folder / "pytorch") / path
-    environment["PYTHONPATH"] = str(folder / "pytorch")
+    root = clone(Path(torch.__file__).parents[1], folder / "pytorch")
+    os.environ["PYTHONPATH"] = str(root)
     tested = dict.fromkeys(p.tested for p in SERIES if path in p.files)
-    own = [[*shlex.split(words)[1:]] for words in tested]
-    return place, [[str(OVERLAY / test), *rest] for test, *rest in own], environment
+    own = [[str(root / words.split()[1]), *words.split()[2:]] for words in tested]
+    return root / path, REPOSITORY, own
+
+
+def passes(commands: list[list[str]], root: Path, limit: int) -> bool:
+    """Whether every command succeeds, each within ``limit`` seconds (0: any time)."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        return not any(
+            subprocess.run(
+                ["timeout", str(limit), sys.executable, *command],
+                cwd=root,
+                capture_output=True,
+                check=False,
+            ).returncode
+            for command in commands
+        )
 
 
 def main() -> int:
@@ -119,39 +128,20 @@ def main() -> int:
     chosen = random.Random(options.seed).sample(
         possible, min(options.count, len(possible))
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        place, commands, environment = stage(module, Path(folder))
-        root = REPOSITORY if module.is_relative_to(OVERLAY) else Path(folder, "project")
+        place, root, commands = stage(module, Path(folder))
         if options.tests:
             commands.append(["-m", "pytest", "-x", "-q", "-n", "0", *options.tests])
         if not commands:
             parser.error(f"{options.module}: no topic has a test for it; name a TEST")
-
-        def passes(limit: float | None = None) -> bool:
-            with tempfile.TemporaryDirectory() as cache:
-                environment["TORCHINDUCTOR_CACHE_DIR"] = cache
-                return all(
-                    subprocess.run(
-                        [sys.executable, *command],
-                        cwd=root,
-                        env=environment,
-                        capture_output=True,
-                        timeout=limit,
-                    ).returncode == 0
-                    for command in commands
-                )  # fmt: skip
-
         began = time.monotonic()
-        if not passes():
+        if not passes(commands, root, 0):
             parser.error("the tests fail without any mutant")
-        limit = 30 + 3 * (time.monotonic() - began)
+        limit = 30 + 3 * int(time.monotonic() - began)
         for line, changed in track(chosen, module.name, console=console):
             replace_file(place, changed.encode())
-            try:
-                survived = passes(limit)
-            except subprocess.TimeoutExpired:
-                survived = False
+            survived = passes(commands, root, limit)
             lines = source.splitlines(), changed.splitlines()
             diff = [*difflib.unified_diff(*lines, lineterm="", n=0)][3:]
             rows.append({"line": line, "survived": survived, "diff": diff})
