@@ -40,6 +40,8 @@ exit codes: 0 taken in, or all as it was; 1 a person must decide, nothing was
 written; 2 bad call, or the release cannot be had
 """
 
+WORDS = {None: "-", True: "passes", False: "fails"}
+
 console = Console()
 
 
@@ -160,6 +162,9 @@ def examine(
         if python and state.state != ABSENT and (not only or patch.name in only):
             checkout = untouched(release, python)
             without, with_it = isolated(patch, checkout, release, python)
+            console.print(
+                f"{name}: test {WORDS[without]} without, {WORDS[with_it]} with"
+            )
         findings.append(
             Finding(name, patch, state.state, state.detail, without, with_it)
         )
@@ -177,12 +182,11 @@ def environment_of(release: str) -> Optional[str]:
 
 
 def show(release: str, findings: Sequence[Finding]) -> None:
-    words = {None: "-", True: "passes", False: "fails"}
     table = Table(
         "patch", "state", "test without it", "test with it", title=f"torch {release}"
     )
     for f in findings:
-        table.add_row(f.name, f.verdict, words[f.without], words[f.with_it])
+        table.add_row(f.name, f.verdict, WORDS[f.without], WORDS[f.with_it])
     console.print(table)
 
 
