@@ -76,9 +76,9 @@ def test_a_test_that_the_branch_lacks_is_refused(
     repository, bodies, monkeypatch, capsys
 ):
     tested = "python test/functorch/test_ac_elsewhere.py"
-    lacking = replace(FORMS["exact-solver"], tested=tested)
-    monkeypatch.setitem(FORMS, "exact-solver", lacking)
-    assert pull_request.main(["exact-solver", str(repository)]) == 1
+    lacking = replace(FORMS["cache-key"], tested=tested)
+    monkeypatch.setitem(FORMS, "cache-key", lacking)
+    assert pull_request.main(["cache-key", str(repository)]) == 1
     said = capsys.readouterr().err
     assert "names test/functorch/test_ac_elsewhere.py, which the branch lacks" in said
     assert "ac-budget" not in git(repository, "branch") and not bodies.exists()
