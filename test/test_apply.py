@@ -242,7 +242,7 @@ def test_main_between_releases_takes_the_edits_that_fit(root):
     (root / "version.txt").write_text("2.6.0a0\n")
     edit(root / PARTITIONERS, "import os\n", "import os  # after the release\n")
     result = run(root)
-    assert result.code == 3 and result.report["release"] > "2.6.0"
+    assert result.code == 3 and result.report["release"] != "2.6.0"
 
 
 def test_landed_upstream(checkout):
