@@ -31,6 +31,5 @@ cd "$REPO"
 export TORCH_VERSION
 # One thread in each process; what is slow is shared out as processes fall idle.
 export OMP_NUM_THREADS=1
-cores=$(nproc)
-processes=(-n "$((cores < 4 ? cores : 4))" --dist worksteal)
+processes=(-n logical --maxprocesses 4 --dist worksteal)
 exec "$REPO/scripts/run_patched.sh" python -m pytest "${processes[@]}" "${rest[@]}"
