@@ -165,6 +165,7 @@ def recover(target: Target) -> bool:
     """Undo what a killed call left half done; whether there was anything."""
     for place in target.state.parent.glob(target.state.name + ".*"):
         shutil.rmtree(place)
+    (target.state / f"{JOURNAL}.new").unlink(missing_ok=True)
     journal = read_journal(target)
     if journal is None or journal.phase != "writing":
         return False
