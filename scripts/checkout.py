@@ -20,7 +20,6 @@ import argparse
 import base64
 import csv
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -29,11 +28,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from patchset.files import locked, replace_file
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -228,19 +228,8 @@ class Manifest:
             ) from None
 
     def write(self, checkout: Path) -> None:
-        replace_file(checkout / MANIFEST, json.dumps(vars(self), indent=1) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part."""
-    sibling = path.with_name(path.name + ".new")
-    with open(sibling, "wb") as stream:
-        stream.write(text.encode("utf-8", "surrogateescape"))
-        stream.flush()
-        os.fsync(stream.fileno())
-    if path.exists():
-        shutil.copymode(path, sibling)
-    os.replace(sibling, path)
+        text = json.dumps(vars(self), indent=1) + "\n"
+        replace_file(checkout / MANIFEST, text.encode())
 
 
 def plan_links(
@@ -316,7 +305,7 @@ def link(checkout: Path, wheel: Wheel) -> str:
     wanted.exclude = exclude_plan(checkout)
     wanted.write(checkout)
     if wanted.exclude is not None:
-        write_exclude(checkout, wanted)
+        add_exclude_block(checkout, wanted)
     for path in directories:
         (checkout / path).mkdir(exist_ok=True)
     for path in unlinked(checkout, wanted):
@@ -436,7 +425,11 @@ def read_exclude(path: Path) -> str:
         return ""
 
 
-def write_exclude(checkout: Path, manifest: Manifest) -> None:
+def write_exclude(path: Path, text: str) -> None:
+    replace_file(path, text.encode("utf-8", "surrogateescape"))
+
+
+def add_exclude_block(checkout: Path, manifest: Manifest) -> None:
     path = exclude_file(checkout)
     assert path is not None and manifest.exclude is not None
     covered = [f"/{MANIFEST}"]
@@ -451,7 +444,7 @@ def write_exclude(checkout: Path, manifest: Manifest) -> None:
     block = first + "".join(patterns) + last
     line_end = "\n" if manifest.exclude["added_line_end"] else ""
     path.parent.mkdir(exist_ok=True)
-    replace_file(path, read_exclude(path) + line_end + block)
+    write_exclude(path, read_exclude(path) + line_end + block)
 
 
 def drop_exclude_block(path: Path, name: str, added_line_end: bool = False) -> None:
@@ -466,7 +459,7 @@ def drop_exclude_block(path: Path, name: str, added_line_end: bool = False) -> N
     # Lines written after the block by someone else need the line end.
     if added_line_end and end == len(text) and text[:start].endswith("\n"):
         start -= 1
-    replace_file(path, text[:start] + text[end:])
+    write_exclude(path, text[:start] + text[end:])
 
 
 def restore_exclude(checkout: Path, remembered: dict[str, Any]) -> None:
@@ -500,7 +493,7 @@ def assemble(wheel: Wheel, destination: Path, replace: bool) -> str:
             shutil.rmtree(staging)
         copied = copy_tree(wheel, staging)
         stamp = {"version": wheel.version, "digest": wheel.digest()}
-        replace_file(staging / STAMP, json.dumps(stamp, indent=1) + "\n")
+        (staging / STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
         link(staging, wheel)
         check_import(wheel, staging)
         if destination.exists():
@@ -534,17 +527,6 @@ def refuse_altered(wheel: Wheel) -> None:
         )
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time assemble in ``folder``; a kill frees it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def reuse(wheel: Wheel, destination: Path) -> str:
     """Keep a checkout assembled from this wheel, patched or not; mend its links."""
     advice = "give another destination, or --replace to build it anew (edits are lost)"
@@ -576,7 +558,7 @@ def copy_tree(wheel: Wheel, staging: Path) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
         copied += 1
-    replace_file(staging / "version.txt", wheel.release + "\n")
+    (staging / "version.txt").write_text(wheel.release + "\n")
     return copied
 
 
@@ -685,9 +667,9 @@ def run(arguments: argparse.Namespace) -> str:
     return f"removed the links of torch {manifest.version} from {checkout}{note}"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     try:
-        print(run(parser().parse_args()))
+        print(run(parser().parse_args(arguments)))
     except Refusal as refusal:
         print(f"checkout.py: {refusal}", file=sys.stderr)
         return 2

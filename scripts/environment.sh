@@ -27,6 +27,14 @@ base_python() {
   return 1
 }
 
+# pip by the machine's index and certificates, but not under its constraints: they are
+# for what is installed for others, and may forbid the very release that is asked for.
+# (pip lets an empty variable count as unset, so this names an empty file.)
+unconstrained_pip() {
+  PIP_CONSTRAINT=/dev/null PIP_BUILD_CONSTRAINT=/dev/null \
+    "$PYTHON" -m pip --disable-pip-version-check "$@"
+}
+
 # The .venv with torch and the pinned requirements; nothing to do where it is current.
 ensure_environment() {
   local wanted base
@@ -35,7 +43,7 @@ ensure_environment() {
   base=$(base_python)
   echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
   "$base" -m venv --clear "$VENV"
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+  unconstrained_pip install --quiet \
     "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
   echo "$wanted" >"$VENV/.complete"
 }

@@ -11,6 +11,11 @@ Sets up what it needs (a .venv, the default patched checkout in build/) and runs
 project's tests, or those that the pytest arguments name.
 
   --torch VERSION   the torch to run them on (default 2.13.0)
+  --all-releases    what is tested per release, on every release: without this on the
+                    oldest, 2.13.0 and the newest (300 MB of wheels, the first time)
+  -n N              processes (default: one per core, at most four); -n 0 to debug
+
+A release that cannot be had is skipped, and counted at the end.
 EOF
 }
 
@@ -24,4 +29,7 @@ while [ $# -gt 0 ]; do
 done
 cd "$REPO"
 export TORCH_VERSION
-exec "$REPO/scripts/run_patched.sh" python -m pytest "${rest[@]}"
+# One thread in each process; what is slow is shared out as processes fall idle.
+export OMP_NUM_THREADS=1
+processes=(-n logical --maxprocesses 4 --dist worksteal)
+exec "$REPO/scripts/run_patched.sh" python -m pytest "${processes[@]}" "${rest[@]}"

@@ -7,19 +7,59 @@ originals at the end of the run.
 
 import hashlib
 import os
-import shutil
+import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from patchset.releases import tree
+from patchset.files import clone
+from patchset.patch import RELEASES
+from patchset.releases import tree, Unavailable
 from patchset.series import SERIES
+
+
+USUAL = "2.13.0"
+# The others' texts are checked by scripts/generate_patches.sh --check.
+TRIED = (RELEASES[0], USUAL, RELEASES[-1])
 
 
 FOLDER = "torch/_functorch"
 ELSEWHERE = ["torch/__init__.py", "torch/version.py"] + sorted(
     {e.path for p in SERIES for e in p.edits if not e.path.startswith(FOLDER)}
 )
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-releases",
+        action="store_true",
+        help=f"tests per release on all {len(RELEASES)}, not just {', '.join(TRIED)}; "
+        "fetches about 600 MB more",
+    )
+
+
+def pytest_configure():
+    # A shell starts its background jobs with this ignored, and children inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_generate_tests(metafunc):
+    if "release" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all-releases")
+        metafunc.parametrize("release", RELEASES if every else TRIED)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A line per release that could not be had, with the number of its tests."""
+    skipped = Counter(
+        report.longrepr[2].partition(" (pip")[0].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        if "could not be had" in report.longrepr[2]
+    )
+    for reason, count in sorted(skipped.items()):
+        terminalreporter.write_line(f"{count} tests skipped: {reason}", yellow=True)
 
 
 def snapshot(root, skip=()):
@@ -43,11 +83,6 @@ def contents(root):
     """The files that the series touches, None where there is none."""
     paths = sorted({path for patch in SERIES for path in patch.paths()})
     return {p: (root / p).read_bytes() if (root / p).exists() else None for p in paths}
-
-
-def clone(source, destination):
-    shutil.copytree(source, destination, copy_function=os.link, symlinks=True)
-    return destination
 
 
 def lay(source, root):
@@ -86,9 +121,16 @@ def commit_all(root):
 def release_tree():
     """``release_tree("2.13.0")``: that release's Python files; not to be changed."""
     before = {}
+    missing = {}
 
     def get(release):
-        place = tree(release)
+        if release not in missing:
+            try:
+                place = tree(release)
+            except Unavailable as reason:
+                missing[release] = str(reason)
+        if release in missing:
+            pytest.skip(missing[release])
         if release not in before:
             before[release] = snapshot(place / FOLDER), contents(place)
         return place

@@ -1,24 +1,25 @@
 """scripts/checkout.py on real trees: the installed torch, and checkouts made of it.
 
-Every call goes through the command line, as a user's would, except where a run has
-to be killed at a chosen step. The installation itself must come out untouched, which
-is checked once, at the end of the module.
+The installation itself must come out untouched, which is checked once, at the end of
+the module.
 """
 
-import importlib.metadata
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import checkout
 import pytest
-from conftest import clone, git
+from conftest import commit_all, git
 from conftest import snapshot as every_path
+from patchset.files import clone
 
 
 SCRIPT = Path(checkout.__file__)
@@ -38,15 +39,11 @@ VERSION = WHEEL.release
 
 
 def run(*arguments, expect=0):
-    """The CLI's output, both streams, after checking its exit status."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == expect, output
-    return output
+    """The command's output, both streams, after checking its exit status."""
+    with redirect_stdout(StringIO()) as output, redirect_stderr(output):
+        code = checkout.main([*map(str, arguments)])
+    assert code == expect, output.getvalue()
+    return output.getvalue()
 
 
 def python(*arguments, path=None, cwd=None):
@@ -120,10 +117,7 @@ def own(pristine, tmp_path):
     (place / ".gitignore").write_text("__pycache__/\n")
     (place / "test").mkdir()
     (place / "test/x.py").write_text(PRINT_TORCH + "\n")
-    git(place, "init", "--quiet")
-    git(place, "add", "--all")
-    git(place, "commit", "--quiet", "--message", "sources")
-    return place
+    return commit_all(place)
 
 
 @pytest.fixture
@@ -158,41 +152,32 @@ def test_assembled_tree_is_the_wheels_python_and_links_to_the_rest(pristine):
     assert not any(link.suffix in (".py", ".pyi") for link in links)
 
 
-def test_python_imports_the_checkouts_torch(pristine, tmp_path):
-    script = tmp_path / "outside.py"
-    script.write_text(PRINT_TORCH + "\n")
-    assert loaded(script, path=pristine) == pristine / "torch/__init__.py"
-    # Without PYTHONPATH it is the installed one: this test can fail.
-    assert loaded(script) == SITE_PACKAGES / "torch/__init__.py"
-
-
-def test_edited_source_runs(assembled):
+def test_edited_source_runs(assembled, tmp_path):
     edited = assembled / "torch/_functorch/config.py"
     text = edited.read_text()
     edited.unlink()
     edited.write_text(text + "\nedited_here = True\n")
-    code = "import torch._functorch.config as c; print('edited_here' in dir(c))"
-    assert python("-c", code, path=assembled).stdout == "True\n"
+    script = tmp_path / "outside.py"
+    script.write_text(
+        "import torch._functorch.config as c\nprint('edited_here' in dir(c))\n"
+    )
+    assert python(script, path=assembled).stdout == "True\n"
+    # Without PYTHONPATH it is the installed one: this test can fail.
+    assert python(script).stdout == "False\n"
 
 
-def test_assembling_again_keeps_edits_until_replaced(assembled):
+def test_assembling_again_keeps_edits_and_mends_links_until_replaced(assembled):
     edited = assembled / "torch/_functorch/config.py"
     original = edited.read_bytes()
     edited.unlink()
     edited.write_bytes(original + b"# edited\n")
     before = snapshot(assembled)
+    (assembled / "torch/lib").unlink()
     assert "already assembled" in run("assemble", assembled)
     assert snapshot(assembled) == before
     assert "assembled" in run("assemble", "--replace", assembled)
     assert edited.read_bytes() == original
     assert [p.name for p in assembled.parent.iterdir()] == [assembled.name]
-
-
-def test_assembling_again_mends_links(assembled):
-    before = snapshot(assembled)
-    (assembled / "torch/lib").unlink()
-    run("assemble", assembled)
-    assert snapshot(assembled) == before
 
 
 def test_assemble_refuses_a_folder_that_is_not_its_own(tmp_path):
@@ -210,8 +195,7 @@ def test_killed_assemble_leaves_nothing_at_its_destination(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     staging = tmp_path / ".checkout.incomplete"
-    deadline = time.monotonic() + 60
-    while not (staging / "torch").exists() and time.monotonic() < deadline:
+    while not (staging / "torch").exists() and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -249,42 +233,37 @@ def test_wheel_is_found_beside_a_checkouts_own_metadata(tmp_path):
         assert "not a PyTorch checkout" in output
 
 
-@pytest.mark.parametrize("change", ["edited", "truncated", "missing"])
-def test_assemble_refuses_an_altered_installation(other_python, tmp_path, change):
-    """An installation of a part of torch, RECORD and all, with one file altered."""
-    (library,) = other_python.parent.parent.glob("lib/python*/site-packages")
-    rows = [
-        row
-        for row in importlib.metadata.distribution("torch").read_text("RECORD").split()
-        if row.startswith(
-            ("torch/__init__.py", "torch/_functorch", "torch/nn/", "torch/lib")
-        )
-    ]
-    metadata = library / f"torch-{WHEEL.version}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Name: torch\nVersion: {WHEEL.version}\n")
-    (metadata / "RECORD").write_text("\n".join(rows))
-    for path in (row.split(",")[0] for row in rows):
-        (library / path).parent.mkdir(parents=True, exist_ok=True)
-        (library / path).symlink_to(SITE_PACKAGES / path)
-
-    changed = {
-        "edited": "torch/_functorch/partitioners.py",
-        "truncated": "torch/lib/libtorch_cpu.so",
-        "missing": "torch/nn/functional.py",
-    }[change]
-    original = (library / changed).resolve()
-    (library / changed).unlink()
-    if change == "edited":
-        content = original.read_bytes()
-        # Same length: only the checksum tells.
-        (library / changed).write_bytes(content.replace(b"import", b"imporT", 1))
-    elif change == "truncated":
-        (library / changed).write_bytes(b"")
-
-    output = run("assemble", "--python", other_python, tmp_path / "x", expect=2)
-    assert changed in output and "force-reinstall" in output
-    assert not (tmp_path / "x").exists()
+@pytest.mark.parametrize(
+    "changed, damage",
+    [
+        # Of the same length: only the checksum tells.
+        (
+            "torch/_functorch/partitioners.py",
+            lambda b: b.replace(b"import", b"imporT", 1),
+        ),
+        ("torch/lib/libtorch_cpu.so", lambda content: b""),
+        ("torch/nn/functional.py", None),
+    ],
+)
+def test_assemble_refuses_an_altered_installation(tmp_path, changed, damage):
+    """A wheel of a part of torch, RECORD and all, with one file altered or gone."""
+    files = {
+        path: entry
+        for path, entry in WHEEL.files.items()
+        if path.startswith(("torch/_functorch", "torch/nn/", "torch/lib"))
+    }
+    for path in files:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).symlink_to(SITE_PACKAGES / path)
+    wheel = replace(WHEEL, root=tmp_path, files=files)
+    checkout.refuse_altered(wheel)
+    content = (tmp_path / changed).read_bytes() if damage else b""
+    (tmp_path / changed).unlink()
+    if damage:
+        (tmp_path / changed).write_bytes(damage(content))
+    with pytest.raises(checkout.Refusal, match="force-reinstall") as refusal:
+        checkout.assemble(wheel, tmp_path / "x", replace=False)
+    assert changed in str(refusal.value) and not (tmp_path / "x").exists()
 
 
 # --------------------------------------------------------------------- link
@@ -325,8 +304,7 @@ def test_no_folder_with_python_is_linked_whole(own):
 
 
 def unlink(place):
-    arguments = checkout.parser().parse_args(["link", "--remove", str(place)])
-    return checkout.run(arguments)
+    return run("link", "--remove", place)
 
 
 def untracked(place):
@@ -399,8 +377,10 @@ def test_checkout_put_into_git_later_is_excluded_then(small):
 def test_link_refuses_another_release(small, version):
     (small / "version.txt").write_text(version + "\n")
     before = snapshot(small)
-    output = run("link", small, expect=2)
-    assert version in output and VERSION in output and "pip install" in output
+    with pytest.raises(checkout.Refusal, match="pip install") as refusal:
+        checkout.link(small, LITTLE)
+    output = str(refusal.value)
+    assert version in output and VERSION in output
     if version != "unknown":
         assert f"torch=={version.rpartition('.')[0]}.*" in output
     assert snapshot(small) == before
@@ -434,7 +414,8 @@ def test_link_refuses_what_is_no_checkout(tmp_path):
 def test_link_refuses_a_built_checkout(small):
     (small / "torch/_C.cpython-311-x86_64-linux-gnu.so").write_bytes(b"\x7fELF")
     before = snapshot(small)
-    assert "binaries of its own" in run("link", small, expect=2)
+    with pytest.raises(checkout.Refusal, match="binaries of its own"):
+        checkout.link(small, LITTLE)
     assert snapshot(small) == before
 
 
@@ -502,6 +483,8 @@ def test_killed_link_can_be_finished_and_undone(
 
 
 @pytest.mark.parametrize("command", [(), ("assemble",), ("link",)])
-def test_help_documents_the_exit_status(command):
-    output = run(*command, "--help")
-    assert "exit status" in output and "0  done" in output and "2  bad call" in output
+def test_help_documents_the_exit_status(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        checkout.main([*command, "--help"])
+    said = capsys.readouterr().out
+    assert "exit status" in said and "0  done" in said and "2  bad call" in said

@@ -5,8 +5,9 @@ import subprocess
 import tarfile
 
 import pytest
-from conftest import clone, contents, git, snapshot
+from conftest import contents, git, snapshot
 from patchset import apply, export
+from patchset.files import clone, locked
 from patchset.releases import TREES
 
 
@@ -17,9 +18,15 @@ KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 def fetch():
     """The unpacked source tree, by way of the machine's own apt mirror."""
-    place = CACHE / "pytorch"
-    if place.is_dir():
-        return place
+    TREES.mkdir(parents=True, exist_ok=True)
+    with locked(TREES.parent):
+        place = CACHE / "pytorch"
+        if not place.is_dir():
+            _unpack(place)
+    return place
+
+
+def _unpack(place):
     if shutil.which("apt-get") is None:
         pytest.skip("no apt-get on this machine")
     targets = subprocess.run(
@@ -56,7 +63,6 @@ def fetch():
     with tarfile.open(archive) as source:
         source.extractall(CACHE / "unpacking", filter="data")
     next((CACHE / "unpacking").iterdir()).rename(place)
-    return place
 
 
 def test_source_tree(tmp_path, capsys):

@@ -5,12 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import commit_all, contents, git
 from patchset import pull_request, upstream_checks
-from patchset.patch import KNAPSACK, REPOSITORY
-from patchset.series import SERIES
+from patchset.images import survey_untouched
+from patchset.patch import KNAPSACK, RELEASES, REPOSITORY
+from patchset.series import FORMS, SERIES, stack
+from patchset.target import find
 from test_debian_source import fetch
 
 
@@ -31,35 +34,20 @@ def bodies(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_branch(repository, bodies, tmp_path, topic):
+def test_branch_and_text(repository, bodies, tmp_path, topic):
     """One commit above what it needs, in words and files that ``git am`` takes."""
     before = contents(repository)
     assert pull_request.main([topic, str(repository)]) == 0
     assert contents(repository) == before and not git(repository, "status", "--short")
     branch = f"ac-budget/{topic}"
-    patches = pull_request.stack(topic)
+    ours = FORMS[topic]
+    patches = stack(ours.minimal or ours)
     subjects = git(repository, "log", "--format=%s", f"HEAD..{branch}").splitlines()
     assert subjects == [patch.subject for patch in reversed(patches)]
     changed = git(repository, "diff", "--name-only", f"{branch}^", branch).split()
     assert changed and set(changed) <= set(patches[-1].paths())
 
-    git(
-        repository,
-        "format-patch",
-        "--quiet",
-        "-o",
-        str(tmp_path / "mails"),
-        f"HEAD..{branch}",
-    )
-    git(repository, "am", "--quiet", *map(str, sorted((tmp_path / "mails").iterdir())))
-    assert git(repository, "diff", "HEAD", branch) == ""
-
-
-@pytest.mark.parametrize("topic", TOPICS)
-def test_body_has_the_stored_figures(repository, bodies, topic):
-    assert pull_request.main([topic, str(repository)]) == 0
     text = (bodies / f"{topic}.md").read_text()
-    patch = pull_request.stack(topic)[-1]
     for heading in (
         "Problem and mechanism",
         "Change",
@@ -69,17 +57,64 @@ def test_body_has_the_stored_figures(repository, bodies, topic):
     ):
         section = re.search(rf"^## {heading}\n\n(.+?)(?=^## |\Z)", text, re.M | re.S)
         assert section and len(section[1].strip()) > 40, heading
-    assert patch.tested in text and all(item in text for item in patch.trailers)
-    ours = SERIES[TOPICS.index(topic)]
+    assert all(item in text for item in patches[-1].trailers)
+    assert "| fails | passes |\n" in text
     for result, beginning in ours.evidence:
-        rows = json.loads((REPOSITORY / "results" / f"{result}.json").read_text())[
-            "rows"
-        ]
-        rows = [row for row in rows if row["what"].startswith(beginning)]
+        stored = json.loads((REPOSITORY / f"results/{result}.json").read_text())
+        rows = [r for r in stored["rows"] if r["what"].startswith(beginning)]
         assert rows and all(f"| {r['what']} | {r['measured']} |" in text for r in rows)
+
+    mails = tmp_path / "mails"
+    git(repository, "format-patch", "--quiet", "-o", str(mails), f"HEAD..{branch}")
+    git(repository, "am", "--quiet", *map(str, sorted(mails.iterdir())))
+    assert git(repository, "diff", "HEAD", branch) == ""
+    assert patches[-1].tested in text
+    assert (repository / patches[-1].tested.split()[1]).is_file()
+
+
+def test_a_test_that_the_branch_lacks_is_refused(
+    repository, bodies, monkeypatch, capsys
+):
+    tested = "python test/functorch/test_ac_elsewhere.py"
+    lacking = replace(FORMS["cache-key"], tested=tested)
+    monkeypatch.setitem(FORMS, "cache-key", lacking)
+    assert pull_request.main(["cache-key", str(repository)]) == 1
+    said = capsys.readouterr().err
+    assert "names test/functorch/test_ac_elsewhere.py, which the branch lacks" in said
+    assert "ac-budget" not in git(repository, "branch") and not bodies.exists()
+
+
+def test_no_topic_brings_upstreams_linters_a_finding(release_tree):
+    """Every form on what it needs, on the newest release."""
+    newest = RELEASES[-1]
+    target = find(str(release_tree(newest)))
+    before, after = {}, {}
+    for name, patch in FORMS.items():
+        for change in (
+            survey_untouched(target, newest, stack(patch)).patches[-1].changes
+        ):
+            path = f"{name}/{change.path}"
+            after[path] = change.after.decode()
+            if change.before is not None:
+                before[path] = change.before.decode()
+    assert len(after) > len(FORMS)
+    assert upstream_checks.new_findings(before, after) == []
+
+
+def test_linters_tell_new_findings_from_old():
+    """Of import order, style and names, in files of a PyTorch tree."""
+    path = "torch/_functorch/made_up.py"
+    old = "import sys\nimport os\nprint(os, sys)\n"
+    new = "import torch\nimport os\nimport re\nprint( os, torch )\n"
+    assert upstream_checks.new_findings({path: old}, {path: old}) == []
     assert (
-        "| 2.13.0 | fails | passes |" in text or "| 2.15.0 | fails | passes |" in text
+        upstream_checks.new_findings({path: old}, {path: "import os\n\nprint(os)\n"})
+        == []
     )
+    found = upstream_checks.new_findings({}, {path: new})
+    assert [line.split(": ")[1][:11] for line in sorted(found)] == [
+        "F401 [*] `r", "Would sort", "unformatted",
+    ]  # fmt: skip
 
 
 def test_missing_evidence_is_refused(repository, bodies, tmp_path, monkeypatch, capsys):
@@ -133,7 +168,7 @@ def test_the_smallest_form_passes_the_same_tests(assembled, bodies, topic, capsy
         capsys.readouterr()
     )
     said = capsys.readouterr().out
-    tested = pull_request.stack(topic)[-1].tested
+    tested = FORMS[topic].minimal.tested
     assert (
         f"passed  {tested}" in said and "FAILED" not in said and "not run" not in said
     )

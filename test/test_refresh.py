@@ -5,20 +5,28 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from conftest import clone, snapshot
-from patchset.patch import KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
+import torch
+from conftest import snapshot, TRIED, USUAL
+from patchset import refresh, series
+from patchset.files import clone
+from patchset.patch import CONFIG, Edit, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
 from patchset.refresh import Finding, store
 from patchset.series import SERIES
 
 
+NEWEST = RELEASES[-1]
+
+
 @pytest.fixture
 def project(release_tree, tmp_path):
-    """``project("2.13.0")``: a copy of this project that knows releases up to that."""
+    """``project(*releases)``: a copy of this project that knows only those."""
 
-    def make(newest):
-        for release in RELEASES:
+    def make(*known):
+        for release in TRIED:
             release_tree(release)
         root = tmp_path / "project"
         for folder in ("scripts", "torch_overlay", "patches"):
@@ -27,7 +35,7 @@ def project(release_tree, tmp_path):
         (root / "build/releases").symlink_to(REPOSITORY / "build/releases")
         place = root / "scripts/patchset/manifest.json"
         rows = json.loads(place.read_text())
-        for release in RELEASES[RELEASES.index(newest) + 1 :]:
+        for release in set(RELEASES) - set(known):
             del rows[release]
             shutil.rmtree(root / "patches" / release)
         place.write_text(json.dumps(rows, indent=1) + "\n")
@@ -36,7 +44,7 @@ def project(release_tree, tmp_path):
     return make
 
 
-def refresh(root, *arguments):
+def take_in(root, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "patchset.refresh", *arguments],
         env={**os.environ, "PYTHONPATH": str(root / "scripts"), "COLUMNS": "200"},
@@ -52,68 +60,77 @@ def state(root):
 
 
 def test_history(project):
-    """Told only about 2.6 to 2.13, it ports itself to the releases since."""
-    root = project("2.13.0")
-    assert state(root) != state(REPOSITORY)
-    for release in ("2.14.1", "2.15.0"):
-        done = refresh(root, release, "--structure-only")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"wrote patches/{release}/" in done.stdout
-    assert state(root) == state(REPOSITORY)
-    done = refresh(root, "2.15.0", "--structure-only")
+    """Told only about older releases, it ports itself to the newest."""
+    root = project(RELEASES[0], USUAL)
+    done = take_in(root, NEWEST, "--structure-only")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"wrote patches/{NEWEST}/" in done.stdout
+    mails, stored = (r / "patches" / NEWEST for r in (root, REPOSITORY))
+    assert snapshot(mails) == snapshot(stored)
+    rows, stored = (
+        json.loads((r / "scripts/patchset/manifest.json").read_text())
+        for r in (root, REPOSITORY)
+    )
+    assert rows == {release: stored[release] for release in TRIED}
+    done = take_in(root, NEWEST, "--structure-only")
     assert "is as it was" in done.stdout and done.returncode == 0
 
 
-def made_up(root, release_tree, change):
-    """A release 2.99.0: 2.15.0 with one file changed, where the project looks for it."""
+@pytest.mark.parametrize(
+    "path, old, new, words",
+    [
+        (
+            PARTITIONERS,
+            'raise RuntimeError(f"Not aware of memory budget knapsack solver: {SOLVER}")',
+            "raise RuntimeError(SOLVER)",
+            "occurs 0 times",
+        ),
+        (
+            KNAPSACK,
+            "def greedy_knapsack(",
+            "def newer_knapsack():\n    pass\n\n\ndef greedy_knapsack(",
+            "newer_knapsack",
+        ),
+    ],
+)
+def test_what_upstream_changed_is_for_a_person(
+    project, release_tree, path, old, new, words
+):
+    """A release 2.99.0: the newest with one file changed, where the project looks."""
+    root = project(NEWEST)
     releases = root / "build/releases"
     releases.unlink()
-    clone(release_tree("2.15.0"), releases / "2.99.0")
-    for release in RELEASES:
-        (releases / release).symlink_to(REPOSITORY / "build/releases" / release)
-    path, old, new = change
-    place = releases / "2.99.0" / path
-    text = place.read_text()
-    assert old in text
-    place.unlink()
-    place.write_text(text.replace(old, new))
-    version = releases / "2.99.0/torch/version.py"
-    text = version.read_text()
-    version.unlink()
-    version.write_text(text.replace("2.15.0", "2.99.0"))
-
-
-def test_a_moved_anchor_is_for_a_person(project, release_tree):
-    root = project("2.15.0")
-    old = 'raise RuntimeError(f"Not aware of memory budget knapsack solver: {SOLVER}")'
-    made_up(root, release_tree, (PARTITIONERS, old, "raise RuntimeError(SOLVER)"))
+    clone(release_tree(NEWEST), releases / "2.99.0")
+    (releases / NEWEST).symlink_to(REPOSITORY / "build/releases" / NEWEST)
+    for name, before, after in (
+        (path, old, new),
+        ("torch/version.py", NEWEST, "2.99.0"),
+    ):
+        place = releases / "2.99.0" / name
+        text = place.read_text()
+        assert before in text
+        place.unlink()
+        place.write_text(text.replace(before, after))
     before = state(root)
-    done = refresh(root, "2.99.0", "--structure-only")
-    assert done.returncode == 1
-    assert "a person must decide: solver-by-name" in done.stdout
-    assert f"{PARTITIONERS}: " in done.stdout and "occurs 0 times" in done.stdout
+    done = take_in(root, "2.99.0", "--structure-only")
+    assert done.returncode == 1 and "a person must decide: " in done.stdout
+    assert f"{path}: " in done.stdout and words in done.stdout
     assert state(root) == before
 
 
-def test_a_new_upstream_function_is_for_a_person(project, release_tree):
-    root = project("2.15.0")
-    old = "def greedy_knapsack("
-    new = "def newer_knapsack():\n    pass\n\n\ndef greedy_knapsack("
-    made_up(root, release_tree, (KNAPSACK, old, new))
-    done = refresh(root, "2.99.0", "--structure-only")
-    assert done.returncode == 1 and "newer_knapsack" in done.stdout
-
-
-def test_wrong_calls(project):
-    root = project("2.15.0")
-    for arguments, words in (
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
         ((), "name one VERSION"),
-        (("2.15.0", "--all"), "name one VERSION"),
+        ((NEWEST, "--all"), "name one VERSION"),
         (("newest",), "'newest' is no version"),
-        (("2.15.0", "--only", "nothing"), "invalid choice: 'nothing'"),
-    ):
-        done = refresh(root, *arguments)
-        assert done.returncode == 2 and words in done.stderr, arguments
+        ((NEWEST, "--only", "nothing"), "invalid choice: 'nothing'"),
+    ],
+)
+def test_wrong_calls(capsys, arguments, words):
+    with pytest.raises(SystemExit, match="2"):
+        refresh.main(list(arguments))
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -137,11 +154,34 @@ def test_wrong_calls(project):
     ],
 )
 def test_behaviour_decides(state, without, with_it, verdict, asks):
-    finding = Finding(SERIES[0], state, "", without, with_it)
+    finding = Finding(SERIES[0].name, SERIES[0], state, "", without, with_it)
     assert finding.verdict == verdict
     assert (finding.question is None) == (asks is None)
     if asks:
         assert asks in finding.question
+
+
+def test_a_test_that_another_patch_makes_pass_gets_no_tick(release_tree, monkeypatch):
+    """The same test for the patch that mends something, and for one on top of it."""
+    release = torch.__version__.partition("+")[0]
+    release_tree(release)
+    mends = next(p for p in SERIES if p.name == "knapsack-solvers").minimal
+    idle = replace(
+        mends,
+        name="idle",
+        needs=("mends",),
+        files=(),
+        edits=(Edit(CONFIG, anchor="import os\n", replacement="import os  # idle\n"),),
+    )
+    monkeypatch.setitem(series.FORMS, "mends", mends)
+    monkeypatch.setattr(refresh, "tree", release_tree)
+    monkeypatch.setattr(refresh, "FORMS", {"mends": mends, "idle": idle})
+    before = snapshot(Path(torch.__file__).parent / "_functorch")
+    ticked, unticked = refresh.examine(release, sys.executable)
+    assert (ticked.without, ticked.with_it, ticked.question) == (False, True, None)
+    assert (unticked.without, unticked.with_it) == (True, True)
+    assert "make the test stricter" in unticked.question
+    assert snapshot(Path(torch.__file__).parent / "_functorch") == before
 
 
 def test_what_was_not_tested_again_keeps_its_outcome(tmp_path, monkeypatch):
@@ -149,10 +189,13 @@ def test_what_was_not_tested_again_keeps_its_outcome(tmp_path, monkeypatch):
     monkeypatch.setattr("patchset.refresh.RESULTS", place)
     monkeypatch.setattr("patchset.refresh.REPOSITORY", tmp_path)
     one, other = SERIES[:2]
-    store({"2.13.0": [Finding(p, "applies", "", False, True) for p in (one, other)]})
-    untested = Finding(other, "applies", "")
-    store({"2.13.0": [Finding(one, "applies", "", False, False), untested]}, [one.name])
-    row = json.loads(place.read_text())["2.13.0"]
-    assert (row[one.name]["with"], row[other.name]["with"]) == (False, True)
-    store({"2.13.0": [untested]})
-    assert json.loads(place.read_text())["2.13.0"][other.name]["with"] is None
+
+    def row(*outcomes, only=()):
+        found = [Finding(p.name, p, "applies", "", False, o) for p, o in outcomes]
+        store({USUAL: found}, only)
+        return json.loads(place.read_text())[USUAL]
+
+    row((one, True), (other, True))
+    kept = row((one, False), (other, None), only=[one.name])
+    assert (kept[one.name]["with"], kept[other.name]["with"]) == (False, True)
+    assert row((other, None))[other.name]["with"] is None

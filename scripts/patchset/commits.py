@@ -49,14 +49,15 @@ def check_committable(target: Target, changes: Iterable[Change]) -> None:
     git(target, "var", "GIT_AUTHOR_IDENT")
     for change in changes:
         known = (change.before, change.after)
-        if _head_content(target, change.path) not in known:
+        if head_content(target, change.path) not in known:
             raise Conflict(
                 f"{change.path}: has changes that are not committed; commit or stash "
                 "them first"
             )
 
 
-def _head_content(target: Target, path: str) -> Optional[bytes]:
+def head_content(target: Target, path: str) -> Optional[bytes]:
+    """The file as it is committed, None where HEAD has none."""
     if not git(target, "ls-tree", "HEAD", "--", path):
         return None
     return git(target, "cat-file", "blob", f"HEAD:{path}")
@@ -69,7 +70,7 @@ def commit_on_head(target: Target, steps: Sequence[Step]) -> list[str]:
     branch where it was.
     """
     final = {c.path: c.after for _, changes in steps for c in changes}
-    if all(_head_content(target, path) == content for path, content in final.items()):
+    if all(head_content(target, path) == content for path, content in final.items()):
         return []
     old = git(target, "rev-parse", "HEAD").decode().strip()
     made = _commits(target, steps)

@@ -10,7 +10,7 @@ import ast
 import contextlib
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Optional
@@ -136,29 +136,37 @@ def survey(
     release = _known_release(base, known)
     if release is not None:
         case = _Case(series, release, known, base, current, without)
-        return Survey(release, True, _classify(case))
+        return Survey(release, True, tuple(_classify(case)))
     candidates = sorted(RELEASES, key=minor, reverse=True)
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
         candidates.sort(key=lambda r: minor(r) != minor(target.version))
-    surveys = (
-        Survey(r, False, _classify(_Case(series, r, known, base, current, without)))
-        for r in candidates
-    )
-    first = next(surveys)
-    if not first.conflicts:
-        return first
-    return next((other for other in surveys if not other.conflicts), first)
+    cases = (_Case(series, r, known, base, current, without) for r in candidates)
+    first = next(cases)
+    nearest = Survey(first.release, False, tuple(_classify(first)))
+    if not nearest.conflicts:
+        return nearest
+    for case in cases:
+        states = []
+        for state in _classify(case):
+            states.append(state)
+            if state.state == CONFLICTS:
+                break
+        else:
+            return Survey(case.release, False, tuple(states))
+    return nearest
 
 
-def survey_untouched(target: Target, release: str) -> Survey:
+def survey_untouched(
+    target: Target, release: str, series: Sequence[Patch] = SERIES
+) -> Survey:
     """Classify every patch against a tree taken for ``release`` as it came out.
 
     The release need not be in the manifest.
     """
-    files = {path: target.read(path) for path in series_paths(target)}
-    case = _Case(SERIES, release, {}, files, files, ())
-    return Survey(release, False, _classify(case))
+    files = {path: target.read(path) for path in series_paths(target, series)}
+    case = _Case(series, release, {}, files, files, ())
+    return Survey(release, False, tuple(_classify(case)))
 
 
 def _base(current: View, journal: Optional[Journal]) -> View:
@@ -219,14 +227,12 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
     return min(common, key=RELEASES.index) if len(origins) == len(upstream) else None
 
 
-def _classify(case: _Case) -> tuple[PatchState, ...]:
+def _classify(case: _Case) -> Iterator[PatchState]:
     view = dict(case.base)
-    states = []
     for patch in case.series:
         state = _classify_one(patch, case, view)
         view.update((change.path, change.after) for change in state.changes)
-        states.append(state)
-    return tuple(states)
+        yield state
 
 
 def _classify_one(patch: Patch, case: _Case, view: View) -> PatchState:

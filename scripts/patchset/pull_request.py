@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from typing import Any, Optional
 
-from .commits import check_committable, commit_on_branch
+from .commits import check_committable, commit_on_branch, head_content
 from .images import ABSENT, CONFLICTS, PatchState, survey
 from .mailbox import message
 from .patch import Patch, REPOSITORY
-from .series import SERIES
-from .target import BadCall, Conflict, find
+from .series import FORMS, SERIES, stack
+from .target import BadCall, Conflict, find, Target
 from .transaction import read_journal
 from .upstream_checks import check, conclude
 
@@ -32,21 +33,6 @@ class MissingEvidence(Exception):
     """A result that the text needs is not stored; the message says how to make it."""
 
 
-def stack(topic: str) -> list[Patch]:
-    """The topic's patch in its smallest form, after those that it needs."""
-    patches = {patch.name: patch for patch in SERIES}
-    smallest = patches[topic].minimal or patches[topic]
-    below: dict[str, Patch] = {}
-
-    def add(names: tuple[str, ...]) -> None:
-        for name in names:
-            add(patches[name].needs)
-            below[name] = patches[name]
-
-    add(smallest.needs)
-    return [*below.values(), smallest]
-
-
 def stored(result: str) -> Any:
     place = RESULTS / f"{result}.json"
     if not place.is_file():
@@ -59,16 +45,17 @@ def stored(result: str) -> Any:
 
 def before_and_after(patch: Patch) -> str:
     """The patch's own test on the releases where it was run, without and with it."""
+    name = next(name for name, form in FORMS.items() if form is patch)
     words = {True: "passes", False: "fails"}
     rows = [
         f"| {release} | {words[found['without']]} | {words[found['with']]} |\n"
         for release, patches in stored("releases").items()
-        for found in [patches.get(patch.name, {})]
+        for found in [patches.get(name, {})]
         if found.get("without") is not None and found.get("with") is not None
     ]
     if not rows:
         raise MissingEvidence(
-            f"the test of {patch.name} was run on no release; make that with: "
+            f"the test of {name} was run on no release; make that with: "
             f"{COMMANDS['releases']}"
         )
     return "".join(["| torch | without | with |\n| --- | --- | --- |\n", *rows])
@@ -100,13 +87,22 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + "## Problem and mechanism\n\n"
         + "\n\n".join(problem or [change])
         + f"\n\n## Change\n\n{change}\n\n## Evidence\n\n"
-        + f"`{ours.tested}`, without this change and with it:\n\n"
-        + before_and_after(ours)
+        + f"`{patch.tested}`, without this change and with it:\n\n"
+        + before_and_after(patch)
         + measured(ours)
         + "".join(f"\nMade with `{command}`.\n" for command in commands)
         + f"\n## Test plan\n\n```\n{patch.tested}\n```\n\n## Risks\n\n{ours.risks}\n"
         + f"## Release notes\n\ntopic: {ours.kind}\n"
     )
+
+
+def _check_named_tests(text: str, steps: list[PatchState], target: Target) -> None:
+    """Conflict where the text or a commit's message names a test that is not there."""
+    there = {change.path for step in steps for change in step.changes}
+    for words in (text, *(message(step.patch) for step in steps)):
+        for path in re.findall(r"\btest/[\w/]+\.py", words):
+            if path not in there and head_content(target, path) is None:
+                raise Conflict(f"the text names {path}, which the branch lacks")
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
@@ -130,8 +126,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
     )
     options = parser.parse_args(arguments)
     branch = options.branch or f"ac-budget/{options.topic}"
-    patches = stack(options.topic)
-    ours = next(patch for patch in SERIES if patch.name == options.topic)
+    ours = FORMS[options.topic]
+    patches = stack(ours.minimal or ours)
     try:
         target = find(options.checkout)
         if target.git_dir is None:
@@ -150,6 +146,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
         steps = [step for step in result.patches if step.changes]
         if not steps or steps[-1].patch.name != options.topic:
             raise Conflict(f"{options.topic}: {result.patches[-1].state}")
+        _check_named_tests(text, steps, target)
         check_committable(target, result.changes)
         made = commit_on_branch(target, branch, [_commit(step) for step in steps])
         place = BODIES / f"{options.topic}.md"

@@ -1,19 +1,19 @@
 """The command behind ``scripts/refresh.sh``: takes a release of torch in.
 
 Text alone does not tell whether upstream has landed a patch: it may have landed a
-version that is still wrong. So each patch's own test is run against the untouched
-release, where it passes only if the fault is gone, and against the patched one,
-where it has to pass.
+version that is still wrong. So each patch's own test is run twice, on the release with
+the patches that this one needs: without it, where the test passes only if the fault is
+gone, and with it, where the test has to pass. No other patch of the set is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,32 +24,36 @@ from rich.progress import track
 from rich.table import Table
 
 from . import generate
-from .images import ABSENT, CONFLICTS, FAULTY, LANDED, survey_untouched
-from .patch import minor, OVERLAY, Patch, RELEASES, REPOSITORY
+from .files import clone, replace_file
+from .images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey_untouched
+from .patch import minor, Patch, RELEASES, REPOSITORY
 from .releases import tree
-from .series import SERIES
+from .series import FORMS, SERIES, stack
 from .target import find
 from .upstream_checks import run_test
 
 
+BUILD = REPOSITORY / "build"
 RESULTS = REPOSITORY / "results" / "releases.json"
-TESTS = [path for patch in SERIES for path in patch.files if path.startswith("test/")]
 EPILOG = """\
 exit codes: 0 taken in, or all as it was; 1 a person must decide, nothing was
 written; 2 bad call, or the release cannot be had
 """
+
+WORDS = {None: "-", True: "passes", False: "fails"}
 
 console = Console()
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One patch against one release.
+    """One of ``FORMS`` against one release.
 
-    ``without`` and ``with_it`` say whether the patch's own test passes on the
-    untouched and on the patched release; None: it was not run.
+    ``without`` and ``with_it`` say whether the patch's own test passes on top of what
+    it needs, without it and with it; None: it was not run.
     """
 
+    name: str
     patch: Patch
     state: str
     detail: str
@@ -70,7 +74,7 @@ class Finding:
     @property
     def question(self) -> Optional[str]:
         """What a person must decide, if anything."""
-        name = self.patch.name
+        name = self.name
         if self.verdict == CONFLICTS:
             return (
                 f"{name}: {self.detail}. Has upstream moved it? Give the edit an "
@@ -78,72 +82,92 @@ class Finding:
             )
         if self.verdict == LANDED and self.state != LANDED:
             return (
-                f"{name}: its test passes on the untouched release, but its text is "
-                "not there. Say in `landed` how to see that it landed, or make the "
-                "test stricter"
+                f"{name}: its test passes without it, but its text is not there. Say "
+                "in `landed` how to see that it landed, or make the test stricter"
             )
         if self.verdict == FAULTY and self.state == LANDED:
             return (
-                f"{name}: the text says landed, but its test fails on the untouched "
-                "release. Say in `faults` what is still wrong there"
+                f"{name}: the text says landed, but its test fails without it. Say "
+                "in `faults` what is still wrong there"
             )
         if self.with_it is False:
             return f"{name}: applies, but its test fails: {self.patch.tested}"
         return None
 
 
-def passes(patch: Patch, checkout: Path, python: str) -> bool:
-    """Run the patch's own test with torch imported from ``checkout``."""
-    words = shlex.split(patch.tested)[1:]
-    return run_test(words, checkout, python).returncode == 0
-
-
-def assembled(release: str, python: str, patched: bool) -> Path:
-    """A checkout of the torch that ``python`` has, as released or with the set on."""
-    place = (
-        REPOSITORY / "build" / (f"{'' if patched else 'untouched-'}pytorch-{release}")
+def untouched(release: str, python: str) -> Path:
+    """A checkout of the torch that ``python`` has, as it was released."""
+    place = BUILD / f"untouched-pytorch-{release}"
+    done = subprocess.run(
+        [python, "scripts/checkout.py", "assemble", str(place)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    steps = [[python, "scripts/checkout.py", "assemble", str(place)]]
-    if patched:
-        steps.append(["scripts/apply_patch.sh", str(place)])
-    for step in steps:
-        done = subprocess.run(
-            step,
-            cwd=REPOSITORY,
-            env={**os.environ, "APPLY_PYTHON": sys.executable},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode not in (0, 3):
-            raise RuntimeError((done.stderr or done.stdout).strip()[-500:])
-    if not patched:
-        # The tests alone: what they import is there or it is not.
-        for path in TESTS:
-            copy = place / path
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes((OVERLAY / path).read_bytes())
+    if done.returncode:
+        raise RuntimeError((done.stderr or done.stdout).strip()[-500:])
     return place
+
+
+def isolated(
+    patch: Patch, checkout: Path, release: str, python: str
+) -> tuple[bool, Optional[bool]]:
+    """Whether the patch's own test passes without it and with it, on what it needs.
+
+    ``checkout`` is the untouched release; it is cloned, and left alone. The second is
+    None where the patch has a conflict there.
+    """
+    words = shlex.split(patch.tested)[1:]
+    with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+        target = find(str(clone(checkout, Path(folder) / "pytorch")))
+        *below, top = survey_untouched(target, release, stack(patch)).patches
+
+        def lay(path: str, content: bytes) -> None:
+            place = target.root / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(place, content)
+
+        def passes() -> bool:
+            return run_test(words, target.root, python).returncode == 0
+
+        for change in (change for step in below for change in step.changes):
+            lay(change.path, change.after or b"")
+        # The test alone: what it imports is there or it is not.
+        if words[0] in patch.files:
+            lay(words[0], overlay(words[0]))
+        without = passes()
+        if top.state == CONFLICTS:
+            return without, None
+        for change in top.changes:
+            lay(change.path, change.after or b"")
+        return without, passes()
 
 
 def examine(
     release: str, python: Optional[str], only: Sequence[str] = ()
 ) -> list[Finding]:
-    """Every patch against the release, by behaviour where ``python`` has that torch."""
-    states = survey_untouched(find(str(tree(release))), release).patches
-    if python is None:
-        return [Finding(s.patch, s.state, s.detail) for s in states]
-    untouched = assembled(release, python, patched=False)
-    conflicts = any(s.state == CONFLICTS for s in states)
-    patched = None if conflicts else assembled(release, python, patched=True)
+    """Every form of every patch against the release, in the series' order.
+
+    By behaviour where ``python`` has that torch, by text alone where it is None.
+    """
+    target = find(str(tree(release)))
+    of = {s.patch.name: s for s in survey_untouched(target, release).patches}
     findings = []
-    for s in track(states, f"tests on torch {release}", console=console):
+    for name, patch in track(FORMS.items(), f"torch {release}", console=console):
+        state = (
+            of.get(name) or survey_untouched(target, release, stack(patch)).patches[-1]
+        )
         without = with_it = None
-        if s.state != ABSENT and (not only or s.patch.name in only):
-            without = passes(s.patch, untouched, python)
-            if patched is not None:
-                with_it = passes(s.patch, patched, python)
-        findings.append(Finding(s.patch, s.state, s.detail, without, with_it))
+        if python and state.state != ABSENT and (not only or patch.name in only):
+            checkout = untouched(release, python)
+            without, with_it = isolated(patch, checkout, release, python)
+            console.print(
+                f"{name}: test {WORDS[without]} without, {WORDS[with_it]} with"
+            )
+        findings.append(
+            Finding(name, patch, state.state, state.detail, without, with_it)
+        )
     return findings
 
 
@@ -158,12 +182,11 @@ def environment_of(release: str) -> Optional[str]:
 
 
 def show(release: str, findings: Sequence[Finding]) -> None:
-    words = {None: "-", True: "passes", False: "fails"}
     table = Table(
         "patch", "state", "test without it", "test with it", title=f"torch {release}"
     )
     for f in findings:
-        table.add_row(f.patch.name, f.verdict, words[f.without], words[f.with_it])
+        table.add_row(f.name, f.verdict, WORDS[f.without], WORDS[f.with_it])
     console.print(table)
 
 
@@ -193,7 +216,7 @@ def store(found: dict[str, list[Finding]], only: Sequence[str] = ()) -> None:
     """
     rows = {
         release: {
-            f.patch.name: {
+            f.name: {
                 "state": f.verdict,
                 "without": f.without,
                 "with": f.with_it,
@@ -205,7 +228,11 @@ def store(found: dict[str, list[Finding]], only: Sequence[str] = ()) -> None:
     before = json.loads(RESULTS.read_text()) if only else {}
     for release, patches in rows.items():
         stored = before.get(release, {})
-        kept = [name for name in patches if name in stored and name not in only]
+        kept = [
+            f.name
+            for f in found[release]
+            if f.name in stored and f.patch.name not in only
+        ]
         patches.update((name, stored[name]) for name in kept)
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     console.print(f"wrote {RESULTS.relative_to(REPOSITORY)}; now run scripts/report.sh")

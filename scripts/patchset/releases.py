@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Optional
 
-from .patch import RELEASES, REPOSITORY
+from .files import locked
+from .patch import REPOSITORY
 
 
 TREES = REPOSITORY / "build" / "releases"
@@ -25,29 +25,39 @@ DOWNLOAD = (
     "--platform=macosx_11_0_arm64",
     "--platform=macosx_14_0_arm64",
 )
+# A wheel that is only read need not suit the machine: see unconstrained_pip in
+# scripts/environment.sh.
+UNCONSTRAINED = {"PIP_CONSTRAINT": os.devnull, "PIP_BUILD_CONSTRAINT": os.devnull}
 
 
-def tree(release: str, python: str = sys.executable) -> Path:
-    """The folder with the release's Python files, fetched where it is missing.
+class Unavailable(RuntimeError):
+    """The release's wheel cannot be had here; the message has pip's reason."""
 
-    Needs a Python with pip and an index that has the wheel; RuntimeError says so.
-    """
+
+def tree(release: str) -> Path:
+    """The folder with the release's Python files, fetched where it is missing."""
     place = TREES / release
-    if place.is_dir():
-        return place
     TREES.mkdir(parents=True, exist_ok=True)
+    with locked(TREES):
+        if not place.is_dir():
+            _fetch(release, place)
+    return place
+
+
+def _fetch(release: str, place: Path) -> None:
     with tempfile.TemporaryDirectory(dir=TREES) as folder:
         done = subprocess.run(
-            [python, "-m", "pip", "download", "--quiet", *DOWNLOAD]
+            [sys.executable, "-m", "pip", "download", "--quiet", *DOWNLOAD]
             + ["--dest", folder, f"torch=={release}"],
+            env={**os.environ, **UNCONSTRAINED},
             capture_output=True,
             text=True,
             check=False,
         )
         wheels = list(Path(folder).glob("torch-*.whl"))
         if done.returncode or len(wheels) != 1:
-            raise RuntimeError(
-                f"no wheel of torch {release} to be had (pip exit {done.returncode}): "
+            raise Unavailable(
+                f"torch {release} could not be had (pip exit {done.returncode}): "
                 f"{done.stderr.strip()[-500:]}"
             )
         fresh = Path(folder) / "tree"
@@ -60,19 +70,3 @@ def tree(release: str, python: str = sys.executable) -> Path:
             ]
             wheel.extractall(fresh, names)
         shutil.move(fresh, place)
-    return place
-
-
-def main(arguments: Optional[list[str]] = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Fetches the Python trees of the supported releases to "
-        f"{TREES.relative_to(REPOSITORY)}/ (about 900 MB of wheels, one at a time)."
-    )
-    parser.add_argument("release", nargs="*", default=RELEASES, help="default: all")
-    for release in parser.parse_args(arguments).release:
-        print(f"torch {release}: {tree(release)}", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

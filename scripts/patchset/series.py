@@ -3,6 +3,9 @@
 To change what is patched, change its topic and run ``scripts/generate_patches.sh``.
 """
 
+from __future__ import annotations
+
+from .patch import Patch
 from .topics import (
     budget_errors,
     budgets_together,
@@ -42,3 +45,17 @@ SERIES = tuple(
         exact_by_default,
     )
 )
+
+# What a pull request can hold: every patch, and its smallest form where it has one.
+FORMS: dict[str, Patch] = {patch.name: patch for patch in SERIES}
+FORMS.update(
+    (f"{patch.name}, smallest form", patch.minimal) for patch in SERIES if patch.minimal
+)
+
+
+def stack(patch: Patch) -> list[Patch]:
+    """The patch after those that it needs, each after those that it needs itself."""
+    below: dict[str, Patch] = {}
+    for name in patch.needs:
+        below.update((needed.name, needed) for needed in stack(FORMS[name]))
+    return [*below.values(), patch]

@@ -12,7 +12,6 @@ inode through hard links.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from .files import locked, replace_file, sync_folder, write_synced
 from .target import Conflict, Target
 
 
@@ -71,18 +71,14 @@ class Journal:
 @contextmanager
 def lock(target: Target) -> Iterator[None]:
     """One process at a time; the kernel drops the lock with its process."""
-    handle = os.open(target.root / "torch", os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict(
-                f"{target.root}: another process is patching this tree; "
-                "try again when it is done"
-            ) from None
-        yield
-    finally:
-        os.close(handle)
+        with locked(target.root / "torch", wait=False):
+            yield
+    except BlockingIOError:
+        raise Conflict(
+            f"{target.root}: another process is patching this tree; "
+            "try again when it is done"
+        ) from None
 
 
 def read_journal(target: Target) -> Optional[Journal]:
@@ -118,7 +114,7 @@ def commit(target: Target, changes: Sequence[Change], release: str) -> None:
             mode = place.stat().st_mode & 0o777
             backup = fresh / "backups" / change.path
             backup.parent.mkdir(parents=True, exist_ok=True)
-            _write(backup, change.before)
+            write_synced(backup, change.before)
         files[change.path] = {
             "before": digest(change.before),
             "after": digest(change.after),
@@ -127,7 +123,7 @@ def commit(target: Target, changes: Sequence[Change], release: str) -> None:
     journal = Journal(target.state, "writing", release, files, folders)
     _write_journal(fresh, journal)
     os.replace(fresh, target.state)
-    _sync_folder(target.state.parent)
+    sync_folder(target.state.parent)
     for folder in folders:
         (target.root / folder).mkdir()
     for change in changes:
@@ -169,6 +165,7 @@ def recover(target: Target) -> bool:
     """Undo what a killed call left half done; whether there was anything."""
     for place in target.state.parent.glob(target.state.name + ".*"):
         shutil.rmtree(place)
+    (target.state / f"{JOURNAL}.new").unlink(missing_ok=True)
     journal = read_journal(target)
     if journal is None or journal.phase != "writing":
         return False
@@ -204,7 +201,7 @@ def _put(target: Target, path: str, content: Optional[bytes], mode: int) -> None
         place.unlink(missing_ok=True)
         return
     sibling = _sibling(place)
-    _write(sibling, content)
+    write_synced(sibling, content)
     os.chmod(sibling, mode)
     # Python takes bytecode for current when size and whole second agree.
     old_time = place.stat().st_mtime if place.exists() else 0.0
@@ -214,14 +211,7 @@ def _put(target: Target, path: str, content: Optional[bytes], mode: int) -> None
         owner = (place if place.exists() else place.parent).stat()
         os.chown(sibling, owner.st_uid, owner.st_gid)
     os.replace(sibling, place)
-    _sync_folder(place.parent)
-
-
-def _write(place: Path, content: bytes) -> None:
-    with open(place, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    sync_folder(place.parent)
 
 
 def _write_journal(folder: Path, journal: Journal) -> None:
@@ -235,15 +225,4 @@ def _write_journal(folder: Path, journal: Journal) -> None:
         },
         indent=1,
     )
-    sibling = folder / (JOURNAL + ".new")
-    _write(sibling, text.encode())
-    os.replace(sibling, folder / JOURNAL)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    replace_file(folder / JOURNAL, text.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -36,6 +37,41 @@ LINTERS = (
     "TEST_HAS_MAIN",
     "COPYRIGHT",
 )
+# What of upstream's pyproject.toml (of 2.15) bears on what the set changes, for trees
+# that come without it. The overlay runs on Python 3.9, so `Optional[X]` is no fault.
+SETTINGS = """
+[tool.usort]
+preserve_inline_comments = true
+collapse_blank_lines_in_category = false
+[tool.usort.known]
+first_party = ["caffe2", "torch", "torchgen", "functorch", "test"]
+standard_library = ["typing_extensions"]
+[tool.ruff]
+line-length = 88
+target-version = "py39"
+[tool.ruff.format]
+docstring-code-format = true
+[tool.ruff.lint]
+select = [
+    "B", "C4", "E", "F", "FURB", "G", "LOG", "PERF", "PGH004", "PIE", "PLE", "PYI",
+    "RSE", "RUF100", "S101", "SIM", "SLOT", "TC", "TRY002", "TRY203", "TRY401", "UP", "W",
+]
+ignore = [
+    "B007", "B008", "B017", "B018", "B023", "B028", "B905", "C408", "E402", "E501",
+    "E741", "FURB122", "PERF203", "PERF401", "PYI024", "PYI036", "PYI041", "PYI056",
+    "SIM102", "SIM103", "SIM105", "SIM108", "SIM110", "SIM112", "SIM114", "SIM116",
+    "SIM117", "SIM300", "TC006", "UP045",
+]
+[tool.ruff.lint.per-file-ignores]
+"**/torch/_inductor/**" = ["S101"]
+"""
+_RUFF_LINE = r"^(?P<path>[^:\n]+):\d+:\d+: (?P<words>.+)$"
+# The commands, and how a line of what they say names a file.
+SETTLED = {
+    "usort check .": r"^(?P<words>Would sort) (?P<path>.+)$",
+    "ruff check --no-cache --quiet --output-format=concise .": _RUFF_LINE,
+    "ruff format --no-cache --quiet --check --output-format=concise .": _RUFF_LINE,
+}
 # Upstream's tests of what the set touches; not every checkout has them.
 TESTS = (
     ("test/functorch/test_ac_knapsack.py",),
@@ -105,7 +141,7 @@ def run_test(
 def _lint(tree: Path, paths: Sequence[str]) -> Iterator[Check]:
     config = tree / ".lintrunner.toml"
     if not config.is_file():
-        yield from _ruff(tree, paths)
+        yield _settled(tree, paths)
         return
     known = {linter["code"] for linter in tomllib.loads(config.read_text())["linter"]}
     codes = [code for code in LINTERS if code in known]
@@ -147,37 +183,47 @@ def _headers(tree: Path, paths: Sequence[str]) -> Check:
     return Check("test owners and run_tests", not wrong, "\n".join(wrong))
 
 
-def _ruff(tree: Path, paths: Sequence[str]) -> Iterator[Check]:
-    """Our own linter, where the checkout has none: nothing new in files that were there."""
-    ruff = [str(Path(sys.executable).parent / "ruff")]
-    ours = f"--config={REPOSITORY / 'pyproject.toml'}"
-
-    def findings(text: str, path: str) -> Counter[str]:
-        def said(*words: str) -> list[str]:
-            done = subprocess.run(
-                [*ruff, *words, ours, f"--stdin-filename={path}", "-"],
-                cwd=tree,
-                input=text,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            return done.stdout.splitlines()
-
-        found = said("check", "--quiet", "--output-format=concise")
-        # Without its place, so that lines may move.
-        lines = [line.split(": ", 1)[-1] for line in found]
-        if any(said("format", "--diff")):
-            lines.append("not formatted")
-        return Counter(lines)
-
-    new = []
+def _settled(tree: Path, paths: Sequence[str]) -> Check:
+    """By our copy of the settings, where the checkout has none: nothing new is found."""
+    before = {}
     for path in paths:
-        before = _run(["git", "show", f"HEAD^:{path}"], tree)
-        known = findings(before.stdout, path) if not before.returncode else Counter()
-        more = findings((tree / path).read_text(), path) - known
-        new += [f"{path}: {line}" for line in more.elements()]
-    yield Check("ruff (the checkout has no linters)", not new, "\n".join(new))
+        shown = _run(["git", "show", f"HEAD^:{path}"], tree)
+        if not shown.returncode:
+            before[path] = shown.stdout
+    new = new_findings(before, {path: (tree / path).read_text() for path in paths})
+    return Check(
+        "usort and ruff (the checkout has no linters)", not new, "\n".join(new)
+    )
+
+
+def new_findings(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """What upstream's linters say of the files ``after`` that they did not before.
+
+    Both map paths in a PyTorch tree to texts; the paths may begin with a folder that
+    tells several trees apart. Lines may move: a finding is known by its words.
+    """
+    found = _said(after)
+    named = {path for path, _ in found}
+    found -= _said({path: text for path, text in before.items() if path in named})
+    return [f"{path}: {words}" for path, words in found.elements()]
+
+
+def _said(files: dict[str, str]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        (tree / "pyproject.toml").write_text(SETTINGS)
+        for path, text in files.items():
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_text(text)
+        for command, line in SETTLED.items():
+            done = _run([sys.executable, "-m", *command.split()], tree)
+            matches = list(re.finditer(line, done.stdout, re.M))
+            if done.returncode and not matches:
+                raise RuntimeError(f"{command}: {done.stdout.strip()}")
+            for match in matches:
+                found[os.path.relpath(tree / match["path"], tree), match["words"]] += 1
+    return found
 
 
 def _test(tree: Path, patch: Patch) -> Iterator[Check]:

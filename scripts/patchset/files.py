@@ -1,0 +1,52 @@
+"""Files that a reader sees old or new, never in part, and locks that a kill frees."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_synced(place: Path, content: bytes) -> None:
+    with open(place, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(place: Path, content: bytes) -> None:
+    """Give ``place`` the content by way of a sibling; an old file's mode stays."""
+    sibling = place.with_name(place.name + ".new")
+    write_synced(sibling, content)
+    if place.exists():
+        os.chmod(sibling, place.stat().st_mode & 0o777)
+    os.replace(sibling, place)
+    sync_folder(place.parent)
+
+
+def clone(source: Path, destination: Path) -> Path:
+    """A copy that shares every file by a hard link: replace them, never write in."""
+    shutil.copytree(source, destination, copy_function=os.link, symlinks=True)
+    return destination
+
+
+@contextmanager
+def locked(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the folder's lock; where ``wait`` is false, BlockingIOError if it is held."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(handle)

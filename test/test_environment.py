@@ -1,0 +1,97 @@
+"""The project's own pip calls on a machine whose configuration forbids a release."""
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from patchset import releases
+from patchset.patch import REPOSITORY
+
+
+CAPPED = "this_is_capped"
+
+
+def made_up_wheel(folder, name, version, tag):
+    """The least that pip takes for a wheel."""
+    metadata = f"{name}-{version}.dist-info"
+    texts = {
+        f"{name}/__init__.py": f"__version__ = '{version}'\n",
+        f"{metadata}/METADATA": f"Metadata-Version: 2.1\nName: {name}\n"
+        f"Version: {version}\n",
+        f"{metadata}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        for path, text in texts.items():
+            wheel.writestr(path, text)
+        record = "".join(f"{path},,\n" for path in [*texts, f"{metadata}/RECORD"])
+        wheel.writestr(f"{metadata}/RECORD", record)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A pip configuration: where wheels come from, and a cap on their versions."""
+    (tmp_path / "constraints.txt").write_text(f"{CAPPED}<2\ntorch<2\n")
+    (tmp_path / "pip.conf").write_text(
+        f"[global]\nno-index = true\nfind-links = {tmp_path}\n"
+        + f"[install]\nconstraint = {tmp_path / 'constraints.txt'}\n"
+        + f"[download]\nconstraint = {tmp_path / 'constraints.txt'}\n"
+    )
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "pip, code", [("unconstrained_pip", 0), ('"$PYTHON" -m pip', 1)]
+)
+def test_environment_is_free_of_constraints_but_not_of_the_index(machine, pip, code):
+    """The plain pip fails: this test can fail."""
+    made_up_wheel(machine, CAPPED, "2.0", "py3-none-any")
+    words = f"install --quiet --target {machine / 'there'} {CAPPED}==2.0"
+    done = subprocess.run(
+        ["bash", "-c", f"source scripts/environment.sh; PYTHON=$1; {pip} {words}"]
+        + ["bash", sys.executable],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, (machine / "there" / CAPPED).is_dir()) == (
+        code,
+        not code,
+    ), done.stderr
+
+
+def test_tree_is_free_of_constraints_but_not_of_the_index(machine, monkeypatch):
+    monkeypatch.setattr(releases, "TREES", machine / "trees")
+    made_up_wheel(machine, "torch", "2.99.0", "cp312-cp312-macosx_14_0_arm64")
+    assert (releases.tree("2.99.0") / "torch/__init__.py").is_file()
+    # The machine's index has no other.
+    with pytest.raises(releases.Unavailable, match=r"torch 2\.98\.0 could not"):
+        releases.tree("2.98.0")
+
+
+def test_release_that_cannot_be_had_is_skipped_and_counted(machine):
+    """By the tests' own fixture, in a run of its own."""
+    (machine / "test_it.py").write_text(
+        "from conftest import *\n"
+        "import patchset.releases\n"
+        f"patchset.releases.TREES = Path({str(machine)!r}, 'trees')\n"
+        "def test_one(release_tree): release_tree('2.98.0')\n"
+        "def test_two(checkout): checkout('2.98.0')\n"
+        "def test_three(): pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-n", "1"]
+        + ["--rootdir", machine, "-c", REPOSITORY / "pyproject.toml", machine],
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}/scripts:{REPOSITORY}/test"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 tests skipped: torch 2.98.0 could not be had" in done.stdout
+    assert "1 passed, 2 skipped" in done.stdout
