@@ -222,20 +222,29 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
 def _classify(case: _Case) -> tuple[PatchState, ...]:
     view = dict(case.base)
     states = []
+    missing: set[str] = set()
     for patch in case.series:
-        state = _classify_one(patch, case, view)
+        state = _classify_one(patch, case, view, missing)
+        if state.state == LEFT_OUT:
+            missing.add(patch.name)
         view.update((change.path, change.after) for change in state.changes)
         states.append(state)
     return tuple(states)
 
 
-def _classify_one(patch: Patch, case: _Case, view: View) -> PatchState:
+def _classify_one(
+    patch: Patch, case: _Case, view: View, missing: Collection[str]
+) -> PatchState:
+    """The patch's state; ``missing`` names those before it that are left out."""
     files = [path for path in patch.files if path in view]
     edits = [edit for edit in patch.edits if edit.fits(case.release)]
     if patch.name in case.without:
         return PatchState(patch, LEFT_OUT, "")
     if not patch.fits(case.release):
         return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
+    lacks = [name for name in patch.needs if name in missing]
+    if lacks:
+        return PatchState(patch, LEFT_OUT, f"it needs {', '.join(lacks)}")
     done = all(case.current[path] == overlay(path) for path in files) and all(
         _has(case.current[edit.path], edit, case) for edit in edits
     )
@@ -293,12 +302,18 @@ def _changes(
 
 def _has(content: Optional[bytes], edit: Edit, case: _Case) -> bool:
     """Whether the edit is in the file, as it is or as a later edit changed it."""
-    if _text(content).count(edit.replacement) == 1:
+    text = _text(content)
+    if edit.replacement == "" and edit.anchor not in text:
+        return True
+    if edit.replacement != "" and text.count(edit.replacement) == 1:
         return True
     following = itertools.dropwhile(lambda other: other is not edit, case.edits())
     return any(
         other.path == edit.path
-        and other.anchor in edit.replacement
+        and (
+            other.anchor in edit.replacement
+            or (other.whole and other.inside == edit.inside)
+        )
         and _has(content, other, case)
         for other in itertools.islice(following, 1, None)
     )
@@ -347,10 +362,10 @@ def _check_syntax(
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for edit in edits:
-        if edit.replacement not in text:
+        if edit.replacement == "" or edit.replacement not in text:
             continue  # A later edit changed it, and is checked in its own place.
         first = text.count("\n", 0, text.index(edit.replacement)) + 1
-        last = first + edit.replacement.count("\n") - 1
+        last = first + edit.replacement.rstrip("\n").count("\n")
         around = [
             n for n in functions if n.lineno <= first and last <= (n.end_lineno or 0)
         ]

@@ -4,17 +4,15 @@ To change what is patched, change its topic and run ``scripts/generate_patches.s
 """
 
 from .topics import (
-    budget_errors,
-    budgets_together,
     buffer_reuse,
     cache_key,
     config_solver_name,
-    custom_solver_runtimes,
     exact_by_default,
     exact_solver,
     frozen_layers,
     knapsack_solvers,
     mask_vectors,
+    memory_budget,
     peak_budget,
     random_ops,
     saved_report,
@@ -28,17 +26,15 @@ SERIES = tuple(
         exact_solver,
         knapsack_solvers,
         solver_by_name,
-        config_solver_name,
-        budgets_together,
         cache_key,
         random_ops,
-        custom_solver_runtimes,
-        budget_errors,
+        memory_budget,
         saved_report,
         frozen_layers,
         mask_vectors,
         buffer_reuse,
         peak_budget,
         exact_by_default,
+        config_solver_name,
     )
 )
