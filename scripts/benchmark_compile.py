@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import knapsack
+from upstream import dispatch
 
 
 MODELS = (
@@ -92,7 +93,8 @@ def measure(task: fresh.Task) -> fresh.Row:
     watch, peaks = Stopwatch(), []
     row: fresh.Row = {"joint_nodes": 0, "items": 0, "knapsack_bytes": 0}
     row.update(used=None, over=False)
-    solve = watch.timed("knapsack", partitioners._optimize_runtime_with_given_memory)
+    place, name = dispatch()
+    solve = watch.timed("knapsack", getattr(place, name))
     cut = watch.timed("min_cut", partitioners.solve_min_cut)
     estimate = watch.timed("estimate", partitioners.estimate_runtime)
     plan = watch.timed("partition", partitioners.min_cut_rematerialization_partition)
@@ -123,8 +125,8 @@ def measure(task: fresh.Task) -> fresh.Row:
             partitioners,
             solve_min_cut=cut,
             estimate_runtime=estimate,
-            _optimize_runtime_with_given_memory=watch_knapsack,
         ),
+        mock.patch.object(place, name, watch_knapsack),
     ):
         trace(*fake, plan)
     total = time.process_time() - start

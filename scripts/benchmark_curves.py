@@ -196,7 +196,7 @@ class Meter:
     def look(self, name: str, args: Sequence[Any]) -> None:
         if name == "solve_min_cut" and len(args) > 3:
             self.sets.append(frozenset(node.name for node in args[3]))
-        elif name == "_optimize_runtime_with_given_memory":
+        elif name in ("ask_solver", "_optimize_runtime_with_given_memory"):
             self.nodes, self.items = len(args[0].nodes), len(args[1])
 
 
@@ -209,11 +209,14 @@ def measure(net: str) -> dict[str, Any]:
         "_optimize_runtime_with_given_memory",
         "choose_saved_values_set",
         "min_cut_rematerialization_partition",
-        "record_plan",
-        "note_limits",
-        "note_knapsack",
     ):
         meter.watch(partitioners, name)
+    package = "torch._functorch._activation_checkpointing"
+    ours = sys.modules.get(f"{package}.memory_budget")
+    meter.watch(ours, "ask_solver")
+    meter.watch(ours, "choose_plan")
+    meter.watch(sys.modules.get(f"{package}.peak_budget"), "record_plan")
+    planner = "choose_saved_values_set" if ours is None else "choose_plan"
     curve = sys.modules.get("torch._functorch._activation_checkpointing.budget_curve")
     meter.watch(curve, "solve_budgets")
     start, clock = time.process_time(), time.perf_counter()
@@ -227,23 +230,19 @@ def measure(net: str) -> dict[str, Any]:
     ):
         NETS[net]()
         files = sorted(place.suffix for place in Path(folder).iterdir())
-    report = [
-        meter.seconds[name]
-        for name in ("record_plan", "note_limits", "note_knapsack")
-        if name in meter.seconds
-    ]
     return {
         "items": meter.items,
         "nodes": meter.nodes,
         "min_cuts": meter.calls["solve_min_cut"],
         "sets_cut_twice": len(meter.sets) - len(set(meter.sets)),
-        "solver_calls": meter.calls["_optimize_runtime_with_given_memory"]
+        "solver_calls": meter.calls.get("ask_solver", 0)
+        + meter.calls.get("_optimize_runtime_with_given_memory", 0)
         + meter.calls.get("solve_budgets", 0),
-        "plan_and_plot_seconds": meter.seconds["choose_saved_values_set"],
+        "plan_and_plot_seconds": meter.seconds[planner],
         "partition_seconds": meter.seconds["min_cut_rematerialization_partition"],
         "seconds_with_trace": time.process_time() - start,
         "wall_seconds": time.perf_counter() - clock,
-        "report_seconds": sum(report) if report else None,
+        "report_seconds": meter.seconds.get("record_plan"),
         "files": files,
     }
 

@@ -122,12 +122,12 @@ def measure_steps(task: fresh.Task) -> fresh.Row:
         with budgeted(budget, ours), ExitStack() as stack:
             if ours:
                 from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-                    peak_planner,
+                    peak_budget,
                     saved_report,
                 )
 
-                watched = noting(peak_planner.search)
-                stack.enter_context(mock.patch.object(peak_planner, "search", watched))
+                watched = noting(peak_budget.search)
+                stack.enter_context(mock.patch.object(peak_budget, "search", watched))
             step = torch.compile(module, backend=OPERATORS)
             step(*inputs).backward()
             module.zero_grad()
@@ -135,7 +135,8 @@ def measure_steps(task: fresh.Task) -> fresh.Row:
             first = first or found
             peak: Any = None
             if ours:
-                peak = saved_report.last_plan().peak
+                # A budget of 1 is none of peak memory.
+                peak = getattr(saved_report.last_plan(), "peak", None)
             steps.append(
                 {
                     "budget": budget,
@@ -203,7 +204,8 @@ def measure_inductor(task: fresh.Task) -> fresh.Row:
 def measure_planning(task: fresh.Task) -> fresh.Row:
     """CPU seconds of the whole partitioner, by upstream's algorithm and by ours."""
     from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-        peak_planner,
+        memory_budget,
+        peak_budget,
     )
 
     kept: dict[str, Any] = {}
@@ -234,12 +236,14 @@ def measure_planning(task: fresh.Task) -> fresh.Row:
             module, kept["inputs"], **kept["options"]
         )
 
-    def curve(graph: Any, info: Any, budget: float, outputs: int, choose: Any) -> Any:
+    def curve(graph: Any, info: Any, budget: float, outputs: int) -> Any:
         """The planner's own part, for one budget and for twenty."""
 
         def plans(budgets: Sequence[float]) -> Any:
-            fastest = choose(graph, info, memory_budget=1)
-            model, found = peak_planner.build_curve(graph, info, outputs, fastest)
+            fastest = memory_budget.choose_plan(graph, info, 1)
+            model, found = peak_budget.build_curve(
+                graph, info, outputs, fastest.saved_values
+            )
             for each in budgets:
                 chosen = found.within(found.allowed(each))
                 model.saved_values(model.evaluate(chosen.storages).saved)
@@ -258,7 +262,7 @@ def measure_planning(task: fresh.Task) -> fresh.Row:
                 ):
                     joint = copy.deepcopy(kept["module"])
                     timed(f"{target} {budget:g}", functools.partial(partition, joint))
-        with mock.patch.object(partitioners, "choose_for_target", curve):
+        with mock.patch.object(peak_budget, "choose_plan", curve):
             partition(copy.deepcopy(kept["module"]))
     return {"nodes": nodes, **{k: statistics.median(v) for k, v in times.items()}}
 

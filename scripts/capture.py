@@ -34,6 +34,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from upstream import dispatch
 
 
 # A budget that no plan but the knapsack's keeps.
@@ -133,9 +134,7 @@ def capture(net: Net, like_cuda: bool = True) -> Instance:
             visualize_memory_budget_pareto=False,
         ),
         mock.patch.object(partitioners, "solve_min_cut", watch_cut),
-        mock.patch.object(
-            partitioners, "_optimize_runtime_with_given_memory", watch_knapsack
-        ),
+        mock.patch.object(*dispatch(), watch_knapsack),
     ):
         try:
             trace(

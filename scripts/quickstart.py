@@ -44,7 +44,7 @@ from rich.table import Table
 from torch import nn, Tensor
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import knapsack
-from upstream import untouched_knapsack
+from upstream import dispatch, untouched_knapsack
 
 
 SEED = 0
@@ -167,7 +167,8 @@ class Observer:
 def observed() -> Iterator[Observer]:
     """Put an Observer around the partitioner, and take it away again."""
     observer = Observer()
-    solve = partitioners._optimize_runtime_with_given_memory
+    place, name = dispatch()
+    solve = getattr(place, name)
     partition = partitioners.min_cut_rematerialization_partition
     # The backends imported the function by name, each into a module of its own.
     users: list[ModuleType] = [
@@ -179,13 +180,13 @@ def observed() -> Iterator[Observer]:
         )
         if getattr(module, partition.__name__, None) is partition
     ]
-    partitioners._optimize_runtime_with_given_memory = observer.watch_solver(solve)
+    setattr(place, name, observer.watch_solver(solve))
     for module in users:
         setattr(module, partition.__name__, observer.watch_partition(partition))
     try:
         yield observer
     finally:
-        partitioners._optimize_runtime_with_given_memory = solve
+        setattr(place, name, solve)
         for module in users:
             setattr(module, partition.__name__, partition)
 

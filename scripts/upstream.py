@@ -15,6 +15,20 @@ KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
 EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
 
 
+def dispatch() -> tuple[ModuleType, str]:
+    """The function that asks the solver of the config: its module and its name.
+
+    Both of them take the graph, the items' sizes and runtimes, and the budget first.
+    """
+    from torch._functorch import partitioners
+
+    try:
+        from torch._functorch._activation_checkpointing import memory_budget
+    except ImportError:  # Before 2.10, and on an untouched tree.
+        return partitioners, "_optimize_runtime_with_given_memory"
+    return memory_budget, "ask_solver"
+
+
 def untouched(path: str, name: str) -> ModuleType:
     """The module at ``path`` as its wheel brought it, loaded as ``name``.
 
