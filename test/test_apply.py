@@ -144,9 +144,7 @@ def test_installed_layout_gets_no_tests(release_tree, tmp_path):
     assert snapshot(root) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["cache-key", "custom-solver-runtimes", "budget-errors"]
-)
+@pytest.mark.parametrize("name", ["cache-key", "random-ops", "frozen-layers"])
 @pytest.mark.parametrize("release", RELEASES)
 def test_alone(release_tree, release, name):
     others = set(NAMES) - {name}
@@ -351,6 +349,21 @@ def test_without_one_patch(repository):
     assert "already applied" in run(*without, root).text
     assert run(root).code == 0
     assert set(run("--status", root).states.values()) == {"applied"}
+
+
+def test_what_needs_a_patch_is_left_out_with_it(release_tree):
+    target = find(str(release_tree("2.13.0")))
+    result = images.survey(target, None, without=["random-ops"])
+    details = {
+        p.patch.name: p.detail for p in result.patches if p.state == images.LEFT_OUT
+    }
+    assert details == {
+        "random-ops": "",
+        "memory-budget": "it needs random-ops",
+        "saved-report": "it needs memory-budget",
+        "peak-budget": "it needs saved-report",
+    }
+    assert not result.conflicts
 
 
 # -------------------------------------------------------- kills at every step
