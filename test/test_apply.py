@@ -30,15 +30,13 @@ SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
 NAMES = [patch.name for patch in SERIES]
 # The first release that a patch is for, where that is not the first of all.
 SINCE = {
-    "budget-errors": (2, 10),
     "buffer-reuse": (2, 10),
     "frozen-layers": (2, 10),
     "mask-vectors": (2, 10),
+    "memory-budget": (2, 10),
     "random-ops": (2, 10),
     "saved-report": (2, 10),
-    "budgets-together": (2, 7),
     "cache-key": (2, 11),
-    "custom-solver-runtimes": (2, 11),
     "peak-budget": (2, 11),
 }
 
