@@ -23,7 +23,9 @@ def dispatch() -> tuple[ModuleType, str]:
     from torch._functorch import partitioners
 
     try:
-        from torch._functorch._activation_checkpointing import memory_budget
+        from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
+            memory_budget,
+        )
     except ImportError:  # Before 2.10, and on an untouched tree.
         return partitioners, "_optimize_runtime_with_given_memory"
     return memory_budget, "ask_solver"

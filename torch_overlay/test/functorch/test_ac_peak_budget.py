@@ -35,11 +35,6 @@ from torch._functorch._activation_checkpointing import (
 from torch._functorch._activation_checkpointing.fused_peak import fused_peak
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
 from torch._functorch._activation_checkpointing.peak_budget import PeakPlan
-from torch._functorch._activation_checkpointing.rerun_cost import (
-    FLOP_PER_BYTE,
-    flops,
-    roofline,
-)
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
@@ -632,24 +627,6 @@ class PeakBudgetTest(TestCase):
                 self.assertEqual(
                     step(self.compiled(given), given).gradients, expected.gradients
                 )
-
-    def test_roofline(self):
-        graph = torch.fx.Graph()
-        x = graph.placeholder("x")
-        x.meta["val"] = torch.empty(8, 8)
-
-        def cost(op, *args):
-            node = graph.call_function(op, args)
-            node.meta["val"] = op(*(a.meta["val"] if a is x else a for a in args))
-            return roofline(node), flops(node)
-
-        aten = torch.ops.aten
-        moved = FLOP_PER_BYTE * 8 * 8 * 4
-        self.assertEqual(cost(aten.sin.default, x), (2 * moved, 0))
-        self.assertEqual(cost(aten.view.default, x, [64]), (1, 0))
-        self.assertEqual(cost(aten.mm.default, x, x), (2 * moved, 2 * 8**3))
-        x.meta["val"] = torch.empty(1024, 1024, device="meta")
-        self.assertEqual(cost(aten.mm.default, x, x), (2 * 1024**3,) * 2)
 
     def test_the_cache_tells_plans_apart(self):
         given = layers(torch.matmul, 6)

@@ -28,11 +28,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from torch._functorch import config
+from torch._functorch._activation_checkpointing.ac_logging_utils import (
+    create_structured_trace_for_min_cut_info,
+)
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
-from .ac_logging_utils import create_structured_trace_for_min_cut_info
 from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
 from .custom_solver import ask_custom_solver
 from .knapsack import KNAPSACK_SOLVERS
@@ -126,7 +128,7 @@ def choose_plan(
     if memory_budget == 1:
         return plan
     limits = Range(_nbytes(node_info.inputs), _nbytes(fastest))
-    plan = replace(plan, limits=tuple(limits))
+    plan = replace(plan, limits=(limits.low, limits.high))
     if limits.low < limits.high:
         plan = graph.within(limits, plan)
         plan = replace(plan, activation_bytes=weigh(plan.saved_values))
@@ -215,39 +217,35 @@ class _Graph:
             runtime, saved, again = ask_solver(
                 self.joint, memory, runtimes, fastest.budget, self.info, items
             )
-        name = config.activation_memory_budget_solver
+        name: Any = config.activation_memory_budget_solver
+        name = name if isinstance(name, str) else type(name).__name__
+        solved = SolvedKnapsack(name, fastest.budget, memory, runtimes, list(saved))
         plan = replace(
             fastest,
             saved_values=cut(tuple(sorted(again))),
             decided_by="knapsack",
-            knapsack=SolvedKnapsack(
-                name if isinstance(name, str) else type(name).__name__,
-                fastest.budget,
-                memory,
-                runtimes,
-                list(saved),
-            ),
+            knapsack=solved,
             items=items,
         )
         cheap = (_nbytes(more), _nbytes(most))
         if config.visualize_memory_budget_pareto:
-            self.plot(plan, limits, cheap, cut)
+            self.plot(solved, items, limits, cheap, cut)
         self.trace(plan, limits, cheap, again, runtime)
         return plan
 
     def plot(
         self,
-        plan: ChosenPlan,
+        posed: SolvedKnapsack,
+        items: list[fx.Node],
         limits: Range,
         cheap: tuple[int, int],
         cut: Callable[[tuple[int, ...]], list[fx.Node]],
     ) -> None:
         """Write the curve of all budgets, with the plan's own on it."""
-        posed = plan.knapsack
         # The knee search is shown by the curve that it searches.
         solvers = {**KNAPSACK_SOLVERS, _KNEE: exact_knapsack}
         ask = functools.partial(
-            ask_solver, self.joint, node_info=self.info, items=plan.items
+            ask_solver, self.joint, node_info=self.info, items=items
         )
         solver = solvers.get(posed.solver, ask)
         points = budget_curve(posed, solver, lambda i: _nbytes(cut(i)), limits, cheap)
@@ -284,17 +282,18 @@ class _Graph:
         """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
         from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
 
-        if not AOT_PARTITIONER_DEBUG:
+        solved = plan.knapsack
+        if not AOT_PARTITIONER_DEBUG or solved is None:
             return
-        told = {
+        told: dict[str, Any] = {
             "joint_graph": self.joint,
             "all_recomputable_banned_nodes": plan.items,
-            "saved_node_idxs": plan.knapsack.saved,
+            "saved_node_idxs": solved.saved,
             "recomputable_node_idxs": recomputed,
             "expected_runtime": runtime,
             "memories_banned_nodes": [_nbytes([node]) for node in plan.items],
-            "normalized_memories_banned_nodes": plan.knapsack.memory,
-            "runtimes_banned_nodes": plan.knapsack.runtimes,
+            "normalized_memories_banned_nodes": solved.memory,
+            "runtimes_banned_nodes": solved.runtimes,
             "min_cut_saved_values": plan.saved_values,
             "memory_budget": plan.budget,
             "min_act_size": limits.low / 1e9,
@@ -317,7 +316,7 @@ def ask_solver(
     items: list[fx.Node],
 ) -> tuple[float, list[int], list[int]]:
     """The answer of the solver that the config names; see :mod:`.knapsack`."""
-    solver = config.activation_memory_budget_solver
+    solver: Any = config.activation_memory_budget_solver
     if not isinstance(solver, str):
         return ask_custom_solver(
             solver, memory, runtimes, budget, joint_graph, node_info, items

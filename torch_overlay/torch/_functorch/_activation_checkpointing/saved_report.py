@@ -461,7 +461,7 @@ def describe_plan(
         runtime_unit=RUNTIME_UNITS.get(str(estimator), ""),
         activation_bytes=activation_bytes(placeholders, saved),
         limits=chosen.limits,
-        knapsack=solved and Knapsack(**vars(solved)),
+        knapsack=None if solved is None else Knapsack(**vars(solved)),
     )
 
 
