@@ -310,13 +310,19 @@ def _has(content: Optional[bytes], edit: Edit, case: _Case) -> bool:
     following = itertools.dropwhile(lambda other: other is not edit, case.edits())
     return any(
         other.path == edit.path
-        and (
-            other.anchor in edit.replacement
-            or (other.whole and other.inside == edit.inside)
-        )
+        and _takes_over(other, edit, text)
         and _has(content, other, case)
         for other in itertools.islice(following, 1, None)
     )
+
+
+def _takes_over(later: Edit, edit: Edit, text: str) -> bool:
+    """Whether ``later`` changes what ``edit`` leaves, which says that it was there."""
+    inside = later.whole and later.inside == edit.inside
+    if inside or (later.replacement == "" and later.anchor in edit.replacement):
+        # Nothing of the edit is left to see, but then nor is what it replaced.
+        return edit.anchor not in text
+    return later.anchor in edit.replacement
 
 
 def _text(content: Optional[bytes]) -> str:

@@ -130,6 +130,7 @@ once. The estimator "roofline" counts the bytes that recomputation moves beside 
             "GraphInfoProvider\n"
         ),
         _drop(NEW_IMPORT),
+        _drop("from ._aot_autograd.logging_utils import get_aot_graph_name\n"),
         Edit(
             PARTITIONERS,
             anchor="from ._activation_checkpointing.knapsack_evaluator import "
