@@ -291,6 +291,21 @@ def test_without_one_patch(repository):
     assert set(run("--status", root).states.values()) == {images.APPLIED}
 
 
+def test_what_needs_a_patch_is_left_out_with_it(release_tree):
+    target = find(str(release_tree("2.13.0")))
+    result = images.survey(target, None, without=["random-ops"])
+    details = {
+        p.patch.name: p.detail for p in result.patches if p.state == images.LEFT_OUT
+    }
+    assert details == {
+        "random-ops": "",
+        "memory-budget": "it needs random-ops",
+        "saved-report": "it needs memory-budget",
+        "peak-budget": "it needs saved-report",
+    }
+    assert not result.conflicts
+
+
 # -------------------------------------------------------- kills at every step
 
 STEPS = {

@@ -25,12 +25,7 @@ from benchmarks.live_bytes import record_step
 from benchmarks.nets import Shape, Transformer
 from benchmarks.tracing import observed
 from benchmarks.training import TOLERANCE, train
-from torch._functorch import partitioners
-from torch._functorch._activation_checkpointing import budget_curve
-from torch._functorch._activation_checkpointing.knapsack import (
-    exact_knapsack,
-    KNAPSACK_SOLVERS,
-)
+from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -212,21 +207,6 @@ def device(request):
 
 
 @pytest.fixture(scope="module")
-def even(device):
-    return trace(device, chain, *EVEN)
-
-
-@pytest.fixture(scope="module")
-def uneven(device):
-    return trace(device, chain, *UNEVEN)
-
-
-@pytest.fixture(scope="module")
-def reductions(device):
-    return trace(device, with_reductions, (32, 32), *[(32, 32)] * 4)
-
-
-@pytest.fixture(scope="module")
 def gated(device):
     return trace(device, blocks, *BLOCKS)
 
@@ -259,28 +239,33 @@ def check_promise(instance, saved, quantised):
 # ------------------------------------------------- what is kept and repeated
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_cheap_ops_are_recomputed_first(reductions, solver):
+def test_cheap_ops_are_recomputed_first():
     """Four products and four sums, all of one size: the products stay to the last."""
+    reductions = trace("cpu", with_reductions, (32, 32), *[(32, 32)] * 4)
     # Budget 1.0 also saves three of their products, which cost nothing to repeat.
-    for kept in range(8):
+    for solver, kept in itertools.product(SOLVERS, (1, 3, 6)):
         # Half an item more than fits, so that no rounding decides.
         plan = reductions.partition((kept + 0.5) / 11, solver)
         assert plan.instance.memory == pytest.approx([1 / 11] * 8)
-        assert plan.recomputed(MM) == max(4 - kept, 0)
+        assert plan.recomputed(MM) == max(4 - kept, 0), solver
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_even_chain_keeps_as_many_products_as_fit(even, solver):
+def test_even_chain_keeps_as_many_products_as_fit():
     """Of six products five are saved at budget 1.0: the last one's value is not."""
-    for kept in range(5):
+    even = trace("cpu", chain, *EVEN)
+    for solver, kept in itertools.product(SOLVERS, (0, 3)):
         plan = even.partition((kept + 0.5) / 5, solver)
         assert plan.instance.memory == pytest.approx([1 / 5] * 5)
-        assert plan.recomputed(MM) == 5 - kept
+        assert plan.recomputed(MM) == 5 - kept, solver
         assert plan.saved_bytes() == kept * 32 * 32 * 4
 
 
-@pytest.mark.parametrize("budget", [0.1, 0.25, 0.4, 0.5, 0.65, 0.8, 0.95])
+@pytest.fixture(scope="module")
+def uneven():
+    return trace("cpu", chain, *UNEVEN)
+
+
+@pytest.mark.parametrize("budget", [0.25, 0.5, 0.8])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_uneven_chain_keeps_the_right_products(uneven, solver, budget):
     plan = uneven.partition(budget, solver)
@@ -304,7 +289,7 @@ def test_uneven_chain_keeps_the_right_products(uneven, solver, budget):
     assert plan.saved_bytes() == pytest.approx(kept * whole)
 
 
-@pytest.mark.parametrize("budget", [0.05, 0.1, 0.2, 0.3, 0.4, 0.5])
+@pytest.mark.parametrize("budget", [0.1, 0.4])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_saved_bytes_stay_within_the_budget(gated, solver, budget):
     plan = gated.partition(budget, solver)
@@ -350,8 +335,9 @@ def training():
     return model, batches, train(eager, eager, batches)
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.2])
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "solver, budget", [("exact", 0.5), ("exact", 0.2), ("dp", 0.2), ("greedy", 0.5)]
+)
 def test_compiled_training_equals_eager_within_the_budget(training, solver, budget):
     initial, batches, reference = training
     model = copy.deepcopy(initial)
@@ -362,152 +348,26 @@ def test_compiled_training_equals_eager_within_the_budget(training, solver, budg
     assert all(error <= TOLERANCE for error in result.errors(reference))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_running_program_keeps_what_was_planned(solver):
+def test_running_program_keeps_what_was_planned():
     """Bytes measured on the program: five products at budget 1.0, then fewer."""
     inputs = [torch.randn(s, requires_grad=True) for s in EVEN]
     for kept, budget in ((5, 1.0), (3, 0.7), (1, 0.3)):
         torch._dynamo.reset()
         step = functools.partial(torch.compile(chain, backend=BACKEND), *inputs)
-        with configured(budget, solver):
+        with configured(budget, "exact"):
             step()
             timeline = record_step(step, inputs, allocator=True)
         assert timeline.saved_bytes == kept * 32 * 32 * 4
 
 
 @requires_cuda
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_compiled_gradients_equal_eager_on_cuda(solver):
+def test_compiled_gradients_equal_eager_on_cuda():
     torch.manual_seed(1)
     inputs = [torch.randn(s, device="cuda", requires_grad=True) for s in BLOCKS]
     expected = torch.autograd.grad(blocks(*inputs), inputs)
-    with configured(0.3, solver), observed() as observer:
+    with configured(0.3, "exact"), observed() as observer:
         loss = torch.compile(blocks, backend=BACKEND)(*inputs)
         gradients = torch.autograd.grad(loss, inputs)
     assert observer.instance is not None, "the knapsack was not reached"
     for gradient, wanted in zip(gradients, expected):
         torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5)
-
-
-# ------------------------------------------------------------------- config
-
-
-@pytest.fixture(scope="module")
-def small():
-    return trace("cpu", chain, *EVEN)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The names of the solvers that really ran, in order."""
-    names = []
-
-    def spy(name, solve):
-        def watched(*args):
-            names.append(name)
-            return solve(*args)
-
-        return watched
-
-    for name, solve in list(KNAPSACK_SOLVERS.items()):
-        monkeypatch.setitem(KNAPSACK_SOLVERS, name, spy(name, solve))
-    return names
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_name_reaches_its_solver(small, asked, solver):
-    small.partition(0.5, solver)
-    assert asked == [solver]
-
-
-def test_hirschberg_is_selected_by_attribute_and_by_string(small, asked):
-    name = "dp_knapsack_sliding_hirschberg"
-    before = fconfig.activation_memory_budget_solver
-    try:
-        fconfig.activation_memory_budget_solver = fconfig.dp_knapsack_sliding_hirschberg
-        by_attribute = small.partition(0.5, fconfig.activation_memory_budget_solver)
-        fconfig.activation_memory_budget_solver = name
-        by_string = small.partition(0.5, fconfig.activation_memory_budget_solver)
-    finally:
-        fconfig.activation_memory_budget_solver = before
-    assert asked == [name, name]
-    assert by_attribute.instance.saved == by_string.instance.saved
-
-
-def test_unknown_solver_is_refused_with_the_known_names(small):
-    with pytest.raises(RuntimeError, match="no_such_solver") as caught:
-        small.partition(0.5, "no_such_solver")
-    for name in KNAPSACK_SOLVERS:
-        assert name in str(caught.value)
-
-
-def test_budget_one_asks_no_solver(small, asked):
-    plan = small.partition(1.0, "dp")
-    assert asked == [] and plan.instance is None
-    assert plan.recomputed(MM) == 0
-
-
-# ------------------------------------------------------------- many budgets
-
-
-@pytest.fixture
-def together(monkeypatch):
-    """The lists of budgets that were solved in one call, in order."""
-    calls = []
-    solve = budget_curve.solve_budgets
-
-    def watched(solver, memory, runtimes, budgets):
-        calls.append((solver, list(budgets)))
-        return solve(solver, memory, runtimes, budgets)
-
-    monkeypatch.setattr(budget_curve, "solve_budgets", watched)
-    return calls
-
-
-def test_knee_search_solves_its_budgets_together(small, asked, together):
-    plan = small.partition(0.5, "dynamic_memory_budget_dp")
-    ((solver, budgets),) = together
-    assert solver is exact_knapsack and len(budgets) == 100
-    assert asked == []
-    check_promise(plan.instance, plan.instance.saved, quantised=False)
-
-
-@pytest.mark.parametrize("solver", ["exact", "greedy", "dynamic_memory_budget_dp"])
-def test_pareto_plot_solves_its_budgets_together(gated, together, tmp_path, solver):
-    with fconfig.patch(
-        visualize_memory_budget_pareto=True,
-        memory_budget_pareto_dir=str(tmp_path),
-    ):
-        plan = gated.partition(0.3, solver)
-    percents = [percent / 100 for percent in range(1, 100)]
-    budgets = together[0][1]
-    # Above those, a cut without a knapsack fits.
-    assert budgets == percents[: len(budgets)] and len(budgets) >= 50
-    (plot,) = tmp_path.glob("*.svg")
-    assert "<svg" in plot.read_text()
-    assert plan.instance.saved == gated.partition(0.3, solver).instance.saved
-
-
-def test_pareto_plot_cuts_once_for_each_set(small, monkeypatch, tmp_path):
-    cut = partitioners.solve_min_cut
-    allowed = []
-
-    def watched(graph, info, options, dont_ban=None):
-        if dont_ban is not None:
-            allowed.append(frozenset(node.name for node in dont_ban))
-        return cut(graph, info, options, dont_ban)
-
-    monkeypatch.setattr(partitioners, "solve_min_cut", watched)
-    with fconfig.patch(
-        visualize_memory_budget_pareto=True, memory_budget_pareto_dir=str(tmp_path)
-    ):
-        small.partition(0.5, "exact")
-    # Seven equal products: each number of them that fits is one point, and one of
-    # these is the plan.
-    assert 1 < len(allowed) == len(set(allowed)) <= len(EVEN)
-
-
-def test_exact_is_the_default(small, asked):
-    assert fconfig.activation_memory_budget_solver == "exact"
-    small.partition(0.5, fconfig.activation_memory_budget_solver)
-    assert asked == ["exact"]

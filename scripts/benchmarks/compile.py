@@ -35,7 +35,15 @@ from benchmarks.results import (
     Row,
     save,
 )
-from benchmarks.tracing import CUT, Instance, observed, PARTITION, SOLVE, trace
+from benchmarks.tracing import (
+    CUT,
+    ESTIMATE,
+    Instance,
+    observed,
+    PARTITION,
+    SOLVE,
+    trace,
+)
 
 
 MODELS = (
@@ -79,7 +87,7 @@ def measure(task: fresh.Task) -> Row:
         trace(*fake)
     total = time.process_time() - start
     asked, part = observer.instance, observer.seconds
-    inner = part[CUT] + part["estimate_runtime"] + part[SOLVE]
+    inner = part[CUT] + part[ESTIMATE] + part[SOLVE]
     return {
         "joint_nodes": len(asked.graph.nodes) if asked else 0,
         "items": len(asked.memory) if asked else 0,
@@ -92,7 +100,7 @@ def measure(task: fresh.Task) -> Row:
         "trace_s": total - part[PARTITION],
         "min_cut_s": part[CUT],
         "min_cuts": observer.calls[CUT],
-        "estimate_s": part["estimate_runtime"],
+        "estimate_s": part[ESTIMATE],
         "knapsack_s": part[SOLVE],
         "partition_rest_s": part[PARTITION] - inner,
         "start_bytes": start_bytes,

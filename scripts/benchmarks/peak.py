@@ -78,10 +78,10 @@ def measure(task: fresh.Task) -> Row:
 def planner() -> Any:
     """The patched checkout's; the untouched wheel has none."""
     from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-        peak_planner,
+        peak_budget,
     )
 
-    return peak_planner
+    return peak_budget
 
 
 def planned_peak() -> Any:
@@ -90,7 +90,8 @@ def planned_peak() -> Any:
         saved_report,
     )
 
-    return saved_report.last_plan().peak
+    # A budget of 1 is none of peak memory.
+    return getattr(saved_report.last_plan(), "peak", None)
 
 
 @contextmanager
@@ -219,12 +220,14 @@ def measure_planning(task: fresh.Task) -> Row:
     def partition(joint: Any) -> None:
         partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
 
-    def curve(graph: Any, info: Any, budget: float, outputs: int, choose: Any) -> Any:
+    def curve(graph: Any, info: Any, budget: float, outputs: int) -> Any:
         """The planner's own part, for one budget and for twenty."""
-        fastest = choose(graph, info, memory_budget=1)
+        fastest = planner().by_saved_bytes.choose_plan(graph, info, 1)
 
         def plans(budgets: Sequence[float]) -> None:
-            model, found = planner().build_curve(graph, info, outputs, fastest)
+            model, found = planner().build_curve(
+                graph, info, outputs, fastest.saved_values
+            )
             for each in budgets:
                 chosen = found.within(found.allowed(each))
                 model.saved_values(model.evaluate(chosen.storages).saved)
@@ -243,7 +246,7 @@ def measure_planning(task: fresh.Task) -> Row:
                 ):
                     joint = copy.deepcopy(module)
                     timed(f"{target} {budget:g}", functools.partial(partition, joint))
-        with mock.patch.object(partitioners, "choose_for_target", curve):
+        with mock.patch.object(planner(), "choose_plan", curve):
             partition(copy.deepcopy(module))
     return {"nodes": nodes, **{k: statistics.median(v) for k, v in times.items()}}
 
@@ -419,7 +422,8 @@ def page(data: dict[str, Any]) -> str:
         text += (
             "\n### What do inductor's kernels make of it?\n\nOn a CPU: how far the "
             "estimate is off the measured peak (bold: by more than 5 %), and that peak "
-            "divided by the one with upstream's reuse of buffers.\n\n" + by_inductor(rows)
+            "divided by the one with upstream's reuse of buffers.\n\n"
+            + by_inductor(rows)
         )
     if "planning" in kinds:
         text += (

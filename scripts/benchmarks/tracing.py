@@ -178,20 +178,30 @@ class Instance:
     saved: list[int] = field(default_factory=list)
 
 
-PARTITION = "min_cut_rematerialization_partition"
-SOLVE, CUT = "_optimize_runtime_with_given_memory", "solve_min_cut"
-# Where the functions are whose calls are counted. What a release lacks is left out.
+# What is watched, and where it is: the first place that this torch has counts.
+PARTITION, CHOOSE, SOLVE, CUT, ESTIMATE, REPORT = (
+    "partition",
+    "choose",
+    "solve",
+    "cut",
+    "estimate",
+    "report",
+)
+_PARTITIONERS = "torch._functorch.partitioners"
+_OVERLAY = "torch._functorch._activation_checkpointing"
 WATCHED = {
-    "torch._functorch.partitioners": (
-        SOLVE,
-        CUT,
-        "estimate_runtime",
-        "choose_saved_values_set",
-        "record_plan",
-        "note_limits",
-        "note_knapsack",
+    CHOOSE: (
+        (f"{_OVERLAY}.memory_budget", "choose_plan"),
+        (_PARTITIONERS, "choose_saved_values_set"),
     ),
-    "torch._functorch._activation_checkpointing.budget_curve": ("solve_budgets",),
+    SOLVE: (
+        (f"{_OVERLAY}.memory_budget", "ask_solver"),
+        (_PARTITIONERS, "_optimize_runtime_with_given_memory"),
+    ),
+    CUT: ((_PARTITIONERS, "solve_min_cut"),),
+    ESTIMATE: ((_PARTITIONERS, "estimate_runtime"),),
+    REPORT: ((f"{_OVERLAY}.peak_budget", "record_plan"),),
+    "solve_budgets": ((f"{_OVERLAY}.budget_curve", "solve_budgets"),),
 }
 # The backends imported the partitioner by name, each into a module of its own.
 BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
@@ -210,8 +220,7 @@ class Observer:
     # Arguments and result of each min cut.
     cuts: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         self.calls[name], self.seconds[name] = 0, 0.0
 
         @wraps(function)
@@ -260,17 +269,20 @@ def observed(around: Around = lambda posed, solve: solve()) -> Iterator[Observer
         def put(module: Any, name: str, function: Any) -> None:
             stack.enter_context(mock.patch.object(module, name, function))
 
-        for place, names in WATCHED.items():
-            module = sys.modules.get(place)
-            for name in names:
+        for label, places in WATCHED.items():
+            for place, name in places:
+                module = sys.modules.get(place)
                 if hasattr(module, name):
-                    put(module, name, observer.timed(getattr(module, name)))
-        put(partitioners, CUT, observer.cutting(partitioners.solve_min_cut))
-        solve = getattr(partitioners, SOLVE)
-        put(partitioners, SOLVE, observer.solving(solve, around))
+                    call = observer.timed(label, getattr(module, name))
+                    if label == CUT:
+                        call = observer.cutting(call)
+                    if label == SOLVE:
+                        call = observer.solving(call, around)
+                    put(module, name, call)
+                    break
         partition = partitioners.min_cut_rematerialization_partition
-        timed = observer.timed(partition)
+        timed = observer.timed(PARTITION, partition)
         for module in BACKENDS:
-            if getattr(module, PARTITION, None) is partition:
-                put(module, PARTITION, timed)
+            if getattr(module, partition.__name__, None) is partition:
+                put(module, partition.__name__, timed)
         yield observer

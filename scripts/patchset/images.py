@@ -229,19 +229,28 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
 
 def _classify(case: _Case) -> Iterator[PatchState]:
     view = dict(case.base)
+    missing: set[str] = set()
     for patch in case.series:
-        state = _classify_one(patch, case, view)
+        state = _classify_one(patch, case, view, missing)
+        if state.state == LEFT_OUT:
+            missing.add(patch.name)
         view.update((change.path, change.after) for change in state.changes)
         yield state
 
 
-def _classify_one(patch: Patch, case: _Case, view: View) -> PatchState:
+def _classify_one(
+    patch: Patch, case: _Case, view: View, missing: Collection[str]
+) -> PatchState:
+    """The patch's state; ``missing`` names those before it that are left out."""
     files = [path for path in patch.files if path in view]
     edits = [edit for edit in patch.edits if edit.fits(case.release)]
     if patch.name in case.without:
         return PatchState(patch, LEFT_OUT, "")
     if not patch.fits(case.release):
         return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
+    lacks = [name for name in patch.needs if name in missing]
+    if lacks:
+        return PatchState(patch, LEFT_OUT, f"it needs {', '.join(lacks)}")
     done = all(case.current[path] == overlay(path) for path in files) and all(
         _has(case.current[edit.path], edit, case) for edit in edits
     )
@@ -299,15 +308,27 @@ def _changes(
 
 def _has(content: Optional[bytes], edit: Edit, case: _Case) -> bool:
     """Whether the edit is in the file, as it is or as a later edit changed it."""
-    if _text(content).count(edit.replacement) == 1:
+    text = _text(content)
+    if edit.replacement == "" and edit.anchor not in text:
+        return True
+    if edit.replacement != "" and text.count(edit.replacement) == 1:
         return True
     following = itertools.dropwhile(lambda other: other is not edit, case.edits())
     return any(
         other.path == edit.path
-        and other.anchor in edit.replacement
+        and _takes_over(other, edit, text)
         and _has(content, other, case)
         for other in itertools.islice(following, 1, None)
     )
+
+
+def _takes_over(later: Edit, edit: Edit, text: str) -> bool:
+    """Whether ``later`` changes what ``edit`` leaves, which says that it was there."""
+    inside = later.whole and later.inside == edit.inside
+    if inside or (later.replacement == "" and later.anchor in edit.replacement):
+        # Nothing of the edit is left to see, but then nor is what it replaced.
+        return edit.anchor not in text
+    return later.anchor in edit.replacement
 
 
 def _text(content: Optional[bytes]) -> str:
@@ -353,10 +374,10 @@ def _check_syntax(
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for edit in edits:
-        if edit.replacement not in text:
+        if edit.replacement == "" or edit.replacement not in text:
             continue  # A later edit changed it, and is checked in its own place.
         first = text.count("\n", 0, text.index(edit.replacement)) + 1
-        last = first + edit.replacement.count("\n") - 1
+        last = first + edit.replacement.rstrip("\n").count("\n")
         around = [
             n for n in functions if n.lineno <= first and last <= (n.end_lineno or 0)
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -31,14 +32,13 @@ AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"
 SOLVER_CLASS = "torch/_inductor/custom_graph_pass.py"
 CUSTOM_SOLVER = "torch/_functorch/_activation_checkpointing/custom_solver.py"
 FROZEN_LAYERS = "torch/_functorch/_activation_checkpointing/frozen_layers.py"
-BUDGET_CHECKS = "torch/_functorch/_activation_checkpointing/budget_checks.py"
+MEMORY_BUDGET = "torch/_functorch/_activation_checkpointing/memory_budget.py"
 CURVE = "torch/_functorch/_activation_checkpointing/budget_curve.py"
 REPORT = "torch/_functorch/_activation_checkpointing/saved_report.py"
 FUSED_PEAK = "torch/_functorch/_activation_checkpointing/fused_peak.py"
 LIVENESS = "torch/_functorch/_activation_checkpointing/liveness.py"
-PEAK_PLANNER = "torch/_functorch/_activation_checkpointing/peak_planner.py"
+PEAK_BUDGET = "torch/_functorch/_activation_checkpointing/peak_budget.py"
 RERUN_COST = "torch/_functorch/_activation_checkpointing/rerun_cost.py"
-EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -56,7 +56,10 @@ class Edit:
     ``digest`` (first 16 hex digits of its SHA-256) pins it, so that upstream's
     lines need not stand here and no unknown line can be swallowed.
     ``inside`` names the function that must hold the new text, None the module
-    level. The edit is for releases ``since`` to ``until``, both included.
+    level. With ``whole``, ``anchor`` begins that function, and all of it is replaced,
+    the empty lines after it included: ``digest`` pins it as the patches before leave
+    it, and what they edited inside counts as done where this edit is done.
+    The edit is for releases ``since`` to ``until``, both included.
     """
 
     path: str
@@ -67,6 +70,7 @@ class Edit:
     until: Optional[tuple[int, int]] = None
     through: Optional[str] = None
     digest: Optional[str] = None
+    whole: bool = False
 
     def fits(self, release: str) -> bool:
         return self.since <= minor(release) and (
@@ -89,6 +93,11 @@ class Edit:
                     f"{self.anchor.strip()!r}"
                 )
             end = last + len(self.through)
+        if self.whole:
+            # Up to the next line of the module's own that does not close the signature.
+            following = re.search(r"^[^\s)]", text[end:], re.MULTILINE)
+            end = len(text) if following is None else end + following.start()
+        if self.whole or self.through is not None:
             found = hashlib.sha256(text[start:end].encode()).hexdigest()[:16]
             if found != self.digest:
                 number = text.count("\n", 0, start) + 1

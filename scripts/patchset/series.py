@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from .patch import Patch
 from .topics import (
-    budget_errors,
-    budgets_together,
     buffer_reuse,
     cache_key,
     config_solver_name,
-    custom_solver_runtimes,
     exact_by_default,
     frozen_layers,
     knapsack_exact,
     knapsack_solvers,
     mask_vectors,
+    memory_budget,
     peak_budget,
     random_ops,
     saved_report,
@@ -31,18 +29,16 @@ SERIES = tuple(
         knapsack_exact,
         knapsack_solvers,
         solver_by_name,
-        config_solver_name,
-        budgets_together,
         cache_key,
         random_ops,
-        custom_solver_runtimes,
-        budget_errors,
+        memory_budget,
         saved_report,
         frozen_layers,
         mask_vectors,
         buffer_reuse,
         peak_budget,
         exact_by_default,
+        config_solver_name,
     )
 )
 

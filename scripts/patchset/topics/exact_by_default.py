@@ -38,7 +38,8 @@ much runtime as any solver that does, and takes less time. This patch changes th
 default alone, so that it can be left out.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_knapsack_exact.py",
+    tested="python test/functorch/test_ac_exact_by_default.py",
+    files=("test/functorch/test_ac_exact_by_default.py",),
     edits=(
         _default("c28108c815efaed1", (2, 6), (2, 9)),
         _default("a240ae6aaec7e501", (2, 10), (2, 10)),

@@ -7,18 +7,13 @@ from ..patch import (
     LIVENESS,
     PARTITIONERS,
     Patch,
-    PEAK_PLANNER,
-    RERUN_COST,
+    PEAK_BUDGET,
 )
+from . import saved_report
 
 
 _SINCE = (2, 11)
-_EVALUATOR = (
-    "from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator\n"
-)
-_DESCRIPTORS = "from ._aot_autograd.descriptors import"
 _ESTIMATOR = "# This controls how we estimate the runtime when deciding"
-_TESTING = '# "testing": Returns 1 for everything\n'
 
 PATCH = Patch(
     name="peak-budget",
@@ -33,8 +28,7 @@ floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a nu
 of bytes. A model of live bytes, exact for what the two graphs do operator by
 operator, evaluates some hundred plans: checkpoints by dynamic programming, dear
 operators saved as well where there is room, and the min cuts' own plans. The
-cheapest that fits is taken, so a smaller budget never has a higher peak. The
-estimator "roofline" counts the bytes that recomputation moves beside its FLOP.
+cheapest that fits is taken, so a smaller budget never has a higher peak.
 
 The default target, "saved", is what the budget means today. Where no plan can be
 made, a warning says why and the graph gets the plan for saved bytes.
@@ -44,11 +38,10 @@ made, a warning says why and the graph gets the plan for saved bytes.
     files=(
         LIVENESS,
         FUSED_PEAK,
-        PEAK_PLANNER,
-        RERUN_COST,
+        PEAK_BUDGET,
         "test/functorch/test_ac_peak_budget.py",
     ),
-    needs=("random-ops", "saved-report"),
+    needs=("saved-report",),
     evidence=(
         ("peak", "predicted / measured"),
         ("peak", "measured peak"),
@@ -76,57 +69,32 @@ activation_memory_peak_bytes: int | None = None
             since=_SINCE,
         ),
         Edit(
-            CONFIG,
-            anchor=_TESTING,
-            replacement='# "roofline": FLOP or the bytes moved, whichever takes longer\n'
-            + _TESTING,
+            PARTITIONERS,
+            anchor=saved_report.IMPORT,
+            replacement="from ._activation_checkpointing import "
+            "peak_budget, random_ops\n",
             since=_SINCE,
         ),
         Edit(
             PARTITIONERS,
-            anchor=_EVALUATOR,
-            replacement=_EVALUATOR
-            + "from ._activation_checkpointing.peak_planner import choose_for_target\n",
-            since=_SINCE,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=_DESCRIPTORS,
-            replacement="from ._activation_checkpointing.rerun_cost import roofline\n"
-            + _DESCRIPTORS,
-            since=_SINCE,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor='    if RUNTIME_MODE == "testing":\n',
+            anchor=saved_report.CHOICE,
             replacement="""\
-    if RUNTIME_MODE == "roofline":
-        return roofline(node)
-
-    if RUNTIME_MODE == "testing":
-""",
-            inside="estimate_runtime",
-            since=_SINCE,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="    saved_values = choose_saved_values_set(\n",
-            through="    )\n",
-            digest="2682dbbcfdd08e77",
-            replacement="""\
-    saved_values = choose_for_target(
-        joint_graph,
-        node_info,
-        memory_budget,
-        num_fwd_outputs,
-        choose_saved_values_set,
+    plan = peak_budget.choose_plan(
+        joint_graph, node_info, memory_budget, num_fwd_outputs
     )
 """,
             inside="min_cut_rematerialization_partition",
             since=_SINCE,
         ),
+        Edit(
+            PARTITIONERS,
+            anchor=saved_report.RECORD,
+            replacement="peak_budget.record_plan(",
+            inside="min_cut_rematerialization_partition",
+            since=_SINCE,
+        ),
     ),
-    landed=((PARTITIONERS, "choose_for_target("),),
+    landed=((PARTITIONERS, "peak_budget.choose_plan("),),
     risks="""\
 Opt-in: with the default target every plan is what it was, bit for bit. Peaks are predicted
 for graphs that run operator by operator; what inductor's kernels make of them is an

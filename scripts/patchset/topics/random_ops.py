@@ -4,16 +4,9 @@ from ..patch import Edit, PARTITIONERS, Patch
 
 
 RANDOM_OPS = "torch/_functorch/_activation_checkpointing/random_ops.py"
-_CHOOSE = "choose_saved_values_set"
-_DESCRIPTORS = "from ._aot_autograd.descriptors import"
-_IMPORT = """\
-from ._activation_checkpointing.random_ops import (
-    draw_on_one_side,
-    is_replayed,
-    must_run_once,
-    recomputable_nodes,
-)
-"""
+CHOOSE = "choose_saved_values_set"
+_CONFIG = "\nfrom . import config\n"
+IMPORT = "from ._activation_checkpointing import random_ops\n"
 _NO_INPUTS_YET = """\
             ban_if_not_in_allowlist=False,
         )
@@ -42,8 +35,8 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
     edits=(
         Edit(
             PARTITIONERS,
-            anchor=_DESCRIPTORS,
-            replacement=_IMPORT + _DESCRIPTORS,
+            anchor=_CONFIG,
+            replacement=_CONFIG + IMPORT,
             since=(2, 10),
         ),
         Edit(
@@ -51,7 +44,7 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             anchor='    return node.meta.get("recompute", None) in [\n',
             through="    ]\n",
             digest="21f58ef922ca0f88",
-            replacement="    return is_replayed(node)\n",
+            replacement="    return random_ops.is_replayed(node)\n",
             inside="must_recompute",
             since=(2, 10),
         ),
@@ -59,7 +52,7 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             PARTITIONERS,
             anchor='        if node.meta.get("recompute", None) == '
             "CheckpointPolicy.MUST_SAVE:\n",
-            replacement="        if must_run_once(node):\n",
+            replacement="        if random_ops.must_run_once(node):\n",
             inside="should_ban_recomputation",
             since=(2, 10),
         ),
@@ -74,7 +67,7 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             PARTITIONERS,
             anchor="    if min_cut_options.ban_if_used_far_apart:\n",
             replacement="""\
-    draw_on_one_side(joint_graph, node_info, nx_graph)
+    random_ops.draw_on_one_side(joint_graph, node_info, nx_graph)
 
     if min_cut_options.ban_if_used_far_apart:
 """,
@@ -88,19 +81,19 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             ban_if_not_in_allowlist=False,
         )
     if memory_budget == 0:
-        dont_ban = recomputable_nodes(joint_graph)
+        dont_ban = random_ops.recomputable_nodes(joint_graph)
         if dont_ban is not None:
             return solve_min_cut(joint_graph, node_info, min_cut_options, dont_ban)[0]
     if memory_budget == 0""",
-            inside=_CHOOSE,
+            inside=CHOOSE,
             since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
             anchor='        if i.meta.get("recompute", False) == '
             "CheckpointPolicy.MUST_SAVE\n",
-            replacement="        if must_run_once(i)\n",
-            inside=_CHOOSE,
+            replacement="        if random_ops.must_run_once(i)\n",
+            inside=CHOOSE,
             since=(2, 10),
         ),
         Edit(
@@ -111,12 +104,12 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             return aggressive_recomputation_saved_values
         return node_info.inputs
 """,
-            inside=_CHOOSE,
+            inside=CHOOSE,
             since=(2, 10),
             until=(2, 13),
         ),
     ),
-    landed=((PARTITIONERS, "must_run_once("),),
+    landed=((PARTITIONERS, "random_ops.must_run_once("),),
     risks="""\
 Plans of nets with random ops change: they keep a mask or a seed that was recomputed, with
 other numbers, before. A net without randomness gets the plan that it got.

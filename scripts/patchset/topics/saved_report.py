@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 from ..patch import Edit, PARTITIONERS, Patch, REPORT
+from . import random_ops
 
 
-_LIMITS = (
-    "    max_act_size = estimate_activations_size(runtime_optimized_saved_values)\n"
-)
-_CHOSEN = "        dont_ban: OrderedSet[fx.Node] = OrderedSet()\n"
 _SPLIT = (
     "    if AOT_PARTITIONER_DEBUG:\n        # Calculate sorted sizes of saved values\n"
 )
-_IMPORTED = (
-    "from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator\n"
-)
+_PARTITION = "min_cut_rematerialization_partition"
+IMPORT = "from ._activation_checkpointing import random_ops, saved_report\n"
+CHOICE = "    plan = choose_plan(joint_graph, node_info, memory_budget)\n"
+RECORD = "saved_report.record_plan("
 
 PATCH = Patch(
     name="saved-report",
@@ -32,52 +30,33 @@ names and numbers, and a graph from the compile cache is said to be one.
     edits=(
         Edit(
             PARTITIONERS,
-            anchor=_IMPORTED,
-            replacement=f"{_IMPORTED}"
-            "from ._activation_checkpointing.saved_report import (\n"
-            "    note_knapsack,\n    note_limits,\n    record_plan,\n)\n",
+            anchor=random_ops.IMPORT,
+            replacement=IMPORT,
             since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
-            anchor=_LIMITS,
-            replacement=f"{_LIMITS}"
-            "    note_limits(joint_graph, min_act_size, max_act_size)\n",
-            inside="choose_saved_values_set",
-            since=(2, 10),
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=_CHOSEN,
-            replacement=f"""\
-        note_knapsack(
-            joint_graph,
-            memory_budget,
-            all_recomputable_banned_nodes,
-            memories_banned_nodes,
-            runtimes_banned_nodes,
-            saved_node_idxs,
-        )
-{_CHOSEN}""",
-            inside="get_saved_values_knapsack",
+            anchor="    saved_values = choose_saved_values_set(\n",
+            through="    )\n",
+            digest="2682dbbcfdd08e77",
+            replacement=f"{CHOICE}    saved_values = plan.saved_values\n",
+            inside=_PARTITION,
             since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
             anchor=_SPLIT,
-            replacement=f"""\
-    record_plan(
-        joint_graph, fw_module, bw_module, num_fwd_outputs, memory_budget, _size_of
-    )
-{_SPLIT}""",
-            inside="min_cut_rematerialization_partition",
+            replacement=f"    {RECORD}plan, fw_module, bw_module, num_fwd_outputs)\n\n"
+            f"{_SPLIT}",
+            inside=_PARTITION,
             since=(2, 10),
         ),
     ),
-    landed=((PARTITIONERS, "record_plan("),),
+    landed=((PARTITIONERS, RECORD),),
     risks="""\
 Every partitioned graph leaves a record of names and numbers, of the last few graphs only;
 no tensor or graph is kept alive. Plans are not changed.
 """,
+    needs=("memory-budget",),
     kind="new features",
 )

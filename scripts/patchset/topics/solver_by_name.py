@@ -37,7 +37,8 @@ makes every solver of the module selectable, the sliding Hirschberg one before
 2.10 included, and the error lists them.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_knapsack_solvers.py",
+    tested="python test/functorch/test_ac_solver_by_name.py",
+    files=("test/functorch/test_ac_solver_by_name.py",),
     edits=(
         Edit(
             PARTITIONERS,

@@ -27,14 +27,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import peak_planner, saved_report
+from torch._functorch._activation_checkpointing import (
+    memory_budget,
+    peak_budget,
+    saved_report,
+)
 from torch._functorch._activation_checkpointing.fused_peak import fused_peak
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
-from torch._functorch._activation_checkpointing.rerun_cost import (
-    FLOP_PER_BYTE,
-    flops,
-    roofline,
-)
+from torch._functorch._activation_checkpointing.peak_budget import PeakPlan
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
@@ -456,7 +456,7 @@ class PeakBudgetTest(TestCase):
 
     @parametrize("net", ["transformer", "convolutions"])
     def test_nets(self, net):
-        with self.assertNoLogs(peak_planner.log, "WARNING"):
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
             budgets = BUDGETS if net == "convolutions" else FEW
             self.check(NETS[net](torch.double), budgets)
 
@@ -486,19 +486,20 @@ class PeakBudgetTest(TestCase):
     @parametrize("net", NETS)
     def test_the_curve_falls(self, net):
         curves = []
-        search = peak_planner.search
+        search = peak_budget.search
 
         def watched(graph, *args):
-            curves.append((search(graph, *args), search(graph, *args)))
-            # No plan does better, and the best of these is not far from it.
-            floor = curves[-1][0].floor
-            self.assertLessEqual(graph.lower_bound, floor)
-            self.assertGreater(graph.lower_bound, floor / 2)
-            return curves[-1][0]
+            found = search(graph, *args)
+            curves.append((graph.lower_bound, found, search(graph, *args)))
+            return found
 
-        with patch.object(peak_planner, "search", watched):
+        # What fails inside of the planner is a warning: asserted is outside.
+        with patch.object(peak_budget, "search", watched):
             self.graphs(NETS[net](), 0.5)
-        ((curve, again),) = curves
+        ((lower_bound, curve, again),) = curves
+        # No plan does better, and the best of these is not far from it.
+        self.assertLessEqual(lower_bound, curve.floor)
+        self.assertGreater(lower_bound, curve.floor / 2)
         self.assertEqual(curve.plans, again.plans)
         chosen = [curve.within(curve.allowed(k / 40)) for k in range(41)]
         for k, plan in enumerate(chosen):
@@ -519,25 +520,25 @@ class PeakBudgetTest(TestCase):
     def test_plans_evaluated_together(self, net):
         """As one by one, and more of them than an integer has bits."""
         draw = random.Random(0)
-        search = peak_planner.search
-        compared = 0
+        search = peak_budget.search
+        compared = []
 
         def watched(graph, *args):
-            nonlocal compared
             plans = [
                 {s for s in range(len(graph.nbytes)) if draw.random() < k / 70}
                 for k in range(70)
             ]
-            for plan, found in zip(plans, graph.evaluate_all(plans), strict=True):
-                alone = graph.evaluate(plan)
-                for name in ("forward_peak", "row_peaks", "rows", "saved", "peak"):
-                    self.assertEqual(getattr(found, name), getattr(alone, name))
-                compared += 1
+            compared.extend(
+                zip(map(graph.evaluate, plans), graph.evaluate_all(plans), strict=True)
+            )
             return search(graph, *args)
 
-        with patch.object(peak_planner, "search", watched):
+        with patch.object(peak_budget, "search", watched):
             self.graphs(NETS[net](), 0.5)
-        self.assertEqual(compared, 70)
+        self.assertEqual(len(compared), 70)
+        for alone, together in compared:
+            for name in ("forward_peak", "row_peaks", "rows", "saved", "peak"):
+                self.assertEqual(getattr(together, name), getattr(alone, name))
 
     def test_small_budgets_recompute_no_long_stretch(self):
         given = layers(dense, 8)
@@ -554,12 +555,12 @@ class PeakBudgetTest(TestCase):
     def test_other_targets_are_left_alone(self):
         given = layers(dense, 4)
 
-        def without(joint, info, budget, outputs, choose):
-            return choose(joint, info, memory_budget=budget)
+        def without(joint, info, budget, outputs):
+            return memory_budget.choose_plan(joint, info, budget)
 
         for budget, target in ((0, "saved"), (0.5, "saved"), (1, "saved"), (1, "peak")):
             found = self.graphs(given, budget, target=target)
-            with patch.object(partitioners, "choose_for_target", without):
+            with patch.object(peak_budget, "choose_plan", without):
                 self.assertEqual(found, self.graphs(given, budget, target=target))
         self.assertNotEqual(
             self.graphs(given, 0), self.graphs(given, 0, target="saved")
@@ -573,19 +574,19 @@ class PeakBudgetTest(TestCase):
         for target in ("saved", "peak"):
             with (
                 configured(1, target, limit),
-                self.assertNoLogs(peak_planner.log, "WARNING"),
+                self.assertNoLogs(peak_budget.log, "WARNING"),
             ):
                 compiled = self.compiled(given)
                 step(compiled, given)
                 self.check_peak(step(compiled, given).peak)
                 self.assertEqual(last_plan().peak.allowed, limit)
-        with self.assertLogs(peak_planner.log, "WARNING") as said:
+        with self.assertLogs(peak_budget.log, "WARNING") as said:
             found = self.graphs(given, 1, peak_bytes=floor - 1)
         self.assertEqual(len(said.output), 1)
         self.assertIn(f" {floor - 1},", said.output[0])
         self.assertIn(f" {floor} bytes", said.output[0])
         self.assertEqual(found, self.graphs(given, 0))
-        with self.assertNoLogs(peak_planner.log, "WARNING"):
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
             self.graphs(given, 1, peak_bytes=floor)
 
     @parametrize("value", [0, -1, 1.5, "1GB", True])
@@ -627,24 +628,6 @@ class PeakBudgetTest(TestCase):
                     step(self.compiled(given), given).gradients, expected.gradients
                 )
 
-    def test_roofline(self):
-        graph = torch.fx.Graph()
-        x = graph.placeholder("x")
-        x.meta["val"] = torch.empty(8, 8)
-
-        def cost(op, *args):
-            node = graph.call_function(op, args)
-            node.meta["val"] = op(*(a.meta["val"] if a is x else a for a in args))
-            return roofline(node), flops(node)
-
-        aten = torch.ops.aten
-        moved = FLOP_PER_BYTE * 8 * 8 * 4
-        self.assertEqual(cost(aten.sin.default, x), (2 * moved, 0))
-        self.assertEqual(cost(aten.view.default, x, [64]), (1, 0))
-        self.assertEqual(cost(aten.mm.default, x, x), (2 * moved, 2 * 8**3))
-        x.meta["val"] = torch.empty(1024, 1024, device="meta")
-        self.assertEqual(cost(aten.mm.default, x, x), (2 * 1024**3,) * 2)
-
     def test_the_cache_tells_plans_apart(self):
         given = layers(torch.matmul, 6)
 
@@ -674,14 +657,14 @@ class PeakBudgetTest(TestCase):
 
     @parametrize("name", [*LAYERS, *HIGHER_ORDER])
     def test_layers(self, name):
-        with self.assertNoLogs(peak_planner.log, "WARNING"):
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
             layer = {**LAYERS, **HIGHER_ORDER}[name]
             measure = name in LAYERS
             self.check(layers(layer), (0, 0.4) if measure else (0,), measure)
 
     @parametrize("name", ["shaped", "views"])
     def test_symbolic_shapes(self, name):
-        with self.assertNoLogs(peak_planner.log, "WARNING"):
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
             self.check(layers(LAYERS[name]), (0,), dynamic=True)
         if name == "shaped":
             self.assertIn("input", {v.why for v in last_plan().saved if not v.nbytes})
@@ -723,7 +706,7 @@ class PeakBudgetTest(TestCase):
             given = layers(lambda x, w: tick(dense(x, w)).tanh())
             expected = step(given.function, given)
             for budget in (0, 0.4):
-                with configured(budget), self.assertNoLogs(peak_planner.log, "WARNING"):
+                with configured(budget), self.assertNoLogs(peak_budget.log, "WARNING"):
                     compiled = self.compiled(given)
                     ticks.clear()
                     self.assertEqual(
@@ -748,7 +731,7 @@ class PeakBudgetTest(TestCase):
             self.assertEqual(
                 step(self.compiled(given), given).gradients, expected.gradients
             )
-        self.assertEqual([plan.peak is None for plan in plans()], [False, False])
+        self.assertEqual([type(plan) for plan in plans()], [PeakPlan, PeakPlan])
 
     def test_frozen_parameters(self):
         given = transformer(torch.double)
@@ -787,7 +770,7 @@ class PeakBudgetTest(TestCase):
             lambda w: w.exp().sum(),
             lambda w: (w.detach().exp() + w).sum(),
         ):
-            with self.assertNoLogs(peak_planner.log, "WARNING"):
+            with self.assertNoLogs(peak_budget.log, "WARNING"):
                 self.check(case(function, w), (0,), measure=False)
         with configured(0), torch.no_grad():
             self.assertEqual(self.compiled(case(torch.exp, w))(w), w.exp())
@@ -821,14 +804,14 @@ class PeakBudgetTest(TestCase):
         given = layers(dense)
         expected = step(given.function, given)
         with (
-            patch.object(peak_planner, place, side_effect=ValueError("out of ideas")),
-            self.assertLogs(peak_planner.log, "WARNING") as said,
+            patch.object(peak_budget, place, side_effect=ValueError("out of ideas")),
+            self.assertLogs(peak_budget.log, "WARNING") as said,
         ):
             found = self.graphs(given, 0.3)
             with configured(0.3):
                 gradients = step(self.compiled(given), given).gradients
         self.assertIn("ValueError: out of ideas", said.output[0])
-        self.assertIsNone(last_plan().peak)
+        self.assertNotIsInstance(last_plan(), PeakPlan)
         self.assertEqual(gradients, expected.gradients)
         self.assertEqual(found, self.graphs(given, 0.3, target="saved"))
 
@@ -900,8 +883,8 @@ class PeakBudgetTest(TestCase):
 
     def test_an_estimate_that_fails(self):
         with (
-            patch.object(peak_planner, "fused_peak", side_effect=ValueError("no")),
-            self.assertLogs(peak_planner.log, "WARNING") as logged,
+            patch.object(peak_budget, "fused_peak", side_effect=ValueError("no")),
+            self.assertLogs(peak_budget.log, "WARNING") as logged,
         ):
             self.graphs(layers(dense, 4), 0.2)
         self.assertIn("ValueError: no", logged.output[0])
@@ -923,7 +906,7 @@ class PeakBudgetTest(TestCase):
             w.detach().cuda().requires_grad_() for w in layers(dense, side=32).inputs
         )
         function = layers(flexible).function
-        with self.assertNoLogs(peak_planner.log, "WARNING"):
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
             self.check(case(function, x, *weights), (0, 0.4), measure=False)
 
     @unittest.skipUnless(

@@ -1,9 +1,9 @@
 """Ask a knapsack solver of the user's own, and check what it answers.
 
 ``torch._functorch.config.activation_memory_budget_solver`` may be an instance of a
-:class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver`.  It is called with
-five positional arguments, and with the runtimes of the items where it has a
-parameter of that name::
+:class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver` (in 2.10, any callable).
+It is called with five positional arguments, and with the runtimes of the items where it
+has a parameter of that name::
 
     def __call__(
         self,
@@ -27,12 +27,11 @@ import logging
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any, TYPE_CHECKING
+from typing import Any, Callable, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from torch import fx
-    from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _SUM_SLACK = 1e-9
 
 
 def ask_custom_solver(
-    solver: CustomKnapsackSolver,
+    solver: Callable[..., Any],
     memory: list[float],
     runtimes: list[float],
     max_memory: float,
@@ -53,13 +52,9 @@ def ask_custom_solver(
 ) -> tuple[float, list[int], list[int]]:
     """The runtime that ``solver`` saves, the items to save and those to recompute.
 
-    Args:
-        memory: size of each item, in the unit of ``max_memory``.
-        runtimes: runtime of each item, same length.
-        nodes: node of each item, same length.
-
-    Both lists returned are ascending.  Warns where the sizes saved add up to more
-    than ``max_memory``.
+    ``memory`` (in the unit of ``max_memory``), ``runtimes`` and ``nodes`` have an entry
+    for each item.  Both lists returned are ascending.  Warns where the sizes saved add
+    up to more than ``max_memory``.
 
     Raises:
         TypeError: if the answer is not two lists of ints.
@@ -67,7 +62,7 @@ def ask_custom_solver(
     """
     rest = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
     answer = solver(memory, joint_graph, max_memory, node_info, nodes, **rest)
-    name = type(solver).__qualname__
+    name = getattr(solver, "__qualname__", type(solver).__qualname__)
     saved, recomputable = _checked(answer, len(memory), name)
     weight = math.fsum(memory[i] for i in saved)
     if weight > max_memory * (1 + _SUM_SLACK):
@@ -80,7 +75,7 @@ def ask_custom_solver(
     return math.fsum(runtimes[i] for i in saved), saved, recomputable
 
 
-def _takes_runtimes(solver: CustomKnapsackSolver) -> bool:
+def _takes_runtimes(solver: Callable[..., Any]) -> bool:
     try:
         return "runtimes" in inspect.signature(solver).parameters
     except ValueError:  # Written in C, and silent about its parameters.
@@ -95,11 +90,9 @@ def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
             f"recompute, not {answer!r}"
         )
     places: dict[int, str] = {}
-    lists = []
     for role, indices in zip(("saved", "recomputable"), answer):
         if not isinstance(indices, Iterable):
             raise TypeError(f"{name}: {role} is {indices!r}, not a list of indices")
-        taken = []
         for place, given in enumerate(indices):
             here = f"{role}[{place}]"
             index = _as_index(given, f"{name}: {here}")
@@ -113,16 +106,14 @@ def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
                     f"{name}: {here} is {index}, which is {places[index]} already"
                 )
             places[index] = here
-            taken.append(index)
-        lists.append(sorted(taken))
-    if len(places) < items:
-        missing = next(i for i in range(items) if i not in places)
-        raise ValueError(
-            f"{name}: item {missing} is neither saved nor recomputable; every item "
-            "has to be in one of the two lists"
-        )
-    saved, recomputable = lists
-    return saved, recomputable
+    for index in range(items):
+        if index not in places:
+            raise ValueError(
+                f"{name}: item {index} is neither saved nor recomputable; every item "
+                "has to be in one of the two lists"
+            )
+    saved = [i for i in range(items) if places[i].startswith("saved")]
+    return saved, [i for i in range(items) if not places[i].startswith("saved")]
 
 
 def _as_index(given: Any, where: str) -> int:

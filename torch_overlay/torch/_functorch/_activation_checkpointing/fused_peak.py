@@ -25,8 +25,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from .liveness import is_view
-from .rerun_cost import concrete
+from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .random_ops import is_replayed, must_run_once
-from .rerun_cost import concrete
+from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
@@ -41,11 +41,7 @@ if TYPE_CHECKING:
     from torch._functorch.partitioners import NodeInfo
 
 
-__all__ = ["CannotPlan", "Evaluation", "JointGraph", "is_view"]
-
-# Results of these share their argument's memory, which their schema does not tell.
-_ALIASING = (torch.ops.aten._unsafe_view.default,)
-
+__all__ = ["CannotPlan", "Evaluation", "JointGraph"]
 
 # Plans that are evaluated together, at most: the bits of an integer with a sign.
 _TOGETHER = 63
@@ -687,11 +683,6 @@ class JointGraph:
                 pending += node.all_input_nodes
         order = {node: at for at, node in enumerate(self._value)}
         return sorted(found, key=order.__getitem__)
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's value shares the memory of its first argument."""
-    return getattr(node.target, "is_view", False) or node.target in _ALIASING
 
 
 def _by_plan(masks: Sequence[int], values: Sequence[int], count: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 # What the partitioner sets as ``dist_from_bw`` where no path leads to the backward.
-_NEVER = int(1e9)
+NEVER = int(1e9)
 
 # An operator that takes one of these draws nothing where it is given as False or 0.
 _SWITCHES = ("dropout", "dropout_p", "train", "training")
@@ -96,7 +96,7 @@ def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
     """
     computed = [node for node in joint_graph.nodes if node.op != "placeholder"]
     again = OrderedSet(node for node in computed if not must_run_once(node))
-    if any(node not in again and 0 < node.dist_from_bw < _NEVER for node in computed):
+    if any(node not in again and 0 < node.dist_from_bw < NEVER for node in computed):
         return again
     return None
 

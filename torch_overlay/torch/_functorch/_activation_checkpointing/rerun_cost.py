@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     import torch.fx as fx
 
 
-__all__ = ["flops", "roofline"]
+__all__ = ["flops", "is_view", "rerun_cost", "roofline"]
+
+# The estimators that have a name, and what each counts.
+RUNTIME_UNITS = {
+    "flops": "FLOP",
+    "roofline": "FLOP",
+    "profile": "ms",
+    "testing": "operators",
+}
 
 # FLOP that a device does while it moves a byte.  One number for all devices, so that
 # ranks agree: CPUs have 10 to 50, accelerators 100 to 300 in half precision.
@@ -28,6 +37,23 @@ FLOP_PER_BYTE = 100
 
 # What a symbolic size without any hint counts as, as in the partitioner.
 _NO_HINT = 4096
+
+# Results of these share their argument's memory, which their schema does not tell.
+_ALIASING = (torch.ops.aten._unsafe_view.default,)
+
+
+def rerun_cost(node: fx.Node) -> float:
+    """The runtime of a node, by the estimator that the config names."""
+    from torch._functorch.partitioners import estimate_runtime
+
+    if config.activation_memory_budget_runtime_estimator == "roofline":
+        return roofline(node)
+    return estimate_runtime(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shares the memory of its first argument."""
+    return getattr(node.target, "is_view", False) or node.target in _ALIASING
 
 
 def concrete(size: int | torch.SymInt) -> int:
@@ -59,6 +85,4 @@ def roofline(node: fx.Node) -> int:
         for leaf in tree_leaves(values)
         if isinstance(leaf, torch.Tensor)
     )
-    if getattr(node.target, "is_view", False):
-        moved = 0
-    return max(flops(node), FLOP_PER_BYTE * moved, 1)
+    return max(flops(node), 0 if is_view(node) else FLOP_PER_BYTE * moved, 1)

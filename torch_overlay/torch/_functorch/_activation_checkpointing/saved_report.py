@@ -12,10 +12,9 @@ the artifact ``activation_memory_plan``.  It answers for compiled graphs what
 ``jax.ad_checkpoint.print_saved_residuals`` answers in JAX.
 
 A plan describes the two graphs that the partitioner hands on, so it holds what is
-really saved, not what a solver proposed.  The partitioner leaves what it knows on the
-way with :func:`note_limits` and :func:`note_knapsack`; :func:`record_plan` closes the
-account.  What is kept are names and numbers: no graph, node, tensor or symbol stays
-alive for it, and whatever costs time (proof, grouping, text) waits until somebody asks.
+really saved, not what a solver proposed.  What is kept are names and numbers: no graph,
+node, tensor or symbol stays alive for it, and whatever costs time (proof, grouping,
+text) waits until somebody asks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import sys
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, NamedTuple, Optional, TextIO, TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo.utils import counters
@@ -39,11 +37,15 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._logging._internal import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .knapsack_exact import solve_knapsack
+from .memory_budget import activation_bytes, ChosenPlan, SolvedKnapsack
+from .rerun_cost import is_view, RUNTIME_UNITS
+
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import GraphModule, Node
 
 
 __all__ = [
@@ -67,7 +69,6 @@ _POLICIES = (
 # Why a value is saved that takes no memory of its own.
 _OF_INPUTS = ("input", "view of input")
 
-_RUNTIME_UNITS = {"flops": "FLOP", "roofline": "FLOP", "profile": "ms", "testing": "op"}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)')
 
@@ -77,10 +78,11 @@ class PlannedValue(NamedTuple):
 
     ``shape`` holds symbols as their names, and ``nbytes`` is the partitioner's own
     estimate for them; of an operator with several results, ``shape`` and ``dtype`` are
-    the first one's and ``nbytes`` is for all.  ``runtime`` is known where the knapsack asked for it, in the
-    unit of the runtime estimator.  ``source`` is the innermost line of the user's code
-    that the node came from.  ``why`` is "input", "view of input" (memory that is alive
-    anyway), "user" (a checkpoint policy), "knapsack", "peak", "min cut" or "budget 0".
+    the first one's and ``nbytes`` is for all.  ``runtime`` is known where the knapsack
+    asked for it, in the unit of the runtime estimator.  ``source`` is the innermost line
+    of the user's code that the node came from.  ``why`` is "input", "view of input"
+    (memory that is alive anyway), "user" (a checkpoint policy), or what decided the plan:
+    "knapsack" for an item, "min cut" or "budget 0".
     """
 
     name: str
@@ -93,15 +95,8 @@ class PlannedValue(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
-class Knapsack:
-    """What a solver was asked, in the unit of the budget, and the items it saved."""
-
-    solver: str
-    budget: float
-    memory: list[float]
-    runtimes: list[float]
-    saved: list[int]
+class Knapsack(SolvedKnapsack):
+    """What a solver was asked, in the unit of the budget, and how good its answer is."""
 
     @property
     def weight(self) -> float:
@@ -113,27 +108,8 @@ class Knapsack:
 
     @functools.cached_property
     def upper_bound(self) -> float:
-        """No set within the budget is worth more: proven by the exact solver.
-
-        Without that solver, Dantzig's bound: items by falling runtime per size, the
-        last one in part.  O(n log n).
-        """
-        try:
-            from .knapsack_exact import solve_knapsack
-        except ImportError:
-            pass
-        else:
-            return solve_knapsack(self.memory, self.runtimes, self.budget).upper_bound
-        room, bound = self.budget, 0.0
-        for size, runtime in sorted(
-            zip(self.memory, self.runtimes),
-            key=lambda item: item[1] / item[0] if item[0] else math.inf,
-            reverse=True,
-        ):
-            part = min(1.0, room / size) if size else 1.0
-            bound += part * runtime
-            room -= part * size
-        return bound
+        """No set within the budget is worth more: proven by the exact solver."""
+        return solve_knapsack(self.memory, self.runtimes, self.budget).upper_bound
 
     def verdict(self) -> str:
         """How good the answer is, in words."""
@@ -145,30 +121,15 @@ class Knapsack:
         return f"at most {gap:.2g} of the runtime below the optimum"
 
 
-class Peak(NamedTuple):
-    """What the peak planner did, in bytes without parameters and inputs.
-
-    ``allowed`` is what the budget asked for, ``predicted`` the plan's own peak,
-    ``floor`` the lowest that was found, ``fastest`` that of budget 1.  These are for
-    graphs that run operator by operator; ``fused`` is an estimate for inductor's
-    kernels, None where there is none.
-    """
-
-    allowed: int
-    predicted: int
-    floor: int
-    fastest: int
-    fused: Optional[int] = None
-
-
 @dataclass(frozen=True)
 class Plan:
     """What the partitioner decided for one graph.
 
     ``limits`` are the bytes that budgets 0 and 1 stand for, None where the partitioner
-    had no need to know them; ``knapsack`` is None where no solver was asked, ``peak``
-    where the budget is not one of peak memory.  ``views`` counts the recomputed nodes
-    that are not listed because they cost nothing.
+    had no need to know them; ``knapsack`` is None where no solver was asked.
+    ``activation_bytes`` is what is saved beyond inputs and views of them, with aliases
+    counted once.  ``views`` counts the recomputed nodes that are not listed because they
+    cost nothing.
     """
 
     graph: str
@@ -177,9 +138,9 @@ class Plan:
     recomputed: tuple[PlannedValue, ...]
     views: int
     runtime_unit: str
+    activation_bytes: int
     limits: Optional[tuple[int, int]] = None
     knapsack: Optional[Knapsack] = None
-    peak: Optional[Peak] = None
 
     @property
     def saved_bytes(self) -> int:
@@ -189,16 +150,16 @@ class Plan:
     @property
     def used(self) -> Optional[float]:
         """The share of the range that is really saved, to compare with ``budget``."""
-        if self.limits is None or self.peak is not None:
-            saves_all_or_nothing = self.budget in (0, 1) and self.peak is None
-            return self.budget if saves_all_or_nothing else None
+        if self.limits is None:
+            # Budget 0 may have to save what must not be computed twice; as it asks for
+            # no other plan, nobody knows what share of the range that is.
+            known = self.budget == 1 or (self.budget == 0 and not self.activation_bytes)
+            return self.budget if known else None
         low, high = self.limits
         return (self.saved_bytes - low) / (high - low) if low < high else None
 
     def chosen_by(self) -> str:
         """What decided, in words."""
-        if self.peak is not None:
-            return "peak planner: cheapest plan found below the peak allowed"
         if self.knapsack is not None:
             k = self.knapsack
             return (
@@ -206,7 +167,8 @@ class Plan:
                 f"{k.verdict()}"
             )
         if self.budget == 0:
-            return "budget 0: saves inputs, no solver asked"
+            more = ", and what must not run twice" if self.activation_bytes else ""
+            return f"budget 0: saves inputs{more}, no solver asked"
         if self.budget == 1:
             return "runtime-optimal min cut, no solver asked"
         return "a min cut that is within the budget, no solver asked"
@@ -218,37 +180,28 @@ class Plan:
         budget = f"{self.budget:g} asked"
         if self.used is not None:
             budget += f", {self.used:.4g} used"
+        else:
+            budget += f", {format_bytes(self.activation_bytes)} of activations used"
         if self.limits is not None:
             low, high = self.limits
-            budget += f" (0: {_bytes(low)}, 1: {_bytes(high)})"
+            budget += f" (0: {format_bytes(low)}, 1: {format_bytes(high)})"
         runtimes = [v.runtime for v in self.recomputed if v.runtime is not None]
         recomputed = f"{len(self.recomputed)} operators and {self.views} views"
         if runtimes:
             recomputed += f", estimated {self._runtime(math.fsum(runtimes))}"
-        lines = [
+        return [
             ("graph", self.graph),
             ("budget", budget),
             ("chosen by", self.chosen_by()),
             (
                 "saved",
-                f"{len(self.saved)} values, {_bytes(self.saved_bytes)} "
+                f"{len(self.saved)} values, {format_bytes(self.saved_bytes)} "
                 f"(activations: {len(self.saved) - len(inputs)}, "
-                f"{_bytes(self.saved_bytes - of_inputs)}; "
-                f"inputs and views of them: {len(inputs)}, {_bytes(of_inputs)})",
+                f"{format_bytes(self.saved_bytes - of_inputs)}; "
+                f"inputs and views of them: {len(inputs)}, {format_bytes(of_inputs)})",
             ),
             ("recomputed", recomputed),
         ]
-        if self.peak is not None:
-            p = self.peak
-            text = (
-                f"{_bytes(p.predicted)} predicted, {_bytes(p.allowed)} allowed "
-                f"(floor: {_bytes(p.floor)}, budget 1: {_bytes(p.fastest)}; "
-                "parameters and inputs apart)"
-            )
-            if p.fused is not None:
-                text += f"; {_bytes(p.fused)} estimated for inductor's kernels"
-            lines.insert(3, ("peak", text))
-        return lines
 
     def format(self, fold: bool = True, rows: int = 40) -> str:
         """The plan as text; see :func:`print_saved_values`."""
@@ -286,7 +239,7 @@ class Plan:
             table.append(
                 (
                     f"{count}x" if fold else value.name,
-                    _bytes(value.nbytes * count),
+                    format_bytes(value.nbytes * count),
                     value.op,
                     f"{value.dtype}[{', '.join(map(str, value.shape))}]",
                     runtime,
@@ -302,7 +255,7 @@ class Plan:
         left = ranked[rows:]
         if left:
             size = sum(value.nbytes * count for value, count in left)
-            lines.append(f"  ... {len(left)} more rows, {_bytes(size)}")
+            lines.append(f"  ... {len(left)} more rows, {format_bytes(size)}")
         return lines
 
     def _runtime(self, runtime: float) -> str:
@@ -405,68 +358,52 @@ def _cache_hits() -> int:
 # ---------------------------------------------------------------- recording
 
 
-class _Notes(NamedTuple):
-    """What is known of a graph's plan before the graph is split."""
-
-    limits: Optional[tuple[int, int]] = None
-    knapsack: Optional[Knapsack] = None
-    items: tuple[str, ...] = ()
-    peak: Optional[Callable[[GraphModule, GraphModule], Peak]] = None
-
-
-_notes: WeakKeyDictionary[Graph, _Notes] = WeakKeyDictionary()
-
-
-def note_limits(graph: Graph, low: float, high: float) -> None:
-    """Note the gigabytes that budgets 0 and 1 stand for."""
-    _notes[graph] = _Notes(limits=(round(low * 1e9), round(high * 1e9)))
-
-
-def note_peak(graph: Graph, peak: Callable[[GraphModule, GraphModule], Peak]) -> None:
-    """Note how to tell the plan's peak once there is a forward and a backward."""
-    _notes[graph] = _Notes(peak=peak)
-
-
-def note_knapsack(
-    graph: Graph,
-    budget: float,
-    items: Sequence[Node],
-    memory: Sequence[float],
-    runtimes: Sequence[float],
-    saved: Sequence[int],
-) -> None:
-    """Note a solver's answer; where several are asked for a graph, the last counts."""
-    solver = config.activation_memory_budget_solver
-    name = solver if isinstance(solver, str) else type(solver).__name__
-    _notes[graph] = _notes.get(graph, _Notes())._replace(
-        knapsack=Knapsack(name, budget, list(memory), list(runtimes), list(saved)),
-        items=tuple(node.name for node in items),
-    )
-
-
 def record_plan(
-    graph: Graph,
+    chosen: ChosenPlan,
     forward: GraphModule,
     backward: GraphModule,
     num_fwd_outputs: int,
-    budget: float,
-    size_of: Callable[[Node], int],
 ) -> None:
-    """Keep the plan of a joint graph that was split, and trace it.
+    """Keep the plan of a joint graph that was split, and trace it."""
+    keep_plan(describe_plan(chosen, forward, backward, num_fwd_outputs))
+
+
+def keep_plan(plan: Plan) -> None:
+    """Make this the last plan, and trace it."""
+    global _hits_before_last
+    _plans.append(plan)
+    _hits_before_last = _cache_hits()
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
+        payload_fn=lambda: json.dumps(plan.as_dict()),
+    )
+
+
+def describe_plan(
+    chosen: ChosenPlan,
+    forward: GraphModule,
+    backward: GraphModule,
+    num_fwd_outputs: int,
+) -> Plan:
+    """The plan of a joint graph that was split.
 
     O(nodes): everything is read off now, as the graphs do not outlive the compile.
     """
-    global _hits_before_last
+    from torch._functorch.partitioners import _size_of
     from torch._inductor.fx_utils import get_node_storage
 
-    notes = _notes.pop(graph, _Notes())
+    solved = chosen.knapsack
     runtimes: dict[str, float] = {}
-    kept: frozenset[str] = frozenset()
-    if notes.knapsack is not None:
-        runtimes = dict(zip(notes.items, notes.knapsack.runtimes))
-        kept = frozenset(notes.items[i] for i in notes.knapsack.saved)
+    kept: set[str] = set()
+    if solved is not None:
+        names = [node.name for node in chosen.items]
+        runtimes = dict(zip(names, solved.runtimes))
+        kept = {names[i] for i in solved.saved}
     placeholders = forward.graph.find_nodes(op="placeholder")
     inputs = {get_node_storage(node) for node in placeholders} - {None}
+    # A min cut settles what the knapsack did not.
+    otherwise = "min cut" if solved is not None else chosen.decided_by
 
     def why(node: Node, is_saved: bool) -> str:
         if node.op == "placeholder":
@@ -477,9 +414,7 @@ def record_plan(
             return "user"
         if node.name in runtimes and (node.name in kept) == is_saved:
             return "knapsack"
-        if notes.peak is not None:
-            return "peak"
-        return "budget 0" if budget == 0 else "min cut"
+        return otherwise
 
     def describe(node: Node, is_saved: bool) -> PlannedValue:
         value = node.meta.get("val")
@@ -490,8 +425,8 @@ def record_plan(
         nbytes = 0
         if isinstance(value, torch.Tensor):
             shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
-            dtype = _dtype_name(value.dtype)
-            nbytes = size_of(node)
+            dtype = str(value.dtype).removeprefix("torch.")
+            nbytes = _size_of(node)
         return PlannedValue(
             name=node.name,
             op="input" if node.op == "placeholder" else str(node.target),
@@ -504,41 +439,33 @@ def record_plan(
         )
 
     (output,) = forward.graph.find_nodes(op="output")
-    saved = output.args[0][num_fwd_outputs:]
+    saved = [node for node in output.args[0][num_fwd_outputs:] if node is not None]
     again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
     repeated = [
         node
         for node in forward.graph.nodes
         if node.op == "call_function" and node.name in again
     ]
-    computed = [node for node in repeated if not _is_free(node)]
+    computed = [
+        node
+        for node in repeated
+        if not is_view(node) and node.target is not operator.getitem
+    ]
     estimator = config.activation_memory_budget_runtime_estimator
-    plan = Plan(
+    return Plan(
         graph=get_aot_graph_name(),
-        budget=budget,
-        saved=tuple(describe(node, True) for node in saved if node is not None),
+        budget=chosen.budget,
+        saved=tuple(describe(node, True) for node in saved),
         recomputed=tuple(describe(node, False) for node in computed),
         views=len(repeated) - len(computed),
-        runtime_unit=_RUNTIME_UNITS.get(str(estimator), ""),
-        limits=notes.limits,
-        knapsack=notes.knapsack,
-        peak=notes.peak and notes.peak(forward, backward),
-    )
-    _plans.append(plan)
-    _hits_before_last = _cache_hits()
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
-        payload_fn=lambda: json.dumps(plan.as_dict()),
+        runtime_unit=RUNTIME_UNITS.get(str(estimator), ""),
+        activation_bytes=activation_bytes(placeholders, saved),
+        limits=chosen.limits,
+        knapsack=None if solved is None else Knapsack(**vars(solved)),
     )
 
 
-def _is_free(node: Node) -> bool:
-    """Whether running the node touches no data."""
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
-
-
-# Traces and dtypes repeat for thousands of nodes.
+# Traces repeat for thousands of nodes.
 @functools.lru_cache(maxsize=4096)
 def _source(trace: Optional[str]) -> Optional[str]:
     """The innermost frame of a stack trace that is not torch's own, in one line."""
@@ -552,12 +479,7 @@ def _source(trace: Optional[str]) -> Optional[str]:
     return f"{os.path.basename(frame['file'])}:{frame['line']}, {frame['code']}"
 
 
-@functools.lru_cache(maxsize=64)
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).replace("torch.", "")
-
-
-def _bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """``count`` with a binary unit, to four digits."""
     power = min(int(math.log2(max(abs(count), 1))) // 10, 3)
     amount = count / 1024**power

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from ..patch import (
+    CONFIG,
+    CURVE,
+    CUSTOM_SOLVER,
+    Edit,
+    MEMORY_BUDGET,
+    PARTITIONERS,
+    Patch,
+    RERUN_COST,
+    SOLVER_CLASS,
+)
+from .random_ops import CHOOSE
+from .solver_by_name import DISPATCH, NEW_IMPORT
+
+
+_SINCE = (2, 10)
+_TESTING = '# "testing": Returns 1 for everything\n'
+_DOCUMENTED = (
+    "    1) The __call__() method contains the implementation of the knapsack solver.\n"
+)
+
+
+def _drop(lines: str) -> Edit:
+    return Edit(PARTITIONERS, anchor=lines, replacement="", since=_SINCE)
+
+
+def _chooser(annotation: str, digest: str, *releases: tuple[int, int]) -> Edit:
+    return Edit(
+        PARTITIONERS,
+        anchor=f"def {CHOOSE}(",
+        whole=True,
+        digest=digest,
+        replacement=f"""\
+def {CHOOSE}(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    memory_budget{annotation},
+) -> list[fx.Node]:
+    return choose_plan(joint_graph, node_info, memory_budget).saved_values
+
+
+""",
+        inside=CHOOSE,
+        since=releases[0],
+        until=releases[1] if len(releases) > 1 else None,
+    )
+
+
+def _dispatch(digest: str, since: tuple[int, int], *until: tuple[int, int]) -> Edit:
+    return Edit(
+        PARTITIONERS,
+        anchor=f"def {DISPATCH}(",
+        whole=True,
+        digest=digest,
+        replacement="",
+        inside=DISPATCH,
+        since=since,
+        until=until[0] if until else None,
+    )
+
+
+PATCH = Patch(
+    name="memory-budget",
+    subject="Choose what an activation memory budget saves in a module of its own",
+    why="""\
+choose_saved_values_set does everything in 260 lines. A budget of NaN gives some plan;
+a misspelt solver is found by the first graph that needs one; a plan that is over its
+budget is not told. The Pareto plot bisects with a knapsack and a min cut per point (438
+knapsacks for a net of 15 items), and the knee search of dynamic_memory_budget_dp solves
+a hundred knapsacks one by one and answers small budgets with more than was asked. A
+custom solver is told the sizes but not the runtimes, and its answer is not looked at.
+
+The module takes the function over in small steps and returns one value: what to save,
+what decided it, the range, the knapsack and what the plan weighs. Options are checked
+before the first cut, and a plan over its budget is told with both numbers. Plot and knee
+search hand all their budgets to one call, and each set of items is cut once. A custom
+solver with a parameter named runtimes gets them, and its lists have to name every item
+once. The estimator "roofline" counts the bytes that recomputation moves beside its FLOP.
+""",
+    trailers=("Upstream-PR: pytorch/pytorch#160914",),
+    tested="python test/functorch/test_ac_memory_budget.py",
+    files=(
+        MEMORY_BUDGET,
+        CURVE,
+        CUSTOM_SOLVER,
+        RERUN_COST,
+        "test/functorch/test_ac_memory_budget.py",
+    ),
+    edits=(
+        Edit(
+            CONFIG,
+            anchor=_TESTING,
+            replacement='# "roofline": FLOP or the bytes moved, whichever takes longer\n'
+            + _TESTING,
+            since=_SINCE,
+        ),
+        Edit(
+            SOLVER_CLASS,
+            anchor=_DOCUMENTED,
+            replacement=_DOCUMENTED
+            + """\
+    Where it has a parameter named ``runtimes``, it gets what recomputing each item
+    costs, as well. The lists returned have to name every item once; see
+    torch/_functorch/_activation_checkpointing/custom_solver.py.
+""",
+            since=(2, 11),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor="from dataclasses import dataclass, replace\n",
+            replacement="from dataclasses import dataclass\n",
+            since=_SINCE,
+        ),
+        _drop(
+            "from torch._functorch._activation_checkpointing.ac_logging_utils import (\n"
+            "    create_structured_trace_for_min_cut_info,\n)\n"
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor="from torch._inductor.custom_graph_pass import (\n"
+            "    CustomKnapsackSolver,\n    CustomRuntimeEstimator,\n)\n",
+            replacement="from torch._inductor.custom_graph_pass import "
+            "CustomRuntimeEstimator\n",
+            since=(2, 11),
+        ),
+        _drop(
+            "from ._activation_checkpointing.graph_info_provider import "
+            "GraphInfoProvider\n"
+        ),
+        _drop(NEW_IMPORT),
+        _drop("from ._aot_autograd.logging_utils import get_aot_graph_name\n"),
+        Edit(
+            PARTITIONERS,
+            anchor="from ._activation_checkpointing.knapsack_evaluator import "
+            "KnapsackEvaluator\n",
+            replacement="from ._activation_checkpointing.memory_budget import "
+            "choose_plan\n",
+            since=_SINCE,
+        ),
+        _dispatch("b297001610db9aa5", (2, 10), (2, 10)),
+        _dispatch("86bb04b59d3740c4", (2, 11)),
+        _chooser("=1", "40cda3a18a55eba2", (2, 10), (2, 10)),
+        _chooser(": float = 1", "37b663514b35d2e6", (2, 11), (2, 12)),
+        _chooser(": float = 1", "ea6b33fdfc62c72d", (2, 13), (2, 13)),
+        _chooser(": float = 1", "fc313aaa7d85a5b9", (2, 14), (2, 14)),
+        _chooser(": float = 1", "d13e5f8b310657bf", (2, 15)),
+    ),
+    landed=((PARTITIONERS, "memory_budget import choose_plan"),),
+    needs=("solver-by-name", "random-ops", "knapsack-exact"),
+    evidence=(("solvers", "99 budgets"),),
+    risks="""\
+Plans of named solvers are what they were, bit for bit; where no item is left for a
+knapsack, every release takes the cut that 2.14 takes. A budget out of range, a wrong name
+and a custom solver's answer that names an index twice or not at all used to pass
+unnoticed and now raise. The knee search takes the exact solver's budgets.
+""",
+    kind="improvements",
+)

@@ -1,0 +1,57 @@
+# Owner(s): ["module: functorch"]
+"""The partitioner finds every solver of the knapsack module by its name."""
+
+import importlib.util
+from unittest.mock import patch
+
+import torch
+from torch._functorch import config, partitioners
+from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+def chain(x, *weights):
+    for weight in weights:
+        x = x @ weight
+    return x.sum()
+
+
+def compile_chain(solver):
+    torch._dynamo.reset()
+    inputs = [torch.ones(8, 8, requires_grad=True) for _ in range(5)]
+    with config.patch(
+        activation_memory_budget=0.5, activation_memory_budget_solver=solver
+    ):
+        torch.compile(chain, backend="aot_eager_decomp_partition")(*inputs)
+
+
+class TestSolverByName(TestCase):
+    def test_a_name_reaches_its_solver(self):
+        for name, solver in list(KNAPSACK_SOLVERS.items()):
+            if name == "ilp" and importlib.util.find_spec("scipy") is None:
+                continue
+            asked = []
+
+            def spy(*args, name=name, solver=solver, asked=asked):
+                asked.append(name)
+                return solver(*args)
+
+            with patch.dict(KNAPSACK_SOLVERS, {name: spy}):
+                compile_chain(name)
+            self.assertEqual(asked, [name])
+
+    def test_a_new_name_needs_no_branch(self):
+        solver = KNAPSACK_SOLVERS["greedy"]
+        with patch.dict(KNAPSACK_SOLVERS, {"mine": solver}):
+            compile_chain("mine")
+
+    def test_an_unknown_name_is_told_the_known_ones(self):
+        with self.assertRaisesRegex(Exception, "no_such_solver") as caught:
+            compile_chain("no_such_solver")
+        for name in KNAPSACK_SOLVERS:
+            self.assertIn(name, str(caught.exception))
+        self.assertIs(partitioners.config, config)
+
+
+if __name__ == "__main__":
+    run_tests()

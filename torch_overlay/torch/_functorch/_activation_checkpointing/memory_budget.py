@@ -1,0 +1,395 @@
+"""What the partitioner saves for the backward under an activation memory budget.
+
+A budget is a fraction of the *range*: the bytes of the plan that runs fastest less
+those of the inputs.  Budget 1 is the plan that runs fastest, budget 0 saves the inputs
+and what must not be computed twice.  In between, :func:`choose_plan` takes the first of
+these that is within the budget:
+
+1.  a min cut that recomputes more, and one that recomputes all that is cheap;
+2.  a knapsack.  What even the second cut does not recompute are its *items*, each with
+    a size in the unit of the budget and the runtime of computing it again.  A solver
+    picks those to save, and one more min cut may recompute the others.
+
+The answer is one :class:`ChosenPlan`, which says how it was found, too.
+
+A plan may weigh more than its budget for two reasons.  A cut is credited with inputs
+that it does not save, though nobody frees them; and the last min cut minimises weights
+that grow with the distance from the backward, not bytes.  So what is compared with the
+budget for the warning are the activations alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Optional, TYPE_CHECKING
+
+from torch._functorch import config
+from torch._functorch._activation_checkpointing.ac_logging_utils import (
+    create_structured_trace_for_min_cut_info,
+)
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._ordered_set import OrderedSet
+
+from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
+from .custom_solver import ask_custom_solver
+from .knapsack import KNAPSACK_SOLVERS
+from .knapsack_exact import exact_knapsack
+from .random_ops import must_run_once, NEVER, recomputable_nodes
+from .rerun_cost import rerun_cost, RUNTIME_UNITS
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch.fx as fx
+    from torch._functorch.partitioners import MinCutOptions, NodeInfo
+
+try:
+    from torch._inductor.custom_graph_pass import (
+        CustomKnapsackSolver,
+        CustomRuntimeEstimator,
+    )
+except ImportError:  # Before 2.11, a solver could be any callable.
+    CustomKnapsackSolver = Callable  # type: ignore[assignment, misc]
+    CustomRuntimeEstimator = None  # type: ignore[assignment, misc]
+
+log = logging.getLogger(__name__)
+
+__all__ = ["ChosenPlan", "SolvedKnapsack", "ask_solver", "choose_plan"]
+
+# The name that asks for a lower budget where a lower one is the better trade.
+_KNEE = "dynamic_memory_budget_dp"
+
+# Over the budget by less than this fraction of it is no news: sizes are estimates,
+# and an allocator rounds each of them up.
+_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class SolvedKnapsack:
+    """What a solver was asked, in the unit of the budget, and the items it saved."""
+
+    solver: str
+    budget: float
+    memory: list[float]
+    runtimes: list[float]
+    saved: list[int]
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """What to save for the backward, and how that was decided.
+
+    Args:
+        saved_values: the nodes to save, inputs among them.
+        budget: the budget asked for.
+        decided_by: "budget 0", "min cut" or "knapsack".
+        activation_bytes: what the saved values weigh beyond inputs and views of them.
+        limits: the bytes that budgets 0 and 1 stand for, inputs included; None where
+            the plan was found without them.
+        knapsack: what was solved, None where no solver was asked.
+        items: the node of each item of the knapsack.
+    """
+
+    saved_values: list[fx.Node]
+    budget: float
+    decided_by: str
+    activation_bytes: int
+    limits: Optional[tuple[int, int]] = None
+    knapsack: Optional[SolvedKnapsack] = None
+    items: Sequence[fx.Node] = ()
+
+
+def choose_plan(
+    joint_graph: fx.Graph, node_info: NodeInfo, memory_budget: float
+) -> ChosenPlan:
+    """What to save under ``memory_budget``, with a warning where it weighs more.
+
+    Every node's ``dist_from_bw`` must be set.  Makes at most four min cuts, and up to 33
+    more where the budget's curve is plotted.
+
+    Raises RuntimeError for a budget outside [0, 1], and for a solver or an estimator in
+    the config that is unknown, whether this graph needs them or not.
+    """
+    check_budget_options(memory_budget)
+    graph = _Graph(joint_graph, node_info)
+    weigh = functools.partial(activation_bytes, node_info.inputs)
+    if memory_budget == 0:
+        least = graph.least()
+        if least is not None:
+            return ChosenPlan(least, memory_budget, "budget 0", weigh(least))
+    fastest, _ = graph.cut(_fastest())
+    plan = ChosenPlan(fastest, memory_budget, "min cut", weigh(fastest))
+    if memory_budget == 1:
+        return plan
+    limits = Range(_nbytes(node_info.inputs), _nbytes(fastest))
+    plan = replace(plan, limits=(limits.low, limits.high))
+    if limits.low < limits.high:
+        plan = graph.within(limits, plan)
+        plan = replace(plan, activation_bytes=weigh(plan.saved_values))
+        _warn_if_over(plan)
+    return plan
+
+
+def _nbytes(nodes: Iterable[fx.Node]) -> int:
+    from torch._functorch.partitioners import _size_of
+
+    return sum(map(_size_of, nodes))
+
+
+def _fastest() -> MinCutOptions:
+    """The options of the plan that runs fastest."""
+    from torch._functorch.partitioners import MinCutOptions
+
+    options = MinCutOptions(
+        ban_if_used_far_apart=config.ban_recompute_used_far_apart,
+        ban_if_long_fusible_chains=config.ban_recompute_long_fusible_chains,
+        ban_if_materialized_backward=config.ban_recompute_materialized_backward,
+        ban_if_not_in_allowlist=config.ban_recompute_not_in_allowlist,
+        ban_if_reduction=config.ban_recompute_reductions,
+    )
+    return _all_cheap(options) if config.aggressive_recomputation else options
+
+
+def _more(options: MinCutOptions) -> MinCutOptions:
+    """Recompute what is cheap alone, if perhaps not in the place where it is needed."""
+    return replace(
+        options,
+        ban_if_used_far_apart=False,
+        ban_if_long_fusible_chains=False,
+        ban_if_materialized_backward=False,
+    )
+
+
+def _all_cheap(options: MinCutOptions) -> MinCutOptions:
+    return replace(_more(options), ban_if_not_in_allowlist=False)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A joint graph, and the cuts of it."""
+
+    joint: fx.Graph
+    info: NodeInfo
+
+    def cut(
+        self, options: MinCutOptions, dont_ban: Optional[OrderedSet[fx.Node]] = None
+    ) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
+        """The values that a min cut saves, and the nodes that it would not recompute."""
+        from torch._functorch.partitioners import solve_min_cut
+
+        return solve_min_cut(self.joint, self.info, options, dont_ban)
+
+    def least(self) -> Optional[list[fx.Node]]:
+        """What budget 0 saves; None where it is to be planned like any other budget."""
+        again = recomputable_nodes(self.joint)
+        if again is not None:
+            return self.cut(_fastest(), again)[0]
+        # The backward can compute nothing from an input that was overwritten by then.
+        overwritten = "aot_runtime_epilogue_input_mutation"
+        if any(node.meta.get(overwritten, False) for node in self.info.inputs):
+            return None
+        return self.info.inputs
+
+    def within(self, limits: Range, fastest: ChosenPlan) -> ChosenPlan:
+        """The plan of a budget between 0 and 1; the module's docstring has the steps."""
+        more, _ = self.cut(_more(_fastest()))
+        if limits.budget(_nbytes(more)) < fastest.budget:
+            return replace(fastest, saved_values=more)
+        most, banned = self.cut(_all_cheap(_fastest()))
+        items = self.items(banned)
+        if limits.budget(_nbytes(most)) < fastest.budget or not items:
+            return replace(fastest, saved_values=most)
+
+        @functools.cache
+        def cut(recomputed: tuple[int, ...]) -> list[fx.Node]:
+            again = OrderedSet(items[i] for i in recomputed)
+            return self.cut(_all_cheap(_fastest()), again)[0]
+
+        memory = [limits.size(_nbytes([node])) for node in items]
+        runtimes = [rerun_cost(node) for node in items]
+        with no_dispatch():
+            runtime, saved, again = ask_solver(
+                self.joint, memory, runtimes, fastest.budget, self.info, items
+            )
+        name: Any = config.activation_memory_budget_solver
+        name = name if isinstance(name, str) else type(name).__name__
+        solved = SolvedKnapsack(name, fastest.budget, memory, runtimes, list(saved))
+        plan = replace(
+            fastest,
+            saved_values=cut(tuple(sorted(again))),
+            decided_by="knapsack",
+            knapsack=solved,
+            items=items,
+        )
+        cheap = (_nbytes(more), _nbytes(most))
+        if config.visualize_memory_budget_pareto:
+            self.plot(solved, items, limits, cheap, cut)
+        self.trace(plan, limits, cheap, again, runtime)
+        return plan
+
+    def plot(
+        self,
+        posed: SolvedKnapsack,
+        items: list[fx.Node],
+        limits: Range,
+        cheap: tuple[int, int],
+        cut: Callable[[tuple[int, ...]], list[fx.Node]],
+    ) -> None:
+        """Write the curve of all budgets, with the plan's own on it."""
+        # The knee search is shown by the curve that it searches.
+        solvers = {**KNAPSACK_SOLVERS, _KNEE: exact_knapsack}
+        ask = functools.partial(
+            ask_solver, self.joint, node_info=self.info, items=items
+        )
+        solver = solvers.get(posed.solver, ask)
+        points = budget_curve(posed, solver, lambda i: _nbytes(cut(i)), limits, cheap)
+        write_budget_curve(posed, points)
+
+    def items(self, banned: Iterable[fx.Node]) -> list[fx.Node]:
+        """The nodes that a solver decides about, largest first.
+
+        They reach the backward, share no memory with an input, and may run again.
+        """
+        from torch._functorch.partitioners import _size_of, is_non_builtin_to_include
+        from torch._inductor.fx_utils import get_node_storage
+
+        inputs = {get_node_storage(node) for node in self.info.inputs}
+        items = [
+            node
+            for node in banned
+            if node.dist_from_bw < NEVER  # type: ignore[attr-defined]
+            and (
+                get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
+            )
+            and not must_run_once(node)
+        ]
+        return sorted(items, key=_size_of, reverse=True)
+
+    def trace(
+        self,
+        plan: ChosenPlan,
+        limits: Range,
+        cheap: tuple[int, int],
+        recomputed: Sequence[int],
+        runtime: float,
+    ) -> None:
+        """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
+        from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
+
+        solved = plan.knapsack
+        if not AOT_PARTITIONER_DEBUG or solved is None:
+            return
+        told: dict[str, Any] = {
+            "joint_graph": self.joint,
+            "all_recomputable_banned_nodes": plan.items,
+            "saved_node_idxs": solved.saved,
+            "recomputable_node_idxs": recomputed,
+            "expected_runtime": runtime,
+            "memories_banned_nodes": [_nbytes([node]) for node in plan.items],
+            "normalized_memories_banned_nodes": solved.memory,
+            "runtimes_banned_nodes": solved.runtimes,
+            "min_cut_saved_values": plan.saved_values,
+            "memory_budget": plan.budget,
+            "min_act_size": limits.low / 1e9,
+            "max_act_size": limits.high / 1e9,
+            "saved_values_act_size": _nbytes(plan.saved_values) / 1e9,
+            "more_aggressive_saved_values_mem_ratio": limits.budget(cheap[0]),
+            "aggressive_recomputation_saved_values_mem_ratio": limits.budget(cheap[1]),
+        }
+        # Before 2.13 it takes the first nine of these.
+        taken = inspect.signature(create_structured_trace_for_min_cut_info).parameters
+        create_structured_trace_for_min_cut_info(**{name: told[name] for name in taken})
+
+
+def ask_solver(
+    joint_graph: fx.Graph,
+    memory: list[float],
+    runtimes: list[float],
+    budget: float,
+    node_info: NodeInfo,
+    items: list[fx.Node],
+) -> tuple[float, list[int], list[int]]:
+    """The answer of the solver that the config names; see :mod:`.knapsack`."""
+    solver: Any = config.activation_memory_budget_solver
+    if not isinstance(solver, str):
+        return ask_custom_solver(
+            solver, memory, runtimes, budget, joint_graph, node_info, items
+        )
+    if solver == _KNEE:
+        knee = knee_budget(memory, runtimes, budget)
+        return exact_knapsack(memory, runtimes, knee)
+    return KNAPSACK_SOLVERS[solver](memory, runtimes, budget)
+
+
+def check_budget_options(memory_budget: float) -> None:
+    """Refuse a budget outside [0, 1], and a solver or an estimator that is unknown.
+
+    ``memory_budget`` is the one for the graph at hand; the rest is in the config.
+    Raises RuntimeError with the value and with what would be valid.
+    """
+    try:
+        valid = 0 <= memory_budget <= 1
+    except TypeError:
+        valid = False
+    if not valid:
+        raise RuntimeError(
+            f"The activation memory budget is {memory_budget!r}; it has to be a number "
+            "from 0 (save the inputs only) to 1 (save what runs fastest)"
+        )
+    solvers = [*KNAPSACK_SOLVERS, _KNEE]
+    _check_choice("solver", solvers, CustomKnapsackSolver)
+    _check_choice("runtime_estimator", list(RUNTIME_UNITS), CustomRuntimeEstimator)
+
+
+def _check_choice(option: str, known: list[str], custom: Any) -> None:
+    option = f"activation_memory_budget_{option}"
+    choice = getattr(config, option)
+    if choice in known or (custom is not None and isinstance(choice, custom)):
+        return
+    if custom is not None:
+        known.append(f"an instance of {custom.__module__}.{custom.__name__}")
+    raise RuntimeError(f"Unknown {option} {choice!r}: known are {', '.join(known)}")
+
+
+def _warn_if_over(plan: ChosenPlan) -> None:
+    """Warn where a plan whose limits are known weighs more than its budget."""
+    low, high = plan.limits or (0, 0)
+    allowed = plan.budget * (high - low)
+    if plan.activation_bytes > allowed * (1 + _TOLERANCE):
+        log.warning(
+            "%s saves %d bytes of activations (a budget of %.4g), more than the %d that "
+            "its budget of %.4g allows; a lower one saves less",
+            get_aot_graph_name(),
+            plan.activation_bytes,
+            plan.activation_bytes / (high - low),
+            int(allowed),
+            plan.budget,
+        )
+
+
+def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:
+    """Bytes that are there because of ``saved``: neither inputs nor views of them.
+
+    Views of one tensor are counted together, and as no more than the tensor.
+    """
+    from torch._inductor.fx_utils import get_node_storage
+
+    there = {get_node_storage(node) for node in inputs}
+    views: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in saved:
+        storage = get_node_storage(node)
+        if storage is not None and storage not in there:
+            views[storage].append(node)
+    total = 0
+    for nodes in views.values():
+        whole = nodes[0].meta["val"].untyped_storage().nbytes()
+        # With symbolic sizes: at least the largest view.
+        largest = max(_nbytes([node]) for node in nodes)
+        total += min(_nbytes(nodes), whole) if isinstance(whole, int) else largest
+    return total

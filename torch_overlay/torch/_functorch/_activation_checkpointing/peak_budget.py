@@ -1,0 +1,595 @@
+"""A plan for the activation memory budget that bounds the peak, not what is saved.
+
+The bytes saved are not what training runs out of.  Where little is saved, the first
+step of the backward repeats a long stretch of the forward, all of which stays live:
+below some budget the peak rises again, above that of no budget at all.  With
+``config.activation_memory_budget_target = "peak"`` a budget b asks for a peak of at most
+
+    floor + b * (peak at budget 1 - floor)
+
+where the floor is the lowest peak that was found, and what is then recomputed costs as
+little as was found.  ``config.activation_memory_peak_bytes`` asks for a number of bytes.
+Peaks are those of :mod:`.liveness`: without parameters and inputs, which no plan changes.
+
+The search, on integers alone and without a min cut of its own:
+
+1.  *Checkpoints.*  Between some operators of the forward few bytes are live, in a
+    transformer between its layers.  A plan that saves what crosses some of these
+    places repeats one segment at a time.  A segment's own peak hardly depends on the
+    others, so it is measured once for each pair of places, and dynamic programming
+    finds the checkpoints with the lowest peak, or those that save least below a peak.
+2.  *Items.*  What a segment repeats may be saved as well.  An item that is saved is live
+    until its segment's turn, so it adds to the peaks of the segments whose turn comes
+    earlier.  Items join by falling cost per byte where these have room.
+3.  Every plan is evaluated on the whole graph; what does worse than another in both
+    peak and cost is dropped.  The rest is the curve: it does not depend on the budget,
+    so a smaller budget never has a higher peak, and further budgets cost nothing.
+
+The plans of upstream's min cuts are on the curve too, so none is better than it.
+
+Checkpoints in a chain by dynamic programming: Beaumont et al., "Optimal checkpointing
+for heterogeneous chains", 2019.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, TYPE_CHECKING
+
+from torch._functorch import config
+from torch.utils._ordered_set import OrderedSet
+
+from . import memory_budget as by_saved_bytes
+from .fused_peak import fused_peak
+from .liveness import Evaluation, JointGraph
+from .memory_budget import activation_bytes, ChosenPlan
+from .random_ops import must_run_once
+from .rerun_cost import flops, rerun_cost, roofline
+from .saved_report import describe_plan, format_bytes, keep_plan, Plan
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch.fx as fx
+    from torch._functorch.partitioners import NodeInfo
+    from torch.fx import GraphModule
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "Curve",
+    "Peak",
+    "PeakPlan",
+    "PlannedPeak",
+    "build_curve",
+    "choose_plan",
+    "record_plan",
+    "search",
+]
+
+_TARGETS = ("saved", "peak")
+
+# Places at which checkpoints may stand: of the minima, the narrowest by these shares.
+_SHARES = (1, 0.75, 0.5, 0.25)
+# A segment spans at most so many candidate places.
+_SPAN = 8
+# Peaks, between the floor's and that of budget 1, for which items are added.
+_TARGET_PEAKS = 24
+# Peaks above the lowest, as a factor, for which the fewest checkpoints are sought.
+_SLACKS = (1.1, 1.3, 1.7, 2.5)
+# How often the dynamic program is told what its own answer measures.
+_CORRECTIONS = 8
+
+
+class PlannedPeak(NamedTuple):
+    """A plan on the curve: bytes, the estimator's unit, and the storages to save."""
+
+    peak: int
+    cost: float
+    storages: frozenset[int]
+
+
+class Curve:
+    """The plans that no other plan beats in both peak and cost, by rising peak.
+
+    Args:
+        plans: all that were found.
+        fastest: the plan of budget 1.
+    """
+
+    def __init__(self, plans: Iterable[PlannedPeak], fastest: PlannedPeak) -> None:
+        self.fastest = fastest
+        self.plans: list[PlannedPeak] = []
+        for plan in sorted(plans, key=lambda p: (p.peak, p.cost, sorted(p.storages))):
+            if not self.plans or plan.cost < self.plans[-1].cost:
+                self.plans.append(plan)
+
+    @property
+    def floor(self) -> int:
+        return self.plans[0].peak
+
+    def allowed(self, budget: float) -> int:
+        """The peak in bytes that a budget allows."""
+        return self.floor + math.floor(budget * (self.fastest.peak - self.floor))
+
+    def within(self, peak: int) -> PlannedPeak:
+        """The cheapest plan below a peak; that of the floor if there is none."""
+        if peak >= self.fastest.peak:
+            return self.fastest
+        found = bisect_left(self.plans, peak + 1, key=lambda plan: plan.peak)
+        return self.plans[max(found - 1, 0)]
+
+
+class Peak(NamedTuple):
+    """What was planned, in bytes without parameters and inputs.
+
+    ``allowed`` is what the budget asked for, ``predicted`` the plan's own peak,
+    ``floor`` the lowest that was found, ``fastest`` that of budget 1.  These are for
+    graphs that run operator by operator; ``fused`` is an estimate for inductor's
+    kernels, None where there is none.
+    """
+
+    allowed: int
+    predicted: int
+    floor: int
+    fastest: int
+    fused: Optional[int] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ChosenByPeak(ChosenPlan):
+    """What to save for a peak; ``decided_by`` is "peak"."""
+
+    peak: Peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakPlan(Plan):
+    """A plan whose budget is one of peak memory, not a share of saved bytes."""
+
+    peak: Peak
+
+    @property
+    def used(self) -> Optional[float]:
+        return None
+
+    def chosen_by(self) -> str:
+        return "peak planner: cheapest plan found below the peak allowed"
+
+    def summary(self) -> list[tuple[str, str]]:
+        p = self.peak
+        text = (
+            f"{format_bytes(p.predicted)} predicted, {format_bytes(p.allowed)} allowed "
+            f"(floor: {format_bytes(p.floor)}, budget 1: {format_bytes(p.fastest)}; "
+            "parameters and inputs apart)"
+        )
+        if p.fused is not None:
+            text += f"; {format_bytes(p.fused)} estimated for inductor's kernels"
+        lines = super().summary()
+        return [*lines[:3], ("peak", text), *lines[3:]]
+
+
+def choose_plan(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    memory_budget: float,
+    num_fwd_outputs: int,
+) -> ChosenPlan:
+    """What to save, by what ``config.activation_memory_budget_target`` means.
+
+    Args:
+        joint_graph, node_info: as the partitioner has them.
+        memory_budget: the budget of this graph.
+        num_fwd_outputs: how many outputs of the graph are the forward's.
+
+    The plan is one for saved bytes where the target is "saved", where the budget is 1,
+    and where no other can be made, which a warning tells.
+
+    Raises RuntimeError for a target or a number of bytes that means nothing.
+    """
+    limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
+    target = config.activation_memory_budget_target  # type: ignore[attr-defined]
+    if target not in _TARGETS:
+        raise RuntimeError(
+            "Unknown activation_memory_budget_target "
+            f"{target!r}: known are {', '.join(_TARGETS)}"
+        )
+    if limit is not None and (type(limit) is not int or limit <= 0):
+        raise RuntimeError(
+            f"activation_memory_peak_bytes is {limit!r}; it has to be a positive number "
+            "of bytes, or None"
+        )
+    by_budget = limit is None and (target == "saved" or memory_budget == 1)
+    # A budget that is none gets the error of one for saved bytes.
+    if by_budget or not 0 <= memory_budget <= 1:
+        return by_saved_bytes.choose_plan(joint_graph, node_info, memory_budget)
+    fastest = by_saved_bytes.choose_plan(joint_graph, node_info, 1).saved_values
+    try:
+        graph, curve = build_curve(joint_graph, node_info, num_fwd_outputs, fastest)
+        asked = curve.allowed(memory_budget) if limit is None else limit
+        plan = curve.within(asked)
+        saved = graph.saved_values(graph.evaluate(plan.storages).saved)
+    except Exception as error:
+        log.warning(
+            "no plan by peak memory, so the budget of %s is one of saved bytes for this "
+            "graph: %s: %s",
+            memory_budget,
+            type(error).__name__,
+            error,
+        )
+        return by_saved_bytes.choose_plan(joint_graph, node_info, memory_budget)
+    if plan.peak > asked:
+        log.warning(
+            "activation_memory_peak_bytes is %d, but the lowest peak found is %d bytes "
+            "(without parameters and inputs); this graph gets the plan of that",
+            asked,
+            plan.peak,
+        )
+    return _ChosenByPeak(
+        saved,
+        memory_budget,
+        "peak",
+        activation_bytes(node_info.inputs, saved),
+        peak=Peak(asked, plan.peak, curve.floor, curve.fastest.peak),
+    )
+
+
+def record_plan(
+    chosen: ChosenPlan,
+    forward: GraphModule,
+    backward: GraphModule,
+    num_fwd_outputs: int,
+) -> None:
+    """Keep the plan of a joint graph that was split; see :mod:`.saved_report`."""
+    plan = describe_plan(chosen, forward, backward, num_fwd_outputs)
+    if isinstance(chosen, _ChosenByPeak):
+        fused = _fused_peak(forward, backward, num_fwd_outputs)
+        plan = PeakPlan(**vars(plan), peak=chosen.peak._replace(fused=fused))
+    keep_plan(plan)
+
+
+def _fused_peak(
+    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
+) -> Optional[int]:
+    try:
+        return fused_peak(forward, backward, num_fwd_outputs)
+    except Exception as error:
+        log.warning(
+            "no estimate of the peak with fused kernels: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        return None
+
+
+def build_curve(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    num_fwd_outputs: int,
+    fastest: Sequence[fx.Node],
+) -> tuple[JointGraph, Curve]:
+    """The model of a joint graph and the curve of its plans, for any number of budgets.
+
+    ``fastest`` is what the plan of budget 1 saves.
+    """
+    graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
+    return graph, search(graph, *_aggressive_cut(joint_graph, node_info), fastest)
+
+
+def _aggressive_cut(
+    joint_graph: fx.Graph, node_info: NodeInfo
+) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
+    """The min cut that recomputes all that is cheap, and the nodes that are not."""
+    from torch._functorch.partitioners import MinCutOptions, solve_min_cut
+
+    return solve_min_cut(
+        joint_graph,
+        node_info,
+        MinCutOptions(
+            ban_if_used_far_apart=False,
+            ban_if_long_fusible_chains=False,
+            ban_if_materialized_backward=False,
+            ban_if_not_in_allowlist=False,
+            ban_if_reduction=config.ban_recompute_reductions,
+        ),
+    )
+
+
+def _costs(graph: JointGraph, dear: OrderedSet[fx.Node]) -> list[float]:
+    """What it costs to repeat each operator, by the estimator of the config.
+
+    As for the knapsack, only what a min cut does not recompute freely has a cost,
+    unless the estimator knows better.
+    """
+    estimator = config.activation_memory_budget_runtime_estimator
+    if estimator == "roofline":
+        return [roofline(node) for node in graph.nodes]
+    if estimator == "flops":
+        return [max(flops(node), node in dear) for node in graph.nodes]
+    return [
+        rerun_cost(node) if node in dear and not must_run_once(node) else 0
+        for node in graph.nodes
+    ]
+
+
+def search(
+    graph: JointGraph,
+    cheapest: Sequence[fx.Node],
+    dear: OrderedSet[fx.Node],
+    fastest: Sequence[fx.Node],
+) -> Curve:
+    """Find the plans that trade peak for recomputation best.
+
+    Args:
+        graph: the model to evaluate plans on.
+        cheapest: what a min cut saves that recomputes nothing dear.
+        dear: the nodes whose recomputation has a cost.
+        fastest: what the plan of budget 1 saves.
+
+    Some hundred evaluations, and O(places * _SPAN) for a dynamic program.
+    """
+    plans = _Plans(graph, _costs(graph, dear))
+    bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
+    for places in _places(graph):
+        chain = _Chain(plans, places)
+        peak, lowest = chain.lowest()
+        bases += [lowest, chain.everything]
+        leanest = [chain.leanest(math.floor(peak * slack)) for slack in _SLACKS]
+        bases += [storages for storages in leanest if storages is not None]
+    evaluated = plans.evaluate(bases)
+    top = plans.found[bases[0]]
+    floor = min(plan.peak for plan in plans.found.values())
+    # Closer to each other at the floor, where a little room buys most.
+    targets = [
+        floor + math.floor((top.peak - floor) * (k / _TARGET_PEAKS) ** 1.5)
+        for k in range(_TARGET_PEAKS)
+    ]
+    more: list[frozenset[int]] = []
+    for base, evaluation in evaluated.items():
+        more += plans.with_items(base, evaluation, targets)
+    plans.evaluate(chosen for chosen in more if chosen not in plans.found)
+    return Curve(plans.found.values(), top)
+
+
+class _Plans:
+    """All plans that were evaluated."""
+
+    def __init__(self, graph: JointGraph, cost: Sequence[float]) -> None:
+        self.graph = graph
+        self.cost = cost
+        self.dear = [op for op, each in enumerate(cost) if each]
+        self.found: dict[frozenset[int], PlannedPeak] = {}
+
+    def evaluate(
+        self, choices: Iterable[frozenset[int]]
+    ) -> dict[frozenset[int], Evaluation]:
+        """Evaluate plans together, equal ones once."""
+        distinct = list(dict.fromkeys(choices))
+        evaluated = dict(zip(distinct, self.graph.evaluate_all(distinct)))
+        for chosen, evaluation in evaluated.items():
+            cost = math.fsum(self.cost[op] for op in evaluation.repeated(self.dear))
+            self.found[chosen] = PlannedPeak(evaluation.peak, cost, chosen)
+        return evaluated
+
+    def with_items(
+        self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]
+    ) -> Iterator[frozenset[int]]:
+        """For each target peak, save more than ``base`` where there is room for it."""
+        graph = self.graph
+        # Peaks between two moments at which something dear is repeated.
+        peaks = [evaluation.forward_peak]
+        items: list[tuple[float, int, int, int, list[int]]] = []
+        for live, repeated in zip(evaluation.row_peaks, evaluation.rows):
+            dear = [op for op in repeated if self.cost[op]]
+            if dear:
+                peaks.append(live)
+            else:
+                peaks[-1] = max(peaks[-1], live)
+            for op in dear:
+                parts = [
+                    s
+                    for s in graph.writes[op]
+                    if graph.root[s] is not None and graph.births[s] >= 0
+                ]
+                size = sum(graph.nbytes[s] for s in parts)
+                if parts:
+                    # Of equals the latest first: it is saved for the shortest time.
+                    density = self.cost[op] / max(size, 1)
+                    items.append((-density, -op, size, len(peaks) - 1, parts))
+        items.sort()
+        for target in targets:
+            room = [target - peak for peak in peaks]
+            chosen = set(base)
+            # From where on there is no room for a size: nor will there be any more.
+            full: dict[int, int] = {}
+            for _, _, size, before, parts in items:
+                if before >= full.get(size, before + 1):
+                    continue
+                if min(room[:before]) >= size:
+                    room[:before] = [free - size for free in room[:before]]
+                    chosen.update(parts)
+                else:
+                    full[size] = before
+            yield frozenset(chosen)
+            if not full:
+                break
+
+
+def _places(graph: JointGraph) -> list[list[int]]:
+    """Steps of the forward after which few bytes cross to later ones.
+
+    These are local minima of the crossing bytes; one list of them for each share of
+    ``_SHARES``, where they differ.  O(steps + storages).
+    """
+    steps = len(graph.forward_live)
+    change = [0] * (steps + 1)
+    for s, birth in enumerate(graph.births):
+        if birth >= 0 and s not in graph.outputs:
+            change[birth] += graph.nbytes[s]
+            change[graph.deaths[s]] -= graph.nbytes[s]
+    minima: list[tuple[int, int]] = []
+    crossing, before = 0, math.inf
+    for at in range(steps - 1):
+        crossing += change[at]
+        after = crossing + change[at + 1]
+        if crossing < before and crossing < after:
+            minima.append((crossing, at))
+        if after != crossing:
+            before = crossing
+    widths = sorted(width for width, _ in minima)
+    choices: dict[tuple[int, ...], None] = {}
+    for share in _SHARES:
+        if widths:
+            widest = widths[math.ceil(len(widths) * share) - 1]
+            choices[tuple(at for width, at in minima if width <= widest)] = None
+    return [list(choice) for choice in choices]
+
+
+class _Chain:
+    """Plans that save what crosses some of a list of places in the forward.
+
+    Place 0 is the start of the forward, where nothing crosses, and place ``end`` its
+    end.  ``peak[i, j]`` is the most that is live while the backward works between the
+    places i and j, without what the checkpoints up to i keep.
+    """
+
+    def __init__(self, plans: _Plans, places: Sequence[int]) -> None:
+        self.plans = plans
+        graph = plans.graph
+        self.nbytes = graph.nbytes
+        self.end = len(places) + 1
+        self.at = [-1, *places, len(graph.forward_live)]
+        self.crossing = self._crossing(places)
+        self.everything = self._storages(range(self.end))
+        self.span = _SPAN
+        self.width = {
+            (i, j): sum(self.nbytes[s] for s in self.crossing[j] - self.crossing[i])
+            for i in range(self.end)
+            for j in range(i + 1, min(i + self.span + 1, self.end))
+        }
+        self.where = self._where()
+        self.peak: dict[tuple[int, int], int] = {}
+        self.measure(
+            [i for i in range(1, self.end) if i % span == offset]
+            for span in range(1, self.span + 1)
+            for offset in range(span)
+        )
+
+    def _crossing(self, places: Sequence[int]) -> list[set[int]]:
+        graph = self.plans.graph
+        born: dict[int, list[int]] = {}
+        for s, birth in enumerate(graph.births):
+            if 0 <= birth < graph.deaths[s] and graph.root[s] is not None:
+                born.setdefault(birth, []).append(s)
+        found: list[set[int]] = [set()]
+        live: set[int] = set()
+        before = -1
+        for place in places:
+            for at in range(before + 1, place + 1):
+                live.update(born.get(at, ()))
+            live = {s for s in live if graph.deaths[s] > place}
+            found.append(set(live))
+            before = place
+        return found
+
+    def _where(self) -> list[int]:
+        """The forward's step that each step of the backward has come down to, last first.
+
+        That is where the last of the large storages was made that it or a later step
+        reads.  Small ones (a mask, a constant) may be read anywhere.
+        """
+        graph = self.plans.graph
+        large = max(graph.nbytes, default=0) // 128
+        where: list[int] = []
+        latest = -1
+        for reads in reversed(graph.backward_reads):
+            births = [graph.births[s] for s in reads if graph.nbytes[s] >= large]
+            latest = max(latest, *births, -1)
+            where.append(latest)
+        return where
+
+    def measure(self, choices: Iterable[Sequence[int]]) -> None:
+        """Evaluate plans with these checkpoints, and learn their segments' peaks."""
+        kept_by = {tuple(chosen): self._storages(chosen) for chosen in choices}
+        evaluated = self.plans.evaluate(kept_by.values())
+        for chosen, storages in kept_by.items():
+            starts = [0, *chosen]
+            live = evaluated[storages].row_peaks[::-1]
+            done = kept = 0
+            for start, stop in zip(starts, [*starts[1:], self.end]):
+                rows = bisect_right(self.where, self.at[stop], lo=done)
+                own = max(live[done:rows], default=0) - kept
+                done = rows
+                self.peak[start, stop] = max(self.peak.get((start, stop), 0), own)
+                kept += self.width.get((start, stop), 0)
+        self.segments = sorted(
+            (stop, start, own, self.width.get((start, stop), 0))
+            for (start, stop), own in self.peak.items()
+        )
+
+    def lowest(self) -> tuple[int, frozenset[int]]:
+        """The checkpoints with the lowest peak that was found, and that peak.
+
+        Where a segment's peak depends on its neighbours after all, the answer measures
+        higher than it should.  What was learned then makes the next answer another one.
+        """
+        best: Optional[tuple[int, frozenset[int]]] = None
+        for _ in range(_CORRECTIONS):
+            low, high = (
+                0,
+                max(self.peak.values()) + sum(self.nbytes[s] for s in self.everything),
+            )
+            while high - low > high // 1000 + 1:
+                middle = (low + high) // 2
+                if self._fewest_bytes(middle) is None:
+                    low = middle
+                else:
+                    high = middle
+            chosen = self._fewest_bytes(high)
+            if chosen is None:
+                break
+            self.measure([chosen])
+            storages = self._storages(chosen)
+            peak = self.plans.found[storages].peak
+            if best is None or peak < best[0]:
+                best = (peak, storages)
+            if peak <= high:
+                break
+        if best is None:
+            self.plans.evaluate([self.everything])
+            return self.plans.found[self.everything].peak, self.everything
+        return best
+
+    def leanest(self, peak: int) -> Optional[frozenset[int]]:
+        """The checkpoints that save least with a peak below ``peak``, None without any."""
+        chosen = self._fewest_bytes(peak)
+        return None if chosen is None else self._storages(chosen)
+
+    def _storages(self, chosen: Iterable[int]) -> frozenset[int]:
+        return frozenset().union(*(self.crossing[i] for i in chosen))
+
+    def _fewest_bytes(self, peak: int) -> Optional[list[int]]:
+        """The places to save at, so that no segment is live beyond ``peak``.
+
+        What the checkpoints before a place keep is all that the segments after it
+        need to know of them, and less is better.  O(places * span).
+        """
+        kept = [math.inf] * (self.end + 1)
+        previous = [0] * (self.end + 1)
+        kept[0] = 0
+        for stop, start, own, width in self.segments:
+            total = kept[start] + width
+            if total < kept[stop] and kept[start] + own <= peak:
+                kept[stop], previous[stop] = total, start
+        if math.isinf(kept[self.end]):
+            return None
+        chosen: list[int] = []
+        place = previous[self.end]
+        while place:
+            chosen.append(place)
+            place = previous[place]
+        return chosen[::-1]
