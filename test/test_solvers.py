@@ -237,7 +237,7 @@ def test_greedy_and_ilp_on_the_corpus():
 def test_ilp_reads_its_answer_with_a_tolerance():
     rng = random.Random(0)
     upstream_lost = 0
-    for _ in range(250):
+    for _ in range(100):
         n = rng.randrange(5, 9)
         memory = [rng.uniform(0.01, 0.5) for _ in range(n)]
         runtimes = [rng.randrange(1, 10**11) for _ in range(n)]
@@ -314,10 +314,10 @@ def test_tensors_take_a_twentieth_of_upstream_dp():
     for instance in corpus.instances():
         if len(instance.memory) < 400:
             continue
-        arguments = instance.memory, instance.runtimes, 0.3
+        arguments = instance.memory, instance.runtimes, 0.1
         theirs = peak_bytes(upstream.dp_knapsack, *arguments)
         # The table alone, so that a profiler that sees nothing fails the test.
-        assert theirs > 4 * len(instance.memory) * quanta(0.3)
+        assert theirs > 4 * len(instance.memory) * quanta(0.1)
         assert peak_bytes(ours.dp_knapsack, *arguments) < theirs / 20, instance
 
 
