@@ -16,18 +16,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
-from test_exact import (
-    check_optimal,
-    CLASSES,
-    pisinger,
-    random_instance,
-)
+from benchmarks.corpus import HARD_CLASSES, pisinger
+from test_exact import check_optimal, random_instance
 
 
 def one(seed: int) -> None:
     r = random.Random(seed)
     if r.random() < 0.2:
-        memory, runtime = pisinger(r.choice(CLASSES), r.randint(1, 14), 100, r)
+        memory, runtime = pisinger(r.choice(HARD_CLASSES), r.randint(1, 14), 100, r)
         budget = float(int(sum(memory) * r.random()))
     else:
         memory, runtime, budget = random_instance(r, r.randint(1, 13))

@@ -65,6 +65,52 @@ def uncorrelated(n: int, seed: int) -> tuple[list[float], list[int], float]:
     return sizes, [r.randint(1, 10**7) for _ in range(n)], float(sum(sizes) // 2)
 
 
+# Pisinger, "Where are the hard knapsack problems?", 2005.
+HARD_CLASSES = [
+    *("uncorrelated", "weak", "strong", "inverse", "subset", "ceiling", "circle"),
+    "spanner",
+]
+
+
+def pisinger(
+    kind: str, n: int, largest: int, r: random.Random
+) -> tuple[list[float], list[int]]:
+    """An instance of one of the hard classes, as (sizes, values)."""
+    d = max(1, largest // 10)
+    sizes = [r.randint(1, largest) for _ in range(n)]
+    if kind == "uncorrelated":
+        values = [r.randint(1, largest) for _ in sizes]
+    elif kind == "weak":
+        values = [max(1, r.randint(size - d, size + d)) for size in sizes]
+    elif kind == "strong":
+        values = [size + d for size in sizes]
+    elif kind == "inverse":
+        values = sizes
+        sizes = [value + d for value in values]
+    elif kind == "subset":
+        values = sizes
+    elif kind == "ceiling":
+        values = [3 * -(-size // 3) for size in sizes]
+    elif kind == "circle":
+        values = [1 + int(math.sqrt(s * (4 * largest - s)) * 2 / 3) for s in sizes]
+    else:
+        # Spanner: multiples up to 10 of two items of the strong class.
+        kit = [(-(-size // 5), -(-(size + d) // 5)) for size in sizes[:2]]
+        drawn = [(r.randint(1, 10), r.choice(kit)) for _ in range(n)]
+        sizes = [a * size for a, (size, _) in drawn]
+        values = [a * value for a, (_, value) in drawn]
+    return [float(size) for size in sizes], values
+
+
+def chain(n: int) -> tuple[list[float], list[int]]:
+    """A chain of layers without two alike: sizes in shares of all, flops."""
+    r = random.Random(n)
+    sizes = [512 * r.randint(1, 1 << 16) for _ in range(n)]
+    values = [1 + int(size * r.uniform(0.2, 3)) for size in sizes]
+    gigabytes = sum(sizes) / 1e9
+    return [size / 1e9 / gigabytes for size in sizes], values
+
+
 # These promise the budget in whole 1/10000 of the range, with every size rounded
 # to the nearest; all others promise the true bytes.
 QUANTISED = ("dp", "dp_knapsack_sliding_hirschberg")

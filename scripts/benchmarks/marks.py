@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.markdown import Markdown
-
 from benchmarks.results import markdown, Row
 
 
@@ -41,11 +38,6 @@ def page(data: dict[str, Any]) -> str:
         f"\ntorch {facts['torch']}, {facts['machine']}, Python {facts['python']}, one "
         f"thread, medians of {facts['repeats']} interleaved runs.\n"
     )
-
-
-def show(title: str, marks: Sequence[Mark], console: Console, caption: str) -> None:
-    rows = table([mark._asdict() for mark in marks])
-    console.print(Markdown(f"{title}\n\n{rows}\n{caption}"))
 
 
 def failed(marks: Sequence[Mark]) -> bool:

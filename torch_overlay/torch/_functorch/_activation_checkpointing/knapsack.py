@@ -28,10 +28,9 @@ Which solver?
 ``exact_knapsack`` (:mod:`.knapsack_exact`) weighs the sizes as given, never
 exceeds ``max_memory`` and saves the most runtime that is possible.
 ``greedy_knapsack`` and ``ilp_knapsack`` never exceed it either, but promise no
-optimum.  ``dp_knapsack`` and ``dp_knapsack_sliding_hirschberg``
-weigh sizes rounded to 1/10000: optimal for the rounded sizes, but the true
-ones may add up to more than ``max_memory``, as small items round to nothing.
-The two always save the same runtime and differ in memory only.
+optimum.  ``dp_knapsack`` weighs sizes rounded to 1/10000: optimal for the rounded
+sizes, but the true ones may add up to more than ``max_memory``, as small items
+round to nothing.  ``dp_knapsack_sliding_hirschberg`` is another name for it.
 
 Dynamic programming
 -------------------
@@ -48,11 +47,11 @@ optimum:
    settles how many copies an optimal set takes or leaves at least
    (:func:`.knapsack_items.relax`).  Undecided copies form the *core*.
 2. ``m`` copies become ``O(log m)`` *chunks* of 1, 2, 4, ... copies, so that a
-   group needs a few rows, not one per item (:func:`_optimal_copies`).
+   group needs a few rows, not one per item.
 3. Only one row is kept.  The set is found again from one bit per cell, which
    tells whether the chunk was taken there (:func:`_from_decisions`).
-4. Where even the bits take too much memory, Hirschberg's divide and conquer
-   needs rows alone (:func:`_best_split`), for at most twice the time.
+4. Where the bits take more memory than a few rows, Hirschberg's divide and conquer
+   needs those alone (:func:`_best_split`), for at most twice the time.
 
 Rows are float64: a runtime of 1 next to one of 1e11 still counts.
 """
@@ -61,7 +60,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections import Counter
 from typing import Callable, NamedTuple
 
@@ -80,7 +78,6 @@ from .knapsack_items import (
     Classes,
     exact_integers,
     fill,
-    first_copies,
     relax,
 )
 
@@ -104,10 +101,6 @@ Solver = Callable[[list[float], list[float], float], tuple[float, list[int], lis
 # The dynamic programs count memory in quanta of 1 / _QUANTA_PER_UNIT.
 _QUANTA_PER_UNIT = 10_000
 
-# Cells updated at once.  Longer rows are walked in blocks, so that the
-# temporaries of one update stay in the processor's cache.
-_BLOCK_CELLS = 1 << 17
-
 # At one bit per chunk, 192 chunks take as much memory per cell as the three
 # float64 rows of a split: splitting fewer chunks would save nothing.
 _HIRSCHBERG_LEAF_CHUNKS = 192
@@ -128,7 +121,8 @@ def greedy_knapsack(
     ``O(n log n)`` time, ``O(n)`` memory.  No bound on the loss: Dantzig,
     "Discrete-Variable Extremum Problems", 1957.
     """
-    max_memory = _validated_capacity(memory, runtimes, max_memory)
+    check_items(memory, runtimes)
+    max_memory = check_budget(max_memory)
     order = by_density(memory, runtimes)
     return _solution(runtimes, fill(order, memory, max_memory))
 
@@ -148,7 +142,8 @@ def ilp_knapsack(
     Exponential time in the worst case, cut off at a number of search nodes; an
     answer that was not proven to be optimal is logged as a warning.
     """
-    max_memory = _validated_capacity(memory, runtimes, max_memory)
+    check_items(memory, runtimes)
+    max_memory = check_budget(max_memory)
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError as error:
@@ -159,12 +154,10 @@ def ilp_knapsack(
 
     order = by_density(memory, runtimes)
     greedy = fill(order, memory, max_memory)
-    if len(greedy) == len(order):
-        return _solution(runtimes, greedy)
     groups = Counter(
         (memory[i], runtimes[i]) for i in order if 0 < memory[i] <= max_memory
     )
-    if not groups:
+    if not groups or len(greedy) == len(order):
         return _solution(runtimes, greedy)
 
     largest_runtime = max(runtime for _, runtime in groups)
@@ -186,7 +179,7 @@ def ilp_knapsack(
         )
 
     proposed_copies = {group: round(copies) for group, copies in zip(groups, result.x)}
-    proposed = set(first_copies(proposed_copies, memory, runtimes))
+    proposed = set(_first_copies(proposed_copies, memory, runtimes))
     # Proposed items first, each part in order of density: an overfull proposal
     # loses its least dense items, and the densest others fill what room there is.
     order.sort(key=lambda index: index not in proposed)
@@ -201,29 +194,56 @@ def ilp_knapsack(
 def dp_knapsack(
     memory: list[float], runtime: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
-    """Solve the knapsack for sizes rounded to 1/10000, keeping all decisions.
+    """Solve the knapsack for sizes rounded to 1/10000 by dynamic programming.
 
-    With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)``
-    time, ``c W / 8`` bytes for the decisions and at most ``17 W`` for the rest.
+    With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)`` time and
+    at most ``41 W`` bytes.  Hirschberg, "A Linear Space Algorithm for Computing
+    Maximal Common Subsequences", 1975.
     """
-    return _solve_rounded(memory, runtime, max_memory, leaf_chunks=sys.maxsize)
+    check_items(memory, runtime)
+    max_memory = check_budget(max_memory)
+    if max_memory == math.inf:
+        return _solution(runtime, [i for i, r in enumerate(runtime) if r])
+    copies = Counter(item for item in zip(memory, runtime) if item[1])
+    groups = [item for item in copies if _quanta(item[0])]
+    # By falling density, which is all that the order of the items decides.
+    groups.sort(key=lambda item: item[1] / _quanta(item[0]), reverse=True)
+    sizes = [_quanta(size) for size, _ in groups]
+    capacity = _quanta(max_memory)
+    numbers = [min(copies[g], capacity // size) for g, size in zip(groups, sizes)]
+    values, _ = exact_integers([r for _, r in groups])
+    relaxation = relax(Classes(sizes, values, numbers), capacity)
+
+    # A set that differs from Dantzig's base by a copy more than the gap between the
+    # bounds pays for is worse than the greedy one; the rest is undecided.
+    core: list[_Chunk] = []
+    for group, size, number, base, loss in zip(
+        groups, sizes, numbers, relaxation.base, relaxation.losses
+    ):
+        most = relaxation.gap // loss if loss else number
+        settled = max(0, base - most)
+        undecided = min(number, base + most) - settled
+        copies[group] = settled
+        capacity -= settled * size
+        # Chunks of 1, 2, 4, ... copies and a rest add up to any number of copies.
+        width = 1
+        while undecided:
+            width = min(width, undecided)
+            core.append(_Chunk(width * size, width * float(group[1]), width, group))
+            undecided -= width
+            width *= 2
+    # Large sizes first leave the fewest cells to compute, see _last_row.
+    core.sort(key=lambda chunk: chunk.size, reverse=True)
+    for chunk in _best_subset(core, capacity):
+        copies[chunk.group] += chunk.copies
+    return _solution(runtime, _first_copies(copies, memory, runtime))
 
 
 def dp_knapsack_sliding_hirschberg(
     memory: list[float], runtime: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
-    """Solve the knapsack for sizes rounded to 1/10000 in memory for a few rows.
-
-    Saves as much runtime as :func:`dp_knapsack`.  Sets may differ where several
-    are optimal.
-
-    With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)``
-    time, at most ``41 W`` bytes.  Hirschberg, "A Linear Space Algorithm for
-    Computing Maximal Common Subsequences", 1975.
-    """
-    return _solve_rounded(
-        memory, runtime, max_memory, leaf_chunks=_HIRSCHBERG_LEAF_CHUNKS
-    )
+    """The same as :func:`dp_knapsack`, which takes no more memory."""
+    return dp_knapsack(memory, runtime, max_memory)
 
 
 KNAPSACK_SOLVERS: dict[str, Solver] = {
@@ -236,26 +256,31 @@ KNAPSACK_SOLVERS: dict[str, Solver] = {
 """The solvers by the name that selects them in ``activation_memory_budget_solver``."""
 
 
-def _validated_capacity(
-    memory: list[float], runtimes: list[float], max_memory: float
-) -> float:
-    """Check a solver's arguments and return the capacity, negative ones as zero."""
-    check_items(memory, runtimes)
-    return check_budget(max_memory)
-
-
 def _solution(
     runtimes: list[float], saved: list[int]
 ) -> tuple[float, list[int], list[int]]:
     """A solver's return value for the items it saves."""
-    is_saved = bytearray(len(runtimes))
-    for index in saved:
-        is_saved[index] = True
+    kept = set(saved)
     return (
         math.fsum(runtimes[index] for index in saved),
-        [index for index, kept in enumerate(is_saved) if kept],
-        [index for index, kept in enumerate(is_saved) if not kept],
+        sorted(saved),
+        [index for index in range(len(runtimes)) if index not in kept],
     )
+
+
+def _first_copies(
+    copies: dict[tuple[float, float], int],
+    memory: list[float],
+    runtimes: list[float],
+) -> list[int]:
+    """The first ``copies[size, runtime]`` items of each size and runtime."""
+    left = dict(copies)
+    first = []
+    for index, item in enumerate(zip(memory, runtimes)):
+        if left.get(item):
+            left[item] -= 1
+            first.append(index)
+    return first
 
 
 class _Chunk(NamedTuple):
@@ -264,70 +289,7 @@ class _Chunk(NamedTuple):
     size: int  # of all copies
     runtime: float  # of all copies
     copies: int
-    group: int
-
-
-def _solve_rounded(
-    memory: list[float], runtime: list[float], max_memory: float, leaf_chunks: int
-) -> tuple[float, list[int], list[int]]:
-    """Solve for sizes in quanta, with at most ``leaf_chunks`` chunks per table."""
-    max_memory = _validated_capacity(memory, runtime, max_memory)
-    if max_memory == math.inf:
-        return _solution(runtime, [i for i, r in enumerate(runtime) if r])
-    copies = Counter(item for item in zip(memory, runtime) if item[1])
-    items = [item for item in copies if _quanta(item[0])]
-    # By falling density, which is all that the order of the items decides.
-    items.sort(key=lambda item: item[1] / _quanta(item[0]), reverse=True)
-    sizes = [_quanta(size) for size, _ in items]
-    unit = math.gcd(*sizes, 0) or 1
-    weights = [size // unit for size in sizes]
-    capacity = _quanta(max_memory) // unit
-    numbers = [min(copies[i], capacity // w) for i, w in zip(items, weights)]
-    optimal = _optimal_copies(
-        weights, [r for _, r in items], numbers, capacity, leaf_chunks
-    )
-    optimal_copies = {**copies, **dict(zip(items, optimal))}
-    return _solution(runtime, first_copies(optimal_copies, memory, runtime))
-
-
-def _optimal_copies(
-    weights: list[int],
-    runtimes: list[float],
-    numbers: list[int],
-    capacity: int,
-    leaf_chunks: int,
-) -> list[int]:
-    """The number of copies that an optimal set holds of each group.
-
-    Every set that differs from Dantzig's base by a copy more than the gap between
-    the bounds pays for is worse than the greedy one; the rest is undecided.
-    """
-    classes = Classes(weights, exact_integers(runtimes)[0], numbers)
-    relaxation = relax(classes, capacity)
-    optimal = []
-    core: list[_Chunk] = []
-    for group, (base, loss) in enumerate(zip(relaxation.base, relaxation.losses)):
-        most = relaxation.gap // loss if loss else numbers[group]
-        settled = max(0, base - most)
-        undecided = min(numbers[group], base + most) - settled
-        optimal.append(settled)
-        capacity -= settled * weights[group]
-        # Chunks of 1, 2, 4, ... copies and a rest add up to any number of copies.
-        width = 1
-        while undecided:
-            width = min(width, undecided)
-            core.append(
-                _Chunk(
-                    width * weights[group], width * float(runtimes[group]), width, group
-                )
-            )
-            undecided -= width
-            width *= 2
-    # Large sizes first leave the fewest cells to compute, see _last_row.
-    core.sort(key=lambda chunk: chunk.size, reverse=True)
-    for chunk in _best_subset(core, capacity, leaf_chunks):
-        optimal[chunk.group] += chunk.copies
-    return optimal
+    group: tuple[float, float]
 
 
 def _quanta(size: float) -> int:
@@ -337,21 +299,19 @@ def _quanta(size: float) -> int:
     return round(scaled) if scaled < math.inf else int(size) * _QUANTA_PER_UNIT
 
 
-def _best_subset(chunks: list[_Chunk], capacity: int, leaf_chunks: int) -> list[_Chunk]:
+def _best_subset(chunks: list[_Chunk], capacity: int) -> list[_Chunk]:
     """Chunks of the greatest total runtime with sizes of at most ``capacity``.
 
     All methods evaluate the same recurrence on the same floats.
     """
     if sum(chunk.size for chunk in chunks) <= capacity:
         return chunks
-    if len(chunks) <= leaf_chunks:
+    if len(chunks) <= _HIRSCHBERG_LEAF_CHUNKS:
         return _from_decisions(chunks, capacity)
     middle = len(chunks) // 2
     left, right = chunks[:middle], chunks[middle:]
     split = _best_split(left, right, capacity)
-    return _best_subset(left, split, leaf_chunks) + _best_subset(
-        right, capacity - split, leaf_chunks
-    )
+    return _best_subset(left, split) + _best_subset(right, capacity - split)
 
 
 def _from_decisions(chunks: list[_Chunk], capacity: int) -> list[_Chunk]:
@@ -405,13 +365,9 @@ def _last_row(
     for k, chunk in enumerate(chunks):
         size_to_come -= chunk.size
         first = max(chunk.size, first_cell - size_to_come)
-        # From the back: a cell reads one at a lower capacity, which must still
-        # be that of the row before.
-        for end in range(capacity + 1, first, -_BLOCK_CELLS):
-            start = max(first, end - _BLOCK_CELLS)
-            cells = row[start:end]
-            with_chunk = row[start - chunk.size : end - chunk.size] + chunk.runtime
-            if decisions is not None:
-                decisions[k // 8, start:end].add_(with_chunk >= cells, alpha=1 << k % 8)
-            torch.maximum(cells, with_chunk, out=cells)
+        cells = row[first:]  # None, if the chunk is too large.
+        with_chunk = row[first - chunk.size : -chunk.size] + chunk.runtime
+        if decisions is not None:
+            decisions[k // 8, first:].add_(with_chunk >= cells, alpha=1 << k % 8)
+        torch.maximum(cells, with_chunk, out=cells)
     return row

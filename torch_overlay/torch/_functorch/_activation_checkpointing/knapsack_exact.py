@@ -276,8 +276,9 @@ class _Search:
 
     ``states`` maps changes of weight to states of least loss, in order of weight.
     Invariant: of the solutions with a loss of at most ``limit``, a best one extends a
-    state by ``undecided`` classes.  ``best`` is the history of the best solution found,
-    None for the greedy one, and ``work`` counts steps.
+    state by undecided classes.  They are in ``order``, of loss per weight; any other
+    there is so far behind that getting to it costs more than the limit.  ``best`` is
+    the history of the best solution found, None for greedy; ``work`` counts steps.
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
@@ -287,7 +288,6 @@ class _Search:
         self.best: Any = None
         self.order = [c for c, loss in enumerate(losses) if loss <= self.limit]
         self.order.sort(key=lambda c: (losses[c] << 64) // weights[c])
-        self.undecided = set(self.order)
         self.states: dict[int, _State] = {0: (0, None)}
         self.work = len(self.order)
 
@@ -300,14 +300,15 @@ class _Search:
         """
         relaxation = self.relaxation
         weights, losses = relaxation.classes.weights, relaxation.losses
+        undecided = set(self.order)
         completion = _completion(self.order, relaxation, self.limit)
         for c in sorted(self.order, key=lambda c: (-weights[c], c)):
             if losses[c] > self.limit:
                 continue
-            self.undecided.discard(c)
+            undecided.discard(c)
             if c in completion[2]:
-                self.undecided = {c for c in self.undecided if losses[c] <= self.limit}
-                self.order = [c for c in self.order if c in self.undecided]
+                undecided = {c for c in undecided if losses[c] <= self.limit}
+                self.order = [c for c in self.order if c in undecided]
                 completion = _completion(self.order, relaxation, self.limit)
                 self.work += len(self.order) // 16 + len(completion[2])
             nearest = self._extend(c, completion, max_states)
@@ -318,7 +319,6 @@ class _Search:
             for weight in sample + [nearest] * (nearest in self.states):
                 self._complete(weight)
         if self.work <= max_states:
-            self.undecided.clear()  # What is left costs more than the limit.
             for weight in self.states:
                 self._complete(weight)
         history = self.best
@@ -379,7 +379,7 @@ class _Search:
         base = self.relaxation.base
         loss, history = self.states[weight]
         room = self.relaxation.room - weight
-        order = [c for c in self.order[:_COMPLETED] if c in self.undecided]
+        order = self.order[:_COMPLETED]
         changes = []
         for c in order:
             if room >= 0:

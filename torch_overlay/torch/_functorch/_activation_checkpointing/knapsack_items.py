@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 
 # Relative error of a size computed from a byte count: two divisions.  The slack
@@ -175,21 +175,6 @@ def dantzig_bound(
     gains = (runtime - price * size for size, runtime in zip(memory, runtimes))
     bound = math.fsum(gain for gain in gains if gain > 0)
     return (bound + (price * max_memory if price else 0.0)) * (1 + 2.0**-40)
-
-
-def first_copies(
-    copies: Mapping[tuple[float, float], int],
-    memory: Sequence[float],
-    runtimes: Sequence[float],
-) -> list[int]:
-    """The first ``copies[size, runtime]`` items of each size and runtime."""
-    left = dict(copies)
-    first = []
-    for index, item in enumerate(zip(memory, runtimes)):
-        if left.get(item):
-            left[item] -= 1
-            first.append(index)
-    return first
 
 
 class Classes(NamedTuple):
