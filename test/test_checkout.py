@@ -93,7 +93,9 @@ def small(tmp_path):
     place = tmp_path / "small"
     (place / "torch").mkdir(parents=True)
     (place / "torch/__init__.py").touch()
-    (place / "version.txt").write_text(VERSION + "\n")
+    # Another patch release of the same minor one fits.
+    minor = VERSION.rpartition(".")[0]
+    (place / "version.txt").write_text(f"{minor}.99a0+git1234567\n")
     git(place, "init", "--quiet")
     return place
 
@@ -188,17 +190,12 @@ def killed_after(monkeypatch, owner, name, count, work, *arguments):
         work(*arguments)
 
 
-@pytest.mark.parametrize("count", [1, 30])
-def test_killed_assemble_leaves_nothing_at_its_destination(
-    tmp_path, monkeypatch, count
-):
+def test_killed_assemble_leaves_nothing_at_its_destination(tmp_path, monkeypatch):
     place, staging = tmp_path / "x", tmp_path / ".x.incomplete"
-    killed_after(
-        *(monkeypatch, shutil, "copyfile", count, checkout.assemble, SOME, place)
-    )
-    assert len([p for p in staging.rglob("*") if p.is_file()]) == count
+    killed_after(monkeypatch, shutil, "copyfile", 9, checkout.assemble, SOME, place)
+    assert len([p for p in staging.rglob("*") if p.is_file()]) == 9
     assert not place.exists()
-    # The part that was taken cannot be imported, which ends the second call.
+    # The part that was taken is no checkout, which ends the second call.
     (staging / "stale").touch()
     with pytest.raises(checkout.Refusal, match="not a PyTorch checkout"):
         checkout.assemble(SOME, place)
@@ -319,12 +316,6 @@ def test_link_refuses_another_release(small, version):
     assert version in output and VERSION in output
     assert version == "unknown" or "torch==3.13.*" in output
     assert snapshot(small) == before
-
-
-def test_link_accepts_another_patch_release(small):
-    major, minor, _ = VERSION.split(".")
-    (small / "version.txt").write_text(f"{major}.{minor}.99a0+git1234567\n")
-    assert "linked" in checkout.link(small, LITTLE)
 
 
 def test_python_without_torch_given_by_a_relative_path(small, tmp_path, monkeypatch):
