@@ -18,7 +18,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from benchmarks.results import environment, fail, markdown, Row, show, store
 from benchmarks.tracing import Instance, observed, PARTITION, SOLVE
 from benchmarks.training import TOLERANCE, train, Training
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from torch import nn, Tensor
 from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_knapsack
@@ -47,23 +46,6 @@ UPSTREAM = {
     "upstream dp": "dp_knapsack",
     "upstream Hirschberg": "dp_knapsack_sliding_hirschberg",
 }
-
-
-# --------------------------------------------------------------------- rows
-
-
-@contextmanager
-def configured(budget: float, solver: str) -> Iterator[None]:
-    """Set budget and solver. A cached plan would be served without partitioning."""
-    with (
-        torch._functorch.config.patch(
-            activation_memory_budget=budget,
-            activation_memory_budget_solver=solver,
-            enable_autograd_cache=False,
-        ),
-        torch._inductor.config.patch(fx_graph_cache=False),
-    ):
-        yield
 
 
 def choice(
@@ -96,7 +78,16 @@ def measure(
     """Compile and train one copy of ``initial``; nothing is left from runs before."""
     torch._dynamo.reset()
     model = copy.deepcopy(initial)
-    with configured(budget, solver), observed() as observer:
+    with (
+        torch._functorch.config.patch(
+            activation_memory_budget=budget,
+            activation_memory_budget_solver=solver,
+            # A cached plan would be served without partitioning.
+            enable_autograd_cache=False,
+        ),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        observed() as observer,
+    ):
         step = torch.compile(model, backend=backend)
         training = train(step, model, batches)
         inputs = batches[0][:, :-1], batches[0][:, 1:]
@@ -134,25 +125,20 @@ def run(solvers: Sequence[str], backend: str) -> Iterator[Row]:
     initial = Transformer(SHAPE)
     size = (STEPS, SHAPE.batch, SHAPE.tokens + 1)
     batches = torch.randint(SHAPE.vocabulary, size).unbind()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("eager", total=1 + len(BUDGETS) * len(solvers))
-        eager = copy.deepcopy(initial)
-        reference = train(eager, eager, batches)
-        progress.advance(task)
-        for budget in BUDGETS:
-            instance = None
-            for solver in solvers:
-                progress.update(task, description=f"budget {budget}: {solver}")
-                row, instance = measure(
-                    solver, budget, backend, initial, batches, reference
-                )
-                yield row
-                progress.advance(task)
-            for name, function in UPSTREAM.items():
-                solve = getattr(untouched_knapsack(), function, None)
-                if instance is not None and solve is not None:
-                    yield compare(name, solve, instance)
+    eager = copy.deepcopy(initial)
+    reference = train(eager, eager, batches)
+    console = Console(stderr=True)
+    for budget in track(BUDGETS, "budgets", console=console, transient=True):
+        instance = None
+        for solver in solvers:
+            row, instance = measure(
+                solver, budget, backend, initial, batches, reference
+            )
+            yield row
+        for name, function in UPSTREAM.items():
+            solve = getattr(untouched_knapsack(), function, None)
+            if instance is not None and solve is not None:
+                yield compare(name, solve, instance)
 
 
 # ------------------------------------------------------------------- report
@@ -209,22 +195,6 @@ def page(data: dict[str, Any]) -> str:
     )
 
 
-def reading(rows: Sequence[Row]) -> str:
-    """What the rows say, in sentences; nothing is said that is not in them."""
-    chosen = [row for row in rows if row["choice"]]
-    exceeding = dict.fromkeys(r["solver"] for r in chosen if r["choice"]["over"])
-    keeping = dict.fromkeys(r["solver"] for r in chosen if r["solver"] not in exceeding)
-    worst = max(r["measured"]["gradient_error"] for r in rows if r["measured"])
-    lines = [
-        f"Within the budget in true bytes: {', '.join(keeping) or 'none'}.",
-        f"Over it: {', '.join(exceeding) or 'none'}. The dynamic programs round sizes "
-        "to 1/10000 of the range, and promise no more.",
-        f"Gradients differ from eager mode's by {worst:.0e} at most: the budget changes "
-        "what is kept, not what is computed.",
-    ]
-    return "".join(f"- {line}\n" for line in lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Train a small transformer with torch.compile at activation "
@@ -268,7 +238,7 @@ def main() -> int:
         "environment": {**environment(), **facts, "model": asdict(SHAPE)},
         "rows": rows,
     }
-    show(page(data) + "\n" + reading(rows))
+    show(page(data))
     if arguments.json is not None:
         store(arguments.json, data)
     return fail(faults(rows))

@@ -9,9 +9,9 @@ from base64 import urlsafe_b64encode
 from pathlib import Path
 from types import ModuleType
 
+from patchset.patch import KNAPSACK, PARTITIONERS
 
-PARTITIONERS = "torch/_functorch/partitioners.py"
-KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
+
 EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
 
 
