@@ -383,8 +383,8 @@ class TestCustomSolver(TestCase):
             (ValueError, r"saved\[2\] is 0, as is saved\[0\]", ([0, 1, 0], [2])),
             (ValueError, r"recomputable\[1\] is 1, as is saved", ([0, 1], [2, 1])),
             (ValueError, r"item 1 is neither saved nor", ([0], [2])),
-            (TypeError, r"saved\[0\] is 0.0, not an int", ([0.0], [1, 2])),
-            (TypeError, r"saved\[0\] is True; .* not a mask", ([True] * 3, [])),
+            (TypeError, r"saved\[0\] is 0.0, not an index", ([0.0], [1, 2])),
+            (TypeError, r"saved\[0\] is True, not an index", ([True] * 3, [])),
             (TypeError, r"recomputable is None, not a list", ([0, 1, 2], None)),
             (TypeError, r"must return two lists", ([0], [1], [2])),
         ):

@@ -105,7 +105,8 @@ def budget_curve(
     """The plans that the budgets from 0 to 1, and the one asked, lead to.
 
     A budget takes the way it takes in the partitioner: a cut that fits comes before
-    the knapsack.
+    the knapsack.  The points are by rising budget, each with another set of saved items
+    or another cut.
 
     Args:
         posed: the knapsack at the budget asked for.
@@ -114,9 +115,6 @@ def budget_curve(
             at most 33 sets.
         limits: the bytes that budgets 0 and 1 stand for.
         cheap: sizes of what the cuts save that the partitioner tries first, in order.
-
-    Returns:
-        Points by rising budget, each with another set of saved items or another cut.
     """
     count = len(posed.memory)
 
@@ -174,13 +172,12 @@ def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
     with open(f"{stem}.json", "w") as file:
         json.dump(curve, file, indent=1)
         file.write("\n")
-    written, missing = f"{stem}.json", ""
     try:
         _draw(points, posed.budget, curve, f"{stem}.svg")
-        written += f" and {stem}.svg"
+        plot = f"{stem}.svg"
     except ImportError as error:
-        missing = f"; for a plot, install matplotlib ({error})"
-    log.warning("Wrote the memory budget curve to %s%s", written, missing)
+        plot = f"no plot, as matplotlib is missing ({error})"
+    log.warning("Wrote the memory budget curve to %s.json; %s", stem, plot)
 
 
 def _draw(
@@ -244,18 +241,13 @@ def knee_budget(
         )
         return asked
     knee = min(range(tried), key=lambda i: math.hypot(x[i], y[i]))
-    parts = [
-        100 * amount[place] / math.fsum(whole)
-        for place in (knee, -1)
-        for amount, whole in ((saved, memory), (recomputed, runtimes))
-    ]
     log.warning(
         "dynamic_memory_budget_dp took budget %g of the %g asked, the knee: it saves "
-        "%.1f%% of the items' memory and recomputes %.1f%% of their runtime, where the "
-        "budget asked would save %.1f%% and recompute %.1f%%",
+        "%.1f%% of the items' memory and recomputes %.1f%% of their runtime",
         budgets[knee],
         asked,
-        *parts,
+        100 * saved[knee] / math.fsum(memory),
+        100 * recomputed[knee] / math.fsum(runtimes),
     )
     return budgets[knee]
 

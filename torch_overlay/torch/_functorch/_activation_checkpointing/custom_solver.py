@@ -83,7 +83,10 @@ def _checked(answer: Any, items: int, name: str) -> list[list[int]]:
             raise TypeError(f"{name}: {role} is {indices!r}, not a list of indices")
         for place, given in enumerate(indices):
             here = f"{role}[{place}]"
-            index = _as_index(given, f"{name}: {here}")
+            # A mask of bools would pass for the indices 0 and 1.
+            if isinstance(given, bool) or not hasattr(given, "__index__"):
+                raise TypeError(f"{name}: {here} is {given!r}, not an index")
+            index = operator.index(given)
             if not 0 <= index < items:
                 raise ValueError(
                     f"{name}: {here} is {index}, but there are {items} items"
@@ -98,13 +101,3 @@ def _checked(answer: Any, items: int, name: str) -> list[list[int]]:
         [i for i in range(items) if places[i].startswith(role)]
         for role in ("saved", "recomputable")
     ]
-
-
-def _as_index(given: Any, where: str) -> int:
-    # A mask of bools would pass for the indices 0 and 1.
-    if isinstance(given, bool):
-        raise TypeError(f"{where} is {given}; indices are wanted, not a mask")
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise TypeError(f"{where} is {given!r}, not an int") from None

@@ -194,7 +194,13 @@ def _find_stand_ins(
     alive = {primals[index] for index in static_indices if index < len(primals)}
     # Inductor lays out the forward of a convolution in channels_last.  The graph
     # does not say so yet, but the argument would come from there.
-    channels_last = bool(unread) and for_inductor and _optimizes_layout(joint_module)
+    channels_last = False
+    if unread and for_inductor:
+        from torch._inductor.graph import GraphLowering
+
+        channels_last = GraphLowering.decide_layout_opt(
+            joint_module, is_inference=False
+        )
     found = []
     for argument, users in unread.items():
         # Where another operator reads it, it is saved or recomputed for that one.
@@ -245,12 +251,6 @@ def _get_argument(node: fx.Node, name: str) -> Any:
     assert isinstance(node.target, torch._ops.OpOverload)
     position = [a.name for a in node.target._schema.arguments].index(name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
-
-
-def _optimizes_layout(joint_module: fx.GraphModule) -> bool:
-    from torch._inductor.graph import GraphLowering
-
-    return GraphLowering.decide_layout_opt(joint_module, is_inference=False)
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,8 +10,6 @@ these that is within the budget:
     a size in the unit of the budget and the runtime of computing it again.  A solver
     picks those to save, and one more min cut may recompute the others.
 
-The answer is one :class:`ChosenPlan`, which says how it was found, too.
-
 A plan may weigh more than its budget for two reasons.  A cut is credited with inputs
 that it does not save, though nobody frees them; and the last min cut minimises weights
 that grow with the distance from the backward, not bytes.  So what is compared with the
@@ -24,6 +22,7 @@ import functools
 import inspect
 import logging
 import math
+import numbers
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, TYPE_CHECKING
@@ -145,20 +144,29 @@ def choose_plan(
     check_budget_options(memory_budget)
     graph = _Graph(joint_graph, node_info)
     weigh = functools.partial(activation_bytes, node_info.inputs)
-    if memory_budget == 0:
-        least = graph.least()
-        if least is not None:
-            return ChosenPlan(least, memory_budget, "budget 0", weigh(least))
+    if memory_budget == 0 and (least := graph.least()) is not None:
+        return ChosenPlan(least, memory_budget, "budget 0", weigh(least))
     fastest, _ = graph.cut()
     plan = ChosenPlan(fastest, memory_budget, "min cut", weigh(fastest))
     if memory_budget == 1:
         return plan
     limits = Range(_nbytes(node_info.inputs), _nbytes(fastest))
     plan = replace(plan, limits=limits)
-    if limits.low < limits.high:
-        plan = graph.within(limits, plan)
-        plan = replace(plan, activation_bytes=weigh(plan.saved_values))
-        _warn_if_over(plan, limits)
+    whole = limits.high - limits.low
+    if whole <= 0:
+        return plan
+    plan = graph.within(limits, plan)
+    plan = replace(plan, activation_bytes=weigh(plan.saved_values))
+    if plan.activation_bytes > memory_budget * whole * (1 + _TOLERANCE):
+        log.warning(
+            "%s saves %d bytes of activations (a budget of %.4g), more than the %d that "
+            "its budget of %.4g allows; a lower one saves less",
+            get_aot_graph_name(),
+            plan.activation_bytes,
+            plan.activation_bytes / whole,
+            int(memory_budget * whole),
+            memory_budget,
+        )
     return plan
 
 
@@ -330,11 +338,7 @@ def check_budget_options(memory_budget: float) -> None:
     ``memory_budget`` is the one for the graph at hand; the rest is in the config.
     Raises RuntimeError with the value and with what would be valid.
     """
-    try:
-        valid = 0 <= memory_budget <= 1
-    except TypeError:
-        valid = False
-    if not valid:
+    if not isinstance(memory_budget, numbers.Real) or not 0 <= memory_budget <= 1:
         raise RuntimeError(
             f"The activation memory budget is {memory_budget!r}; it has to be a number "
             "from 0 (save the inputs only) to 1 (save what runs fastest)"
@@ -352,20 +356,6 @@ def _check_choice(option: str, known: list[str], custom: Any) -> None:
     if custom is not None:
         known.append(f"an instance of {custom.__module__}.{custom.__name__}")
     raise RuntimeError(f"Unknown {option} {choice!r}: known are {', '.join(known)}")
-
-
-def _warn_if_over(plan: ChosenPlan, limits: Range) -> None:
-    whole = limits.high - limits.low
-    if plan.activation_bytes > plan.budget * whole * (1 + _TOLERANCE):
-        log.warning(
-            "%s saves %d bytes of activations (a budget of %.4g), more than the %d that "
-            "its budget of %.4g allows; a lower one saves less",
-            get_aot_graph_name(),
-            plan.activation_bytes,
-            plan.activation_bytes / whole,
-            int(plan.budget * whole),
-            plan.budget,
-        )
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:

@@ -22,8 +22,8 @@ import operator
 import os
 import re
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
-from typing import Any, Callable, NamedTuple, Optional, TextIO, TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Callable, Optional, TextIO, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
@@ -65,7 +65,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)')
 
 
-class PlannedValue(NamedTuple):
+@dataclass(frozen=True)
+class PlannedValue:
     """One node of the forward: saved for the backward, or computed again there.
 
     ``shape`` holds symbols as their names, and ``nbytes`` is the partitioner's own
@@ -182,7 +183,7 @@ class Plan:
         rows: int,
     ) -> list[str]:
         """A row for each kind of value, by falling cost and size."""
-        kinds = Counter(value._replace(name="") for value in values)
+        kinds = Counter(replace(value, name="") for value in values)
         ranked = sorted(
             kinds.items(), key=lambda kind: (-kind[1] * cost(kind[0]), -_size(*kind))
         )
@@ -217,12 +218,12 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for JSON, with what is only computed when somebody asks."""
-        result = asdict(self)
-        for name in ("saved", "recomputed"):
-            result[name] = [value._asdict() for value in getattr(self, name)]
-        for name in ("saved_bytes", "used"):
-            result[name] = getattr(self, name)
-        result["chosen_by"] = self.chosen_by()
+        result = {
+            **asdict(self),
+            "saved_bytes": self.saved_bytes,
+            "used": self.used,
+            "chosen_by": self.chosen_by(),
+        }
         if self.knapsack is not None:
             for name in ("weight", "value", "upper_bound"):
                 result["knapsack"][name] = getattr(self.knapsack, name)
@@ -245,17 +246,12 @@ def _size(value: PlannedValue, count: int) -> int:
     return value.nbytes * count
 
 
-# ------------------------------------------------------------------- asking
-
 _plans: deque[Plan] = deque(maxlen=_KEPT)
 _hits_before_last = 0
 
 
 def plans() -> list[Plan]:
-    """The plans of the graphs partitioned last, 16 at most, oldest first.
-
-    A model with graph breaks has one for each graph that has a backward.
-    """
+    """The plans of the graphs partitioned last, 16 at most, oldest first."""
     return list(_plans)
 
 
@@ -308,9 +304,6 @@ def print_saved_values(
 
 def _cache_hits() -> int:
     return counters["aot_autograd"]["autograd_cache_hit"]
-
-
-# ---------------------------------------------------------------- recording
 
 
 def record_plan(
