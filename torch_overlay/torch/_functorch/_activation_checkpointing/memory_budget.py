@@ -22,7 +22,6 @@ import functools
 import inspect
 import logging
 import math
-import numbers
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, TYPE_CHECKING
@@ -338,7 +337,11 @@ def check_budget_options(memory_budget: float) -> None:
     ``memory_budget`` is the one for the graph at hand; the rest is in the config.
     Raises RuntimeError with the value and with what would be valid.
     """
-    if not isinstance(memory_budget, numbers.Real) or not 0 <= memory_budget <= 1:
+    try:
+        valid = 0 <= memory_budget <= 1
+    except TypeError:
+        valid = False
+    if not valid:
         raise RuntimeError(
             f"The activation memory budget is {memory_budget!r}; it has to be a number "
             "from 0 (save the inputs only) to 1 (save what runs fastest)"
