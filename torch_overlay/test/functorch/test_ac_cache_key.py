@@ -65,7 +65,7 @@ def chain(x, *weights):
 
 @instantiate_parametrized_tests
 class TestCacheKey(TestCase):
-    def plan(self, backend="inductor", **options):
+    def plan(self, **options):
         """Compile as a new process would; return what was saved and the cache's word.
 
         The cache is the folder that ``fresh_cache`` made; what is in memory goes.
@@ -91,7 +91,7 @@ class TestCacheKey(TestCase):
             inductor_config.patch(fx_graph_cache=True, fx_graph_remote_cache=False),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
-            product = torch.compile(chain, backend=backend)(x, *weights)
+            product = torch.compile(chain)(x, *weights)
             product.backward(torch.ones_like(product))
         words = [
             word
@@ -100,32 +100,36 @@ class TestCacheKey(TestCase):
         ]
         return sorted(saved), words
 
-    def check_told_apart(self, first, second):
-        """The second options miss, make the plan they make alone, and then hit."""
-        one, _ = self.plan("aot_eager_decomp_partition", **first)
-        other, _ = self.plan("aot_eager_decomp_partition", **second)
-        self.assertNotEqual(one, other)
+    @parametrize("option", [SOLVER, ESTIMATOR])
+    def test_each_choice_has_its_own_plan(self, option):
+        """Every choice misses, makes a plan of its own, and then hits."""
+        choices = {
+            SOLVER: (
+                "dp",
+                "greedy",
+                SaveItems(0, uuid="first"),
+                SaveItems(1, uuid="second"),
+                # A class that is called like a name.
+                SaveItems(2, uuid="dp"),
+            ),
+            ESTIMATOR: (
+                "flops",
+                "testing",
+                ByWidth(2, uuid="first"),
+                ByWidth(-2, uuid="second"),
+            ),
+        }[option]
+        plans = []
         with fresh_cache():
-            self.assertEqual(self.plan(**first), (one, ["miss"]))
-            self.assertEqual(self.plan(**second), (other, ["miss"]))
-            self.assertEqual(self.plan(**second), (other, ["hit"]))
-
-    @parametrize("kind", ["name", "class", "class_called_like_a_name"])
-    def test_solvers(self, kind):
-        first, second = {
-            "name": ("dp", "greedy"),
-            "class": (SaveItems(0, uuid="first"), SaveItems(1, uuid="second")),
-            "class_called_like_a_name": ("dp", SaveItems(0, uuid="dp")),
-        }[kind]
-        self.check_told_apart({SOLVER: first}, {SOLVER: second})
-
-    @parametrize("kind", ["name", "class"])
-    def test_estimators(self, kind):
-        first, second = {
-            "name": ("flops", "testing"),
-            "class": (ByWidth(2, uuid="first"), ByWidth(-2, uuid="second")),
-        }[kind]
-        self.check_told_apart({ESTIMATOR: first}, {ESTIMATOR: second})
+            for choice in choices:
+                saved, words = self.plan(**{option: choice})
+                self.assertEqual(words, ["miss"], msg=str(choice))
+                plans.append(saved)
+            for choice, saved in list(zip(choices, plans))[1::2]:
+                self.assertEqual(self.plan(**{option: choice}), (saved, ["hit"]))
+        # What is served twice could not be told apart if these were the same.
+        for first, second in zip(plans[::2], plans[1::2]):
+            self.assertNotEqual(first, second)
 
     @parametrize("option", [SOLVER, ESTIMATOR])
     def test_without_uuid_the_cache_is_bypassed(self, option):

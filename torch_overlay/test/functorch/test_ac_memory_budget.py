@@ -380,11 +380,11 @@ class TestCustomSolver(TestCase):
         for error, message, answer in (
             (ValueError, r"saved\[1\] is 3, but there are 3 items", ([0, 3], [1, 2])),
             (ValueError, r"recomputable\[0\] is -1, but there", ([0, 1], [-1])),
-            (ValueError, r"saved\[2\] is 0, which is saved\[0\]", ([0, 1, 0], [2])),
-            (ValueError, r"recomputable\[1\] is 1, which is saved", ([0, 1], [2, 1])),
+            (ValueError, r"saved\[2\] is 0, as is saved\[0\]", ([0, 1, 0], [2])),
+            (ValueError, r"recomputable\[1\] is 1, as is saved", ([0, 1], [2, 1])),
             (ValueError, r"item 1 is neither saved nor", ([0], [2])),
-            (TypeError, r"saved\[0\] is 0.0, not an int", ([0.0], [1, 2])),
-            (TypeError, r"saved\[0\] is True; .* not a mask", ([True] * 3, [])),
+            (TypeError, r"saved\[0\] is 0.0, not an index", ([0.0], [1, 2])),
+            (TypeError, r"saved\[0\] is True, not an index", ([True] * 3, [])),
             (TypeError, r"recomputable is None, not a list", ([0, 1, 2], None)),
             (TypeError, r"must return two lists", ([0], [1], [2])),
         ):
@@ -436,7 +436,7 @@ class TestCurve(TestCase):
         curve, _ = self.plot(0.3, solver)
         points = [CurvePoint(**p) for p in curve["points"]]
         self.assertGreater(len(points), 10)
-        for p in [*points[::6], points[-2], points[-1]]:
+        for p in [*points[::12], points[-2], points[-1]]:
             plan = self.joint.plan(p.budget, solver)
             size = sum(map(partitioners._size_of, plan.saved_values))
             self.assertEqual(p.saved_bytes, size)

@@ -46,9 +46,9 @@ from torch.utils.checkpoint import (
 aten = torch.ops.aten
 AOT = "aot_eager_decomp_partition"
 # (memory budget, aggressive recomputation)
-SETTINGS = ((0, False), (0.1, False), (0.5, False), (1, True))
+SETTINGS = ((0, False), (0.1, False), (1, True))
 LOW = ((0, False), (0.01, False))
-MANY = tuple((tenth / 10, False) for tenth in range(0, 11, 2)) + ((1, True),)
+MANY = (*SETTINGS, (0.4, False), (0.7, False))
 
 requires_cuda = unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
 
@@ -256,14 +256,10 @@ def filled(x):
 OPERATORS = {
     "dropout": square(lambda y: F.dropout(y, 0.4).cos().sum()),
     "rand": square(lambda y: (y * torch.rand(4, 4)).cos().sum()),
-    "rand_like": square(lambda y: (y * torch.rand_like(y)).cos().sum()),
-    "randn": square(lambda y: (y * torch.randn(4, 4)).cos().sum()),
-    "randint": square(lambda y: (y * torch.randint(1, 9, (4, 4))).cos().sum()),
     "randperm": square(lambda y: (y[torch.randperm(4)] * y).cos().sum()),
     "bernoulli": square(
         lambda y: (y * torch.bernoulli(torch.full_like(y, 0.5))).cos().sum()
     ),
-    "multinomial": square(lambda y: y[torch.multinomial(torch.ones(4), 2)].cos().sum()),
     "rrelu": square(lambda y: F.rrelu(y, training=True).cos().sum()),
     "attention": functools.partial(attention, 0.3),
     "attention_no_dropout": functools.partial(attention, 0.0),

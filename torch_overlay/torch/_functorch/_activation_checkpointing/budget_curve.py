@@ -2,10 +2,9 @@
 
 Two features ask what other budgets would come to: the Pareto plot
 (``config.visualize_memory_budget_pareto``) and the knee search (the solver named
-``"dynamic_memory_budget_dp"``).  Both pose one knapsack at many capacities, so both
-hand all capacities to :func:`solve_budgets` in a single call.  What is left of the
-plot's time are min cuts, which turn a set of items into saved values: each set is cut
-once, and a curve of many sets is thinned out.
+``"dynamic_memory_budget_dp"``).  Both hand one knapsack at all capacities to
+:func:`solve_budgets`.  What is left of the plot's time are min cuts, which turn a set
+of items into saved values: each set is cut once, and a long curve is thinned out.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .rerun_cost import RUNTIME_UNITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .memory_budget import SolvedKnapsack
+    from .memory_budget import Knapsack
 
     Solution = tuple[float, list[int], list[int]]
     Solver = Callable[[list[float], list[float], float], Solution]
@@ -88,20 +87,16 @@ def solve_budgets(
     runtimes: list[float],
     budgets: Sequence[float],
 ) -> list[Solution]:
-    """What ``solver`` answers at each budget, in their order.
-
-    The exact solver prepares the instance once for all budgets; any other is called
-    once for each.
-    """
+    """What ``solver`` answers at each budget; the exact one prepares them together."""
     with no_dispatch():
         if solver is exact_knapsack:
             solutions = solve_knapsack_budgets(memory, runtimes, budgets)
-            return [(s.value, s.saved, s.recomputable) for s in solutions]
+            return [solution[:3] for solution in solutions]
         return [solver(memory, runtimes, budget) for budget in budgets]
 
 
 def budget_curve(
-    posed: SolvedKnapsack,
+    posed: Knapsack,
     solver: Solver,
     cut_bytes: Callable[[tuple[int, ...]], int],
     limits: Range,
@@ -110,19 +105,16 @@ def budget_curve(
     """The plans that the budgets from 0 to 1, and the one asked, lead to.
 
     A budget takes the way it takes in the partitioner: a cut that fits comes before
-    the knapsack.
+    the knapsack.  The points are by rising budget, each with another set of saved items
+    or another cut.
 
     Args:
         posed: the knapsack at the budget asked for.
         solver: answers it at other budgets.
-        cut_bytes: size of what is saved if these items may be recomputed.
+        cut_bytes: size of what is saved if these items may be recomputed; called for
+            at most 33 sets.
         limits: the bytes that budgets 0 and 1 stand for.
         cheap: sizes of what the cuts save that the partitioner tries first, in order.
-
-    Returns:
-        Points by rising budget, each with another set of saved items or another cut.
-
-    Calls ``cut_bytes`` for at most 33 sets.
     """
     count = len(posed.memory)
 
@@ -138,11 +130,14 @@ def budget_curve(
     first: dict[tuple[int, ...], float] = {}
     for budget, recomputed in recomputed_at.items():
         first.setdefault(recomputed, budget)
-    chosen = {*_spread(list(first), _MAX_CUTS), recomputed_at[posed.budget]}
+    # The first and the last set are among those that are kept.
+    sets, gaps = list(first), min(_MAX_CUTS, len(first)) - 1
+    kept = {sets[i * (len(sets) - 1) // max(gaps, 1)] for i in range(gaps + 1)}
+    kept.add(recomputed_at[posed.budget])
 
     points = [point(0.0, limits.low, range(count))]
     for recomputed, budget in first.items():
-        if recomputed in chosen:
+        if recomputed in kept:
             points.append(point(budget, cut_bytes(recomputed), recomputed))
     for budget in budgets[len(asked) :]:
         fits = next(size for size in cheap if limits.budget(size) < budget)
@@ -151,14 +146,7 @@ def budget_curve(
     return [p for i, p in enumerate(points) if i == 0 or p[1:] != points[i - 1][1:]]
 
 
-def _spread(sets: list[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
-    """At most ``most`` of ``sets`` at even distances, the first and the last included."""
-    if len(sets) <= most:
-        return sets
-    return [sets[i * (len(sets) - 1) // (most - 1)] for i in range(most)]
-
-
-def write_budget_curve(posed: SolvedKnapsack, points: list[CurvePoint]) -> None:
+def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
     """Write a curve as a plot (SVG), and its points beside it (JSON).
 
     The files are ``memory_budget_pareto[_rank_R]_GRAPH.svg`` and ``.json``, in
@@ -186,19 +174,10 @@ def write_budget_curve(posed: SolvedKnapsack, points: list[CurvePoint]) -> None:
         file.write("\n")
     try:
         _draw(points, posed.budget, curve, f"{stem}.svg")
+        plot = f"{stem}.svg"
     except ImportError as error:
-        log.warning(
-            "Wrote the points of the memory budget curve to %s.json. There is no plot, "
-            "as matplotlib cannot be imported (%s): install it to get one.",
-            stem,
-            error,
-        )
-    else:
-        log.warning(
-            "Wrote the memory budget curve to %s.svg and its points to %s.json",
-            stem,
-            stem,
-        )
+        plot = f"no plot, as matplotlib is missing ({error})"
+    log.warning("Wrote the memory budget curve to %s.json; %s", stem, plot)
 
 
 def _draw(
@@ -219,12 +198,10 @@ def _draw(
     below.set_ylabel("saved for the backward, inputs included [B]")
     below.set_xlabel("memory budget (0: inputs only, 1: fastest plan)")
     allowed = [points[0].saved_bytes, points[-1].saved_bytes]
-    below.plot([0, 1], allowed, linestyle=":", color="gray", label="allowed")
+    below.plot([0, 1], allowed, ":", label="allowed")
     for axes, name in ((above, "recomputed_runtime"), (below, "saved_bytes")):
         axes.step(budgets, [getattr(p, name) for p in points], where="post", marker=".")
-        axes.axvline(asked, color="tab:red", linewidth=1)
-        value = getattr(taken, name)
-        axes.plot(asked, value, "o", color="tab:red", label=f"asked: {asked:g}")
+        axes.plot(asked, getattr(taken, name), "o", label=f"asked: {asked:g}")
         axes.yaxis.set_major_formatter(EngFormatter(places=1))
         axes.grid(alpha=0.3)
         axes.legend()
@@ -249,7 +226,7 @@ def knee_budget(
     says which budget it is, and why.
     """
     start = min(smallest, asked)
-    step = (asked - start) / max(tried - 1, 1)
+    step = (asked - start) / (tried - 1)
     # Rounding could lead a little above the budget asked.
     budgets = [min(start + i * step, asked) for i in range(tried)]
     solutions = solve_budgets(exact_knapsack, memory, runtimes, budgets)
@@ -258,26 +235,19 @@ def knee_budget(
     x, y = _scaled(saved), _scaled(recomputed)
     if not x or not y:
         log.warning(
-            "dynamic_memory_budget_dp took the budget asked, %g: no budget from %g on "
-            "changes both the memory saved and the runtime recomputed, so there is no "
-            "knee",
+            "dynamic_memory_budget_dp took the budget asked, %g: there is no knee, as "
+            "no lower one changes both the memory saved and the runtime recomputed",
             asked,
-            budgets[0],
         )
         return asked
-    knee = min(range(len(budgets)), key=lambda i: math.hypot(x[i], y[i]))
+    knee = min(range(tried), key=lambda i: math.hypot(x[i], y[i]))
     log.warning(
-        "dynamic_memory_budget_dp took budget %g of the %g asked, the knee of %d budgets "
-        "from %g on: it saves %.1f%% of the items' memory and recomputes %.1f%% of their "
-        "runtime, where the budget asked would save %.1f%% and recompute %.1f%%",
+        "dynamic_memory_budget_dp took budget %g of the %g asked, the knee: it saves "
+        "%.1f%% of the items' memory and recomputes %.1f%% of their runtime",
         budgets[knee],
         asked,
-        len(budgets),
-        budgets[0],
         100 * saved[knee] / math.fsum(memory),
         100 * recomputed[knee] / math.fsum(runtimes),
-        100 * saved[-1] / math.fsum(memory),
-        100 * recomputed[-1] / math.fsum(runtimes),
     )
     return budgets[knee]
 

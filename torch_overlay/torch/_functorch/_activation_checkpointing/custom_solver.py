@@ -2,22 +2,10 @@
 
 ``torch._functorch.config.activation_memory_budget_solver`` may be an instance of a
 :class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver` (in 2.10, any callable).
-It is called with five positional arguments, and with the runtimes of the items where it
-has a parameter of that name::
-
-    def __call__(
-        self,
-        memory,  # size of each item, in fractions of the range of the budget
-        joint_graph,
-        max_memory,  # the budget, in the unit of memory
-        node_info,
-        all_recomputable_banned_nodes,  # the node of each item
-        runtimes,  # what each item costs to recompute; may be left out
-    ):
-        return saved, recomputable  # indices of items
-
-The two lists have to name every item once, in any order.  More than ``max_memory``
-may be saved, as a solver can have reasons of its own, but not without a warning.
+It is called as that class documents it, with the runtimes of the items as well where
+it has a parameter of that name, and returns two lists of indices: the items to save and
+those to recompute.  They have to name every item once, in any order.  More than the
+budget may be saved, as a solver can have reasons of its own, but not without a warning.
 """
 
 from __future__ import annotations
@@ -82,7 +70,7 @@ def _takes_runtimes(solver: Callable[..., Any]) -> bool:
         return False
 
 
-def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
+def _checked(answer: Any, items: int, name: str) -> list[list[int]]:
     """The two lists of ``answer``, each item in one of them, ascending."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise TypeError(
@@ -95,32 +83,21 @@ def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
             raise TypeError(f"{name}: {role} is {indices!r}, not a list of indices")
         for place, given in enumerate(indices):
             here = f"{role}[{place}]"
-            index = _as_index(given, f"{name}: {here}")
+            # A mask of bools would pass for the indices 0 and 1.
+            if isinstance(given, bool) or not hasattr(given, "__index__"):
+                raise TypeError(f"{name}: {here} is {given!r}, not an index")
+            index = operator.index(given)
             if not 0 <= index < items:
                 raise ValueError(
-                    f"{name}: {here} is {index}, but there are {items} items, from 0 "
-                    f"to {items - 1}"
+                    f"{name}: {here} is {index}, but there are {items} items"
                 )
             if index in places:
-                raise ValueError(
-                    f"{name}: {here} is {index}, which is {places[index]} already"
-                )
+                raise ValueError(f"{name}: {here} is {index}, as is {places[index]}")
             places[index] = here
     for index in range(items):
         if index not in places:
-            raise ValueError(
-                f"{name}: item {index} is neither saved nor recomputable; every item "
-                "has to be in one of the two lists"
-            )
-    saved = [i for i in range(items) if places[i].startswith("saved")]
-    return saved, [i for i in range(items) if not places[i].startswith("saved")]
-
-
-def _as_index(given: Any, where: str) -> int:
-    # A mask of bools would pass for the indices 0 and 1.
-    if isinstance(given, bool):
-        raise TypeError(f"{where} is {given}; indices are wanted, not a mask")
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise TypeError(f"{where} is {given!r}, not an int") from None
+            raise ValueError(f"{name}: item {index} is neither saved nor recomputable")
+    return [
+        [i for i in range(items) if places[i].startswith(role)]
+        for role in ("saved", "recomputable")
+    ]

@@ -5,18 +5,16 @@ A frozen convolution wants the gradient of its input alone, computed from
 for its sizes.  The partitioner sees an argument and saves it: a frozen network keeps
 as many bytes as a trained one.
 
-:func:`drop_unread_arguments` runs on the joint graph before it is partitioned, and
-so holds for every partitioner and every memory budget.  Where :data:`UNREAD_ARGUMENTS`
-says that no wanted output depends on the values of an argument, another tensor takes
-its place, the *stand-in*: ``grad_output`` itself where that looks the same, else an
-uninitialized tensor that is made in the backward.
+:func:`drop_unread_arguments` runs on the joint graph before it is partitioned, and so
+holds for every partitioner and every memory budget.  Where :data:`UNREAD_ARGUMENTS` says
+that no wanted output depends on the values of an argument, another tensor takes its
+place, the *stand-in*: ``grad_output`` itself where that looks the same, else an
+uninitialized tensor that is made in the backward and alive during one operator.
 
-The stand-in has the argument's sizes, strides, dtype and device, because kernels
-choose their algorithm and the layout of their results by them.  One element, expanded,
-would need no memory, but its strides of zero change both (a 1x1 convolution takes its
-memory format from its input alone, batch norm has a kernel for contiguous input), and
-some kernels do not look at strides at all.  An uninitialized tensor is alive during
-one operator, in which the argument would have been alive as well.
+The stand-in has the argument's sizes, strides, dtype and device, because kernels choose
+their algorithm and the layout of their results by them.  One element, expanded, would
+need no memory, but its strides of zero change both, and some kernels do not look at
+strides at all.
 
 What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
 its place, and computed beside it.  Inductor is left to order its kernels itself.
@@ -142,8 +140,8 @@ def drop_unread_arguments(
 
     Inputs whose indices are in ``static_lifetime_input_indices`` (parameters and
     buffers) are alive anyway and stay.  With ``for_inductor`` the stand-ins get the
-    layouts that inductor is going to choose.  Time is linear in the size of the
-    graph.  Where the search fails, the graph stays as it is, with a warning.
+    layouts that inductor is going to choose.  Linear in the size of the graph.  Where
+    the search fails, the graph stays as it is, with a warning.
     """
     if not config.drop_unread_arguments:  # type: ignore[attr-defined]
         return
@@ -196,7 +194,13 @@ def _find_stand_ins(
     alive = {primals[index] for index in static_indices if index < len(primals)}
     # Inductor lays out the forward of a convolution in channels_last.  The graph
     # does not say so yet, but the argument would come from there.
-    channels_last = bool(unread) and for_inductor and _optimizes_layout(joint_module)
+    channels_last = False
+    if unread and for_inductor:
+        from torch._inductor.graph import GraphLowering
+
+        channels_last = GraphLowering.decide_layout_opt(
+            joint_module, is_inference=False
+        )
     found = []
     for argument, users in unread.items():
         # Where another operator reads it, it is saved or recomputed for that one.
@@ -249,12 +253,6 @@ def _get_argument(node: fx.Node, name: str) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
-def _optimizes_layout(joint_module: fx.GraphModule) -> bool:
-    from torch._inductor.graph import GraphLowering
-
-    return GraphLowering.decide_layout_opt(joint_module, is_inference=False)
-
-
 def _is_plain(value: Any) -> bool:
     """Whether it is a dense tensor of which everything is known."""
     return (
@@ -281,8 +279,8 @@ def _make_stand_in(stand_in: StandIn) -> fx.Node:
     if look is None:
         return base
 
-    def call(target: Any, *args: Any, value: Any, **kwargs: Any) -> fx.Node:
-        node = user.graph.call_function(target, args, kwargs)
+    def call(target: Any, *args: Any, value: Any) -> fx.Node:
+        node = user.graph.call_function(target, args)
         node.meta.update({key: user.meta[key] for key in _META if key in user.meta})
         node.meta["val"] = value
         return node
@@ -295,15 +293,11 @@ def _make_stand_in(stand_in: StandIn) -> fx.Node:
         ]
 
     with user.graph.inserting_before(user):
-        return call(
-            aten.new_empty_strided.default,
-            base,
-            numbers(aten.sym_size.int, look.shape),
-            numbers(aten.sym_stride.int, look.stride()),
-            dtype=look.dtype,
-            device=look.device,
-            value=look,
-        )
+        size = numbers(aten.sym_size.int, look.shape)
+        stride = numbers(aten.sym_stride.int, look.stride())
+        made = call(aten.new_empty_strided.default, base, size, stride, value=look)
+        made.kwargs = {"dtype": look.dtype, "device": look.device}
+        return made
 
 
 def _compute_early(

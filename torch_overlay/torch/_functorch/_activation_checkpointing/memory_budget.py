@@ -10,8 +10,6 @@ these that is within the budget:
     a size in the unit of the budget and the runtime of computing it again.  A solver
     picks those to save, and one more min cut may recompute the others.
 
-The answer is one :class:`ChosenPlan`, which says how it was found, too.
-
 A plan may weigh more than its budget for two reasons.  A cut is credited with inputs
 that it does not save, though nobody frees them; and the last min cut minimises weights
 that grow with the distance from the backward, not bytes.  So what is compared with the
@@ -23,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, TYPE_CHECKING
@@ -38,7 +37,7 @@ from torch.utils._ordered_set import OrderedSet
 from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
 from .custom_solver import ask_custom_solver
 from .knapsack import KNAPSACK_SOLVERS
-from .knapsack_exact import exact_knapsack
+from .knapsack_exact import exact_knapsack, solve_knapsack
 from .random_ops import must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import rerun_cost, RUNTIME_UNITS
 
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch.fx as fx
-    from torch._functorch.partitioners import MinCutOptions, NodeInfo
+    from torch._functorch.partitioners import NodeInfo
 
 try:
     from torch._inductor.custom_graph_pass import (
@@ -60,7 +59,7 @@ except ImportError:  # Before 2.11, a solver could be any callable.
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ChosenPlan", "SolvedKnapsack", "ask_solver", "choose_plan"]
+__all__ = ["ChosenPlan", "Knapsack", "ask_solver", "choose_plan"]
 
 # The name that asks for a lower budget where a lower one is the better trade.
 _KNEE = "dynamic_memory_budget_dp"
@@ -69,9 +68,21 @@ _KNEE = "dynamic_memory_budget_dp"
 # and an allocator rounds each of them up.
 _TOLERANCE = 0.01
 
+# What a min cut does not recompute, and the option of the config that says so.
+_BANS = {
+    "ban_if_used_far_apart": "ban_recompute_used_far_apart",
+    "ban_if_long_fusible_chains": "ban_recompute_long_fusible_chains",
+    "ban_if_materialized_backward": "ban_recompute_materialized_backward",
+    "ban_if_not_in_allowlist": "ban_recompute_not_in_allowlist",
+    "ban_if_reduction": "ban_recompute_reductions",
+}
+# The first three are for what is cheap alone, if perhaps not where it is needed.
+_CHEAP = tuple(_BANS)[:3]
+_ALL_CHEAP = tuple(_BANS)[:4]
+
 
 @dataclass(frozen=True)
-class SolvedKnapsack:
+class Knapsack:
     """What a solver was asked, in the unit of the budget, and the items it saved."""
 
     solver: str
@@ -79,6 +90,19 @@ class SolvedKnapsack:
     memory: list[float]
     runtimes: list[float]
     saved: list[int]
+
+    @property
+    def weight(self) -> float:
+        return math.fsum(self.memory[i] for i in self.saved)
+
+    @property
+    def value(self) -> float:
+        return math.fsum(self.runtimes[i] for i in self.saved)
+
+    @functools.cached_property
+    def upper_bound(self) -> float:
+        """No set within the budget is worth more: proven by the exact solver."""
+        return solve_knapsack(self.memory, self.runtimes, self.budget).upper_bound
 
 
 @dataclass(frozen=True)
@@ -101,7 +125,7 @@ class ChosenPlan:
     decided_by: str
     activation_bytes: int
     limits: Optional[tuple[int, int]] = None
-    knapsack: Optional[SolvedKnapsack] = None
+    knapsack: Optional[Knapsack] = None
     items: Sequence[fx.Node] = ()
 
 
@@ -119,20 +143,29 @@ def choose_plan(
     check_budget_options(memory_budget)
     graph = _Graph(joint_graph, node_info)
     weigh = functools.partial(activation_bytes, node_info.inputs)
-    if memory_budget == 0:
-        least = graph.least()
-        if least is not None:
-            return ChosenPlan(least, memory_budget, "budget 0", weigh(least))
-    fastest, _ = graph.cut(_fastest())
+    if memory_budget == 0 and (least := graph.least()) is not None:
+        return ChosenPlan(least, memory_budget, "budget 0", weigh(least))
+    fastest, _ = graph.cut()
     plan = ChosenPlan(fastest, memory_budget, "min cut", weigh(fastest))
     if memory_budget == 1:
         return plan
     limits = Range(_nbytes(node_info.inputs), _nbytes(fastest))
-    plan = replace(plan, limits=(limits.low, limits.high))
-    if limits.low < limits.high:
-        plan = graph.within(limits, plan)
-        plan = replace(plan, activation_bytes=weigh(plan.saved_values))
-        _warn_if_over(plan)
+    plan = replace(plan, limits=limits)
+    whole = limits.high - limits.low
+    if whole <= 0:
+        return plan
+    plan = graph.within(limits, plan)
+    plan = replace(plan, activation_bytes=weigh(plan.saved_values))
+    if plan.activation_bytes > memory_budget * whole * (1 + _TOLERANCE):
+        log.warning(
+            "%s saves %d bytes of activations (a budget of %.4g), more than the %d that "
+            "its budget of %.4g allows; a lower one saves less",
+            get_aot_graph_name(),
+            plan.activation_bytes,
+            plan.activation_bytes / whole,
+            int(memory_budget * whole),
+            memory_budget,
+        )
     return plan
 
 
@@ -140,34 +173,6 @@ def _nbytes(nodes: Iterable[fx.Node]) -> int:
     from torch._functorch.partitioners import _size_of
 
     return sum(map(_size_of, nodes))
-
-
-def _fastest() -> MinCutOptions:
-    """The options of the plan that runs fastest."""
-    from torch._functorch.partitioners import MinCutOptions
-
-    options = MinCutOptions(
-        ban_if_used_far_apart=config.ban_recompute_used_far_apart,
-        ban_if_long_fusible_chains=config.ban_recompute_long_fusible_chains,
-        ban_if_materialized_backward=config.ban_recompute_materialized_backward,
-        ban_if_not_in_allowlist=config.ban_recompute_not_in_allowlist,
-        ban_if_reduction=config.ban_recompute_reductions,
-    )
-    return _all_cheap(options) if config.aggressive_recomputation else options
-
-
-def _more(options: MinCutOptions) -> MinCutOptions:
-    """Recompute what is cheap alone, if perhaps not in the place where it is needed."""
-    return replace(
-        options,
-        ban_if_used_far_apart=False,
-        ban_if_long_fusible_chains=False,
-        ban_if_materialized_backward=False,
-    )
-
-
-def _all_cheap(options: MinCutOptions) -> MinCutOptions:
-    return replace(_more(options), ban_if_not_in_allowlist=False)
 
 
 @dataclass(frozen=True)
@@ -178,18 +183,29 @@ class _Graph:
     info: NodeInfo
 
     def cut(
-        self, options: MinCutOptions, dont_ban: Optional[OrderedSet[fx.Node]] = None
+        self,
+        allowed: Sequence[str] = (),
+        dont_ban: Optional[OrderedSet[fx.Node]] = None,
     ) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
-        """The values that a min cut saves, and the nodes that it would not recompute."""
-        from torch._functorch.partitioners import solve_min_cut
+        """The values that a min cut saves, and the nodes that it would not recompute.
 
-        return solve_min_cut(self.joint, self.info, options, dont_ban)
+        Without ``allowed``, bans of the config that do not hold, it runs fastest.
+        """
+        from torch._functorch.partitioners import MinCutOptions, solve_min_cut
+
+        if config.aggressive_recomputation:
+            allowed = _ALL_CHEAP
+        bans = {
+            ban: getattr(config, option) and ban not in allowed
+            for ban, option in _BANS.items()
+        }
+        return solve_min_cut(self.joint, self.info, MinCutOptions(**bans), dont_ban)
 
     def least(self) -> Optional[list[fx.Node]]:
         """What budget 0 saves; None where it is to be planned like any other budget."""
         again = recomputable_nodes(self.joint)
         if again is not None:
-            return self.cut(_fastest(), again)[0]
+            return self.cut((), again)[0]
         # The backward can compute nothing from an input that was overwritten by then.
         overwritten = "aot_runtime_epilogue_input_mutation"
         if any(node.meta.get(overwritten, False) for node in self.info.inputs):
@@ -198,58 +214,47 @@ class _Graph:
 
     def within(self, limits: Range, fastest: ChosenPlan) -> ChosenPlan:
         """The plan of a budget between 0 and 1; the module's docstring has the steps."""
-        more, _ = self.cut(_more(_fastest()))
+        more, _ = self.cut(_CHEAP)
         if limits.budget(_nbytes(more)) < fastest.budget:
             return replace(fastest, saved_values=more)
-        most, banned = self.cut(_all_cheap(_fastest()))
+        most, banned = self.cut(_ALL_CHEAP)
         items = self.items(banned)
         if limits.budget(_nbytes(most)) < fastest.budget or not items:
             return replace(fastest, saved_values=most)
 
         @functools.cache
         def cut(recomputed: tuple[int, ...]) -> list[fx.Node]:
-            again = OrderedSet(items[i] for i in recomputed)
-            return self.cut(_all_cheap(_fastest()), again)[0]
+            return self.cut(_ALL_CHEAP, OrderedSet(items[i] for i in recomputed))[0]
+
+        def ask(
+            memory: list[float], runtimes: list[float], budget: float
+        ) -> tuple[float, list[int], list[int]]:
+            return ask_solver(self.joint, memory, runtimes, budget, self.info, items)
 
         memory = [limits.size(_nbytes([node])) for node in items]
         runtimes = [rerun_cost(node) for node in items]
         with no_dispatch():
-            runtime, saved, again = ask_solver(
-                self.joint, memory, runtimes, fastest.budget, self.info, items
-            )
+            _, saved, recomputed = ask(memory, runtimes, fastest.budget)
         name: Any = config.activation_memory_budget_solver
         name = name if isinstance(name, str) else type(name).__name__
-        solved = SolvedKnapsack(name, fastest.budget, memory, runtimes, list(saved))
+        solved = Knapsack(name, fastest.budget, memory, runtimes, list(saved))
+        cheap = (_nbytes(more), _nbytes(most))
         plan = replace(
             fastest,
-            saved_values=cut(tuple(sorted(again))),
+            saved_values=cut(tuple(sorted(recomputed))),
             decided_by="knapsack",
             knapsack=solved,
             items=items,
         )
-        cheap = (_nbytes(more), _nbytes(most))
         if config.visualize_memory_budget_pareto:
-            self.plot(solved, items, limits, cheap, cut)
-        self.trace(plan, limits, cheap, again, runtime)
+            # The knee search is shown by the curve that it searches.
+            solver = {**KNAPSACK_SOLVERS, _KNEE: exact_knapsack}.get(name, ask)
+            points = budget_curve(
+                solved, solver, lambda items: _nbytes(cut(items)), limits, cheap
+            )
+            write_budget_curve(solved, points)
+        self.trace(plan, solved, limits, cheap, recomputed)
         return plan
-
-    def plot(
-        self,
-        posed: SolvedKnapsack,
-        items: list[fx.Node],
-        limits: Range,
-        cheap: tuple[int, int],
-        cut: Callable[[tuple[int, ...]], list[fx.Node]],
-    ) -> None:
-        """Write the curve of all budgets, with the plan's own on it."""
-        # The knee search is shown by the curve that it searches.
-        solvers = {**KNAPSACK_SOLVERS, _KNEE: exact_knapsack}
-        ask = functools.partial(
-            ask_solver, self.joint, node_info=self.info, items=items
-        )
-        solver = solvers.get(posed.solver, ask)
-        points = budget_curve(posed, solver, lambda i: _nbytes(cut(i)), limits, cheap)
-        write_budget_curve(posed, points)
 
     def items(self, banned: Iterable[fx.Node]) -> list[fx.Node]:
         """The nodes that a solver decides about, largest first.
@@ -274,23 +279,22 @@ class _Graph:
     def trace(
         self,
         plan: ChosenPlan,
+        solved: Knapsack,
         limits: Range,
         cheap: tuple[int, int],
         recomputed: Sequence[int],
-        runtime: float,
     ) -> None:
         """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
         from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
 
-        solved = plan.knapsack
-        if not AOT_PARTITIONER_DEBUG or solved is None:
+        if not AOT_PARTITIONER_DEBUG:
             return
         told: dict[str, Any] = {
             "joint_graph": self.joint,
             "all_recomputable_banned_nodes": plan.items,
             "saved_node_idxs": solved.saved,
             "recomputable_node_idxs": recomputed,
-            "expected_runtime": runtime,
+            "expected_runtime": solved.value,
             "memories_banned_nodes": [_nbytes([node]) for node in plan.items],
             "normalized_memories_banned_nodes": solved.memory,
             "runtimes_banned_nodes": solved.runtimes,
@@ -355,22 +359,6 @@ def _check_choice(option: str, known: list[str], custom: Any) -> None:
     if custom is not None:
         known.append(f"an instance of {custom.__module__}.{custom.__name__}")
     raise RuntimeError(f"Unknown {option} {choice!r}: known are {', '.join(known)}")
-
-
-def _warn_if_over(plan: ChosenPlan) -> None:
-    """Warn where a plan whose limits are known weighs more than its budget."""
-    low, high = plan.limits or (0, 0)
-    allowed = plan.budget * (high - low)
-    if plan.activation_bytes > allowed * (1 + _TOLERANCE):
-        log.warning(
-            "%s saves %d bytes of activations (a budget of %.4g), more than the %d that "
-            "its budget of %.4g allows; a lower one saves less",
-            get_aot_graph_name(),
-            plan.activation_bytes,
-            plan.activation_bytes / (high - low),
-            int(allowed),
-            plan.budget,
-        )
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:

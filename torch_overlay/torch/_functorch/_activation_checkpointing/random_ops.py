@@ -1,9 +1,9 @@
 """Nodes that a compiled forward and its backward must not both run.
 
 The min cut may recompute whatever it does not save. A node that draws random numbers
-draws other ones when it runs again, and a backward that uses them belongs to another
-forward: dropout's gradient would be masked by a mask that was never applied. An
-effectful node would have its effect twice.
+draws other ones when it runs again, and the gradient then belongs to another forward:
+dropout's would be masked by a mask that was never applied. An effectful node would have
+its effect twice.
 
 Such a node need not be saved itself. It is enough that every path from it to the
 backward goes through a saved value, so what is kept of a dropout is its boolean mask,
@@ -38,11 +38,10 @@ _SWITCHES = ("dropout", "dropout_p", "train", "training")
 def is_random(node: fx.Node) -> bool:
     """Whether running ``node`` twice on the same arguments may give two results.
 
-    That is so for an operator tagged ``nondeterministic_seeded``, unless its
-    arguments switch its randomness off (attention with ``dropout_p=0``) or hold the
-    generator's state (``philox_rand``), and for a higher-order operator that runs
-    such an operator, directly or in a subgraph. Takes constant time, or time linear
-    in the subgraphs.
+    That is so for an operator tagged ``nondeterministic_seeded``, unless its arguments
+    switch its randomness off (attention with ``dropout_p=0``) or hold the generator's
+    state (``philox_rand``), and for a higher-order operator that runs such an operator,
+    directly or in a subgraph. Takes time linear in the subgraphs.
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -66,10 +65,8 @@ def is_replayed(node: fx.Node) -> bool:
     origin = node
     while origin.target is operator.getitem:
         origin = origin.all_input_nodes[0]
-    return not (
-        isinstance(origin.target, torch._ops.HigherOrderOperator)
-        and _runs_random(origin)
-    )
+    is_higher_order = isinstance(origin.target, torch._ops.HigherOrderOperator)
+    return not (is_higher_order and _runs_random(origin))
 
 
 def must_run_once(node: fx.Node) -> bool:
@@ -106,11 +103,10 @@ def draw_on_one_side(
 ) -> None:
     """Let no cut split the users of random numbers that no forward output needs.
 
-    Such numbers (a custom backward's, say) may be drawn by the backward, at no cost
-    in memory. But if a value computed from them is saved, the forward draws them, and
-    the backward must not draw them again. So edges are added to ``nx_graph`` that
-    keep every node that depends on them out of the forward unless they are drawn
-    there.
+    The backward may draw such numbers (a custom backward's, say) at no cost in memory.
+    But if a value computed from them is saved, the forward draws them, and the backward
+    must not draw them again. So the edges that are added to ``nx_graph`` keep every node
+    that depends on them out of the forward unless they are drawn there.
     """
     drawn: OrderedSet[fx.Node] = OrderedSet()
     for node in joint_graph.nodes:
@@ -151,19 +147,15 @@ def _runs_random(node: fx.Node) -> bool:
         return False
     if any(isinstance(a, torch._ops.OpOverload) and _is_seeded(a) for a in node.args):
         return True
+    module = node.graph.owning_module
+    attributes = [
+        operator.attrgetter(str(argument.target))(module)
+        for argument in node.all_input_nodes
+        if argument.op == "get_attr" and module is not None
+    ]
     return any(
         is_random(inner)
-        for argument in node.all_input_nodes
-        for inner in _subgraph_nodes(argument)
+        for attribute in attributes
+        if isinstance(attribute, fx.GraphModule)
+        for inner in attribute.graph.nodes
     )
-
-
-def _subgraph_nodes(argument: fx.Node) -> list[fx.Node]:
-    """The nodes of the graph module that ``argument`` stands for, if it does."""
-    module = argument.graph.owning_module
-    if argument.op != "get_attr" or module is None:
-        return []
-    attribute = operator.attrgetter(str(argument.target))(module)
-    if not isinstance(attribute, fx.GraphModule):
-        return []
-    return list(attribute.graph.nodes)

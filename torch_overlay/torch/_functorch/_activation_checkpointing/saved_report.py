@@ -1,8 +1,5 @@
 """What the partitioner's plan saves for the backward, what it recomputes, and why.
 
-    >>> from torch._functorch._activation_checkpointing.saved_report import (
-    ...     print_saved_values,
-    ... )
     >>> torch.compile(model)(batch).sum().backward()
     >>> print_saved_values()
 
@@ -11,10 +8,9 @@ prints the plan of the graph compiled last; :func:`last_plan` returns the same a
 the artifact ``activation_memory_plan``.  It answers for compiled graphs what
 ``jax.ad_checkpoint.print_saved_residuals`` answers in JAX.
 
-A plan describes the two graphs that the partitioner hands on, so it holds what is
-really saved, not what a solver proposed.  What is kept are names and numbers: no graph,
-node, tensor or symbol stays alive for it, and whatever costs time (proof, grouping,
-text) waits until somebody asks.
+A plan describes the two graphs that the partitioner hands on: what is really saved, not
+what a solver proposed.  It holds names and numbers only, so it keeps no graph or tensor
+alive, and what costs time (proof, grouping, text) waits until somebody asks.
 """
 
 from __future__ import annotations
@@ -25,10 +21,9 @@ import math
 import operator
 import os
 import re
-import sys
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
-from typing import Any, Callable, NamedTuple, Optional, TextIO, TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Callable, Optional, TextIO, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
@@ -37,14 +32,11 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._logging._internal import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .knapsack_exact import solve_knapsack
-from .memory_budget import activation_bytes, ChosenPlan, SolvedKnapsack
+from .memory_budget import activation_bytes, ChosenPlan, Knapsack
 from .rerun_cost import is_view, RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.fx import GraphModule, Node
 
 
@@ -73,16 +65,16 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)')
 
 
-class PlannedValue(NamedTuple):
+@dataclass(frozen=True)
+class PlannedValue:
     """One node of the forward: saved for the backward, or computed again there.
 
     ``shape`` holds symbols as their names, and ``nbytes`` is the partitioner's own
     estimate for them; of an operator with several results, ``shape`` and ``dtype`` are
-    the first one's and ``nbytes`` is for all.  ``runtime`` is known where the knapsack
-    asked for it, in the unit of the runtime estimator.  ``source`` is the innermost line
-    of the user's code that the node came from.  ``why`` is "input", "view of input"
-    (memory that is alive anyway), "user" (a checkpoint policy), or what decided the plan:
-    "knapsack" for an item, "min cut" or "budget 0".
+    the first one's and ``nbytes`` is for all.  ``runtime`` (in the estimator's unit) is
+    that of an item of the knapsack.  ``source`` is the innermost line of the user's
+    code.  ``why`` is "input", "view of input" (memory that is alive anyway), "user" (a
+    checkpoint policy), or what decided: "knapsack", "min cut" or "budget 0".
     """
 
     name: str
@@ -95,41 +87,14 @@ class PlannedValue(NamedTuple):
     why: str
 
 
-class Knapsack(SolvedKnapsack):
-    """What a solver was asked, in the unit of the budget, and how good its answer is."""
-
-    @property
-    def weight(self) -> float:
-        return math.fsum(self.memory[i] for i in self.saved)
-
-    @property
-    def value(self) -> float:
-        return math.fsum(self.runtimes[i] for i in self.saved)
-
-    @functools.cached_property
-    def upper_bound(self) -> float:
-        """No set within the budget is worth more: proven by the exact solver."""
-        return solve_knapsack(self.memory, self.runtimes, self.budget).upper_bound
-
-    def verdict(self) -> str:
-        """How good the answer is, in words."""
-        if self.weight > self.budget:
-            return f"over the budget by {self.weight - self.budget:.3g}"
-        if self.value >= self.upper_bound:
-            return "proven optimal"
-        gap = (self.upper_bound - self.value) / self.upper_bound
-        return f"at most {gap:.2g} of the runtime below the optimum"
-
-
 @dataclass(frozen=True)
 class Plan:
     """What the partitioner decided for one graph.
 
-    ``limits`` are the bytes that budgets 0 and 1 stand for, None where the partitioner
-    had no need to know them; ``knapsack`` is None where no solver was asked.
-    ``activation_bytes`` is what is saved beyond inputs and views of them, with aliases
-    counted once.  ``views`` counts the recomputed nodes that are not listed because they
-    cost nothing.
+    ``limits`` are the bytes that budgets 0 and 1 stand for, and ``knapsack`` is what a
+    solver was asked; None where the partitioner needed neither.  ``activation_bytes``
+    is what is saved beyond inputs and views of them, with aliases counted once.
+    ``views`` counts the recomputed nodes that are not listed, as they cost nothing.
     """
 
     graph: str
@@ -160,12 +125,10 @@ class Plan:
 
     def chosen_by(self) -> str:
         """What decided, in words."""
-        if self.knapsack is not None:
-            k = self.knapsack
-            return (
-                f"knapsack by {k.solver}: {len(k.saved)} of {len(k.memory)} items saved, "
-                f"{k.verdict()}"
-            )
+        k = self.knapsack
+        if k is not None:
+            saved = f"{len(k.saved)} of {len(k.memory)} items saved"
+            return f"knapsack by {k.solver}: {saved}, {_verdict(k)}"
         if self.budget == 0:
             more = ", and what must not run twice" if self.activation_bytes else ""
             return f"budget 0: saves inputs{more}, no solver asked"
@@ -175,16 +138,15 @@ class Plan:
 
     def summary(self) -> list[tuple[str, str]]:
         """The printed form's first lines, as pairs of a title and a text."""
-        inputs = [value for value in self.saved if value.why in _OF_INPUTS]
-        of_inputs = sum(value.nbytes for value in inputs)
-        budget = f"{self.budget:g} asked"
-        if self.used is not None:
-            budget += f", {self.used:.4g} used"
+        inputs = [value.nbytes for value in self.saved if value.why in _OF_INPUTS]
+        if self.used is None:
+            used = f"{format_bytes(self.activation_bytes)} of activations"
         else:
-            budget += f", {format_bytes(self.activation_bytes)} of activations used"
+            used = f"{self.used:.4g}"
+        budget = f"{self.budget:g} asked, {used} used"
         if self.limits is not None:
-            low, high = self.limits
-            budget += f" (0: {format_bytes(low)}, 1: {format_bytes(high)})"
+            low, high = map(format_bytes, self.limits)
+            budget += f" (0: {low}, 1: {high})"
         runtimes = [v.runtime for v in self.recomputed if v.runtime is not None]
         recomputed = f"{len(self.recomputed)} operators and {self.views} views"
         if runtimes:
@@ -197,52 +159,43 @@ class Plan:
                 "saved",
                 f"{len(self.saved)} values, {format_bytes(self.saved_bytes)} "
                 f"(activations: {len(self.saved) - len(inputs)}, "
-                f"{format_bytes(self.saved_bytes - of_inputs)}; "
-                f"inputs and views of them: {len(inputs)}, {format_bytes(of_inputs)})",
+                f"{format_bytes(self.saved_bytes - sum(inputs))}; "
+                f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})",
             ),
             ("recomputed", recomputed),
         ]
 
-    def format(self, fold: bool = True, rows: int = 40) -> str:
+    def format(self, rows: int = 40) -> str:
         """The plan as text; see :func:`print_saved_values`."""
         lines = [f"{title + ':':<12}{text}" for title, text in self.summary()]
-        for title, values, key in (
-            ("saved for the backward", self.saved, lambda v: (v.nbytes,)),
-            (
-                "recomputed in the backward",
-                self.recomputed,
-                lambda v: (v.runtime or 0, v.nbytes),
-            ),
-        ):
-            if values:
-                lines += ["", title, *self._table(values, key, fold, rows)]
+        if self.saved:
+            lines += ["", "saved for the backward"]
+            lines += self._table(self.saved, lambda v: 0, rows)
+        if self.recomputed:
+            lines += ["", "recomputed in the backward"]
+            lines += self._table(self.recomputed, lambda v: v.runtime or 0, rows)
         return "\n".join(line.rstrip() for line in lines)
 
     def _table(
         self,
-        values: Sequence[PlannedValue],
-        key: Callable[[PlannedValue], tuple[float, ...]],
-        fold: bool,
+        values: tuple[PlannedValue, ...],
+        cost: Callable[[PlannedValue], float],
         rows: int,
     ) -> list[str]:
-        """One row for each value, or for each kind of value, dearest first."""
-        groups = Counter(v._replace(name="") if fold else v for v in values)
+        """A row for each kind of value, by falling cost and size."""
+        kinds = Counter(replace(value, name="") for value in values)
         ranked = sorted(
-            groups.items(),
-            key=lambda group: [n * group[1] for n in key(group[0])],
-            reverse=True,
+            kinds.items(), key=lambda kind: (-kind[1] * cost(kind[0]), -_size(*kind))
         )
-        head = ("count" if fold else "name", "bytes", "op", "value")
-        table: list[tuple[str, ...]] = [(*head, "runtime", "why", "source")]
+        table = [("count", "bytes", "op", "value", "runtime", "why", "source")]
         for value, count in ranked[:rows]:
-            runtime = "-" if value.runtime is None else self._runtime(value.runtime)
             table.append(
                 (
-                    f"{count}x" if fold else value.name,
-                    format_bytes(value.nbytes * count),
+                    f"{count}x",
+                    format_bytes(_size(value, count)),
                     value.op,
                     f"{value.dtype}[{', '.join(map(str, value.shape))}]",
-                    runtime,
+                    "-" if value.runtime is None else self._runtime(value.runtime),
                     value.why,
                     value.source or "-",
                 )
@@ -252,10 +205,9 @@ class Plan:
             "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
             for row in table
         ]
-        left = ranked[rows:]
-        if left:
-            size = sum(value.nbytes * count for value, count in left)
-            lines.append(f"  ... {len(left)} more rows, {format_bytes(size)}")
+        if left := ranked[rows:]:
+            size = format_bytes(sum(_size(*kind) for kind in left))
+            lines.append(f"  ... {len(left)} more rows, {size}")
         return lines
 
     def _runtime(self, runtime: float) -> str:
@@ -268,32 +220,38 @@ class Plan:
         """The plan for JSON, with what is only computed when somebody asks."""
         result = {
             **asdict(self),
-            "saved": [value._asdict() for value in self.saved],
-            "recomputed": [value._asdict() for value in self.recomputed],
             "saved_bytes": self.saved_bytes,
             "used": self.used,
             "chosen_by": self.chosen_by(),
         }
         if self.knapsack is not None:
-            result["knapsack"].update(
-                weight=self.knapsack.weight,
-                value=self.knapsack.value,
-                upper_bound=self.knapsack.upper_bound,
-            )
+            for name in ("weight", "value", "upper_bound"):
+                result["knapsack"][name] = getattr(self.knapsack, name)
         return result
 
 
-# ------------------------------------------------------------------- asking
+def _verdict(knapsack: Knapsack) -> str:
+    """How good a solver's answer is, in words."""
+    over = knapsack.weight - knapsack.budget
+    if over > 0:
+        return f"over the budget by {over:.3g}"
+    gap = knapsack.upper_bound - knapsack.value
+    if gap <= 0:
+        return "proven optimal"
+    part = gap / knapsack.upper_bound
+    return f"at most {part:.2g} of the runtime below the optimum"
+
+
+def _size(value: PlannedValue, count: int) -> int:
+    return value.nbytes * count
+
 
 _plans: deque[Plan] = deque(maxlen=_KEPT)
 _hits_before_last = 0
 
 
 def plans() -> list[Plan]:
-    """The plans of the graphs partitioned last, 16 at most, oldest first.
-
-    A model with graph breaks has one for each graph that has a backward.
-    """
+    """The plans of the graphs partitioned last, 16 at most, oldest first."""
     return list(_plans)
 
 
@@ -309,10 +267,8 @@ def last_plan() -> Plan:
         kept = f" plans() has the {len(_plans)} made before." if _plans else ""
         raise LookupError(
             f"no plan to show: {since} graph(s) came from the compile cache, so nothing "
-            "was partitioned. To partition again, set "
-            "torch._functorch.config.enable_autograd_cache = False, or "
-            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment, and compile anew."
-            + kept
+            "was partitioned. Set torch._functorch.config.enable_autograd_cache = False "
+            f"and compile anew.{kept}"
         )
     if not _plans:
         raise LookupError(
@@ -324,38 +280,30 @@ def last_plan() -> Plan:
 
 
 def print_saved_values(
-    plan: Optional[Plan] = None,
-    *,
-    fold: bool = True,
-    rows: int = 40,
-    file: Optional[TextIO] = None,
+    plan: Optional[Plan] = None, *, rows: int = 40, file: Optional[TextIO] = None
 ) -> None:
     """Print what a plan saves and recomputes, and why.
 
     Args:
         plan: one of :func:`plans`; by default the last one, or a line that says why
             there is none.
-        fold: whether values that differ in nothing but their name share a row.
-        rows: how many rows a list may have; a line says what was left out.
+        rows: how many rows a list may have, one for all values that differ in nothing
+            but their name; a line says what was left out.
         file: where to print, ``sys.stdout`` by default.
     """
-    out = sys.stdout if file is None else file
     if plan is None:
         try:
             plan = last_plan()
         except LookupError as error:
-            print(error.args[0], file=out)
+            print(error.args[0], file=file)
             return
         if len(_plans) > 1:
-            print(f"the last of {len(_plans)} graphs, plans() has all", file=out)
-    print(plan.format(fold, rows), file=out)
+            print(f"the last of {len(_plans)} graphs, plans() has all", file=file)
+    print(plan.format(rows), file=file)
 
 
 def _cache_hits() -> int:
     return counters["aot_autograd"]["autograd_cache_hit"]
-
-
-# ---------------------------------------------------------------- recording
 
 
 def record_plan(
@@ -402,8 +350,6 @@ def describe_plan(
         kept = {names[i] for i in solved.saved}
     placeholders = forward.graph.find_nodes(op="placeholder")
     inputs = {get_node_storage(node) for node in placeholders} - {None}
-    # A min cut settles what the knapsack did not.
-    otherwise = "min cut" if solved is not None else chosen.decided_by
 
     def why(node: Node, is_saved: bool) -> str:
         if node.op == "placeholder":
@@ -412,27 +358,25 @@ def describe_plan(
             return "view of input"
         if node.meta.get("recompute") in _POLICIES[is_saved]:
             return "user"
-        if node.name in runtimes and (node.name in kept) == is_saved:
-            return "knapsack"
-        return otherwise
+        if solved is None:
+            return chosen.decided_by
+        # A min cut settles what the knapsack did not.
+        is_items = node.name in runtimes and (node.name in kept) == is_saved
+        return "knapsack" if is_items else "min cut"
 
     def describe(node: Node, is_saved: bool) -> PlannedValue:
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if isinstance(value, (tuple, list)) and value:
             value = value[0]
-        shape: tuple[int | str, ...] = ()
-        dtype = type(value).__name__
-        nbytes = 0
-        if isinstance(value, torch.Tensor):
-            shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
-            dtype = str(value.dtype).removeprefix("torch.")
-            nbytes = _size_of(node)
+        is_tensor = isinstance(value, torch.Tensor)
+        shape = value.shape if is_tensor else ()
+        dtype = str(value.dtype) if is_tensor else type(value).__name__
         return PlannedValue(
             name=node.name,
             op="input" if node.op == "placeholder" else str(node.target),
-            shape=shape,
-            dtype=dtype,
-            nbytes=nbytes,
+            shape=tuple(d if isinstance(d, int) else str(d) for d in shape),
+            dtype=dtype.removeprefix("torch."),
+            nbytes=_size_of(node) if is_tensor else 0,
             runtime=runtimes.get(node.name),
             source=_source(node.meta.get("stack_trace")),
             why=why(node, is_saved),
@@ -461,7 +405,7 @@ def describe_plan(
         runtime_unit=RUNTIME_UNITS.get(str(estimator), ""),
         activation_bytes=activation_bytes(placeholders, saved),
         limits=chosen.limits,
-        knapsack=None if solved is None else Knapsack(**vars(solved)),
+        knapsack=solved,
     )
 
 
@@ -469,12 +413,10 @@ def describe_plan(
 @functools.lru_cache(maxsize=4096)
 def _source(trace: Optional[str]) -> Optional[str]:
     """The innermost frame of a stack trace that is not torch's own, in one line."""
-    if not trace:
-        return None
-    frames = list(_FRAME.finditer(trace))
-    outside = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
+    frames = list(_FRAME.finditer(trace or ""))
     if not frames:
         return None
+    outside = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
     frame = (outside or frames)[-1]
     return f"{os.path.basename(frame['file'])}:{frame['line']}, {frame['code']}"
 
