@@ -4,7 +4,7 @@ from ..patch import Edit, Patch
 
 
 _CPP = "torch/_inductor/codegen/cpp.py"
-_TEST = "test/inductor/test_cpu_bool_vectors.py"
+_TEST = "test/inductor/test_mask_vectors.py"
 _LOAD = '        loadbuf = f"{var} + {cexpr_index(index)}" if index != 0 else var\n'
 _STORE = (
     "            if dtype == torch.float and self.tail_size is None:\n"
@@ -41,7 +41,9 @@ at::vec has instructions. What lies in memory is the same: a byte per bool, 0 or
             count = cexpr_index(self.num_elems)
             loaded = f"at::vec::Vectorized<uint8_t>::loadu({loadbuf}, {count})"
             zeros = "at::vec::Vectorized<float>(0)"
-            return f"{self._get_mask_type()}(at::vec::convert<float>({loaded}) != {zeros})"
+            return (
+                f"{self._get_mask_type()}(at::vec::convert<float>({loaded}) != {zeros})"
+            )
 """,
             inside="_get_vec_load_line",
             since=_SINCE,

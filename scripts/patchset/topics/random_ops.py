@@ -90,9 +90,11 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
         ),
         Edit(
             PARTITIONERS,
-            anchor='        if i.meta.get("recompute", False) == '
+            anchor="        i\n        for i in recomputable_banned_nodes\n"
+            '        if i.meta.get("recompute", False) == '
             "CheckpointPolicy.MUST_SAVE\n",
-            replacement="        if random_ops.must_run_once(i)\n",
+            replacement="        i for i in recomputable_banned_nodes "
+            "if random_ops.must_run_once(i)\n",
             inside=CHOOSE,
             since=(2, 10),
         ),
