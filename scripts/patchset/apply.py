@@ -185,7 +185,7 @@ def _status(report: Report, target: Target, options: argparse.Namespace) -> None
     report.take(result)
     if journal is not None and journal.phase == "writing":
         report.messages.append(
-            "an earlier call was interrupted; the next apply or --reverse mends it"
+            "an earlier call was interrupted; the next apply or --reverse cleans up"
         )
     if result.conflicts:
         report.exit_code = CONFLICT

@@ -18,14 +18,13 @@ PATCH = Patch(
     why="""\
 A compiled ReLU between frozen convolutions saves one byte per element instead of its
 input, and becomes slower: the store of a vector's mask takes twenty times as long as
-all the rest of the kernel. A vector of bools has as many lanes as bytes fit, four
-times those of the mask, and no instructions of its own: at::vec goes through them
-one by one, in loops that the kernels are compiled not to vectorize. To load bools is
-nearly as slow. The same holds for every mask that a kernel writes or reads, dropout's
-too.
+the rest of the kernel. A vector of bools has one lane per byte, four times those of
+the mask, and no instructions of its own: at::vec handles them one by one, in loops
+that the kernels are compiled not to vectorize. Loading bools is nearly as slow. The
+same holds for every mask that a kernel writes or reads, dropout's included.
 
 Where a mask is one vector, its lanes are now converted to bytes and back, for which
-at::vec has instructions. What lies in memory is the same: a byte per bool, 0 or 1.
+at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 """,
     trailers=(),
     tested=f"python {_TEST}",
@@ -68,8 +67,8 @@ at::vec has instructions. What lies in memory is the same: a byte per bool, 0 or
     ),
     landed=((_CPP, "at::vec::convert<uint8_t,1,int32_t,1>("),),
     risks="""\
-The conversions are those that quantized kernels use; on instruction sets for which
-at::vec has no special ones they fall back to a loop over the lanes. The tests compare
+Quantized kernels use the same conversions; on instruction sets for which at::vec has
+none of its own they fall back to a loop over the lanes. The tests compare
 with eager mode for several dtypes, sizes that leave a tail, and strided tensors.
 """,
     evidence=(("frozen", "frozen 1x1 convolutions with ReLU"),),
