@@ -66,5 +66,4 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
 The estimate decides which buffers are kept, and that alone: the same kernels run in the
 same order. Fewer are kept for long, so a graph may allocate some more often.
 """,
-    evidence=(("peak", "inductor's peak"),),
 )

@@ -46,8 +46,6 @@ warning says why and the graph gets the plan for saved bytes.
         ("peak", "predicted / measured"),
         ("peak", "measured peak"),
         ("peak", "gradients"),
-        ("peak", "floor"),
-        ("peak", "partition by peak"),
     ),
     edits=(
         Edit(
