@@ -14,7 +14,7 @@ from conftest import snapshot, TRIED, USUAL
 from patchset import refresh, series
 from patchset.files import clone
 from patchset.patch import CONFIG, Edit, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
-from patchset.refresh import Finding, store
+from patchset.refresh import Finding
 from patchset.series import SERIES
 
 
@@ -124,7 +124,6 @@ def test_what_upstream_changed_is_for_a_person(
         ((), "name one VERSION"),
         ((NEWEST, "--all"), "name one VERSION"),
         (("newest",), "'newest' is no version"),
-        ((NEWEST, "--only", "nothing"), "invalid choice: 'nothing'"),
     ],
 )
 def test_wrong_calls(capsys, arguments, words):
@@ -182,20 +181,3 @@ def test_a_test_that_another_patch_makes_pass_gets_no_tick(release_tree, monkeyp
     assert (unticked.without, unticked.with_it) == (True, True)
     assert "make the test stricter" in unticked.question
     assert snapshot(Path(torch.__file__).parent / "_functorch") == before
-
-
-def test_what_was_not_tested_again_keeps_its_outcome(tmp_path, monkeypatch):
-    place = tmp_path / "releases.json"
-    monkeypatch.setattr("patchset.refresh.RESULTS", place)
-    monkeypatch.setattr("patchset.refresh.REPOSITORY", tmp_path)
-    one, other = SERIES[:2]
-
-    def row(*outcomes, only=()):
-        found = [Finding(p.name, p, "applies", "", False, o) for p, o in outcomes]
-        store({USUAL: found}, only)
-        return json.loads(place.read_text())[USUAL]
-
-    row((one, True), (other, True))
-    kept = row((one, False), (other, None), only=[one.name])
-    assert (kept[one.name]["with"], kept[other.name]["with"]) == (False, True)
-    assert row((other, None))[other.name]["with"] is None

@@ -513,6 +513,9 @@ def main() -> int:
         known = json.loads(arguments.json.read_text())["measured"]
         rows = [r for r in known if (r["net"], r["kind"]) not in measured] + rows
     facts = {**environment(), "repeats": arguments.repeats}
-    data = {"environment": facts, "measured": rows}
+    marks = list(judged(rows))
+    # The rows are what a pull request quotes.
+    quoted = [mark._asdict() for mark in marks]
+    data = {"environment": facts, "measured": rows, "rows": quoted}
     fresh.finish(arguments.json, data, page, plot)
-    return int(failed(list(judged(rows))) or failures)
+    return int(failed(marks) or failures)

@@ -185,7 +185,7 @@ def _status(report: Report, target: Target, options: argparse.Namespace) -> None
     report.take(result)
     if journal is not None and journal.phase == "writing":
         report.messages.append(
-            "an earlier call was interrupted; the next apply or --reverse mends it"
+            "an earlier call was interrupted; the next apply or --reverse cleans up"
         )
     if result.conflicts:
         report.exit_code = CONFLICT
@@ -214,7 +214,7 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
             _take_off(target, journal)
             result = survey(target, None, options.without)
         changes = result.changes
-        imports = _has_binaries(target) and _import_fault(target) is None
+        imports = _import_fault(target) is None
         commit(target, stale_bytecode(target, changes) + changes, result.release)
         report.files = [change.path for change in changes]
         report.messages.append(_verify(target, imports))
@@ -319,6 +319,8 @@ def _take_off(target: Target, journal: Journal) -> None:
 
 def _import_fault(target: Target) -> Optional[str]:
     """Why the tree's own partitioner does not import in a fresh process, or None."""
+    if not any((target.root / "torch").glob("_C.*")):
+        return "it has no binaries"
     module = KNAPSACK[: -len(".py")].replace("/", ".")
     try:
         place = run_python(
@@ -347,13 +349,6 @@ def _verify(target: Target, imported_before: bool) -> str:
             undo(target, journal)
         raise Conflict(f"the patched torch does not import; undone: {fault}")
     return f"verified: checksums, syntax, and an import by {target.python}"
-
-
-def _has_binaries(target: Target) -> bool:
-    suffix = run_python(
-        target.python, "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
-    )
-    return (target.root / f"torch/_C{suffix}").exists()
 
 
 if __name__ == "__main__":

@@ -15,16 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Optional
 
-from .patch import (
-    Edit,
-    KNAPSACK,
-    MANIFEST,
-    minor,
-    OVERLAY,
-    PARTITIONERS,
-    Patch,
-    RELEASES,
-)
+from .patch import Edit, MANIFEST, minor, OVERLAY, Patch, RELEASES
 from .series import SERIES
 from .target import Conflict, Target
 from .transaction import Change, digest, Journal
@@ -114,8 +105,6 @@ def _is_ours(path: str, content: Optional[bytes]) -> bool:
 
 def series_paths(target: Target, series: Sequence[Patch] = SERIES) -> list[str]:
     paths = dict.fromkeys(path for patch in series for path in patch.paths())
-    # What the partitioner imports from it is checked even where it is not changed.
-    paths[KNAPSACK] = None
     return [path for path in paths if target.wants(path)]
 
 
@@ -296,9 +285,6 @@ def _changes(
     for path, content in after.items():
         here = tuple(edit for edit in edits if edit.path == path)
         _check_syntax(path, content, case.release, here)
-    partitioners = after.get(PARTITIONERS)
-    if partitioners is not None:
-        _check_imports(partitioners, after.get(KNAPSACK, view.get(KNAPSACK)))
     return tuple(
         Change(path, view[path], content)
         for path, content in after.items()
@@ -387,33 +373,6 @@ def _check_syntax(
                 f"{path}:{first}: the edit is inside {innermost or 'no function'}, "
                 f"not {edit.inside or 'at module level'}"
             )
-
-
-@cache
-def _check_imports(partitioners: bytes, knapsack: Optional[bytes]) -> None:
-    """Whatever the partitioner imports from the knapsack module is there."""
-    names = {
-        alias.name
-        for node in ast.parse(partitioners).body
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").endswith(".knapsack")
-        for alias in node.names
-    }
-    defined: set[str] = set()
-    for node in ast.parse(_text(knapsack)).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        elif isinstance(node, ast.Assign):
-            defined.update(t.id for t in node.targets if isinstance(t, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            defined.add(node.target.id)
-        elif isinstance(node, ast.ImportFrom):
-            defined.update(alias.asname or alias.name for alias in node.names)
-    if names - defined:
-        raise LookupError(
-            f"{KNAPSACK}: lacks {', '.join(sorted(names - defined))}, which "
-            f"{PARTITIONERS} would import"
-        )
 
 
 def stale_bytecode(target: Target, changes: Sequence[Change]) -> list[Change]:

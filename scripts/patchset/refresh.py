@@ -28,7 +28,7 @@ from .files import clone, replace_file
 from .images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey_untouched
 from .patch import minor, Patch, RELEASES, REPOSITORY
 from .releases import tree
-from .series import FORMS, SERIES, stack
+from .series import FORMS, stack
 from .target import find
 from .upstream_checks import run_test
 
@@ -144,9 +144,7 @@ def isolated(
         return without, passes()
 
 
-def examine(
-    release: str, python: Optional[str], only: Sequence[str] = ()
-) -> list[Finding]:
+def examine(release: str, python: Optional[str]) -> list[Finding]:
     """Every form of every patch against the release, in the series' order.
 
     By behaviour where ``python`` has that torch, by text alone where it is None.
@@ -159,7 +157,7 @@ def examine(
             of.get(name) or survey_untouched(target, release, stack(patch)).patches[-1]
         )
         without = with_it = None
-        if python and state.state != ABSENT and (not only or patch.name in only):
+        if python and state.state != ABSENT:
             checkout = untouched(release, python)
             without, with_it = isolated(patch, checkout, release, python)
             console.print(
@@ -209,31 +207,15 @@ def take_in(release: str, findings: Sequence[Finding]) -> int:
     return 0
 
 
-def store(found: dict[str, list[Finding]], only: Sequence[str] = ()) -> None:
-    """Write the table "patch x release" for the README.
-
-    Where ``only`` some patches were tested, the others keep their stored outcome.
-    """
+def store(found: dict[str, list[Finding]]) -> None:
+    """Write the table "patch x release" for the pages."""
     rows = {
         release: {
-            f.name: {
-                "state": f.verdict,
-                "without": f.without,
-                "with": f.with_it,
-            }
+            f.name: {"state": f.verdict, "without": f.without, "with": f.with_it}
             for f in findings
         }
         for release, findings in found.items()
     }
-    before = json.loads(RESULTS.read_text()) if only else {}
-    for release, patches in rows.items():
-        stored = before.get(release, {})
-        kept = [
-            f.name
-            for f in found[release]
-            if f.name in stored and f.patch.name not in only
-        ]
-        patches.update((name, stored[name]) for name in kept)
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     console.print(f"wrote {RESULTS.relative_to(REPOSITORY)}; now run scripts/report.sh")
 
@@ -259,15 +241,6 @@ def main(arguments: Optional[list[str]] = None) -> int:
         action="store_true",
         help="by text alone: needs no torch of that version",
     )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATCH",
-        choices=[patch.name for patch in SERIES],
-        help="run this patch's test only; may be repeated; with --all, the others keep "
-        "the outcome that is stored",
-    )
     options = parser.parse_args(arguments)
     if options.all == bool(options.release):
         parser.error("name one VERSION, or --all")
@@ -277,7 +250,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
         found = {}
         for release in RELEASES if options.all else [options.release]:
             python = None if options.structure_only else environment_of(release)
-            found[release] = examine(release, python, options.only)
+            found[release] = examine(release, python)
             show(release, found[release])
     except ValueError:
         parser.error(f"{options.release!r} is no version such as 2.15.0")
@@ -287,7 +260,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
     if not options.all:
         return take_in(options.release, found[options.release])
     questions = [f.question for findings in found.values() for f in findings]
-    store(found, options.only)
+    store(found)
     return int(any(questions))
 
 

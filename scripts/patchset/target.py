@@ -13,7 +13,7 @@ from .patch import CONFIG, KNAPSACK, PARTITIONERS
 
 
 class BadCall(Exception):
-    """The call or the target is wrong; nothing was looked at further (exit 2)."""
+    """The call or the target is wrong; nothing else was done (exit 2)."""
 
 
 class Conflict(Exception):

@@ -1,4 +1,4 @@
-"""Writing a set of files so that a kill at any point can be mended.
+"""Writing a set of files so that a kill at any point can be undone.
 
 A ``Change`` says what a file was and what it becomes. ``commit`` saves backups
 and a journal, then replaces file by file; ``undo`` goes the opposite way from

@@ -4,7 +4,7 @@ from ..patch import Edit, Patch
 
 
 _MEMORY = "torch/_inductor/memory.py"
-_TEST = "test/inductor/test_buffer_reuse_peak.py"
+_TEST = "test/inductor/test_buffer_reuse.py"
 _TIMELINE = "def compute_memory_timeline(\n"
 _RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
 _SINCE = (2, 10)
@@ -66,5 +66,4 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
 The estimate decides which buffers are kept, and that alone: the same kernels run in the
 same order. Fewer are kept for long, so a graph may allocate some more often.
 """,
-    evidence=(("peak", "inductor's peak"),),
 )

@@ -10,7 +10,7 @@ _UUIDS = (
 
 PATCH = Patch(
     name="cache-key",
-    subject="Tell knapsack solvers and runtime estimators apart in the cache",
+    subject="Put the names of knapsack solver and runtime estimator in the cache key",
     why="""\
 activation_memory_budget_solver and activation_memory_budget_runtime_estimator are
 left out of the saved config, because an instance of a custom class cannot always

@@ -9,7 +9,7 @@ _SINCE = (2, 10)
 
 PATCH = Patch(
     name="frozen-layers",
-    subject="Save no tensor of which the backward only looks at the shape",
+    subject="Do not save tensors of which the backward only needs the shape",
     why="""\
 A frozen convolution needs the gradient of its input, which comes from the weight,
 and still saves that input: convolution_backward takes it as an argument, output
@@ -20,9 +20,8 @@ pooling and padding, whose backward uses nothing but the sizes.
 A pass ahead of the partitioner gives such operators an uninitialized tensor of
 the same sizes and strides, made in the backward. A table says for each operator
 which outputs depend on the values of which argument; everything else stays.
-AOTAutograd runs it on every joint graph ahead of the partitioner, whichever that
-is; for inductor's, with the layouts that inductor is going to choose.
-config.drop_unread_arguments turns the pass off.
+AOTAutograd runs it on every joint graph before any partitioner; for inductor, with
+the layouts that inductor is going to choose.
 """,
     trailers=(),
     tested="python test/functorch/test_ac_frozen_layers.py",
@@ -60,10 +59,10 @@ drop_unread_arguments = True
     ),
     landed=((GRAPH_COMPILE, "without_unread_arguments("),),
     risks="""\
-A kernel that read the values of such an argument after all would give wrong gradients
-without a word: the table names each operator with its reason, and the tests fill the
-argument with NaN and compare bit for bit, on CPU and, where there is a GPU, on CUDA.
-Other devices are left alone, and config.drop_unread_arguments turns the pass off.
+A kernel that did read the values of such an argument would give wrong gradients
+silently. So the table gives a reason for each operator, and the tests fill the argument
+with NaN and compare bit for bit, on CPU and, where there is a GPU, on CUDA. The pass
+leaves other devices alone, and config.drop_unread_arguments turns it off.
 """,
     evidence=(
         ("frozen", "convolution, none trainable"),

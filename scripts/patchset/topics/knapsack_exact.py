@@ -34,9 +34,9 @@ nothing but the arguments. Many budgets share one preparation.
         ("solvers", "dp / exact"),
     ),
     risks="""\
-The solver is new code, used only where the config asks for "exact". Its work is
-bounded by a number of states, never by time: past that it returns the best set found,
-no worse than greedy's, with a bound, and says that it is not proven. Hard instances of
+The solver is new code, used only where the config asks for "exact". A cap on states,
+not on time, bounds its work: at the cap it returns the best set found, no worse than
+greedy's, with an upper bound, and marks it as not proven. Hard instances of
 the literature take seconds; joint graphs take about a millisecond.
 """,
     kind="new features",

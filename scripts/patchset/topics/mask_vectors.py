@@ -4,7 +4,7 @@ from ..patch import Edit, Patch
 
 
 _CPP = "torch/_inductor/codegen/cpp.py"
-_TEST = "test/inductor/test_cpu_bool_vectors.py"
+_TEST = "test/inductor/test_mask_vectors.py"
 _LOAD = '        loadbuf = f"{var} + {cexpr_index(index)}" if index != 0 else var\n'
 _STORE = (
     "            if dtype == torch.float and self.tail_size is None:\n"
@@ -18,14 +18,13 @@ PATCH = Patch(
     why="""\
 A compiled ReLU between frozen convolutions saves one byte per element instead of its
 input, and becomes slower: the store of a vector's mask takes twenty times as long as
-all the rest of the kernel. A vector of bools has as many lanes as bytes fit, four
-times those of the mask, and no instructions of its own: at::vec goes through them
-one by one, in loops that the kernels are compiled not to vectorize. To load bools is
-nearly as slow. The same holds for every mask that a kernel writes or reads, dropout's
-too.
+the rest of the kernel. A vector of bools has one lane per byte, four times those of
+the mask, and no instructions of its own: at::vec handles them one by one, in loops
+that the kernels are compiled not to vectorize. Loading bools is nearly as slow. The
+same holds for every mask that a kernel writes or reads, dropout's included.
 
 Where a mask is one vector, its lanes are now converted to bytes and back, for which
-at::vec has instructions. What lies in memory is the same: a byte per bool, 0 or 1.
+at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 """,
     trailers=(),
     tested=f"python {_TEST}",
@@ -41,7 +40,9 @@ at::vec has instructions. What lies in memory is the same: a byte per bool, 0 or
             count = cexpr_index(self.num_elems)
             loaded = f"at::vec::Vectorized<uint8_t>::loadu({loadbuf}, {count})"
             zeros = "at::vec::Vectorized<float>(0)"
-            return f"{self._get_mask_type()}(at::vec::convert<float>({loaded}) != {zeros})"
+            return (
+                f"{self._get_mask_type()}(at::vec::convert<float>({loaded}) != {zeros})"
+            )
 """,
             inside="_get_vec_load_line",
             since=_SINCE,
@@ -66,8 +67,8 @@ at::vec has instructions. What lies in memory is the same: a byte per bool, 0 or
     ),
     landed=((_CPP, "at::vec::convert<uint8_t,1,int32_t,1>("),),
     risks="""\
-The conversions are those that quantized kernels use; on instruction sets for which
-at::vec has no special ones they fall back to a loop over the lanes. The tests compare
+Quantized kernels use the same conversions; on instruction sets for which at::vec has
+none of its own they fall back to a loop over the lanes. The tests compare
 with eager mode for several dtypes, sizes that leave a tail, and strided tensors.
 """,
     evidence=(("frozen", "frozen 1x1 convolutions with ReLU"),),

@@ -65,19 +65,20 @@ PATCH = Patch(
     name="memory-budget",
     subject="Choose what an activation memory budget saves in a module of its own",
     why="""\
-choose_saved_values_set does everything in 260 lines. A budget of NaN gives some plan;
-a misspelt solver is found by the first graph that needs one; a plan that is over its
-budget is not told. The Pareto plot bisects with a knapsack and a min cut per point (438
+choose_saved_values_set does everything in 260 lines. It accepts a budget of NaN, does
+not notice a misspelt solver until a graph needs one, and never reports a plan that is
+over its budget. The Pareto plot bisects with a knapsack and a min cut per point (438
 knapsacks for a net of 15 items), and the knee search of dynamic_memory_budget_dp solves
-a hundred knapsacks one by one and answers small budgets with more than was asked. A
-custom solver is told the sizes but not the runtimes, and its answer is not looked at.
+a hundred knapsacks one by one and may exceed small budgets. A custom solver gets the
+sizes but not the runtimes, and nothing checks its answer.
 
-The module takes the function over in small steps and returns one value: what to save,
-what decided it, the range, the knapsack and what the plan weighs. Options are checked
-before the first cut, and a plan over its budget is told with both numbers. Plot and knee
-search hand all their budgets to one call, and each set of items is cut once. A custom
-solver with a parameter named runtimes gets them, and its lists have to name every item
-once. The estimator "roofline" counts the bytes that recomputation moves beside its FLOP.
+The new module does the same in small steps and returns one value: what to save, what
+decided it, the range, the knapsack and what the plan weighs. Options are checked before
+the first cut, and a warning gives both numbers where a plan is over its budget. Plot and
+knee search solve all their budgets in one call, and each set of items is cut once. A
+custom solver with a parameter named runtimes gets them, and its lists have to name every
+item once. The estimator "roofline" counts the bytes that recomputation moves as well as
+its FLOP.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     tested="python test/functorch/test_ac_memory_budget.py",
@@ -141,18 +142,18 @@ once. The estimator "roofline" counts the bytes that recomputation moves beside 
         ),
         _dispatch("b297001610db9aa5", (2, 10), (2, 10)),
         _dispatch("86bb04b59d3740c4", (2, 11)),
-        _chooser("=1", "40cda3a18a55eba2", (2, 10), (2, 10)),
-        _chooser(": float = 1", "37b663514b35d2e6", (2, 11), (2, 12)),
-        _chooser(": float = 1", "ea6b33fdfc62c72d", (2, 13), (2, 13)),
-        _chooser(": float = 1", "fc313aaa7d85a5b9", (2, 14), (2, 14)),
-        _chooser(": float = 1", "d13e5f8b310657bf", (2, 15)),
+        _chooser("=1", "a6c27db3ffa72829", (2, 10), (2, 10)),
+        _chooser(": float = 1", "9406093cc54bb9fe", (2, 11), (2, 12)),
+        _chooser(": float = 1", "864b26f8cc5d500f", (2, 13), (2, 13)),
+        _chooser(": float = 1", "cc082be51f7a97b7", (2, 14), (2, 14)),
+        _chooser(": float = 1", "c3e5cfa93d4aad1b", (2, 15)),
     ),
     landed=((PARTITIONERS, "memory_budget import choose_plan"),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
     evidence=(("solvers", "99 budgets"),),
     risks="""\
-Plans of named solvers are what they were, bit for bit; where no item is left for a
-knapsack, every release takes the cut that 2.14 takes. A budget out of range, a wrong name
+Plans of named solvers do not change, bit for bit; where no item is left for a knapsack,
+every release takes the cut that 2.14 takes. A budget out of range, a wrong name
 and a custom solver's answer that names an index twice or not at all used to pass
 unnoticed and now raise. The knee search takes the exact solver's budgets.
 """,

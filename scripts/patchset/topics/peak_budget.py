@@ -26,12 +26,12 @@ at once: a small budget has a higher peak than none.
 With activation_memory_budget_target = "peak", budget b bounds the peak by
 floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a number
 of bytes. A model of live bytes, exact for what the two graphs do operator by
-operator, evaluates some hundred plans: checkpoints by dynamic programming, dear
-operators saved as well where there is room, and the min cuts' own plans. The
-cheapest that fits is taken, so a smaller budget never has a higher peak.
+operator, evaluates about a hundred plans: checkpoints by dynamic programming,
+expensive operators saved as well where there is room, and the min cuts' own plans.
+The cheapest that fits is taken, so a smaller budget never has a higher peak.
 
-The default target, "saved", is what the budget means today. Where no plan can be
-made, a warning says why and the graph gets the plan for saved bytes.
+The default target, "saved", keeps today's meaning. Where no plan can be made, a
+warning says why and the graph gets the plan for saved bytes.
 """,
     trailers=("Fixes: #197838",),
     tested="python test/functorch/test_ac_peak_budget.py",
@@ -46,8 +46,6 @@ made, a warning says why and the graph gets the plan for saved bytes.
         ("peak", "predicted / measured"),
         ("peak", "measured peak"),
         ("peak", "gradients"),
-        ("peak", "floor"),
-        ("peak", "partition by peak"),
     ),
     edits=(
         Edit(
@@ -96,9 +94,9 @@ activation_memory_peak_bytes: int | None = None
     ),
     landed=((PARTITIONERS, "peak_budget.choose_plan("),),
     risks="""\
-Opt-in: with the default target every plan is what it was, bit for bit. Peaks are predicted
-for graphs that run operator by operator; what inductor's kernels make of them is an
-estimate. What a kernel allocates for itself is not counted.
+Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for graphs
+that run operator by operator and estimates for inductor's kernels. A kernel's own
+workspace is not counted.
 """,
     kind="new features",
 )

@@ -26,8 +26,8 @@ Random operators are now known by their tag, in subgraphs of higher-order
 operators too, and no cut may recompute them. Where they take effect is left to
 the cut: it saves dropout's mask, or inductor's seed, not the noise. Attention
 without dropout carries the tag and stays recomputable, user tags keep their
-meaning, and a net without randomness gets the plan that it got. Effectful ops
-and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
+meaning, and plans of nets without randomness do not change. Effectful ops and
+MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
 """,
     trailers=("Fixes: #190758", "Fixes: #190717"),
     tested="python test/functorch/test_ac_random_ops.py",
@@ -90,9 +90,11 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
         ),
         Edit(
             PARTITIONERS,
-            anchor='        if i.meta.get("recompute", False) == '
+            anchor="        i\n        for i in recomputable_banned_nodes\n"
+            '        if i.meta.get("recompute", False) == '
             "CheckpointPolicy.MUST_SAVE\n",
-            replacement="        if random_ops.must_run_once(i)\n",
+            replacement="        i for i in recomputable_banned_nodes "
+            "if random_ops.must_run_once(i)\n",
             inside=CHOOSE,
             since=(2, 10),
         ),
@@ -111,8 +113,8 @@ and MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
     ),
     landed=((PARTITIONERS, "random_ops.must_run_once("),),
     risks="""\
-Plans of nets with random ops change: they keep a mask or a seed that was recomputed, with
-other numbers, before. A net without randomness gets the plan that it got.
+Plans of nets with random ops change: they save a mask or a seed that used to be drawn
+again, with other numbers. Plans of nets without randomness do not change.
 """,
     kind="bug fixes",
 )

@@ -14,15 +14,15 @@ RECORD = "saved_report.record_plan("
 
 PATCH = Patch(
     name="saved-report",
-    subject="Tell what a plan saves for the backward, and why",
+    subject="Report what a plan saves for the backward, and why",
     why="""\
-After a compile nobody can say which activations it saves: the partitioner's debug
-log has sizes and names, and the knapsack's choice is not yet what the min cut
-makes of it. print_saved_values() prints, for the graph compiled last, each kind of
+After a compile it is hard to find out which activations it saves: the partitioner's
+debug log has sizes and names, and the knapsack's choice may differ from the final
+min cut. print_saved_values() prints, for the graph compiled last, each kind of
 value that is saved or recomputed with its operator, shape, size, runtime and source
 line, why it is there, the budget asked and used, and how good the solver's answer
-is; last_plan() and the structured trace have the same as data. Nothing is kept but
-names and numbers, and a graph from the compile cache is said to be one.
+is; last_plan() and the structured trace have the same as data. Only names and
+numbers are kept, and a graph that came from the compile cache is marked as such.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     tested="python test/functorch/test_ac_saved_report.py",

@@ -31,8 +31,8 @@ PATCH = Patch(
     name="solver-by-name",
     subject="Look the knapsack solver up by name and list the known ones",
     why="""\
-The dispatch repeats one branch per solver, and a misspelt name is answered
-without saying which names there are. Looking the name up in KNAPSACK_SOLVERS
+The dispatch repeats one branch per solver, and the error for a misspelt name does
+not list the valid ones. Looking the name up in KNAPSACK_SOLVERS
 makes every solver of the module selectable, the sliding Hirschberg one before
 2.10 included, and the error lists them.
 """,
@@ -113,9 +113,8 @@ makes every solver of the module selectable, the sliding Hirschberg one before
     landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),
     needs=("knapsack-solvers",),
     risks="""\
-The four names that exist keep their meaning, and custom solvers are reached as before.
-A module that patches one of the functions in partitioners.py by name has to patch
-KNAPSACK_SOLVERS now.
+The four existing names keep their meaning, and custom solvers work as before. Code that
+replaces one of the solvers in partitioners.py has to replace it in KNAPSACK_SOLVERS now.
 """,
     kind="improvements",
 )

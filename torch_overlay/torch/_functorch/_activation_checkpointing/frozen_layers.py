@@ -31,8 +31,7 @@ import logging
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, cast, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.utils._pytree as pytree
@@ -44,6 +43,10 @@ from torch.fx.experimental.symbolic_shapes import (
     has_free_symbols,
     statically_known_true,
 )
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
 
 
 log = logging.getLogger(__name__)
@@ -248,8 +251,8 @@ def _unread_argument(node: fx.Node) -> Optional[fx.Node]:
 
 
 def _get_argument(node: fx.Node, name: str) -> Any:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    position = [a.name for a in node.target._schema.arguments].index(name)
+    schema = cast(torch._ops.OpOverload, node.target)._schema
+    position = [a.name for a in schema.arguments].index(name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 

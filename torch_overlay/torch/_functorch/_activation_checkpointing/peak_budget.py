@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
-from torch.utils._ordered_set import OrderedSet
 
 from . import memory_budget as by_saved_bytes
 from .fused_peak import fused_peak
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
     from torch.fx import GraphModule
+    from torch.utils._ordered_set import OrderedSet
 
 log = logging.getLogger(__name__)
 

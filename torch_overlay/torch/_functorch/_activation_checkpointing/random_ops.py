@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -24,7 +24,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 if TYPE_CHECKING:
-    import networkx as nx
     from torch._functorch.partitioners import NodeInfo
 
 
@@ -98,15 +97,13 @@ def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
     return None
 
 
-def draw_on_one_side(
-    joint_graph: fx.Graph, node_info: NodeInfo, nx_graph: nx.DiGraph[str]
-) -> None:
+def draw_on_one_side(joint_graph: fx.Graph, node_info: NodeInfo, nx_graph: Any) -> None:
     """Let no cut split the users of random numbers that no forward output needs.
 
     The backward may draw such numbers (a custom backward's, say) at no cost in memory.
     But if a value computed from them is saved, the forward draws them, and the backward
-    must not draw them again. So the edges that are added to ``nx_graph`` keep every node
-    that depends on them out of the forward unless they are drawn there.
+    must not draw them again. So the edges that are added to ``nx_graph``, a
+    networkx.DiGraph, keep every node that depends on them out of the forward unless they are drawn there.
     """
     drawn: OrderedSet[fx.Node] = OrderedSet()
     for node in joint_graph.nodes:
