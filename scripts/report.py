@@ -1,8 +1,8 @@
-"""Writes the tables of the README and of docs/, and the figures, from the stored results.
+"""Writes the tables of the README and of docs/, and the figure, from the stored results.
 
 ``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and ``<!-- report end -->`` and
-is made from ``results/NAME.json`` by the benchmark of that name, as it prints it. Figures stand beside their
-results.
+is made from ``results/NAME.json`` by the benchmark of that name, as it prints it; the README's ``headline``
+from the techniques. The figure stands beside its result, ``results/peak.json``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -58,13 +57,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare.page,
     "compile": compile.page,
     "techniques": techniques.page,
+    "headline": techniques.headline,
 }
-FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
-    "compare": compare.plot,
-    "compile": compile.plot,
-    "peak": peak.plot,
-    "techniques": techniques.plot,
-}
+
+
+def result_of(table: str) -> str:
+    return "techniques" if table == "headline" else table
 
 
 def load(name: str) -> Any:
@@ -79,21 +77,9 @@ def load(name: str) -> Any:
 
 def rendered(text: str) -> str:
     def fill(match: re.Match[str]) -> str:
-        return match[1] + TABLES[match[2]](load(match[2])) + match[3]
+        return match[1] + TABLES[match[2]](load(result_of(match[2]))) + match[3]
 
     return BLOCK.sub(fill, text)
-
-
-def stale_figures(folder: Path) -> list[str]:
-    """Draw all figures into ``folder``; returns those that differ from the stored ones."""
-    stale = []
-    for name, draw in FIGURES.items():
-        draw(load(name), folder / f"{name}.json")
-        stored = RESULTS / f"{name}.svg"
-        drawn = (folder / stored.name).read_bytes()
-        if not stored.exists() or drawn != stored.read_bytes():
-            stale.append(name)
-    return stale
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
@@ -106,21 +92,20 @@ def main(arguments: Optional[list[str]] = None) -> int:
         after = rendered(before)
         if before != after:
             stale[page] = after
+    stored = RESULTS / "peak.svg"
     with tempfile.TemporaryDirectory() as folder:
-        figures = stale_figures(Path(folder))
-        if not check:
-            for page, text in stale.items():
-                page.write_text(text)
-            for name in figures:
-                shutil.copy(Path(folder, f"{name}.svg"), RESULTS)
-            return 0
-    for page in stale:
-        print(f"{page.name}: its tables are not those of results/")
-    for name in figures:
-        print(f"{name}.svg: is not what results/{name}.json gives")
-    if stale or figures:
+        peak.plot(load("peak"), Path(folder, "peak.json"))
+        drawn = Path(folder, stored.name).read_text()
+    if not stored.exists() or drawn != stored.read_text():
+        stale[stored] = drawn
+    for page, text in stale.items():
+        if check:
+            print(f"{page.name} is not what results/ gives")
+        else:
+            page.write_text(text)
+    if stale and check:
         print("run scripts/report.sh and commit the result")
-    return int(bool(stale or figures))
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":

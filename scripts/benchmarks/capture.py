@@ -48,7 +48,7 @@ def give_away(instance: tracing.Instance, solve: Callable[[], Any]) -> NoReturn:
     raise Posed(instance)
 
 
-def capture(net: Net, like_cuda: bool = True) -> dict[str, Any]:
+def capture(net: Net) -> dict[str, Any]:
     """The knapsack that the partitioner poses for ``net``, in the corpus's format.
 
     ``bytes`` and ``runtimes`` (flops) are in the partitioner's own order, its sizes
@@ -64,7 +64,7 @@ def capture(net: Net, like_cuda: bool = True) -> dict[str, Any]:
         tracing.observed(give_away) as observer,
     ):
         try:
-            tracing.trace(*net.fake(), like_cuda=like_cuda)
+            tracing.trace(*net.fake())
         except Posed as posed:
             instance = posed.instance
         else:
@@ -114,9 +114,6 @@ def main() -> int:
         type=Path,
         help="the file to write, compressed where it ends in .gz (default: only tell)",
     )
-    parser.add_argument(
-        "--cpu", action="store_true", help="keep the CPU's attention operators"
-    )
     parser.add_argument("--list", action="store_true", help="name the project's models")
     arguments = parser.parse_args()
     if arguments.list:
@@ -127,7 +124,7 @@ def main() -> int:
     start = time.perf_counter()
     try:
         with Console(stderr=True).status(f"tracing {arguments.model}"):
-            instance = capture(find(arguments.model), not arguments.cpu)
+            instance = capture(find(arguments.model))
         if arguments.output is not None:
             write(instance, arguments.output)
     except Exception as error:

@@ -1,7 +1,7 @@
 """Compares knapsack solvers: upstream's, this project's, and those of other libraries.
 
     scripts/benchmark.sh compare                             all of it
-    scripts/benchmark.sh compare --families growth --largest 10000
+    scripts/benchmark.sh compare --check                     some counts, as CI does
     scripts/benchmark.sh compare --json results/compare.json
 
 Three families of instances: the grid of pytorch#160914 (sizes far above 1, another
@@ -15,46 +15,37 @@ takes more time or memory than it may is a row that says so, and larger instance
 its family are not tried. Time is CPU time, per call. Memory is by how much the process grew
 while the solver ran. Values are compared with the bound that the exact solver
 proves, and with the corpus's stored optima; only answers within the budget count.
-With --json a run that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from matplotlib.figure import Figure
 from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_evaluator, untouched_knapsack
 
 from benchmarks import corpus, fresh, options
-from benchmarks.results import (
-    environment,
-    fail,
-    markdown,
-    measured_on,
-    Row,
-    save,
-)
+from benchmarks.results import environment, fail, markdown, measured_on, Row
 
 
 GRID, GROWTH, CORPUS = "grid", "growth", "corpus"
-FAMILIES = (GRID, GROWTH, CORPUS)
 GRID_SIZES = (1, 5, 10, 20, 50, 100)
 GROWTH_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 GROWTH_BUDGET = 0.5
 CORPUS_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 # Smaller nets tell no solvers apart.
 CORPUS_ITEMS = 500
-# Of the time a process may take, what measured calls may; starting up takes some, too.
-SHARE_OF_CALLS = 0.1
+GRID_RUNS = 1000
+REPEATS = 3
+LIMITS = fresh.Limits(seconds=40, gigabytes=4)
+# Of these, what measured calls may take; starting up takes some, too.
+SECONDS_OF_CALLS = 4.0
 # Divisions that make a share may err by this much.
 ROUNDING = 1e-12
 NOT_TRIED = "not tried"
@@ -176,14 +167,12 @@ SOLVERS: dict[str, Callable[[float], Solve]] = {
 # ---------------------------------------------------------------- instances
 
 
-def tasks_for(arguments: argparse.Namespace, runs: int) -> list[fresh.Task]:
+def tasks() -> list[fresh.Task]:
     """Instances in the order of their size, and for each all solvers."""
-    repeats = arguments.repeats
-    instances = [(f"{GRID} n={n}", GRID, n, runs) for n in GRID_SIZES]
-    instances += [(f"{GROWTH} n={n}", GROWTH, n, repeats) for n in GROWTH_SIZES]
-    instances = [each for each in instances if each[2] <= arguments.largest]
+    instances = [(f"{GRID} n={n}", GRID, n, GRID_RUNS) for n in GRID_SIZES]
+    instances += [(f"{GROWTH} n={n}", GROWTH, n, REPEATS) for n in GROWTH_SIZES]
     instances += [
-        (net.name, CORPUS, len(net.memory), repeats * len(CORPUS_BUDGETS))
+        (net.name, CORPUS, len(net.memory), REPEATS * len(CORPUS_BUDGETS))
         for net in sorted(corpus.instances(), key=lambda net: len(net.memory))
         if len(net.memory) >= CORPUS_ITEMS
     ]
@@ -194,11 +183,10 @@ def tasks_for(arguments: argparse.Namespace, runs: int) -> list[fresh.Task]:
             "family": family,
             "n": n,
             "runs": runs,
-            "seconds": arguments.seconds * SHARE_OF_CALLS,
+            "seconds": SECONDS_OF_CALLS,
         }
         for name, family, n, runs in instances
-        if family in arguments.families
-        for solver in arguments.solvers
+        for solver in SOLVERS
     ]
 
 
@@ -330,19 +318,13 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def by_solver(rows: Sequence[Row], family: str) -> dict[str, list[Row]]:
-    solvers = dict.fromkeys(row["solver"] for row in rows)
-    return {
-        solver: [r for r in rows if (r["solver"], r["family"]) == (solver, family)]
-        for solver in solvers
-    }
-
-
-def by_size(rows: Sequence[Row], family: str) -> str:
-    """A line for each solver, a column for each number of items."""
-    sizes = dict.fromkeys(row["n"] for row in rows if row["family"] == family)
+def by_instance(rows: Sequence[Row], family: str) -> str:
+    """A line for each solver, a column for each instance, named by its items."""
+    rows = [row for row in rows if row["family"] == family]
+    sizes = dict.fromkeys((row["instance"], f"{row['n']:,}") for row in rows)
     lines = []
-    for solver, mine in by_solver(rows, family).items():
+    for solver in dict.fromkeys(row["solver"] for row in rows):
+        mine = [row for row in rows if row["solver"] == solver]
         line = [solver]
         for row in mine:
             if "error" not in row:
@@ -353,100 +335,29 @@ def by_size(rows: Sequence[Row], family: str) -> str:
                 tried = not row["error"].startswith(NOT_TRIED)
                 line.append(row["error"] if tried else "-")
         lines.append([*line, *kept(mine)])
-    return markdown(["solver", *(f"{n:,}" for n in sizes), *KEPT], lines)
-
-
-def by_net(rows: Sequence[Row]) -> str:
-    """A line for each solver, over all nets of the corpus."""
-    lines = []
-    for solver, mine in by_solver(rows, CORPUS).items():
-        done = [row for row in mine if "error" not in row]
-        line = [solver, f"{len(done)} of {len(mine)}", "-", "-", "-"]
-        if done:
-            times = [row["median_s"] for row in done]
-            grown = max(row["grown_bytes"] for row in done)
-            line[2:] = milliseconds(min(times)), milliseconds(max(times))
-            line.append(f"{grown / 1e6:,.0f}")
-        errors = dict.fromkeys(row["error"] for row in mine if "error" in row)
-        lines.append([*line, *kept(mine), "; ".join(errors)])
-    heading = ("solver", "nets", "least ms", "most ms", "most MB", *KEPT, "errors")
-    return markdown(heading, lines)
+    return markdown(["solver", *(n for _, n in sizes), *KEPT], lines)
 
 
 def page(data: dict[str, Any]) -> str:
     rows, facts = data["rows"], data["environment"]
-    families = {row["family"] for row in rows}
-    text = ""
-    if GRID in families:
-        text += (
-            f"Grid of the pull request, {facts['grid_runs']:,} instances per size (in brackets: as many as "
-            "there was time for), median ms of a call / MB by which the process grew, by items:\n\n"
-            f"{by_size(rows, GRID)}\n"
-        )
-    if GROWTH in families:
-        text += (
-            f"Growth, sizes as in the partitioner, budget {facts['growth_budget']:g}, the same:\n\n"
-            f"{by_size(rows, GROWTH)}\n"
-        )
-    if CORPUS in families:
-        nets = dict.fromkeys(r["instance"] for r in rows if r["family"] == CORPUS)
-        budgets = ", ".join(f"{budget:g}" for budget in facts["corpus_budgets"])
-        text += (
-            f"Captured nets ({', '.join(nets)}), budgets {budgets}, each asked "
-            f"{facts['repeats']} times, median ms of a net's calls:\n\n{by_net(rows)}\n"
-        )
+    nets = dict.fromkeys(r["instance"] for r in rows if r["family"] == CORPUS)
+    budgets = ", ".join(f"{budget:g}" for budget in facts["corpus_budgets"])
+    titles = {
+        GRID: f"Grid of the pull request, {facts['grid_runs']:,} instances per size (in brackets: as many as "
+        "there was time for), median ms of a call / MB by which the process grew, by items",
+        GROWTH: f"Growth, sizes as in the partitioner, budget {facts['growth_budget']:g}, the same",
+        CORPUS: f"Captured nets ({', '.join(nets)}), budgets {budgets}, each asked {facts['repeats']} times, the same",
+    }
+    text = "".join(
+        f"{title}:\n\n{by_instance(rows, family)}\n"
+        for family, title in titles.items()
+        if any(row["family"] == family for row in rows)
+    )
     return text + (
         f"CPU time. A process may take {facts['limit_s']:g} s and {facts['limit_gb']:g} GB. "
         "Loses: of the proven optimum, by answers within the budget. "
         f"OR-tools {facts['ortools']}, scipy {facts['scipy']}, {measured_on(facts)}"
     )
-
-
-def plot(data: dict[str, Any], result: Path) -> None:
-    """Time and memory against items; written beside ``result``."""
-    rows = data["rows"]
-    figure = Figure(figsize=(15, 5), dpi=110)
-    for axes, (family, key, factor, title) in zip(
-        figure.subplots(1, 3),
-        (
-            (GRID, "median_s", 1e3, "CPU ms of a call, grid of the pull request"),
-            (GROWTH, "median_s", 1e3, "CPU ms of a call, sizes as in the partitioner"),
-            (GROWTH, "grown_bytes", 1e-6, "MB grown, at least 1, the same"),
-        ),
-    ):
-        for place, (solver, line) in enumerate(by_solver(rows, family).items()):
-            done = [row for row in line if "error" not in row]
-            x = [row["n"] for row in done]
-            # Less than a megabyte is noise, and nothing has no place on such an axis.
-            least = 1 if key == "grown_bytes" else 0
-            y = [max(row[key] * factor, least) for row in done]
-            look = style(solver, place)
-            axes.plot(x, y, label=solver, **look)
-            if done and len(done) < len(line):
-                axes.plot(x[-1], y[-1], "x", ms=13, mew=2, c=look["color"])
-        if any(row["family"] == family and "error" not in row for row in rows):
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-        axes.set_xlabel("items; X: the next failed")
-        axes.set_title(title, loc="left")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    save(figure, result, data["environment"])
-
-
-def style(solver: str, place: int) -> dict[str, Any]:
-    """Ours are drawn through, upstream's dashed, others dotted."""
-    theirs = solver.startswith("upstream")
-    ours = not theirs and solver not in ("OR-tools", "HiGHS")
-    return {
-        "color": f"C{place}",
-        "ls": "-" if ours else "--" if theirs else ":",
-        # What lies under another line still shows.
-        "lw": max(1.3, 3.5 - 0.8 * place) if ours else 1.3,
-        "marker": "o",
-        "ms": 4,
-    }
 
 
 def faults(rows: Sequence[Row]) -> list[str]:
@@ -471,41 +382,26 @@ def main() -> int:
         check="few instances; exit status 1 if the exact solver is over a budget or "
         "misses an optimum",
     )
-    for name, known in (("--families", FAMILIES), ("--solvers", SOLVERS)):
-        parser.add_argument(
-            name,
-            nargs="+",
-            choices=known,
-            default=tuple(known),
-            metavar="NAME",
-            help=f"some of: {', '.join(known)} (default: all)",
-        )
-    parser.add_argument(
-        "--largest",
-        type=options.positive,
-        default=max(GROWTH_SIZES),
-        metavar="N",
-        help="most items of the grid and of growth (default: %(default)s)",
-    )
-    options.add_limits(parser, repeats=3, seconds=30, gigabytes=4)
     arguments = parser.parse_args()
-    runs = 1000
+    wanted = tasks()
     if arguments.check:
-        arguments.solvers, arguments.families = ["exact"], [GRID, GROWTH]
-        arguments.largest, runs = min(GROWTH_SIZES), 20
-    limits = fresh.Limits(arguments.seconds, arguments.gigabytes)
-    tasks = tasks_for(arguments, runs)
-    rows = fresh.run(__name__, tasks, limits, arguments.json, hopeless)
+        wanted = [
+            {**task, "runs": min(task["runs"], 20)}
+            for task in wanted
+            if task["solver"] == "exact"
+            and task["family"] != CORPUS
+            and task["n"] <= min(GROWTH_SIZES)
+        ]
+    rows = fresh.run(__name__, wanted, LIMITS, hopeless)
     facts = {
         **environment("numpy", "scipy", "ortools"),
-        "limit_s": limits.seconds,
-        "limit_gb": limits.gigabytes,
-        "repeats": arguments.repeats,
+        "limit_s": LIMITS.seconds,
+        "limit_gb": LIMITS.gigabytes,
+        "repeats": REPEATS,
         "seeds": "grid: the number of the run, growth: the number of items",
-        "grid_runs": runs,
+        "grid_runs": GRID_RUNS,
         "growth_budget": GROWTH_BUDGET,
         "corpus_budgets": CORPUS_BUDGETS,
     }
-    data = {"environment": facts, "rows": rows}
-    fresh.finish(arguments.json, data, page, plot)
+    fresh.finish(arguments.json, {"environment": facts, "rows": rows}, page)
     return fail(faults(rows) if arguments.check else [])

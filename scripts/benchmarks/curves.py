@@ -52,7 +52,8 @@ def measure(task: fresh.Task) -> Row:
         files = sorted(place.suffix for place in Path(folder).iterdir())
     calls, seconds, asked = observer.calls, observer.seconds, observer.instance
     # What each min cut was told to leave unsaved; two are made before the knapsack.
-    sets = [frozenset(n.name for n in args[3]) for args, _ in observer.cuts if args[3:]]
+    told = [args[3] for args, _ in observer.cuts if len(args) > 3 and args[3]]
+    sets = [frozenset(node.name for node in nodes) for nodes in told]
     return {
         "items": len(asked.memory) if asked else 0,
         "nodes": len(asked.graph.nodes) if asked else 0,
@@ -118,7 +119,7 @@ def main() -> int:
         wanted += [(SMALL, fresh.UNTOUCHED), (LARGE, "patched")]
     tasks = [{"net": net, "torch": torch} for net, torch in wanted]
     limits = fresh.Limits(arguments.seconds, gigabytes=12)
-    rows = fresh.run(__name__, tasks, limits, arguments.json)
+    rows = fresh.run(__name__, tasks, limits)
     facts = {**environment(), "budget": BUDGET, "marks": MARKS}
     data = {"environment": facts, "rows": rows}
     fresh.finish(arguments.json, data, page)

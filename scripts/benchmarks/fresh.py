@@ -1,14 +1,11 @@
 """Measurements that run one by one, each in a fresh process, within limits.
 
 A benchmark is a module with a function ``measure`` from a task to a row, which `run`
-calls in a process of its own for each task. Rows that are finished are kept beside
-the result, so that a run that was interrupted goes on where it stopped.
+calls in a process of its own for each task.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 import os
 import signal
@@ -26,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.results import replace, Row, show, store
+from benchmarks.results import Row, show, store
 
 
 TOOK_MORE, NEEDED_MORE = "took more than", "needed more than"
@@ -123,43 +120,24 @@ def run(
     module: str,
     tasks: Sequence[Task],
     limits: Limits,
-    result: Optional[Path],
     hopeless: Callable[[Task, Sequence[Row]], Optional[str]] = lambda task, rows: None,
 ) -> list[Row]:
     """One row for each task, in order: the task's own entries and what was measured.
 
     ``hopeless`` tells from the rows so far why a task is not tried; that is its error.
-
-    Where a ``result`` will be written, finished rows are kept in a file beside it
-    until `finish`, and are not measured again. Rows with an error are.
     """
-    kept: dict[str, Row] = {}
-    partial = result and partial_file(result)
-    if partial is not None and partial.exists():
-        text = partial.read_text()
-        # A kill in the middle of a line leaves one without an end.
-        whole = text[: text.rfind("\n") + 1]
-        replace(partial, whole)
-        entries = map(json.loads, whole.splitlines())
-        kept = {entry["key"]: entry["row"] for entry in entries}
     rows: list[Row] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(tasks))
         for task in tasks:
             progress.update(bar, description=describe(task))
-            key = json.dumps([task, source_digest(module)], sort_keys=True)
             reason = hopeless(task, rows)
-            if reason is not None:
-                kept[key] = {"error": reason}
-            elif key not in kept:
-                kept[key] = measure_in_child(module, task, limits)
-                if partial is not None and "error" not in kept[key]:
-                    with open(partial, "a") as file:
-                        file.write(json.dumps({"key": key, "row": kept[key]}) + "\n")
-            row = {**task, **kept[key]}
-            if "error" in row:
-                progress.console.print(f"[yellow]{describe(task)}: {row['error']}[/]")
-            rows.append(row)
+            found = (
+                {"error": reason} if reason else measure_in_child(module, task, limits)
+            )
+            rows.append({**task, **found})
+            if "error" in found:
+                progress.console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
             progress.advance(bar)
     return rows
 
@@ -176,36 +154,15 @@ def describe(task: Task) -> str:
     )
 
 
-def source_digest(module: str) -> str:
-    """What the measurement depends on: the benchmarks, and torch's partitioner."""
-    digest = hashlib.sha256()
-    found = importlib.util.find_spec(module)
-    assert found is not None and found.origin is not None
-    functorch = Path(torch.__file__).parent / "_functorch"
-    for path in (
-        Path(found.origin),
-        *sorted(Path(__file__).parent.glob("*.py")),
-        functorch / "partitioners.py",
-        *sorted((functorch / "_activation_checkpointing").glob("*.py")),
-    ):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def partial_file(result: Path) -> Path:
-    return result.with_name(f"{result.name}.partial")
-
-
 def finish(
     result: Optional[Path],
     data: dict[str, Any],
     page: Callable[[dict[str, Any]], str],
     plot: Optional[Callable[[dict[str, Any], Path], None]] = None,
 ) -> None:
-    """Print what was measured; store and draw it, and forget the rows that were kept."""
+    """Print what was measured, store and draw it."""
     show(page(data))
     if result is not None:
         store(result, data)
-        partial_file(result).unlink(missing_ok=True)
         if plot is not None:
             plot(data, result)

@@ -498,8 +498,9 @@ SMALL_LLAMA: dict[str, Any] = {
     "mlp": 688,
     "rotary": True,
 }
+LLAMA_8 = Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)
 SMALL = (
-    decoder("llama-8", Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)),
+    decoder("llama-8", LLAMA_8),
     decoder("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
     classic("gpt2", GPT2, ClassicShape(causal=True, joined=True, gelu="tanh"), 8),
     classic(
@@ -513,24 +514,10 @@ SMALL = (
     Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
 )
 # No two of its layers are alike.
-UNEVEN = (
-    160,
-    400,
-    304,
-    240,
-    352,
-    176,
-    208,
-    432,
-    272,
-    336,
-    192,
-    368,
-    224,
-    256,
-    384,
-    288,
-)
+UNEVEN = [
+    *(160, 400, 304, 240, 352, 176, 208, 432),
+    *(272, 336, 192, 368, 224, 256, 384, 288),
+]
 MLP_UNEVEN = Net("mlp-uneven", lambda: (MLP(UNEVEN, 64, 0.0), features((64, 160), 64)))
 
 BF16 = torch.bfloat16

@@ -24,37 +24,6 @@ def parser(description: Optional[str], check: str) -> argparse.ArgumentParser:
     return result
 
 
-def add_limits(
-    parser: argparse.ArgumentParser,
-    repeats: int,
-    seconds: float,
-    gigabytes: float = 12.0,
-) -> None:
-    """How often and how long to measure."""
-    for name, kind, default, text in (
-        ("--repeats", positive, repeats, "measurements per time"),
-        ("--seconds", float, seconds, "limit per process"),
-        ("--gigabytes", float, gigabytes, "limit per process"),
-    ):
-        parser.add_argument(
-            name, type=kind, default=default, help=f"{text} (default: %(default)s)"
-        )
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
 def net(text: str) -> str:
     try:
         return find(text).name

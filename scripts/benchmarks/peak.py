@@ -1,7 +1,6 @@
 """Measures the budget that means peak memory, beside upstream's.
 
     scripts/benchmark.sh peak                       all nets (an hour)
-    scripts/benchmark.sh peak --nets vit gpt2       some of them
     scripts/benchmark.sh peak --check               two small ones, as CI does
     scripts/benchmark.sh peak --json results/peak.json
 
@@ -10,8 +9,7 @@ by weak references, without parameters and inputs. Recomputed are the flops of t
 step beyond eager mode's. Upstream's steps run on the untouched wheel, ours on the
 patched checkout. Planning times are CPU seconds of the partitioner, ours and
 upstream's algorithm in one process, medians. The exit status is 1 only if a peak, a
-prediction or a gradient is off. With --json a run that was interrupted goes on, and
-what the file has of other nets and kinds stays in it.
+prediction or a gradient is off.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +32,7 @@ from torch import Tensor
 from torch._functorch import partitioners
 
 from benchmarks import fresh, nets, options
-from benchmarks.live_bytes import GIVEN, record_step
+from benchmarks.live_bytes import record_step
 from benchmarks.marks import failed, Mark, table
 from benchmarks.results import environment, markdown, measured_on, Row, save
 from benchmarks.tracing import CountedFlops, cpu_attention_counted, trace
@@ -50,13 +47,9 @@ PLANNED = ("gpt2", "llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
 PLANNED_BUDGETS = (0.1, 0.5)
 CHECKED = ("mlp-dropout", "vit")
 CHECKED_BUDGETS = (0.0, 0.2, 0.5, 1.0)
-KINDS = ("ours", "upstream", "inductor", "planning")
+REPEATS = 3
+LIMITS = fresh.Limits(seconds=1800, gigabytes=12)
 OPERATORS = "aot_eager_decomp_partition"
-TRANSFORMERS = ("llama-8", "llama-32", "gpt2", "bert", "vit", "moe")
-
-# At upstream's budget, the peak at no more recomputation, as a share of upstream's.
-SHARES = {0.05: 0.35, 0.1: 0.65, 0.2: 0.85}
-RESNET_SHARES = {0.2: 0.6}
 PREDICTED = "predicted / measured peak, operator by operator"
 # Gradients of the same operators differ by less.
 SAME = 1e-5
@@ -112,8 +105,8 @@ def measure_steps(task: fresh.Task) -> Row:
         """Peak, flops and gradients of one step, under the same random numbers."""
         torch.manual_seed(nets.SEED)
         with CountedFlops() as counter:
-            line = record_step(lambda: step(*inputs), parameters, inputs)
-        return line.peak(without=GIVEN), counter.flops, gradients(parameters)
+            live = record_step(lambda: step(*inputs), parameters, inputs)
+        return live.own_peak, counter.flops, gradients(parameters)
 
     with CountedFlops() as counter, torch.no_grad():
         module(*inputs)
@@ -171,9 +164,9 @@ def measure_inductor(task: fresh.Task) -> Row:
             step(*inputs).backward()
             module.zero_grad()
             forward = functools.partial(step, *inputs)
-            line = record_step(forward, module.parameters(), inputs, allocator=True)
+            live = record_step(forward, module.parameters(), inputs, allocator=True)
             module.zero_grad()
-        return line.peak(without=GIVEN)
+        return live.own_peak
 
     steps = []
     for budget in task["budgets"]:
@@ -186,7 +179,6 @@ def measure_inductor(task: fresh.Task) -> Row:
                 "budget": budget,
                 "peak": found,
                 "predicted": peak.fused,
-                "operators": peak.predicted,
                 "reused_as_upstream": before,
             }
         )
@@ -207,47 +199,26 @@ def measure_planning(task: fresh.Task) -> Row:
     module, inputs, options = kept
     times: dict[str, list[float]] = {}
     nodes = len(module.graph.nodes)
-
-    def timed(name: str, call: Callable[[], Any]) -> None:
-        # As timeit does: a collection of all that torch holds would hit any of them.
-        gc.collect()
-        gc.disable()
-        start = time.process_time()
-        call()
-        times.setdefault(name, []).append(time.process_time() - start)
-        gc.enable()
-
-    def partition(joint: Any) -> None:
-        partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
-
-    def curve(graph: Any, info: Any, budget: float, outputs: int) -> Any:
-        """The planner's own part, for one budget and for twenty."""
-        fastest = planner().by_saved_bytes.choose_plan(graph, info, 1)
-
-        def plans(budgets: Sequence[float]) -> None:
-            model, found = planner().build_curve(
-                graph, info, outputs, fastest.saved_values
-            )
-            for each in budgets:
-                chosen = found.within(found.allowed(each))
-                model.saved_values(model.evaluate(chosen.storages).saved)
-
-        timed("one", lambda: plans([budget]))
-        timed("twenty", lambda: plans([k / 20 for k in range(20)]))
-        return fastest
-
-    for _ in range(task["repeats"] if nodes < 10_000 else 1):
-        for budget in PLANNED_BUDGETS:
+    for _ in range(REPEATS if nodes < 10_000 else 1):
+        for budget in task["budgets"]:
             for target, solver in (("saved", "dp"), ("peak", "exact")):
+                joint = copy.deepcopy(module)
                 with config.patch(
                     activation_memory_budget=budget,
                     activation_memory_budget_target=target,
                     activation_memory_budget_solver=solver,
                 ):
-                    joint = copy.deepcopy(module)
-                    timed(f"{target} {budget:g}", functools.partial(partition, joint))
-        with mock.patch.object(planner(), "choose_plan", curve):
-            partition(copy.deepcopy(module))
+                    # As timeit does: a collection of all that torch holds would hit
+                    # any of them.
+                    gc.collect()
+                    gc.disable()
+                    start = time.process_time()
+                    partitioners.min_cut_rematerialization_partition(
+                        joint, inputs, **options
+                    )
+                    seconds = time.process_time() - start
+                    gc.enable()
+                times.setdefault(f"{target} {budget:g}", []).append(seconds)
     return {"nodes": nodes, **{k: statistics.median(v) for k, v in times.items()}}
 
 
@@ -352,12 +323,10 @@ def beside_upstream(rows: Sequence[Row]) -> str:
             continue
         found, bound = shares(row["curve"], upstream[net]), row["lower_bound"]
         peaks = {step["budget"]: step["peak"] for step in upstream[net]}
-        marks = SHARES if net in TRANSFORMERS else {}
-        marks = RESNET_SHARES if net == "resnet50" else marks
         line = [net]
         for budget in UPSTREAM_BUDGETS:
             text = f"{found[budget]:.2f}" if budget in found else "wrong gradients"
-            if found.get(budget, 0) > marks.get(budget, 1.0005):
+            if found.get(budget, 0) > 1.0005:
                 text = f"**{text}** ({bound / peaks[budget]:.2f})"
             line.append(text)
         best = min(peaks[budget] for budget in found)
@@ -394,13 +363,12 @@ def planning(rows: Sequence[Row]) -> str:
                 f"{row[f'peak {b:g}'] / row[f'saved {b:g}']:.2f}"
                 for b in PLANNED_BUDGETS
             ),
-            f"{row['twenty'] / row['one']:.2f}",
         ]
         for row in rows
         if row["kind"] == "planning" and "error" not in row
     ]
     budgets = [f"by peak / by saved bytes, {budget:g}" for budget in PLANNED_BUDGETS]
-    return markdown(["net", "nodes", *budgets, "20 budgets / one"], lines)
+    return markdown(["net", "nodes", *budgets], lines)
 
 
 def page(data: dict[str, Any]) -> str:
@@ -412,11 +380,9 @@ def page(data: dict[str, Any]) -> str:
         text += (
             "\n### How much lower is the peak than upstream's?\n\nPeak of our cheapest "
             "plan that recomputes no more than upstream's at the budget above, divided by "
-            "upstream's peak, operator by operator. Bold: above its mark (1; for "
-            "transformers 0.35, 0.65, 0.85 at 0.05, 0.1, 0.2; 0.6 for ResNet-50 at 0.2), "
-            "and in brackets the ratio that no plan goes below: what single steps of the "
-            "backward need anyway, mostly for parameter gradients.\n\n"
-            + beside_upstream(rows)
+            "upstream's peak, operator by operator. Bold: above 1, and in brackets the "
+            "ratio that no plan goes below: what single steps of the backward need anyway, "
+            "mostly for parameter gradients.\n\n" + beside_upstream(rows)
         )
     if "inductor" in kinds:
         text += (
@@ -428,8 +394,7 @@ def page(data: dict[str, Any]) -> str:
     if "planning" in kinds:
         text += (
             "\n### What does planning cost?\n\nCPU time of the whole partition divided by "
-            "that of upstream's at the same budget, and of planning twenty budgets "
-            "divided by planning one.\n\n" + planning(rows)
+            "that of upstream's at the same budget.\n\n" + planning(rows)
         )
     repeats = f"\nMedians of {facts['repeats']} interleaved runs, "
     return text + repeats + measured_on(facts)
@@ -469,53 +434,30 @@ def plot(data: dict[str, Any], result: Path) -> None:
 
 def main() -> int:
     parser = options.parser(__doc__, check="two small nets, no times; as CI does")
-    parser.add_argument(
-        "--nets",
-        nargs="+",
-        type=options.net,
-        default=NETS,
-        metavar="NET",
-        help=f"names, or module:function (default: {' '.join(NETS)})",
-    )
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=KINDS,
-        help="what to measure (default: all)",
-    )
-    options.add_limits(parser, repeats=3, seconds=1800)
     arguments = parser.parse_args()
-    kinds, chosen = tuple(arguments.kinds), tuple(arguments.nets)
-    budgets = {
-        "ours": BUDGETS,
-        "upstream": UPSTREAM_BUDGETS,
-        "inductor": INDUCTOR_BUDGETS,
-    }
+    plan: list[tuple[str, Sequence[str], Sequence[float]]] = [
+        ("ours", NETS, BUDGETS),
+        ("upstream", NETS, UPSTREAM_BUDGETS),
+        ("inductor", NETS, INDUCTOR_BUDGETS),
+        ("planning", PLANNED, PLANNED_BUDGETS),
+    ]
     if arguments.check:
-        kinds, chosen, budgets = ("ours",), CHECKED, {"ours": CHECKED_BUDGETS}
+        plan = [("ours", CHECKED, CHECKED_BUDGETS)]
     tasks = [
         {
             "net": net,
             "kind": kind,
-            "budgets": budgets.get(kind),
-            "repeats": arguments.repeats,
+            "budgets": budgets,
             "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
         }
-        for kind in kinds
-        for net in (PLANNED if kind == "planning" and chosen == NETS else chosen)
+        for kind, nets, budgets in plan
+        for net in nets
     ]
-    limits = fresh.Limits(arguments.seconds, arguments.gigabytes)
-    rows = fresh.run(__name__, tasks, limits, arguments.json)
-    failures = any("error" in row for row in rows)
-    if arguments.json and arguments.json.exists():
-        measured = {(row["net"], row["kind"]) for row in rows}
-        known = json.loads(arguments.json.read_text())["measured"]
-        rows = [r for r in known if (r["net"], r["kind"]) not in measured] + rows
-    facts = {**environment(), "repeats": arguments.repeats}
+    rows = fresh.run(__name__, tasks, LIMITS)
+    facts = {**environment(), "repeats": REPEATS}
     marks = list(judged(rows))
     # The rows are what a pull request quotes.
     quoted = [mark._asdict() for mark in marks]
     data = {"environment": facts, "measured": rows, "rows": quoted}
     fresh.finish(arguments.json, data, page, plot)
-    return int(failed(marks) or failures)
+    return int(failed(marks) or any("error" in row for row in rows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, ExitStack, nullcontext
+from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Optional
@@ -40,13 +40,12 @@ def trace(
     module: nn.Module,
     inputs: tuple[Tensor, ...],
     partition: Optional[Callable[..., Any]] = None,
-    like_cuda: bool = True,
 ) -> None:
     """Trace forward and backward of fake tensors and give the joint graph away.
 
     ``partition``, upstream's unless given, is called as AOTAutograd calls its
     partitioners, on the graph that inductor would partition: decomposed and
-    simplified. With ``like_cuda`` attention is CUDA's fused one.
+    simplified, with CUDA's fused attention.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # Looked up now, so that an observer is seen.
@@ -70,7 +69,7 @@ def trace(
         partition_fn=partition_as_inductor,
         decompositions=select_decomp_table(),
     )
-    with mode, CUDAAttention() if like_cuda else nullcontext():
+    with mode, CUDAAttention():
         traced(state, *inputs)
 
 
@@ -179,14 +178,8 @@ class Instance:
 
 
 # What is watched, and where it is: the first place that this torch has counts.
-PARTITION, CHOOSE, SOLVE, CUT, ESTIMATE, REPORT = (
-    "partition",
-    "choose",
-    "solve",
-    "cut",
-    "estimate",
-    "report",
-)
+PARTITION, CHOOSE, SOLVE = "partition", "choose", "solve"
+CUT, ESTIMATE, REPORT = "cut", "estimate", "report"
 _PARTITIONERS = "torch._functorch.partitioners"
 _OVERLAY = "torch._functorch._activation_checkpointing"
 WATCHED = {
@@ -220,37 +213,32 @@ class Observer:
     # Arguments and result of each min cut.
     cuts: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    # Asked in the solver's place, with the instance and with the solver.
+    around: Around = lambda posed, solve: solve()
+
+    def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         self.calls[name], self.seconds[name] = 0, 0.0
+
+        def solving(*args: Any) -> Any:
+            graph, memory, runtimes, budget, info, nodes = args
+            posed = Instance(
+                graph, list(memory), list(runtimes), budget, info, list(nodes)
+            )
+            answer = self.around(posed, lambda: function(*args))
+            posed.saved = list(answer[1])
+            self.instance = posed
+            return answer
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
-                return function(*args, **kwargs)
+                result = (solving if name == SOLVE else function)(*args, **kwargs)
             finally:
                 self.seconds[name] += time.process_time() - start
                 self.calls[name] += 1
-
-        return call
-
-    def solving(self, solve: Callable[..., Any], around: Around) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            graph, memory, runtimes, budget, info, nodes = args
-            posed = Instance(
-                graph, list(memory), list(runtimes), budget, info, list(nodes)
-            )
-            answer = around(posed, lambda: solve(*args))
-            posed.saved = list(answer[1])
-            self.instance = posed
-            return answer
-
-        return call
-
-    def cutting(self, cut: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            result = cut(*args)
-            self.cuts.append((args, result))
+            if name == CUT:
+                self.cuts.append((args, result))
             return result
 
         return call
@@ -263,7 +251,7 @@ def observed(around: Around = lambda posed, solve: solve()) -> Iterator[Observer
     ``around`` is called in the solver's place with the instance and with the solver;
     what it returns is the answer.
     """
-    observer = Observer()
+    observer = Observer(around=around)
     with ExitStack() as stack:
 
         def put(module: Any, name: str, function: Any) -> None:
@@ -273,16 +261,11 @@ def observed(around: Around = lambda posed, solve: solve()) -> Iterator[Observer
             for place, name in places:
                 module = sys.modules.get(place)
                 if hasattr(module, name):
-                    call = observer.timed(label, getattr(module, name))
-                    if label == CUT:
-                        call = observer.cutting(call)
-                    if label == SOLVE:
-                        call = observer.solving(call, around)
-                    put(module, name, call)
+                    put(module, name, observer.watched(label, getattr(module, name)))
                     break
         partition = partitioners.min_cut_rematerialization_partition
-        timed = observer.timed(PARTITION, partition)
+        watched = observer.watched(PARTITION, partition)
         for module in BACKENDS:
             if getattr(module, partition.__name__, None) is partition:
-                put(module, partition.__name__, timed)
+                put(module, partition.__name__, watched)
         yield observer

@@ -103,7 +103,8 @@ def draw_on_one_side(joint_graph: fx.Graph, node_info: NodeInfo, nx_graph: Any) 
     The backward may draw such numbers (a custom backward's, say) at no cost in memory.
     But if a value computed from them is saved, the forward draws them, and the backward
     must not draw them again. So the edges that are added to ``nx_graph``, a
-    networkx.DiGraph, keep every node that depends on them out of the forward unless they are drawn there.
+    networkx.DiGraph, keep every node that depends on them out of the forward unless
+    they are drawn there.
     """
     drawn: OrderedSet[fx.Node] = OrderedSet()
     for node in joint_graph.nodes:
