@@ -802,10 +802,19 @@ class PeakBudgetTest(TestCase):
 
         self.assertEqual(self.fused(added), 2)
 
+        def normed(x, w):
+            h = x @ w
+            return ((h - h.amax(1, keepdim=True)) @ w,)
+
+        # What no other kernel reads is never stored.
+        self.assertEqual(self.fused(normed), 2)
+
     def test_the_result_is_live_in_the_backward(self):
         phases = (lambda x, w: (x @ w,)), (lambda x, w: (x.sum(),))
         self.assertEqual(self.fused(*phases), 3)
         self.assertEqual(self.fused(*phases, returned=0), 2)
+        # Nothing is written over what the backward is given.
+        self.assertEqual(self.fused(phases[0], lambda x, w: (x.sin(),)), 4)
 
     def test_an_estimate_that_fails(self):
         with (
