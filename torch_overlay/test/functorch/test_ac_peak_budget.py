@@ -18,6 +18,7 @@ import types
 import unittest
 import weakref
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import (
@@ -36,12 +38,12 @@ from torch._functorch._activation_checkpointing.fused_peak import fused_peak
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
 from torch._functorch._activation_checkpointing.peak_budget import PeakPlan
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
+from torch._functorch.compilers import nop
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 from torch._inductor.utils import fresh_cache
 from torch.distributed._functional_collectives import all_reduce
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -59,8 +61,12 @@ from torch.utils.checkpoint import (
 
 
 AOT = "aot_eager_decomp_partition"
-BUDGETS = (0, 0.1, 0.3, 0.6)
-FEW = (0, 0.3)
+# Leaves an input that is overwritten to the forward's graph, as inductor does.
+AOT_KEEPING = aot_autograd(
+    fw_compiler=nop,
+    partition_fn=partitioners.min_cut_rematerialization_partition,
+    keep_inference_input_mutations=True,
+)
 
 
 @contextmanager
@@ -147,17 +153,6 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.second(x))))
 
 
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.one, self.two = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.norm, self.norm_two = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-
-    def forward(self, x):
-        y = self.norm(self.one(x)).relu()
-        return (x + self.norm_two(self.two(y))).relu()
-
-
 class Loss(nn.Module):
     def __init__(self, *layers):
         super().__init__()
@@ -167,23 +162,25 @@ class Loss(nn.Module):
         return self.layers(x).square().mean()
 
 
-def transformer(dtype=torch.float32):
-    model = Loss(*(Block(16, 2) for _ in range(3))).to(dtype)
-    return case(model, torch.randn(4, 32, 16, dtype=dtype))
+def transformer():
+    model = Loss(*(Block(16, 2) for _ in range(2))).double()
+    return case(model, torch.randn(4, 32, 16, dtype=torch.double))
 
 
-def convolutions(dtype=torch.float32):
-    model = Loss(nn.Conv2d(3, 8, 3), *(Residual(8) for _ in range(2))).to(dtype)
-    return case(model, torch.randn(8, 3, 12, 12, dtype=dtype))
+def stack(count, *kinds):
+    """Layers of each of these kinds, again and again."""
+    return Loss(*(kind() for _ in range(count) for kind in kinds)).double()
 
 
-def dropouts(dtype=torch.float32):
-    layers = [
-        layer
-        for _ in range(4)
-        for layer in (nn.Linear(24, 24), nn.Tanh(), nn.Dropout(0.3))
-    ]
-    return case(Loss(*layers).to(dtype), torch.randn(64, 24, dtype=dtype))
+def convolutions():
+    convolution = functools.partial(nn.Conv2d, 4, 4, 3, padding=1)
+    model = stack(4, convolution, lambda: nn.BatchNorm2d(4), nn.ReLU)
+    return case(model, torch.randn(8, 4, 8, 8, dtype=torch.double))
+
+
+def dropouts():
+    model = stack(4, lambda: nn.Linear(24, 24), nn.Tanh, lambda: nn.Dropout(0.3))
+    return case(model, torch.randn(64, 24, dtype=torch.double))
 
 
 NETS = {f.__name__: f for f in (transformer, convolutions, dropouts)}
@@ -299,12 +296,6 @@ def branch(x, w):
     return torch.cond(x.sum() > 0, dense, lambda x, w: (x @ w).cos(), (x, w))
 
 
-def flexible(x, w):
-    q = (x @ w).tanh().view(1, 2, -1, 16)
-    y = flex_attention(q, q.sin(), q.exp(), lambda s, b, h, i, j: s + (i - j) / 8)
-    return y.reshape(x.shape).tanh()
-
-
 def shaped(x, w):
     return (Scaled.apply((x @ w).tanh().exp()) / x.shape[0]).sin()
 
@@ -316,19 +307,9 @@ def early(x, w):
 LAYERS = {
     "dense": dense,
     "checkpoint": checkpointed(),
-    "must_save": checkpointed(policy=CheckpointPolicy.MUST_SAVE),
-    "must_recompute": checkpointed(policy=CheckpointPolicy.MUST_RECOMPUTE),
-    "prefer_save": checkpointed(policy=CheckpointPolicy.PREFER_SAVE),
     "several_results": several_results,
     "views": views,
-    "shaped": shaped,
     "early": early,
-}
-# The bytes that live only within their subgraphs are unknown.
-HIGHER_ORDER = {
-    "branch": branch,
-    "subgraph": region,
-    "checkpointed_subgraph": checkpointed(region),
 }
 
 
@@ -355,12 +336,6 @@ def overwritten_after(x, w, buffer):
     return (y.tanh() @ w).tanh().square().mean()
 
 
-def overwritten_by_result(x, w, buffer):
-    y = (x @ w).tanh() * buffer.exp().sin()
-    buffer.copy_(y.detach().mean(0) * 3)
-    return (y.sin() @ w).tanh().square().mean()
-
-
 def overwritten_statistics(x, w, buffer):
     # Eager mode needs no statistics for a gradient here, a repeated node would.
     y = F.batch_norm(x.detach().tanh(), buffer, buffer.exp(), training=False)
@@ -368,7 +343,7 @@ def overwritten_statistics(x, w, buffer):
     return ((y * w[0]).sin() @ w * x).tanh().square().mean()
 
 
-OVERWRITTEN = (overwritten_after, overwritten_by_result, overwritten_statistics)
+OVERWRITTEN = (overwritten_after, overwritten_statistics)
 
 
 class ByElements(CustomRuntimeEstimator):
@@ -380,9 +355,13 @@ class ByElements(CustomRuntimeEstimator):
 
 
 def rank(number, place):
-    """What one of two processes saves, as JSON on its standard output."""
+    """What one of two processes saves, and its peak."""
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{place}", rank=number, world_size=2
+        "gloo",
+        init_method=f"file://{place}",
+        rank=number,
+        world_size=2,
+        timeout=timedelta(seconds=120),
     )
 
     def everywhere(x, w):
@@ -390,16 +369,13 @@ def rank(number, place):
         return y * all_reduce(y.detach(), "sum", torch.distributed.group.WORLD)
 
     torch.manual_seed(0)
-    given = layers(everywhere, 4)
-    expected = step(
-        layers(lambda x, w: dense(x, w) * 2 * dense(x, w).detach(), 4)[0], given
-    )
-    with configured(0.2, _sync_decision_cross_ranks=True):
-        found = step(torch.compile(given.function, backend=AOT), given)
-    torch.testing.assert_close(found.gradients, expected.gradients)
-    names = [value.name for value in last_plan().saved]
-    print(json.dumps([names, last_plan().peak]))
-    torch.distributed.destroy_process_group()
+    given = layers(everywhere, 2)
+    try:
+        with configured(0.2, _sync_decision_cross_ranks=True):
+            torch.compile(given.function, backend=AOT)(*given.inputs).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    return [[value.name for value in last_plan().saved], list(last_plan().peak)]
 
 
 class PeakBudgetTest(TestCase):
@@ -415,7 +391,7 @@ class PeakBudgetTest(TestCase):
         saved_report._plans.clear()
         return torch.compile(given.function, backend=backend, **options)
 
-    def check(self, given, budgets=(0, 0.4), measure=True, **options):
+    def check(self, given, budgets=(0,), measure=True, **options):
         """Gradients are eager's at every budget, and peaks what they are said to be."""
         expected = step(given.function, given)
         for budget in budgets:
@@ -434,40 +410,42 @@ class PeakBudgetTest(TestCase):
         self.assertLessEqual(peak.predicted, peak.allowed)
         self.assertLessEqual(measured, peak.allowed)
 
-    def graphs(self, given, budget, **options):
-        """The code of the graphs that the partitioner made, and the plan."""
-        found = []
-        split = partitioners.min_cut_rematerialization_partition
+    def watched(self, given, name, ask):
+        """The compiled function, and what ``ask`` says of the planner's arguments.
 
-        def watched(*args, **kwargs):
-            pair = split(*args, **kwargs)
-            found.extend(module.code for module in pair)
-            return pair
+        What fails inside of the planner is a warning: asserted is outside.
+        """
+        answers = []
+        original = getattr(peak_budget, name)
 
-        debugging = sys.modules["torch._dynamo.backends.debugging"]
-        with (
-            patch.object(debugging, split.__name__, watched),
-            configured(budget, **options),
-        ):
-            self.compiled(given)(*given.inputs)
-        return found
+        def watch(*args):
+            answers.append(ask(*args))
+            return original(*args)
+
+        with patch.object(peak_budget, name, watch), configured(0.3):
+            compiled = self.compiled(given)
+            step(compiled, given)
+        (answer,) = answers
+        return compiled, answer
+
+    def planned(self, given, ask):
+        """Give ``ask`` a function from settings to plans for this joint graph."""
+
+        def planner(joint, info, _, outputs):
+            def plan(budget, **options):
+                with configured(budget, **options):
+                    return peak_budget.choose_plan(joint, info, budget, outputs)
+
+            def without(budget):
+                return memory_budget.choose_plan(joint, info, budget)
+
+            with patch.object(peak_budget, "choose_plan", original):
+                return ask(plan, without)
+
+        original = peak_budget.choose_plan
+        self.watched(given, "choose_plan", planner)
 
     # ------------------------------------------------------- model and planner
-
-    @parametrize("net", ["transformer", "convolutions"])
-    def test_nets(self, net):
-        with self.assertNoLogs(peak_budget.log, "WARNING"):
-            budgets = BUDGETS if net == "convolutions" else FEW
-            self.check(NETS[net](torch.double), budgets)
-
-    def test_dropout(self):
-        given = dropouts(torch.double)
-        for budget in FEW:
-            with self.subTest(budget=budget), configured(budget):
-                compiled = self.compiled(given)
-                step(compiled, given)
-                self.check_peak(step(compiled, given).peak)
-                self.check_gradients_of_this_forward(given, compiled)
 
     def check_gradients_of_this_forward(self, given, compiled):
         """Along one direction they are the finite differences under the same seed."""
@@ -484,22 +462,36 @@ class PeakBudgetTest(TestCase):
         self.assertNotEqual(slope, 0)
 
     @parametrize("net", NETS)
-    def test_the_curve_falls(self, net):
-        curves = []
+    def test_nets(self, net):
+        draw = random.Random(0)
+
+        def ask(graph, *args):
+            # As one by one, and more of them than an integer has bits.
+            plans = [
+                {s for s in range(len(graph.nbytes)) if draw.random() < k / 70}
+                for k in range(70)
+            ]
+            for alone, together in zip(
+                map(graph.evaluate, plans), graph.evaluate_all(plans), strict=True
+            ):
+                for name in ("forward_peak", "step_peaks", "repeated_by_step", "saved"):
+                    self.assertEqual(getattr(together, name), getattr(alone, name))
+            return graph, search(graph, *args), search(graph, *args)
+
         search = peak_budget.search
-
-        def watched(graph, *args):
-            found = search(graph, *args)
-            curves.append((graph.lower_bound, found, search(graph, *args)))
-            return found
-
-        # What fails inside of the planner is a warning: asserted is outside.
-        with patch.object(peak_budget, "search", watched):
-            self.graphs(NETS[net](), 0.5)
-        ((lower_bound, curve, again),) = curves
+        given = NETS[net]()
+        expected = step(given.function, given)
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
+            compiled, (graph, curve, again) = self.watched(given, "search", ask)
+        found = step(compiled, given)
+        self.check_peak(found.peak)
+        if net == "dropouts":
+            self.check_gradients_of_this_forward(given, compiled)
+        else:
+            self.assertEqual(found.gradients, expected.gradients)
         # No plan does better, and the best of these is not far from it.
-        self.assertLessEqual(lower_bound, curve.floor)
-        self.assertGreater(lower_bound, curve.floor / 2)
+        self.assertLessEqual(graph.lower_bound, curve.floor)
+        self.assertGreater(graph.lower_bound, curve.floor / 2)
         self.assertEqual(curve.plans, again.plans)
         chosen = [curve.within(curve.allowed(k / 40)) for k in range(41)]
         for k, plan in enumerate(chosen):
@@ -516,120 +508,90 @@ class PeakBudgetTest(TestCase):
             if high.peak < curve.fastest.peak:
                 self.assertEqual(curve.within(high.peak), high)
 
-    @parametrize("net", NETS)
-    def test_plans_evaluated_together(self, net):
-        """As one by one, and more of them than an integer has bits."""
-        draw = random.Random(0)
-        search = peak_budget.search
-        compared = []
-
-        def watched(graph, *args):
-            plans = [
-                {s for s in range(len(graph.nbytes)) if draw.random() < k / 70}
-                for k in range(70)
-            ]
-            compared.extend(
-                zip(map(graph.evaluate, plans), graph.evaluate_all(plans), strict=True)
-            )
-            return search(graph, *args)
-
-        with patch.object(peak_budget, "search", watched):
-            self.graphs(NETS[net](), 0.5)
-        self.assertEqual(len(compared), 70)
-        for alone, together in compared:
-            for name in ("forward_peak", "row_peaks", "rows", "saved", "peak"):
-                self.assertEqual(getattr(together, name), getattr(alone, name))
-
-    def test_small_budgets_recompute_no_long_stretch(self):
-        given = layers(dense, 8)
-        peaks = {}
-        for target in ("saved", "peak"):
-            with configured(0, target):
-                compiled = self.compiled(given)
-                step(compiled, given)
-                peaks[target] = step(compiled, given).peak
-        self.assertLess(peaks["peak"], 0.6 * peaks["saved"])
-
     # ------------------------------------------------------------ the setting
 
     def test_other_targets_are_left_alone(self):
-        given = layers(dense, 4)
+        def ask(plan, without):
+            for budget, target in ((0, "saved"), (0.5, "saved"), (1, "peak")):
+                self.assertEqual(plan(budget, target=target), without(budget))
+            self.assertEqual(plan(0.3).decided_by, "peak")
 
-        def without(joint, info, budget, outputs):
-            return memory_budget.choose_plan(joint, info, budget)
-
-        for budget, target in ((0, "saved"), (0.5, "saved"), (1, "saved"), (1, "peak")):
-            found = self.graphs(given, budget, target=target)
-            with patch.object(peak_budget, "choose_plan", without):
-                self.assertEqual(found, self.graphs(given, budget, target=target))
-        self.assertNotEqual(
-            self.graphs(given, 0), self.graphs(given, 0, target="saved")
-        )
+        self.planned(layers(dense), ask)
 
     def test_a_number_of_bytes(self):
-        given = layers(dense, 6)
-        self.graphs(given, 0)
-        floor, fastest = last_plan().peak.floor, last_plan().peak.fastest
-        limit = (floor + fastest) // 2
-        for target in ("saved", "peak"):
-            with (
-                configured(1, target, limit),
-                self.assertNoLogs(peak_budget.log, "WARNING"),
-            ):
-                compiled = self.compiled(given)
-                step(compiled, given)
-                self.check_peak(step(compiled, given).peak)
-                self.assertEqual(last_plan().peak.allowed, limit)
-        with self.assertLogs(peak_budget.log, "WARNING") as said:
-            found = self.graphs(given, 1, peak_bytes=floor - 1)
-        self.assertEqual(len(said.output), 1)
-        self.assertIn(f" {floor - 1},", said.output[0])
-        self.assertIn(f" {floor} bytes", said.output[0])
-        self.assertEqual(found, self.graphs(given, 0))
-        with self.assertNoLogs(peak_budget.log, "WARNING"):
-            self.graphs(given, 1, peak_bytes=floor)
+        def ask(plan, without):
+            lowest = plan(0)
+            floor, fastest = lowest.peak.floor, lowest.peak.fastest
+            limit = (floor + fastest) // 2
+            with self.assertNoLogs(peak_budget.log, "WARNING"):
+                for target in ("saved", "peak"):
+                    found = plan(1, target=target, peak_bytes=limit)
+                    self.assertEqual(found.peak.allowed, limit)
+                    self.assertLessEqual(found.peak.predicted, limit)
+                plan(1, peak_bytes=floor)
+            with self.assertLogs(peak_budget.log, "WARNING") as said:
+                found = plan(1, peak_bytes=floor - 1)
+            self.assertEqual(len(said.output), 1)
+            self.assertIn(f" {floor - 1},", said.output[0])
+            self.assertIn(f" {floor} bytes", said.output[0])
+            self.assertEqual(found.saved_values, lowest.saved_values)
 
-    @parametrize("value", [0, -1, 1.5, "1GB", True])
-    def test_wrong_numbers_of_bytes(self, value):
-        with self.assertRaisesRegex(Exception, f"peak_bytes is {value!r}"):
-            self.graphs(layers(dense, 1), 0.5, peak_bytes=value)
+        self.planned(layers(dense, 6), ask)
 
-    def test_wrong_targets(self):
-        with self.assertRaisesRegex(Exception, "target 'peek': known are saved, peak"):
-            self.graphs(layers(dense, 1), 0.5, target="peek")
+    def test_wrong_settings(self):
+        def ask(plan, without):
+            for value in (0, -1, 1.5, "1GB", True):
+                with self.assertRaisesRegex(RuntimeError, f"peak_bytes is {value!r}"):
+                    plan(0.5, peak_bytes=value)
+            with self.assertRaisesRegex(RuntimeError, "'peek': known are saved, peak"):
+                plan(0.5, target="peek")
+            with self.assertRaisesRegex(RuntimeError, "budget is 1.5"):
+                plan(1.5)
+
+        self.planned(layers(dense, 1), ask)
 
     @unittest.skipUnless(
         hasattr(torch.autograd.graph, "region_activation_memory_budget"),
         "this torch has no budget for a region",
     )
     def test_a_budget_for_a_region(self):
-        given = layers(dense, 6)
-
-        whole = given.function
+        given = layers(dense)
 
         def inside(*inputs):
             with torch.autograd.graph.region_activation_memory_budget(0.3):
-                return whole(*inputs)
+                return given.function(*inputs)
 
-        self.assertEqual(
-            self.graphs(given._replace(function=inside), 1), self.graphs(given, 0.3)
-        )
+        with configured(1):
+            self.compiled(given._replace(function=inside))(*given.inputs)
+        self.assertIsInstance(last_plan(), PeakPlan)
         self.assertEqual(last_plan().budget, 0.3)
 
-    @parametrize("estimator", ["flops", "roofline", "testing", ByElements()])
-    def test_estimators(self, estimator):
-        given = layers(dense, 4)
-        expected = step(given.function, given)
-        for target in ("saved", "peak") if estimator == "roofline" else ("peak",):
-            with configured(
-                0.3, target, activation_memory_budget_runtime_estimator=estimator
-            ):
-                self.assertEqual(
-                    step(self.compiled(given), given).gradients, expected.gradients
-                )
+    def test_estimators(self):
+        option = "activation_memory_budget_runtime_estimator"
+
+        def ask(plan, without):
+            with patch.object(peak_budget, "search", searched):
+                for estimator in ("flops", "roofline", "testing", ByElements()):
+                    plan(0.3, **{option: estimator})
+
+        def searched(graph, cheapest, expensive, fastest):
+            by_name.append(peak_budget._costs(graph, expensive))
+            return search(graph, cheapest, expensive, fastest)
+
+        by_name = []
+        search = peak_budget.search
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
+            self.planned(layers(dense, 2), ask)
+        flops, roofline, testing, elements = by_name
+        # Two products and a reduction have a cost, unless bytes count as well.
+        product = 2 * 32 * 8 * 8
+        self.assertEqual([c for c in flops if c], [product, product, 1])
+        self.assertGreater(min(roofline), 0)
+        self.assertEqual([c for c in testing if c], [1, 1, 1])
+        self.assertEqual([c for c in elements if c], [32 * 8, 32 * 8, 1])
 
     def test_the_cache_tells_plans_apart(self):
-        given = layers(torch.matmul, 6)
+        given = layers(torch.matmul, 1)
 
         def word(**options):
             torch._dynamo.reset()
@@ -639,51 +601,45 @@ class PeakBudgetTest(TestCase):
                 config.patch(enable_autograd_cache=True),
                 inductor_config.patch(fx_graph_cache=True, fx_graph_remote_cache=False),
             ):
-                torch.compile(given.function)(*given.inputs).backward()
+                torch.compile(torch.matmul)(*given.inputs).sum().backward()
             cache = counters["aot_autograd"]
             return [w for w in ("hit", "miss") if cache[f"autograd_cache_{w}"]]
 
         with fresh_cache():
-            for options in (
-                {"target": "saved"},
-                {},
-                {"peak_bytes": 10**6},
-                {"peak_bytes": 10**7},
-            ):
+            for options in ({"target": "saved"}, {}, {"peak_bytes": 10**6}):
                 self.assertEqual(word(**options), ["miss"])
-                self.assertEqual(word(**options), ["hit"])
+            self.assertEqual(word(peak_bytes=10**7), ["miss"])
+            self.assertEqual(word(peak_bytes=10**6), ["hit"])
 
     # --------------------------------------------------------------- edges
 
-    @parametrize("name", [*LAYERS, *HIGHER_ORDER])
+    @parametrize("name", LAYERS)
     def test_layers(self, name):
         with self.assertNoLogs(peak_budget.log, "WARNING"):
-            layer = {**LAYERS, **HIGHER_ORDER}[name]
-            measure = name in LAYERS
-            self.check(layers(layer), (0, 0.4) if measure else (0,), measure)
+            self.check(layers(LAYERS[name]), (0.4,) if name == "dense" else (0,))
 
-    @parametrize("name", ["shaped", "views"])
-    def test_symbolic_shapes(self, name):
+    # The bytes that live only within their subgraphs are unknown.
+    @parametrize("layer", [branch, region])
+    def test_higher_order_operators(self, layer):
         with self.assertNoLogs(peak_budget.log, "WARNING"):
-            self.check(layers(LAYERS[name]), (0,), dynamic=True)
-        if name == "shaped":
-            self.assertIn("input", {v.why for v in last_plan().saved if not v.nbytes})
+            self.check(layers(layer, 2), measure=False)
+
+    def test_symbolic_shapes(self):
+        with self.assertNoLogs(peak_budget.log, "WARNING"):
+            self.check(layers(shaped), dynamic=True)
+        self.assertIn("input", {v.why for v in last_plan().saved if not v.nbytes})
 
     def test_policies_hold(self):
         def kept(policy):
-            layer = checkpointed(policy=policy)
-            with configured(0.5):
-                self.compiled(layers(layer))(*layers(layer).inputs)
+            self.check(layers(checkpointed(policy=policy)), (0.5,))
             return [v.op for v in last_plan().saved if v.why != "input"]
 
         self.assertEqual(kept(CheckpointPolicy.MUST_SAVE), ["aten.mm.default"] * 3)
         self.assertNotIn("aten.mm.default", kept(CheckpointPolicy.MUST_RECOMPUTE))
 
     @parametrize("function", OVERWRITTEN)
-    @parametrize("backend", [AOT, "inductor"])
+    @parametrize("backend", [AOT, AOT_KEEPING])
     def test_overwritten_inputs(self, function, backend):
-        if backend == "inductor" and function is not OVERWRITTEN[0]:
-            self.skipTest("compiling for one of them takes long enough")
         x, w = square(8, 8), square(8, 8)
 
         def run(function):
@@ -693,52 +649,30 @@ class PeakBudgetTest(TestCase):
             return x.grad, w.grad, buffer
 
         expected = run(function)
-        for budget in (0, 0.99) if backend == AOT else (0,):
-            torch._dynamo.reset()
-            with self.subTest(budget=budget), configured(budget):
-                self.assertEqual(
-                    run(torch.compile(function, backend=backend)), expected
-                )
+        with configured(0):
+            self.assertEqual(run(torch.compile(function, backend=backend)), expected)
 
     def test_effects_happen_once(self):
         handle = _register_effectful_op(tick._opoverload, _EffectType.ORDERED)
         try:
             given = layers(lambda x, w: tick(dense(x, w)).tanh())
             expected = step(given.function, given)
-            for budget in (0, 0.4):
-                with configured(budget), self.assertNoLogs(peak_budget.log, "WARNING"):
-                    compiled = self.compiled(given)
-                    ticks.clear()
-                    self.assertEqual(
-                        step(compiled, given).gradients, expected.gradients
-                    )
-                    self.assertEqual(len(ticks), 3)
+            with configured(0), self.assertNoLogs(peak_budget.log, "WARNING"):
+                compiled = self.compiled(given)
+                ticks.clear()
+                self.assertEqual(step(compiled, given).gradients, expected.gradients)
+                self.assertEqual(len(ticks), 3)
         finally:
             handle.destroy()
 
     def test_graph_breaks(self):
-        given = layers(dense, 4)
-        whole = given.function
-
         def broken(x, *weights):
-            x = dense(dense(x, weights[0]), weights[1])
+            x = dense(x, weights[0])
             torch._dynamo.graph_break()
-            return whole(x, *weights[2:])
+            return dense(x, weights[1]).square().mean()
 
-        given = given._replace(function=broken)
-        expected = step(broken, given)
-        with configured(0.2):
-            self.assertEqual(
-                step(self.compiled(given), given).gradients, expected.gradients
-            )
+        self.check(layers(dense, 2)._replace(function=broken), (0.2,), measure=False)
         self.assertEqual([type(plan) for plan in plans()], [PeakPlan, PeakPlan])
-
-    def test_frozen_parameters(self):
-        given = transformer(torch.double)
-        for parameter in given.function.layers[:2].parameters():
-            parameter.requires_grad_(False)
-        given.function.layers[2].up.weight.requires_grad_(False)
-        self.check(case(given.function, *given.inputs), (0.3,))
 
     def test_frozen_convolutions(self):
         class Normed(nn.Module):
@@ -760,20 +694,13 @@ class PeakBudgetTest(TestCase):
             return sum((x @ w).relu().sum() for w in weights)
 
         weights = [square(8, 32) for _ in range(4)]
-        self.check(case(function, square(16, 8), *weights), (0.4, 0.9))
+        self.check(case(function, square(16, 8), *weights), (0.4,))
 
     def test_nothing_to_plan(self):
         w = square(4)
-        for function in (
-            lambda w: w.sum(),
-            lambda w: (w * 2 + 1).sum(),
-            lambda w: w.exp().sum(),
-            lambda w: (w.detach().exp() + w).sum(),
-        ):
+        for function in (torch.sum, lambda w: (w.detach().exp() + w).sum()):
             with self.assertNoLogs(peak_budget.log, "WARNING"):
-                self.check(case(function, w), (0,), measure=False)
-        with configured(0), torch.no_grad():
-            self.assertEqual(self.compiled(case(torch.exp, w))(w), w.exp())
+                self.check(case(function, w), measure=False)
 
     def test_outputs_stay_live(self):
         def function(x, w):
@@ -799,21 +726,20 @@ class PeakBudgetTest(TestCase):
         self.assertEqual(found.gradients, expected.gradients)
         self.check_peak(found.peak)
 
-    @parametrize("place", ["search", "JointGraph"])
-    def test_a_planner_that_fails(self, place):
-        given = layers(dense)
-        expected = step(given.function, given)
-        with (
-            patch.object(peak_budget, place, side_effect=ValueError("out of ideas")),
-            self.assertLogs(peak_budget.log, "WARNING") as said,
-        ):
-            found = self.graphs(given, 0.3)
-            with configured(0.3):
-                gradients = step(self.compiled(given), given).gradients
-        self.assertIn("ValueError: out of ideas", said.output[0])
-        self.assertNotIsInstance(last_plan(), PeakPlan)
-        self.assertEqual(gradients, expected.gradients)
-        self.assertEqual(found, self.graphs(given, 0.3, target="saved"))
+    def test_a_planner_that_fails(self):
+        def ask(plan, without):
+            for place in ("search", "JointGraph"):
+                error = ValueError("out of ideas")
+                with (
+                    patch.object(peak_budget, place, side_effect=error),
+                    self.assertLogs(peak_budget.log, "WARNING") as said,
+                ):
+                    found = plan(0.3)
+                self.assertIn("ValueError: out of ideas", said.output[0])
+                self.assertEqual(found.saved_values, without(0.3).saved_values)
+                self.assertNotEqual(found.decided_by, "peak")
+
+        self.planned(layers(dense), ask)
 
     def test_values_without_storage(self):
         graph = torch.fx.Graph()
@@ -876,17 +802,27 @@ class PeakBudgetTest(TestCase):
 
         self.assertEqual(self.fused(added), 2)
 
+        def normed(x, w):
+            h = x @ w
+            return ((h - h.amax(1, keepdim=True)) @ w,)
+
+        # What no other kernel reads is never stored.
+        self.assertEqual(self.fused(normed), 2)
+
     def test_the_result_is_live_in_the_backward(self):
         phases = (lambda x, w: (x @ w,)), (lambda x, w: (x.sum(),))
         self.assertEqual(self.fused(*phases), 3)
         self.assertEqual(self.fused(*phases, returned=0), 2)
+        # Nothing is written over what the backward is given.
+        self.assertEqual(self.fused(phases[0], lambda x, w: (x.sin(),)), 4)
 
     def test_an_estimate_that_fails(self):
         with (
             patch.object(peak_budget, "fused_peak", side_effect=ValueError("no")),
             self.assertLogs(peak_budget.log, "WARNING") as logged,
+            configured(0.2),
         ):
-            self.graphs(layers(dense, 4), 0.2)
+            self.compiled(layers(dense, 1))(*layers(dense, 1).inputs)
         self.assertIn("ValueError: no", logged.output[0])
         self.assertIsNone(last_plan().peak.fused)
 
@@ -900,15 +836,6 @@ class PeakBudgetTest(TestCase):
             )
         self.assertGreater(last_plan().peak.fused, 0)
 
-    @unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
-    def test_flex_attention(self):
-        x, *weights = (
-            w.detach().cuda().requires_grad_() for w in layers(dense, side=32).inputs
-        )
-        function = layers(flexible).function
-        with self.assertNoLogs(peak_budget.log, "WARNING"):
-            self.check(case(function, x, *weights), (0, 0.4), measure=False)
-
     @unittest.skipUnless(
         torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         "no gloo here",
@@ -919,28 +846,25 @@ class PeakBudgetTest(TestCase):
     )
     def test_two_ranks_choose_alike(self):
         with tempfile.TemporaryDirectory() as folder:
-            command = "import test_ac_peak_budget as t; t.rank({}, '{}/init')"
-            here = os.path.dirname(os.path.abspath(__file__))
-            ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-c", command.format(number, folder)],
-                    env={**os.environ, "PYTHONHASHSEED": str(number + 1)},
-                    cwd=here,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for number in range(2)
-            ]
+            place = os.path.join(folder, "init")
+            told = f"print(json.dumps(t.rank(1, {place!r})))"
+            other = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import json, test_ac_peak_budget as t; {told}",
+                ],
+                env={**os.environ, "PYTHONHASHSEED": "1"},
+                cwd=os.path.dirname(os.path.abspath(__file__)),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             try:
-                said = [process.communicate(timeout=120) for process in ranks]
+                one = rank(0, place)
+                output, _ = other.communicate(timeout=120)
             finally:
-                for process in ranks:
-                    process.kill()
-        for process, (_, errors) in zip(ranks, said):
-            self.assertEqual(process.returncode, 0, msg=errors)
-        one, two = (json.loads(output.splitlines()[-1]) for output, _ in said)
-        self.assertEqual(one, two)
+                other.kill()
+        self.assertEqual(one, json.loads(output.splitlines()[-1]))
         self.assertGreater(len(one[0]), 0)
 
 

@@ -36,7 +36,9 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, bisect_right
+from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
@@ -161,16 +163,15 @@ class PeakPlan(Plan):
         return "peak planner: cheapest plan found below the peak allowed"
 
     def summary(self) -> list[tuple[str, str]]:
-        p = self.peak
         text = (
-            f"{format_bytes(p.predicted)} predicted, {format_bytes(p.allowed)} allowed "
-            f"(floor: {format_bytes(p.floor)}, budget 1: {format_bytes(p.fastest)}; "
+            "{1} predicted, {0} allowed (floor: {2}, budget 1: {3}; "
             "parameters and inputs apart)"
         )
-        if p.fused is not None:
-            text += f"; {format_bytes(p.fused)} estimated for inductor's kernels"
+        if self.peak.fused is not None:
+            text += "; {4} estimated for inductor's kernels"
+        sizes = [format_bytes(size or 0) for size in self.peak]
         lines = super().summary()
-        return [*lines[:3], ("peak", text), *lines[3:]]
+        return [*lines[:3], ("peak", text.format(*sizes)), *lines[3:]]
 
 
 def choose_plan(
@@ -247,23 +248,18 @@ def record_plan(
     """Keep the plan of a joint graph that was split; see :mod:`.saved_report`."""
     plan = describe_plan(chosen, forward, backward, num_fwd_outputs)
     if isinstance(chosen, _ChosenByPeak):
-        fused = _fused_peak(forward, backward, num_fwd_outputs)
-        plan = PeakPlan(**vars(plan), peak=chosen.peak._replace(fused=fused))
+        peak = chosen.peak
+        try:
+            fused = fused_peak(forward, backward, num_fwd_outputs)
+            peak = peak._replace(fused=fused)
+        except Exception as error:
+            log.warning(
+                "no estimate of the peak with fused kernels: %s: %s",
+                type(error).__name__,
+                error,
+            )
+        plan = PeakPlan(**vars(plan), peak=peak)
     keep_plan(plan)
-
-
-def _fused_peak(
-    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
-) -> Optional[int]:
-    try:
-        return fused_peak(forward, backward, num_fwd_outputs)
-    except Exception as error:
-        log.warning(
-            "no estimate of the peak with fused kernels: %s: %s",
-            type(error).__name__,
-            error,
-        )
-        return None
 
 
 def build_curve(
@@ -276,30 +272,22 @@ def build_curve(
 
     ``fastest`` is what the plan of budget 1 saves.
     """
-    graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
-    return graph, search(graph, *_aggressive_cut(joint_graph, node_info), fastest)
-
-
-def _aggressive_cut(
-    joint_graph: fx.Graph, node_info: NodeInfo
-) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
-    """The min cut that recomputes all that is cheap, and the nodes that are not."""
     from torch._functorch.partitioners import MinCutOptions, solve_min_cut
 
-    return solve_min_cut(
-        joint_graph,
-        node_info,
-        MinCutOptions(
-            ban_if_used_far_apart=False,
-            ban_if_long_fusible_chains=False,
-            ban_if_materialized_backward=False,
-            ban_if_not_in_allowlist=False,
-            ban_if_reduction=config.ban_recompute_reductions,
-        ),
+    graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
+    # Recomputes all that is cheap.
+    options = MinCutOptions(
+        ban_if_used_far_apart=False,
+        ban_if_long_fusible_chains=False,
+        ban_if_materialized_backward=False,
+        ban_if_not_in_allowlist=False,
+        ban_if_reduction=config.ban_recompute_reductions,
     )
+    cheapest, expensive = solve_min_cut(joint_graph, node_info, options)
+    return graph, search(graph, cheapest, expensive, fastest)
 
 
-def _costs(graph: JointGraph, dear: OrderedSet[fx.Node]) -> list[float]:
+def _costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:
     """What it costs to repeat each operator, by the estimator of the config.
 
     As for the knapsack, only what a min cut does not recompute freely has a cost,
@@ -309,9 +297,9 @@ def _costs(graph: JointGraph, dear: OrderedSet[fx.Node]) -> list[float]:
     if estimator == "roofline":
         return [roofline(node) for node in graph.nodes]
     if estimator == "flops":
-        return [max(flops(node), node in dear) for node in graph.nodes]
+        return [max(flops(node), node in expensive) for node in graph.nodes]
     return [
-        rerun_cost(node) if node in dear and not must_run_once(node) else 0
+        rerun_cost(node) if node in expensive and not must_run_once(node) else 0
         for node in graph.nodes
     ]
 
@@ -319,27 +307,29 @@ def _costs(graph: JointGraph, dear: OrderedSet[fx.Node]) -> list[float]:
 def search(
     graph: JointGraph,
     cheapest: Sequence[fx.Node],
-    dear: OrderedSet[fx.Node],
+    expensive: OrderedSet[fx.Node],
     fastest: Sequence[fx.Node],
 ) -> Curve:
     """Find the plans that trade peak for recomputation best.
 
     Args:
         graph: the model to evaluate plans on.
-        cheapest: what a min cut saves that recomputes nothing dear.
-        dear: the nodes whose recomputation has a cost.
+        cheapest: what a min cut saves that recomputes nothing expensive.
+        expensive: the nodes whose recomputation has a cost.
         fastest: what the plan of budget 1 saves.
 
     Some hundred evaluations, and O(places * _SPAN) for a dynamic program.
     """
-    plans = _Plans(graph, _costs(graph, dear))
+    plans = _Plans(graph, _costs(graph, expensive))
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     for places in _places(graph):
         chain = _Chain(plans, places)
         peak, lowest = chain.lowest()
         bases += [lowest, chain.everything]
-        leanest = [chain.leanest(math.floor(peak * slack)) for slack in _SLACKS]
-        bases += [storages for storages in leanest if storages is not None]
+        for slack in _SLACKS:
+            chosen = chain.leanest(math.floor(peak * slack))
+            if chosen is not None:
+                bases.append(chain.storages(chosen))
     evaluated = plans.evaluate(bases)
     top = plans.found[bases[0]]
     floor = min(plan.peak for plan in plans.found.values())
@@ -361,7 +351,7 @@ class _Plans:
     def __init__(self, graph: JointGraph, cost: Sequence[float]) -> None:
         self.graph = graph
         self.cost = cost
-        self.dear = [op for op, each in enumerate(cost) if each]
+        self.expensive = [op for op, each in enumerate(cost) if each]
         self.found: dict[frozenset[int], PlannedPeak] = {}
 
     def evaluate(
@@ -371,7 +361,10 @@ class _Plans:
         distinct = list(dict.fromkeys(choices))
         evaluated = dict(zip(distinct, self.graph.evaluate_all(distinct)))
         for chosen, evaluation in evaluated.items():
-            cost = math.fsum(self.cost[op] for op in evaluation.repeated(self.dear))
+            repeated, bit = evaluation.repeated, evaluation.bit
+            cost = math.fsum(
+                self.cost[op] for op in self.expensive if repeated[op] & bit
+            )
             self.found[chosen] = PlannedPeak(evaluation.peak, cost, chosen)
         return evaluated
 
@@ -380,22 +373,22 @@ class _Plans:
     ) -> Iterator[frozenset[int]]:
         """For each target peak, save more than ``base`` where there is room for it."""
         graph = self.graph
-        # Peaks between two moments at which something dear is repeated.
+        # Peaks between two moments at which something expensive is repeated.
         peaks = [evaluation.forward_peak]
         items: list[tuple[float, int, int, int, list[int]]] = []
-        for live, repeated in zip(evaluation.row_peaks, evaluation.rows):
-            dear = [op for op in repeated if self.cost[op]]
-            if dear:
+        for live, repeated in zip(evaluation.step_peaks, evaluation.repeated_by_step):
+            expensive = [op for op in repeated if self.cost[op]]
+            if expensive:
                 peaks.append(live)
             else:
                 peaks[-1] = max(peaks[-1], live)
-            for op in dear:
+            for op in expensive:
                 parts = [
                     s
                     for s in graph.writes[op]
-                    if graph.root[s] is not None and graph.births[s] >= 0
+                    if graph.saved_as[s] is not None and graph.births[s] >= 0
                 ]
-                size = sum(graph.nbytes[s] for s in parts)
+                size = graph.size(parts)
                 if parts:
                     # Of equals the latest first: it is saved for the shortest time.
                     density = self.cost[op] / max(size, 1)
@@ -431,15 +424,15 @@ def _places(graph: JointGraph) -> list[list[int]]:
         if birth >= 0 and s not in graph.outputs:
             change[birth] += graph.nbytes[s]
             change[graph.deaths[s]] -= graph.nbytes[s]
-    minima: list[tuple[int, int]] = []
-    crossing, before = 0, math.inf
-    for at in range(steps - 1):
-        crossing += change[at]
-        after = crossing + change[at + 1]
-        if crossing < before and crossing < after:
-            minima.append((crossing, at))
-        if after != crossing:
-            before = crossing
+    crossing = list(accumulate(change))
+    # The last of equal ones.
+    ends = [at for at in range(steps - 1) if crossing[at] != crossing[at + 1]]
+    before = [math.inf, *(crossing[at] for at in ends)]
+    minima = [
+        (crossing[at], at)
+        for more, at in zip(before, ends)
+        if more > crossing[at] < crossing[at + 1]
+    ]
     widths = sorted(width for width, _ in minima)
     choices: dict[tuple[int, ...], None] = {}
     for share in _SHARES:
@@ -459,42 +452,43 @@ class _Chain:
 
     def __init__(self, plans: _Plans, places: Sequence[int]) -> None:
         self.plans = plans
-        graph = plans.graph
-        self.nbytes = graph.nbytes
+        graph = self.graph = plans.graph
         self.end = len(places) + 1
         self.at = [-1, *places, len(graph.forward_live)]
         self.crossing = self._crossing(places)
-        self.everything = self._storages(range(self.end))
-        self.span = _SPAN
+        self.everything = self.storages(range(self.end))
         self.width = {
-            (i, j): sum(self.nbytes[s] for s in self.crossing[j] - self.crossing[i])
+            (i, j): graph.size(self.crossing[j] - self.crossing[i])
             for i in range(self.end)
-            for j in range(i + 1, min(i + self.span + 1, self.end))
+            for j in range(i + 1, min(i + _SPAN, self.end) + 1)
         }
         self.where = self._where()
         self.peak: dict[tuple[int, int], int] = {}
-        self.measure(
+        self._measure(
             [i for i in range(1, self.end) if i % span == offset]
-            for span in range(1, self.span + 1)
+            for span in range(1, _SPAN + 1)
             for offset in range(span)
         )
 
+    def storages(self, chosen: Iterable[int]) -> frozenset[int]:
+        """What crosses these places."""
+        return frozenset().union(*(self.crossing[i] for i in chosen))
+
     def _crossing(self, places: Sequence[int]) -> list[set[int]]:
-        graph = self.plans.graph
-        born: dict[int, list[int]] = {}
-        for s, birth in enumerate(graph.births):
-            if 0 <= birth < graph.deaths[s] and graph.root[s] is not None:
-                born.setdefault(birth, []).append(s)
+        graph = self.graph
+        # In the order of their births, as all storages are.
+        pending = deque(
+            s
+            for s, birth in enumerate(graph.births)
+            if 0 <= birth < graph.deaths[s] and graph.saved_as[s] is not None
+        )
         found: list[set[int]] = [set()]
-        live: set[int] = set()
-        before = -1
         for place in places:
-            for at in range(before + 1, place + 1):
-                live.update(born.get(at, ()))
-            live = {s for s in live if graph.deaths[s] > place}
-            found.append(set(live))
-            before = place
-        return found
+            live = set(found[-1])
+            while pending and graph.births[pending[0]] <= place:
+                live.add(pending.popleft())
+            found.append({s for s in live if graph.deaths[s] > place})
+        return [*found, set()]
 
     def _where(self) -> list[int]:
         """The forward's step that each step of the backward has come down to, last first.
@@ -502,32 +496,31 @@ class _Chain:
         That is where the last of the large storages was made that it or a later step
         reads.  Small ones (a mask, a constant) may be read anywhere.
         """
-        graph = self.plans.graph
+        graph = self.graph
         large = max(graph.nbytes, default=0) // 128
         where: list[int] = []
         latest = -1
-        for reads in reversed(graph.backward_reads):
-            births = [graph.births[s] for s in reads if graph.nbytes[s] >= large]
+        for step in reversed(graph.steps):
+            births = [graph.births[s] for s in step.reads if graph.nbytes[s] >= large]
             latest = max(latest, *births, -1)
             where.append(latest)
         return where
 
-    def measure(self, choices: Iterable[Sequence[int]]) -> None:
+    def _measure(self, choices: Iterable[Sequence[int]]) -> None:
         """Evaluate plans with these checkpoints, and learn their segments' peaks."""
-        kept_by = {tuple(chosen): self._storages(chosen) for chosen in choices}
+        kept_by = {tuple(chosen): self.storages(chosen) for chosen in choices}
         evaluated = self.plans.evaluate(kept_by.values())
         for chosen, storages in kept_by.items():
-            starts = [0, *chosen]
-            live = evaluated[storages].row_peaks[::-1]
+            live = evaluated[storages].step_peaks[::-1]
             done = kept = 0
-            for start, stop in zip(starts, [*starts[1:], self.end]):
-                rows = bisect_right(self.where, self.at[stop], lo=done)
-                own = max(live[done:rows], default=0) - kept
-                done = rows
-                self.peak[start, stop] = max(self.peak.get((start, stop), 0), own)
-                kept += self.width.get((start, stop), 0)
+            for segment in zip((0, *chosen), (*chosen, self.end)):
+                steps = bisect_right(self.where, self.at[segment[1]], lo=done)
+                own = max(live[done:steps], default=0) - kept
+                done = steps
+                self.peak[segment] = max(self.peak.get(segment, 0), own)
+                kept += self.width[segment]
         self.segments = sorted(
-            (stop, start, own, self.width.get((start, stop), 0))
+            (stop, start, own, self.width[start, stop])
             for (start, stop), own in self.peak.items()
         )
 
@@ -537,46 +530,31 @@ class _Chain:
         Where a segment's peak depends on its neighbours after all, the answer measures
         higher than it should.  What was learned then makes the next answer another one.
         """
-        best: Optional[tuple[int, frozenset[int]]] = None
+        measured: list[tuple[int, frozenset[int]]] = []
         for _ in range(_CORRECTIONS):
-            low, high = (
-                0,
-                max(self.peak.values()) + sum(self.nbytes[s] for s in self.everything),
-            )
+            # Enough for a checkpoint at every place.
+            low, high = 0, max(self.peak.values()) + self.graph.size(self.everything)
+            chosen: Sequence[int] = range(1, self.end)
             while high - low > high // 1000 + 1:
                 middle = (low + high) // 2
-                if self._fewest_bytes(middle) is None:
+                fewest = self.leanest(middle)
+                if fewest is None:
                     low = middle
                 else:
-                    high = middle
-            chosen = self._fewest_bytes(high)
-            if chosen is None:
+                    high, chosen = middle, fewest
+            self._measure([chosen])
+            storages = self.storages(chosen)
+            measured.append((self.plans.found[storages].peak, storages))
+            if measured[-1][0] <= high:
                 break
-            self.measure([chosen])
-            storages = self._storages(chosen)
-            peak = self.plans.found[storages].peak
-            if best is None or peak < best[0]:
-                best = (peak, storages)
-            if peak <= high:
-                break
-        if best is None:
-            self.plans.evaluate([self.everything])
-            return self.plans.found[self.everything].peak, self.everything
-        return best
+        return min(measured, key=lambda each: each[0])
 
-    def leanest(self, peak: int) -> Optional[frozenset[int]]:
-        """The checkpoints that save least with a peak below ``peak``, None without any."""
-        chosen = self._fewest_bytes(peak)
-        return None if chosen is None else self._storages(chosen)
-
-    def _storages(self, chosen: Iterable[int]) -> frozenset[int]:
-        return frozenset().union(*(self.crossing[i] for i in chosen))
-
-    def _fewest_bytes(self, peak: int) -> Optional[list[int]]:
+    def leanest(self, peak: int) -> Optional[list[int]]:
         """The places to save at, so that no segment is live beyond ``peak``.
 
         What the checkpoints before a place keep is all that the segments after it
-        need to know of them, and less is better.  O(places * span).
+        need to know of them, and less is better.  None where there are no such places.
+        O(places * span).
         """
         kept = [math.inf] * (self.end + 1)
         previous = [0] * (self.end + 1)
