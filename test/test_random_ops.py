@@ -16,7 +16,7 @@ from upstream import untouched_partitioners
 
 
 UPSTREAM = untouched_partitioners()
-BUDGETS = (0, 0.1, 0.35, 0.7, 1)
+BUDGETS = (0, 0.1, 0.2, 0.35, 0.5, 0.7, 1)
 
 
 def functional(module, *batch):
