@@ -236,6 +236,9 @@ def dantzig(sizes: list[float], values: list[int], budget: float) -> float:
     return bound
 
 
+# Runs per time.
+REPEATS = 5
+
 PARTS = {
     "counts": counts,
     "time": times,
@@ -249,18 +252,15 @@ PARTS = {
 def main() -> int:
     parser = options.parser(__doc__, check="only the counts")
     parser.add_argument("--rows", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument(
-        "--repeats", type=options.positive, default=5, help="runs per time (default: 5)"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     # The profiler's library announces every start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     rows: list[Mark] = []
     for name in ["counts"] if arguments.check else arguments.rows:
-        rows += PARTS[name](arguments.repeats)
+        rows += PARTS[name](REPEATS)
     data = {
-        "environment": {**environment(), "repeats": arguments.repeats},
+        "environment": {**environment(), "repeats": REPEATS},
         "rows": [row._asdict() for row in rows],
     }
     show(page(data))
