@@ -47,7 +47,7 @@ default alone, so that it can be left out.
     ),
     landed=((CONFIG, 'activation_memory_budget_solver = "exact"'),),
     needs=("solver-by-name",),
-    evidence=(("solvers", "corpus:"), ("solvers", "exact / dp")),
+    evidence=(("solvers", "corpus:"), ("solvers", "dp / exact")),
     risks="""\
 Default plans change at every budget that reaches the knapsack. Where dp overspent, less
 is saved and more recomputed than before; whoever tuned a budget against dp's overspending
