@@ -51,11 +51,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("release", RELEASES if every else TRIED)
 
 
-def pytest_collection_modifyitems(items):
-    """The longest first, so that no process ends up alone with them."""
-    items.sort(key=lambda item: item.path.name != "test_upstream_style.py")
-
-
 def pytest_terminal_summary(terminalreporter):
     """A line per release that could not be had, with the number of its tests."""
     skipped = Counter(
