@@ -43,16 +43,7 @@ requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU
 DEVICES = ["cpu", "fake cuda", pytest.param("cuda", marks=requires_cuda)]
 
 
-@pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """One thread, a compile cache of its own, and nothing left of other tests."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 # ------------------------------------------------------------------- graphs
