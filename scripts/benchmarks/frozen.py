@@ -27,8 +27,7 @@ from torch import nn, Tensor
 
 from benchmarks import nets, options
 from benchmarks.live_bytes import record_step, Step
-from benchmarks.marks import failed, Mark, page
-from benchmarks.results import environment, show, store
+from benchmarks.marks import conclude, Mark
 from benchmarks.training import gradients, relative_error, TOLERANCE
 
 
@@ -261,11 +260,4 @@ def main() -> int:
         with Console(stderr=True).status(name):
             rows += part
         torch._dynamo.reset()
-    data = {
-        "environment": {**environment(), "repeats": REPEATS},
-        "rows": [row._asdict() for row in rows],
-    }
-    show(page(data))
-    if arguments.json:
-        store(arguments.json, data)
-    return int(failed(rows))
+    return conclude(rows, REPEATS, arguments.json)

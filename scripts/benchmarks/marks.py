@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
 
-from benchmarks.results import markdown, Row
+from benchmarks import fresh
+from benchmarks.results import environment, markdown, Row
 
 
 class Mark(NamedTuple):
@@ -42,3 +44,11 @@ def page(data: dict[str, Any]) -> str:
 
 def failed(marks: Sequence[Mark]) -> bool:
     return any(mark.enforced and not mark.passed for mark in marks)
+
+
+def conclude(marks: Sequence[Mark], repeats: int, result: Optional[Path]) -> int:
+    """Print the marks and store them; returns the exit status."""
+    facts = {**environment(), "repeats": repeats}
+    rows = [mark._asdict() for mark in marks]
+    fresh.finish(result, {"environment": facts, "rows": rows}, page)
+    return int(failed(marks))

@@ -30,8 +30,7 @@ from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_knapsack
 
 from benchmarks import corpus, options
-from benchmarks.marks import failed, Mark, page
-from benchmarks.results import environment, show, store
+from benchmarks.marks import conclude, Mark
 
 
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
@@ -259,11 +258,4 @@ def main() -> int:
     rows: list[Mark] = []
     for name in ["counts"] if arguments.check else arguments.rows:
         rows += PARTS[name](REPEATS)
-    data = {
-        "environment": {**environment(), "repeats": REPEATS},
-        "rows": [row._asdict() for row in rows],
-    }
-    show(page(data))
-    if arguments.json:
-        store(arguments.json, data)
-    return int(failed(rows))
+    return conclude(rows, REPEATS, arguments.json)
