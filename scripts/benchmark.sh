@@ -26,8 +26,8 @@ $usage
                yours: peak memory against step time (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
-Each has --help, and all but capture --json FILE, to store what they print, and --check,
-for the counts that must hold.
+Each has --help, and all but capture --json FILE, to store what they print. The first five
+have --check, for the counts that must hold.
 EOF2
     exit
     ;;

@@ -10,19 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from benchmarks import (
-    capture,
-    compare,
-    compile,
-    corpus,
-    fresh,
-    nets,
-    results,
-    techniques,
-)
-from benchmarks.training import relative_error
+from benchmarks import capture, compare, corpus, fresh, nets, results, techniques
+from benchmarks import compile as compile_parts
+from benchmarks.training import relative_error, TOLERANCE
 from torch import nn
-from upstream import untouched_partitioners
 
 
 SIDE = 32
@@ -179,20 +170,6 @@ def test_interrupt_ends_what_was_running(measure, tmp_path):
     assert not psutil.pid_exists(int(noted.read_text()))
 
 
-def test_larger_instances_are_not_tried():
-    rows = [
-        {"solver": "a", "family": "growth", "n": 1},
-        {"solver": "a", "family": "growth", "n": 2, "error": "took more than 2 s"},
-        {"solver": "b", "family": "growth", "n": 2, "error": "RuntimeError: broken"},
-    ]
-    larger = {"solver": "a", "family": "growth", "n": 3}
-    reason = "not tried: with 2 items it took more than 2 s"
-    assert compare.hopeless(larger, rows) == reason
-    assert compare.hopeless({**larger, "solver": "b"}, rows) is None
-    assert compare.hopeless({**larger, "family": "grid"}, rows) is None
-    assert compare.hopeless({**larger, "family": "corpus"}, rows) is None
-
-
 # --------------------------------------------------------------- techniques
 
 
@@ -233,15 +210,10 @@ def test_technique_saves_and_recomputes(name, budget, saved, recomputed):
     assert row["saved_bytes"] == saved
     assert row["forward_flops"] == 8 * PRODUCT
     assert row["recomputed_flops"] == recomputed * PRODUCT
-    assert row["gradient_error"] <= techniques.TOLERANCE
+    assert row["gradient_error"] <= TOLERANCE
     # Parameters, two states and a step count of each, and the input are there.
     parameters = 8 * (SIDE * SIDE + SIDE) * 4
     assert row["peak_bytes"] > 3 * parameters + 16 * 4 + MATRIX + saved
-    named = {"technique": name, "budget": budget, **row}
-    assert not techniques.faults([named])
-    if name != "eager":
-        (fault,) = techniques.faults([{**named, "gradient_error": float("nan")}])
-        assert "gradients differ from eager mode's by nan" in fault
 
 
 def test_technique_that_cannot_run_says_why():
@@ -262,9 +234,9 @@ def test_an_error_in_a_small_gradient_is_seen(wrong):
 # ------------------------------------------------------------------ compare
 
 
-def compared(solver, family="grid", n=8, runs=20, instance="", seconds=10.0):
+def compared(solver, family="grid", n=8, runs=20, instance=""):
     task = {"solver": solver, "instance": instance, "family": family, "n": n}
-    return compare.measure({**task, "runs": runs, "seconds": seconds})
+    return compare.measure({**task, "runs": runs})
 
 
 @pytest.mark.parametrize(
@@ -282,8 +254,8 @@ def test_exact_solvers_agree(solver, family):
 def test_answers_over_the_budget_are_counted():
     """At some budgets of this net; the true sizes decide."""
     name = "convnext_l_bf16_b64"
-    net = compare.net_named(name)
-    solve = compare.SOLVERS["upstream Hirschberg"](10)
+    (net,) = (net for net in corpus.instances() if net.name == name)
+    solve = compare.SOLVERS["upstream Hirschberg"]
     spent = [
         math.fsum(net.memory[i] for i in solve(net.memory, net.runtimes, b)) / b - 1
         for b in compare.CORPUS_BUDGETS
@@ -297,36 +269,19 @@ def test_answers_over_the_budget_are_counted():
     assert (mine["over_budget"], mine["worst_value"]) == (0, 1)
 
 
-def test_time_for_calls_is_limited():
-    assert compared("exact", runs=10**9, seconds=0.05)["calls"] < 10**5
-
-
 def test_memory_of_a_table_is_seen():
     """A float32 for each row and quantum, beside which nothing else counts."""
     budget = corpus.unnormalised(60, seed=0)[2]
     task = {"solver": "upstream dp", "instance": "", "family": "grid", "n": 60}
-    task |= {"runs": 1, "seconds": 10.0, "torch": "patched"}
+    task["runs"] = 1
     # As the benchmark does: memory that other tests freed would not be growth.
     row = fresh.measure_in_child("benchmarks.compare", task, fresh.Limits(120, 8))
     grown = row["grown_bytes"]
     assert grown == pytest.approx(4 * 61 * 10_000 * budget, rel=0.3)
 
 
-def test_knee_is_what_upstream_dispatches_to():
-    memory, runtimes, _ = corpus.unnormalised(12, seed=3)
-    memory = [size / sum(memory) for size in memory]
-    graph = torch.fx.Graph()
-    nodes = [graph.placeholder(f"x{i}") for i in range(12)]
-    with torch._functorch.config.patch(
-        activation_memory_budget_solver="dynamic_memory_budget_dp"
-    ):
-        dispatch = untouched_partitioners()._optimize_runtime_with_given_memory
-        wanted = dispatch(graph, memory, runtimes, 0.5, None, nodes)[1]
-    assert compare.upstream_knee(memory, runtimes, 0.5) == wanted
-
-
 def test_value_beyond_the_bound_is_an_error(monkeypatch):
-    monkeypatch.setattr(compare, "bound", lambda task, run: 1e-3)
+    monkeypatch.setattr(compare, "bound", lambda task, problem: 1e-3)
     with pytest.raises(RuntimeError, match="of what was proven to be the most"):
         compared("exact")
 
@@ -354,25 +309,23 @@ def test_page_and_faults_of_a_comparison():
 
 def test_parts_of_a_compile_add_up():
     task = {"model": own(chain), "variant": "after", "budget": 0.5}
-    row = {**task, **compile.measure(task)}
+    row = {**task, **compile_parts.measure(task)}
     parts = [row[f"{part}_s"] for part in ("trace", "min_cut", "estimate")]
     parts += [row["knapsack_s"], row["partition_rest_s"]]
     assert all(part >= 0 for part in parts)
     assert sum(parts) == pytest.approx(row["total_s"])
     assert row["items"] == 8
     assert row["used"] <= 0.5 and not row["over"]
-    rows = [row, {**task, "over": True, "used": 0.6}, {**task, "error": "blew up"}]
-    used = f"{own(chain)}, after: used 0.6 of a budget of 0.5"
-    assert compile.faults(rows) == [used, f"{own(chain)}, after: blew up"]
-    data = {"environment": results.environment(), "rows": [row, rows[2]]}
-    assert f"| {own(chain)} | after | blew up |" in compile.page(data)
+    rows = [row, {**task, "error": "blew up"}]
+    data = {"environment": results.environment(), "rows": rows}
+    assert f"| {own(chain)} | after | blew up |" in compile_parts.page(data)
 
 
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
         (techniques, ["--model", "llama-9"], "no model named 'llama-9'"),
-        (compile, ["--json", "/no/such/file"], "there is no folder /no/such"),
+        (compile_parts, ["--json", "/no/such/file"], "there is no folder /no/such"),
     ],
 )
 def test_wrong_options_are_refused(main, arguments, message, monkeypatch, capsys):

@@ -16,7 +16,7 @@ import sys
 import pytest
 import torch
 from benchmarks import corpus
-from benchmarks.solvers import tensor_bytes
+from benchmarks.live_bytes import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack as ours
@@ -305,9 +305,9 @@ def test_upstream_dp_is_over_true_capacity():
 # Memory
 
 
-def peak_bytes(solver, *arguments):
+def tensor_bytes(solver, *arguments):
     """The most that a solver's tensors occupy at once."""
-    return tensor_bytes(functools.partial(solver, *arguments))
+    return allocations(functools.partial(solver, *arguments)).peak
 
 
 def test_tensors_take_a_twentieth_of_upstream_dp():
@@ -315,13 +315,13 @@ def test_tensors_take_a_twentieth_of_upstream_dp():
         if len(instance.memory) < 400:
             continue
         arguments = instance.memory, instance.runtimes, 0.1
-        theirs = peak_bytes(upstream.dp_knapsack, *arguments)
+        theirs = tensor_bytes(upstream.dp_knapsack, *arguments)
         # The table alone, so that a profiler that sees nothing fails the test.
         assert theirs > 4 * len(instance.memory) * quanta(0.1)
-        assert peak_bytes(ours.dp_knapsack, *arguments) < theirs / 20, instance
+        assert tensor_bytes(ours.dp_knapsack, *arguments) < theirs / 20, instance
 
 
 def test_a_few_rows_are_kept():
     problem = random_instance(random.Random(9), 2000, "correlated")
     row = 8 * (quanta(problem[2]) + 1)
-    assert row < peak_bytes(ours.dp_knapsack, *problem) < 6 * row
+    assert row < tensor_bytes(ours.dp_knapsack, *problem) < 6 * row

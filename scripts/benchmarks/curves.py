@@ -31,6 +31,7 @@ SMALL, LARGE = "mlp-uneven", "bert-large"
 MARKS = {SMALL: 3.0, LARGE: 60.0}
 MOST_CUTS = 36
 MOST_SOLVES = 2
+LIMITS = fresh.Limits(seconds=1200, gigabytes=12)
 
 
 def measure(task: fresh.Task) -> Row:
@@ -112,14 +113,12 @@ def page(data: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = options.parser(__doc__, check="the small net only")
-    parser.add_argument("--seconds", type=float, default=1200, help="limit per process")
     arguments = parser.parse_args()
     wanted = [(SMALL, "patched")]
     if not arguments.check:
         wanted += [(SMALL, fresh.UNTOUCHED), (LARGE, "patched")]
     tasks = [{"net": net, "torch": torch} for net, torch in wanted]
-    limits = fresh.Limits(arguments.seconds, gigabytes=12)
-    rows = fresh.run(__name__, tasks, limits)
+    rows = fresh.run(__name__, tasks, LIMITS)
     facts = {**environment(), "budget": BUDGET, "marks": MARKS}
     data = {"environment": facts, "rows": rows}
     fresh.finish(arguments.json, data, page)

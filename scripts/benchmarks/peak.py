@@ -35,7 +35,7 @@ from benchmarks import fresh, nets, options
 from benchmarks.live_bytes import record_step
 from benchmarks.marks import failed, Mark, table
 from benchmarks.results import environment, markdown, measured_on, Row, save
-from benchmarks.tracing import CountedFlops, cpu_attention_counted, trace
+from benchmarks.tracing import CountedFlops, cpu_attention_counted, Joint
 from benchmarks.training import gradients, relative_error
 
 
@@ -187,22 +187,13 @@ def measure_inductor(task: fresh.Task) -> Row:
 
 def measure_planning(task: fresh.Task) -> Row:
     """CPU seconds of the whole partitioner, by upstream's algorithm and by ours."""
-    kept: list[Any] = []
-
-    def keep(module: Any, inputs: Any, **options: Any) -> Any:
-        kept.extend((copy.deepcopy(module), inputs, options))
-        return partitioners.min_cut_rematerialization_partition(
-            module, inputs, **options
-        )
-
-    trace(*nets.find(task["net"]).fake(), keep)
-    module, inputs, options = kept
+    joint = Joint(*nets.find(task["net"]).fake())
     times: dict[str, list[float]] = {}
-    nodes = len(module.graph.nodes)
+    nodes = len(joint.graph.graph.nodes)
     for _ in range(REPEATS if nodes < 10_000 else 1):
         for budget in task["budgets"]:
             for target, solver in (("saved", "dp"), ("peak", "exact")):
-                joint = copy.deepcopy(module)
+                graph = copy.deepcopy(joint.graph)
                 with config.patch(
                     activation_memory_budget=budget,
                     activation_memory_budget_target=target,
@@ -214,7 +205,7 @@ def measure_planning(task: fresh.Task) -> Row:
                     gc.disable()
                     start = time.process_time()
                     partitioners.min_cut_rematerialization_partition(
-                        joint, inputs, **options
+                        graph, joint.inputs, **joint.options
                     )
                     seconds = time.process_time() - start
                     gc.enable()

@@ -6,6 +6,7 @@ one place that knows by which names the partitioner calls its solver and its min
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,6 +72,30 @@ def trace(
     )
     with mode, CUDAAttention():
         traced(state, *inputs)
+
+
+class Joint:
+    """The joint graph of fake tensors, to be partitioned again and again."""
+
+    graph: torch.fx.GraphModule
+    inputs: Any
+    options: dict[str, Any]
+
+    def __init__(
+        self, mode: FakeTensorMode, module: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> None:
+        split = partitioners.min_cut_rematerialization_partition
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            self.graph, self.inputs = copy.deepcopy(graph), inputs
+            self.options = options
+            return split(graph, inputs, **options)
+
+        trace(mode, module, inputs, keep)
+
+    def partition(self, split: Callable[..., Any]) -> Any:
+        """What a partitioner makes of a copy: forward and backward."""
+        return split(copy.deepcopy(self.graph), self.inputs, **self.options)
 
 
 class CUDAAttention(TorchFunctionMode):
