@@ -24,15 +24,7 @@ import torch._functorch.config
 from benchmarks import corpus, fresh, options
 from benchmarks.nets import find
 from benchmarks.results import environment, markdown, measured_on, Row
-from benchmarks.tracing import (
-    CUT,
-    ESTIMATE,
-    Instance,
-    observed,
-    PARTITION,
-    SOLVE,
-    trace,
-)
+from benchmarks.tracing import CUT, Instance, observed, PARTITION, SOLVE, trace
 
 
 MODELS = (
@@ -67,7 +59,6 @@ def measure(task: fresh.Task) -> Row:
         trace(*fake)
     total = time.process_time() - start
     asked, part = observer.instance, observer.seconds
-    inner = part[CUT] + part[ESTIMATE] + part[SOLVE]
     return {
         "joint_nodes": len(asked.graph.nodes) if asked else 0,
         "items": len(asked.memory) if asked else 0,
@@ -78,9 +69,8 @@ def measure(task: fresh.Task) -> Row:
         "total_s": total,
         "trace_s": total - part[PARTITION],
         "min_cut_s": part[CUT],
-        "estimate_s": part[ESTIMATE],
         "knapsack_s": part[SOLVE],
-        "partition_rest_s": part[PARTITION] - inner,
+        "partition_rest_s": part[PARTITION] - part[CUT] - part[SOLVE],
     }
 
 
@@ -91,7 +81,7 @@ def page(data: dict[str, Any]) -> str:
     lines = []
     for row in data["rows"]:
         if "error" in row:
-            lines.append([row["model"], row["variant"], row["error"], *[""] * 10])
+            lines.append([row["model"], row["variant"], row["error"], *[""] * 9])
             continue
         used = row["used"] / row["budget"] if row["used"] is not None else None
         text = "-" if used is None else f"{used:.4f}"
@@ -101,7 +91,7 @@ def page(data: dict[str, Any]) -> str:
                 row["variant"],
                 f"{row['joint_nodes']:,}",
                 f"{row['items']:,}",
-                *(f"{row[key]:.2f}" for key in ("trace_s", "min_cut_s", "estimate_s")),
+                *(f"{row[key]:.2f}" for key in ("trace_s", "min_cut_s")),
                 f"{row['knapsack_s'] * 1e3:.1f}",
                 f"{row['knapsack_bytes'] / 1e6:.1f}",
                 f"{row['partition_rest_s']:.2f}",
@@ -111,7 +101,7 @@ def page(data: dict[str, Any]) -> str:
             ]
         )
     heading = ["model", "", "joint nodes", "items", "trace s", "min cuts s"]
-    heading += ["estimate s", "knapsack ms", "knapsack MB", "rest s", "total s"]
+    heading += ["knapsack ms", "knapsack MB", "rest s", "total s"]
     return (
         markdown([*heading, "knapsack / total", "used / budget"], lines)
         + (

@@ -204,7 +204,7 @@ class Instance:
 
 # What is watched, and where it is: the first place that this torch has counts.
 PARTITION, CHOOSE, SOLVE = "partition", "choose", "solve"
-CUT, ESTIMATE, REPORT = "cut", "estimate", "report"
+CUT, REPORT = "cut", "report"
 _PARTITIONERS = "torch._functorch.partitioners"
 _OVERLAY = "torch._functorch._activation_checkpointing"
 WATCHED = {
@@ -217,7 +217,6 @@ WATCHED = {
         (_PARTITIONERS, "_optimize_runtime_with_given_memory"),
     ),
     CUT: ((_PARTITIONERS, "solve_min_cut"),),
-    ESTIMATE: ((_PARTITIONERS, "estimate_runtime"),),
     REPORT: ((f"{_OVERLAY}.peak_budget", "record_plan"),),
     "solve_budgets": ((f"{_OVERLAY}.budget_curve", "solve_budgets"),),
 }
