@@ -20,8 +20,8 @@ $usage
                as it was, and what that costs (ten minutes)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
                gradients, planning time (an hour)
-  compile      where the partitioner's time and memory go, before and after the set, on
-               models of real size (half an hour)
+  compile      where the partitioner's time goes, before and after the set, on models of
+               real size (half an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
                yours: peak memory against step time (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)

@@ -199,7 +199,7 @@ class Instance:
     budget: float
     info: Any
     nodes: list[torch.fx.Node]
-    saved: list[int] = field(default_factory=list)
+    saved: list[int]
 
 
 # What is watched, and where it is: the first place that this torch has counts.
@@ -223,8 +223,6 @@ WATCHED = {
 # The backends imported the partitioner by name, each into a module of its own.
 BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
 
-Around = Callable[[Instance, Callable[[], Any]], Any]
-
 
 @dataclass
 class Observer:
@@ -237,45 +235,30 @@ class Observer:
     # Arguments and result of each min cut.
     cuts: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
 
-    # Asked in the solver's place, with the instance and with the solver.
-    around: Around = lambda posed, solve: solve()
-
     def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         self.calls[name], self.seconds[name] = 0, 0.0
-
-        def solving(*args: Any) -> Any:
-            graph, memory, runtimes, budget, info, nodes = args
-            posed = Instance(
-                graph, list(memory), list(runtimes), budget, info, list(nodes)
-            )
-            answer = self.around(posed, lambda: function(*args))
-            posed.saved = list(answer[1])
-            self.instance = posed
-            return answer
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
-                result = (solving if name == SOLVE else function)(*args, **kwargs)
+                result = function(*args, **kwargs)
             finally:
                 self.seconds[name] += time.process_time() - start
                 self.calls[name] += 1
             if name == CUT:
                 self.cuts.append((args, result))
+            if name == SOLVE:
+                self.instance = Instance(*(*args, list(result[1])))
             return result
 
         return call
 
 
 @contextmanager
-def observed(around: Around = lambda posed, solve: solve()) -> Iterator[Observer]:
-    """Put an Observer around the partitioner, and take it away again.
-
-    ``around`` is called in the solver's place with the instance and with the solver;
-    what it returns is the answer.
-    """
-    observer = Observer(around=around)
+def observed() -> Iterator[Observer]:
+    """Put an Observer around the partitioner, and take it away again."""
+    observer = Observer()
     with ExitStack() as stack:
 
         def put(module: Any, name: str, function: Any) -> None:
