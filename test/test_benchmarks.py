@@ -4,7 +4,9 @@ import gzip
 import json
 import math
 import os
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import psutil
@@ -99,8 +101,7 @@ def test_capture_says_what_is_wrong_with_a_model(spec, message, monkeypatch, cap
     assert capture.main() == 1
     printed = capsys.readouterr().err
     assert printed.startswith("capture: ")
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(printed)
+    assert re.search(message, printed), printed
 
 
 # ------------------------------------------------------------- fresh process
@@ -108,16 +109,14 @@ def test_capture_says_what_is_wrong_with_a_model(spec, message, monkeypatch, cap
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
-    """``measure(body, ...)``: run a module of that body, which may change the task."""
+    """``measure(body, *tasks)``: by a module whose ``measure`` has that body."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(body, tasks=(1, 2), limits=fresh.Limits(30, 2)):  # noqa: B008
-        lines = "".join(f"    {line}\n" for line in body.splitlines())
+    def run(body, *tasks, limits=fresh.Limits(30, 2)):  # noqa: B008
         (tmp_path / "measures.py").write_text(
-            "import os, pathlib, signal, time\ndef measure(task):\n"
-            f"{lines}    return {{'twice': 2 * task['x']}}\n"
+            "import os, pathlib, signal, time\nfrom importlib.util import find_spec\n"
+            f"def measure(task):\n{textwrap.indent(body, '    ')}\n"
         )
-        tasks = [x if isinstance(x, dict) else {"x": x} for x in tasks]
         return fresh.run("measures", tasks, limits)
 
     return run
@@ -142,16 +141,15 @@ def measure(tmp_path, monkeypatch):
     ids=["time", "memory", "crash", "exception"],
 )
 def test_what_goes_wrong_is_a_row(measure, body, limits, message):
-    body = f"if task['x'] == 1: {body}"
-    first, second = measure(body, limits=limits)
+    body = f"if task['x'] == 1: {body}\nreturn {{'twice': 2 * task['x']}}"
+    first, second = measure(body, {"x": 1}, {"x": 2}, limits=limits)
     assert first == {"x": 1, "error": message}
     assert second in ({"x": 2, "twice": 4}, {"x": 2, "error": "took more than 0.5 s"})
 
 
 def test_untouched_tasks_run_on_the_wheel(measure):
-    tasks = [{"torch": "patched"}, {"torch": fresh.UNTOUCHED}]
-    body = "from importlib.util import find_spec\nreturn {'file': find_spec('torch').origin}"
-    patched, wheel = measure(body, tasks)
+    body = "return {'file': find_spec('torch').origin}"
+    patched, wheel = measure(body, {"torch": "patched"}, {"torch": fresh.UNTOUCHED})
     assert patched["file"] == torch.__file__
     assert Path(wheel["file"]).is_relative_to(sys.prefix)
     assert not os.path.samefile(wheel["file"], torch.__file__)
@@ -166,7 +164,7 @@ def test_interrupt_ends_what_was_running(measure, tmp_path):
         "time.sleep(60)"
     )
     with pytest.raises(KeyboardInterrupt):
-        measure(body)
+        measure(body, {})
     assert not psutil.pid_exists(int(noted.read_text()))
 
 
@@ -272,8 +270,7 @@ def test_answers_over_the_budget_are_counted():
 def test_memory_of_a_table_is_seen():
     """A float32 for each row and quantum, beside which nothing else counts."""
     budget = corpus.unnormalised(60, seed=0)[2]
-    task = {"solver": "upstream dp", "instance": "", "family": "grid", "n": 60}
-    task["runs"] = 1
+    task = {"solver": "upstream dp", "family": "grid", "n": 60, "runs": 1}
     # As the benchmark does: memory that other tests freed would not be growth.
     row = fresh.measure_in_child("benchmarks.compare", task, fresh.Limits(120, 8))
     grown = row["grown_bytes"]
@@ -286,22 +283,12 @@ def test_value_beyond_the_bound_is_an_error(monkeypatch):
         compared("exact")
 
 
-def test_page_and_faults_of_a_comparison():
-    rows = []
-    for solver in ("exact", "upstream greedy"):
-        task = {"solver": solver, "instance": "growth n=8", "family": "growth"}
-        rows.append({**task, "n": 8, "runs": 20, **compared(solver, "growth")})
-        rows.append({**task, "n": 9, "runs": 20, "error": "took more than 1 s"})
-    assert compare.faults(rows) == ["growth n=8: took more than 1 s"]
-    worse = {**rows[0], "worst_value": 0.99}
-    (fault,) = compare.faults([worse])
+def test_faults_of_a_comparison():
+    row = {"solver": "exact", "instance": "growth n=8", **compared("exact", "growth")}
+    failed = {**row, "error": "took more than 1 s"}
+    assert compare.faults([row, failed]) == ["growth n=8: took more than 1 s"]
+    (fault,) = compare.faults([{**row, "worst_value": 0.99}])
     assert "0 of 20 answers are over the budget, the least value is 0.99" in fault
-    facts = {**results.environment("scipy", "ortools"), "limit_s": 1, "limit_gb": 1}
-    facts.update(growth_budget=0.5, corpus_budgets=[], grid_runs=1, repeats=1)
-    data = {"environment": facts, "rows": rows}
-    lines = compare.page(data).splitlines()
-    (exact,) = (line for line in lines if line.startswith("| exact"))
-    assert exact.endswith("| took more than 1 s | 0 of 20 |  | 0 |")
 
 
 # ------------------------------------------------------------------ compile

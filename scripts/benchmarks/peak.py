@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,23 +70,15 @@ def measure(task: fresh.Task) -> Row:
         return measure_steps(task)
 
 
-def planner() -> Any:
-    """The patched checkout's; the untouched wheel has none."""
-    from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-        peak_budget,
-    )
-
-    return peak_budget
+def overlay(module: str) -> Any:
+    """A module of the patched checkout's; the untouched wheel has none."""
+    package = "torch._functorch._activation_checkpointing"
+    return importlib.import_module(f"{package}.{module}")
 
 
 def planned_peak() -> Any:
-    """What the report of the last plan says of its peak; None where no plan was made."""
-    from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-        saved_report,
-    )
-
-    # A budget of 1 is none of peak memory.
-    return getattr(saved_report.last_plan(), "peak", None)
+    """What the report of the last plan says of its peak; a budget of 1 has none."""
+    return getattr(overlay("saved_report").last_plan(), "peak", None)
 
 
 @contextmanager
@@ -144,8 +137,8 @@ def measure_steps(task: fresh.Task) -> Row:
 
     if not ours:
         return {"steps": list(steps())}
-    search = functools.partial(noted, planner().search)
-    with mock.patch.object(planner(), "search", search):
+    search = functools.partial(noted, overlay("peak_budget").search)
+    with mock.patch.object(overlay("peak_budget"), "search", search):
         return {"steps": list(steps()), **searched}
 
 
