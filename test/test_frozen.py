@@ -15,18 +15,14 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    """One thread, and no graph from a cache: it knows nothing of poison."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
+def uncached(alone):
+    """No graph comes from a cache: it would know nothing of poison."""
     with (
         fconfig.patch(enable_autograd_cache=False),
         # Plain loops compile faster than vectors.
         iconfig.patch({"fx_graph_cache": False, "cpp.simdlen": 0}),
     ):
         yield
-    torch.set_num_threads(threads)
 
 
 class FrozenNet(nn.Module):

@@ -12,7 +12,6 @@ count (min cuts, calls of the solver, sets cut twice) is off.
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,7 @@ def measure(task: fresh.Task) -> Row:
             memory_budget_pareto_dir=folder,
         ),
     ):
-        start = time.process_time()
         trace(*fake)
-        total = time.process_time() - start
         files = sorted(place.suffix for place in Path(folder).iterdir())
     calls, seconds, asked = observer.calls, observer.seconds, observer.instance
     # What each min cut was told to leave unsaved; two are made before the knapsack.
@@ -63,7 +60,6 @@ def measure(task: fresh.Task) -> Row:
         "solver_calls": calls[SOLVE] + calls.get("solve_budgets", 0),
         "plan_and_plot_seconds": seconds[CHOOSE],
         "partition_seconds": seconds[PARTITION],
-        "seconds_with_trace": total,
         "report_seconds": seconds.get(REPORT, 0.0),
         "files": files,
     }

@@ -141,11 +141,8 @@ def finish(
     result: Optional[Path],
     data: dict[str, Any],
     page: Callable[[dict[str, Any]], str],
-    plot: Optional[Callable[[dict[str, Any], Path], None]] = None,
 ) -> None:
-    """Print what was measured, store and draw it."""
+    """Print what was measured, and store it."""
     show(page(data))
     if result is not None:
         store(result, data)
-        if plot is not None:
-            plot(data, result)

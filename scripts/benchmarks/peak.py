@@ -444,5 +444,7 @@ def main() -> int:
     # The rows are what a pull request quotes.
     quoted = [mark._asdict() for mark in marks]
     data = {"environment": facts, "measured": rows, "rows": quoted}
-    fresh.finish(arguments.json, data, page, plot)
+    fresh.finish(arguments.json, data, page)
+    if arguments.json:
+        plot(data, arguments.json)
     return int(failed(marks) or any("error" in row for row in rows))
