@@ -11,9 +11,10 @@ untouched wheel, ours those of the patched checkout; OR-tools' knapsack solver a
 HiGHS, through scipy's milp, stand for what else could be asked.
 
 Each solver meets each instance in a fresh process with one thread. A process that
-takes more time or memory than it may is a row that says so. Time is CPU time, per call. Memory is by how much the process grew
-while the solver ran. Values are compared with the bound that the exact solver
-proves, and with the corpus's stored optima; only answers within the budget count.
+takes more time or memory than it may is a row that says so. Time is CPU time, per call.
+Memory is by how much the process grew while the solver ran. Values are compared with
+the bound that the exact solver proves, and with the corpus's stored optima; only
+answers within the budget count.
 """
 
 from __future__ import annotations
@@ -45,13 +46,8 @@ REPEATS = 3
 LIMITS = fresh.Limits(seconds=40, gigabytes=4)
 # Of these, what measured calls may take; starting up takes some, too.
 SECONDS_OF_CALLS = 4.0
-# Divisions that make a share may err by this much.
-ROUNDING = 1e-12
 # Sizes for OR-tools are whole numbers of this share of the total, rounded up.
 FINEST = 2**53
-
-# A type checker sees the wheel's module, which has less.
-patched: Any = knapsack
 
 Instance = tuple[list[float], Sequence[float], float]
 # Maps (memory, runtimes, budget) to the indices of the saved items.
@@ -104,20 +100,24 @@ def highs(memory: list[float], runtimes: Sequence[float], budget: float) -> list
     return saved
 
 
-def of(module: Any, name: str) -> Solve:
-    """Looked up when it is called: a torch without the set has no solver of ours."""
-    return lambda *instance: getattr(module, name)(*instance)[1]
+def of(module: Callable[[], Any], name: str) -> Solve:
+    """A solver of the set or of the wheel, looked up when it is called."""
+    return lambda *instance: getattr(module(), name)(*instance)[1]
 
 
-upstream = untouched_knapsack()
+def patched() -> Any:
+    # A type checker sees the wheel's module, which has less.
+    return knapsack
+
+
 SOLVERS: dict[str, Solve] = {
     "exact": of(patched, "exact_knapsack"),
     "dp": of(patched, "dp_knapsack"),
     "Hirschberg": of(patched, "dp_knapsack_sliding_hirschberg"),
-    "upstream greedy": of(upstream, "greedy_knapsack"),
-    "upstream ilp": of(upstream, "ilp_knapsack"),
-    "upstream dp": of(upstream, "dp_knapsack"),
-    "upstream Hirschberg": of(upstream, "dp_knapsack_sliding_hirschberg"),
+    "upstream greedy": of(untouched_knapsack, "greedy_knapsack"),
+    "upstream ilp": of(untouched_knapsack, "ilp_knapsack"),
+    "upstream dp": of(untouched_knapsack, "dp_knapsack"),
+    "upstream Hirschberg": of(untouched_knapsack, "dp_knapsack_sliding_hirschberg"),
     "OR-tools": or_tools,
     "HiGHS": highs,
 }
@@ -158,7 +158,7 @@ def bound(task: fresh.Task, problem: Instance) -> float:
     """No feasible answer is worth more."""
     if task["family"] == CORPUS:
         return corpus.optima()[task["instance"], problem[2]]
-    return float(patched.solve_knapsack(*problem).upper_bound)
+    return float(patched().solve_knapsack(*problem).upper_bound)
 
 
 # --------------------------------------------------------- in a fresh process
@@ -203,7 +203,7 @@ def judged(
         best = bounds[run % len(asked)]
         value = math.fsum(runtimes[i] for i in saved)
         shares.append(value / best if best else 1.0)
-    if shares and max(shares) > 1 + ROUNDING:
+    if shares and max(shares) > 1 + corpus.ROUNDING:
         raise RuntimeError(
             f"an answer of {task['solver']} on {task['instance']} is within the budget "
             f"and worth {max(shares)} of what was proven to be the most"
@@ -237,7 +237,7 @@ def kept(rows: Sequence[Row]) -> list[str]:
 
 def share(part: float) -> str:
     """A share of something: in percent where that has digits to show."""
-    if part < ROUNDING:
+    if part < corpus.ROUNDING:
         return "0"
     return f"{part:.2%}" if part >= 1e-4 else f"{part:.0e}"
 
@@ -296,7 +296,7 @@ def faults(rows: Sequence[Row]) -> list[str]:
             continue
         if "error" in row:
             found.append(f"{row['instance']}: {row['error']}")
-        elif row["over_budget"] or not row["worst_value"] >= 1 - ROUNDING:
+        elif row["over_budget"] or not row["worst_value"] >= 1 - corpus.ROUNDING:
             found.append(
                 f"{row['instance']}: {row['over_budget']} of {row['calls']} answers are "
                 f"over the budget, the least value is {row['worst_value']}"
