@@ -24,7 +24,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks import fresh, options
 from benchmarks.live_bytes import record_step
-from benchmarks.nets import find, Inputs, LLAMA_8, LossOf
+from benchmarks.nets import find, LLAMA_8, LossOf
 from benchmarks.results import environment, markdown, measured_on, Row
 from benchmarks.tracing import CountedFlops, cpu_attention_counted
 from benchmarks.training import gradients, relative_error
@@ -117,7 +116,8 @@ def compiled(module: nn.Module, task: fresh.Task) -> Forward:
     return forward
 
 
-TECHNIQUES: dict[str, Callable[[nn.Module, fresh.Task], Forward]] = {
+SetUp = Callable[[nn.Module, fresh.Task], Forward]
+TECHNIQUES: dict[str, SetUp] = {
     EAGER: eager,
     "autocast bf16": autocast,
     "checkpoint": checkpointed,
@@ -137,19 +137,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # --------------------------------------------------------- in a fresh process
 
 
-def forward_backward(
-    module: nn.Module, forward: Forward, inputs: Inputs
-) -> tuple[int, int, list[Tensor]]:
-    """Flops of the forward, flops of both, and the gradients."""
-    module.zero_grad()
-    torch.manual_seed(0)
-    with CountedFlops() as counter:
-        loss = forward(*inputs)
-        forward_flops = counter.flops
-        loss.backward()
-    return forward_flops, counter.flops, gradients(list(module.parameters()))
-
-
 def measure(task: fresh.Task) -> Row:
     if task["device"] == "cpu":
         torch.set_num_threads(1)
@@ -161,19 +148,14 @@ def measure(task: fresh.Task) -> Row:
         return measured(task)
 
 
-@dataclass
 class Step:
-    """A training step of a model."""
+    """A training step of a model, once ``set_up`` has put a technique to work on it."""
 
-    forward: Forward
-    inputs: Inputs
-    optimizer: torch.optim.Optimizer
-    cuda: bool
-
-    def __call__(self) -> None:
-        self.forward(*self.inputs).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def __init__(self, task: fresh.Task, set_up: SetUp) -> None:
+        self.cuda = task["device"] == "cuda"
+        self.module, self.inputs = find(task["model"]).make(task["device"])
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0)
+        self.loss = functools.partial(set_up(self.module, task), *self.inputs)
 
     def seconds(self) -> float:
         # One thread computes on the CPU: what else the machine does is left out.
@@ -181,38 +163,38 @@ class Step:
         if self.cuda:
             torch.cuda.synchronize()
         start = clock()
-        self()
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         if self.cuda:
             torch.cuda.synchronize()
         return clock() - start
 
+    def counted(self) -> tuple[int, int, list[Tensor]]:
+        """Flops of the forward, flops of both, and the gradients."""
+        torch.manual_seed(0)
+        with CountedFlops() as counter:
+            loss = self.loss()
+            forward_flops = counter.flops
+            loss.backward()
+        return forward_flops, counter.flops, gradients(list(self.module.parameters()))
+
 
 def measured(task: fresh.Task) -> Row:
-    cuda = task["device"] == "cuda"
-
-    def made(
-        set_up: Callable[[nn.Module, fresh.Task], Forward],
-    ) -> tuple[nn.Module, Step]:
-        module, inputs = find(task["model"]).make(task["device"])
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
-        return module, Step(set_up(module, task), inputs, optimizer, cuda)
-
-    module, step = made(TECHNIQUES[task["technique"]])
-    step()
+    step = Step(task, TECHNIQUES[task["technique"]])
+    step.seconds()
     recorded = record_step(
-        lambda: step.forward(*step.inputs),
-        module.parameters(),
+        step.loss,
+        step.module.parameters(),
         step.inputs,
         step.optimizer,
         # Inductor's kernels make their buffers out of the dispatcher's sight.
-        allocator=cuda,
+        allocator=step.cuda,
     )
-    reference, plain = made(eager)
-    _, flops, found = forward_backward(module, step.forward, step.inputs)
-    forward, wanted_flops, wanted = forward_backward(
-        reference, plain.forward, plain.inputs
-    )
-    plain()
+    plain = Step(task, eager)
+    _, flops, found = step.counted()
+    forward, wanted_flops, wanted = plain.counted()
+    plain.seconds()
     pairs = [(step.seconds(), plain.seconds()) for _ in range(REPEATS)]
     step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
     return {
