@@ -20,14 +20,14 @@ $usage
                as it was, and what that costs (ten minutes)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
                gradients, planning time (an hour)
-  compile      where the partitioner's time and memory go, before and after the set, on
-               models of real size (half an hour)
+  compile      where the partitioner's time goes, before and after the set, on models of
+               real size (half an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
                yours: peak memory against step time (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
-Each has --help, and all but capture --json FILE, to store what they print, and --check,
-for the counts that must hold.
+Each has --help, and all but capture --json FILE, to store what they print. The first five
+have --check, for the counts that must hold.
 EOF2
     exit
     ;;

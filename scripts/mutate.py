@@ -15,7 +15,6 @@ import ast
 import contextlib
 import difflib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -120,7 +119,6 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", metavar="TEST")
     parser.add_argument("--count", type=int, default=20, help="mutants (default 20)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="store the outcome")
     options = parser.parse_args()
     module, console = options.module.resolve(), Console(soft_wrap=True)
     source = module.read_text()
@@ -128,7 +126,7 @@ def main() -> int:
     chosen = random.Random(options.seed).sample(
         possible, min(options.count, len(possible))
     )
-    rows: list[dict[str, Any]] = []
+    survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         place, root, commands = stage(module, Path(folder))
         if options.tests:
@@ -141,17 +139,12 @@ def main() -> int:
         limit = 30 + 3 * int(time.monotonic() - began)
         for line, changed in track(chosen, module.name, console=console):
             replace_file(place, changed.encode())
-            survived = passes(commands, root, limit)
-            lines = source.splitlines(), changed.splitlines()
-            diff = [*difflib.unified_diff(*lines, lineterm="", n=0)][3:]
-            rows.append({"line": line, "survived": survived, "diff": diff})
-            if survived:
+            if passes(commands, root, limit):
+                survivors += 1
+                lines = source.splitlines(), changed.splitlines()
+                diff = [*difflib.unified_diff(*lines, lineterm="", n=0)][3:]
                 console.print(f"survived {options.module}:{line}", *diff, sep="\n")
-    survivors = sum(row["survived"] for row in rows)
-    console.print(f"{len(rows)} of {len(possible)} mutants, {survivors} survived")
-    if options.json:
-        outcome = {"module": str(options.module), "seed": options.seed, "mutants": rows}
-        options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+    console.print(f"{len(chosen)} of {len(possible)} mutants, {survivors} survived")
     return int(survivors > 0)
 
 

@@ -12,9 +12,6 @@ from types import ModuleType
 from patchset.patch import KNAPSACK, PARTITIONERS
 
 
-EVALUATOR = "torch/_functorch/_activation_checkpointing/knapsack_evaluator.py"
-
-
 def untouched(path: str, name: str) -> ModuleType:
     """The module at ``path`` as its wheel brought it, loaded as ``name``.
 
@@ -40,11 +37,6 @@ def untouched(path: str, name: str) -> ModuleType:
 @functools.cache
 def untouched_knapsack() -> ModuleType:
     return untouched(KNAPSACK, "untouched_knapsack")
-
-
-@functools.cache
-def untouched_evaluator() -> ModuleType:
-    return untouched(EVALUATOR, "untouched_knapsack_evaluator")
 
 
 def untouched_partitioners() -> ModuleType:

@@ -4,25 +4,18 @@ import gzip
 import json
 import math
 import os
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from benchmarks import (
-    capture,
-    compare,
-    compile,
-    corpus,
-    fresh,
-    nets,
-    results,
-    techniques,
-)
-from benchmarks.training import relative_error
+from benchmarks import capture, compare, corpus, fresh, nets, results, techniques
+from benchmarks import compile as compile_parts
+from benchmarks.training import relative_error, TOLERANCE
 from torch import nn
-from upstream import untouched_partitioners
 
 
 SIDE = 32
@@ -108,8 +101,7 @@ def test_capture_says_what_is_wrong_with_a_model(spec, message, monkeypatch, cap
     assert capture.main() == 1
     printed = capsys.readouterr().err
     assert printed.startswith("capture: ")
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(printed)
+    assert re.search(message, printed), printed
 
 
 # ------------------------------------------------------------- fresh process
@@ -117,16 +109,14 @@ def test_capture_says_what_is_wrong_with_a_model(spec, message, monkeypatch, cap
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
-    """``measure(body, ...)``: run a module of that body, which may change the task."""
+    """``measure(body, *tasks)``: by a module whose ``measure`` has that body."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(body, tasks=(1, 2), limits=fresh.Limits(30, 2)):  # noqa: B008
-        lines = "".join(f"    {line}\n" for line in body.splitlines())
+    def run(body, *tasks, limits=fresh.Limits(30, 2)):  # noqa: B008
         (tmp_path / "measures.py").write_text(
-            "import os, pathlib, signal, time\ndef measure(task):\n"
-            f"{lines}    return {{'twice': 2 * task['x']}}\n"
+            "import os, pathlib, signal, time\nfrom importlib.util import find_spec\n"
+            f"def measure(task):\n{textwrap.indent(body, '    ')}\n"
         )
-        tasks = [x if isinstance(x, dict) else {"x": x} for x in tasks]
         return fresh.run("measures", tasks, limits)
 
     return run
@@ -151,16 +141,15 @@ def measure(tmp_path, monkeypatch):
     ids=["time", "memory", "crash", "exception"],
 )
 def test_what_goes_wrong_is_a_row(measure, body, limits, message):
-    body = f"if task['x'] == 1: {body}"
-    first, second = measure(body, limits=limits)
+    body = f"if task['x'] == 1: {body}\nreturn {{'twice': 2 * task['x']}}"
+    first, second = measure(body, {"x": 1}, {"x": 2}, limits=limits)
     assert first == {"x": 1, "error": message}
     assert second in ({"x": 2, "twice": 4}, {"x": 2, "error": "took more than 0.5 s"})
 
 
 def test_untouched_tasks_run_on_the_wheel(measure):
-    tasks = [{"torch": "patched"}, {"torch": fresh.UNTOUCHED}]
-    body = "from importlib.util import find_spec\nreturn {'file': find_spec('torch').origin}"
-    patched, wheel = measure(body, tasks)
+    body = "return {'file': find_spec('torch').origin}"
+    patched, wheel = measure(body, {"torch": "patched"}, {"torch": fresh.UNTOUCHED})
     assert patched["file"] == torch.__file__
     assert Path(wheel["file"]).is_relative_to(sys.prefix)
     assert not os.path.samefile(wheel["file"], torch.__file__)
@@ -175,22 +164,8 @@ def test_interrupt_ends_what_was_running(measure, tmp_path):
         "time.sleep(60)"
     )
     with pytest.raises(KeyboardInterrupt):
-        measure(body)
+        measure(body, {})
     assert not psutil.pid_exists(int(noted.read_text()))
-
-
-def test_larger_instances_are_not_tried():
-    rows = [
-        {"solver": "a", "family": "growth", "n": 1},
-        {"solver": "a", "family": "growth", "n": 2, "error": "took more than 2 s"},
-        {"solver": "b", "family": "growth", "n": 2, "error": "RuntimeError: broken"},
-    ]
-    larger = {"solver": "a", "family": "growth", "n": 3}
-    reason = "not tried: with 2 items it took more than 2 s"
-    assert compare.hopeless(larger, rows) == reason
-    assert compare.hopeless({**larger, "solver": "b"}, rows) is None
-    assert compare.hopeless({**larger, "family": "grid"}, rows) is None
-    assert compare.hopeless({**larger, "family": "corpus"}, rows) is None
 
 
 # --------------------------------------------------------------- techniques
@@ -233,15 +208,10 @@ def test_technique_saves_and_recomputes(name, budget, saved, recomputed):
     assert row["saved_bytes"] == saved
     assert row["forward_flops"] == 8 * PRODUCT
     assert row["recomputed_flops"] == recomputed * PRODUCT
-    assert row["gradient_error"] <= techniques.TOLERANCE
+    assert row["gradient_error"] <= TOLERANCE
     # Parameters, two states and a step count of each, and the input are there.
     parameters = 8 * (SIDE * SIDE + SIDE) * 4
     assert row["peak_bytes"] > 3 * parameters + 16 * 4 + MATRIX + saved
-    named = {"technique": name, "budget": budget, **row}
-    assert not techniques.faults([named])
-    if name != "eager":
-        (fault,) = techniques.faults([{**named, "gradient_error": float("nan")}])
-        assert "gradients differ from eager mode's by nan" in fault
 
 
 def test_technique_that_cannot_run_says_why():
@@ -262,9 +232,9 @@ def test_an_error_in_a_small_gradient_is_seen(wrong):
 # ------------------------------------------------------------------ compare
 
 
-def compared(solver, family="grid", n=8, runs=20, instance="", seconds=10.0):
+def compared(solver, family="grid", n=8, runs=20, instance=""):
     task = {"solver": solver, "instance": instance, "family": family, "n": n}
-    return compare.measure({**task, "runs": runs, "seconds": seconds})
+    return compare.measure({**task, "runs": runs})
 
 
 @pytest.mark.parametrize(
@@ -282,8 +252,8 @@ def test_exact_solvers_agree(solver, family):
 def test_answers_over_the_budget_are_counted():
     """At some budgets of this net; the true sizes decide."""
     name = "convnext_l_bf16_b64"
-    net = compare.net_named(name)
-    solve = compare.SOLVERS["upstream Hirschberg"](10)
+    (net,) = (net for net in corpus.instances() if net.name == name)
+    solve = compare.SOLVERS["upstream Hirschberg"]
     spent = [
         math.fsum(net.memory[i] for i in solve(net.memory, net.runtimes, b)) / b - 1
         for b in compare.CORPUS_BUDGETS
@@ -297,56 +267,28 @@ def test_answers_over_the_budget_are_counted():
     assert (mine["over_budget"], mine["worst_value"]) == (0, 1)
 
 
-def test_time_for_calls_is_limited():
-    assert compared("exact", runs=10**9, seconds=0.05)["calls"] < 10**5
-
-
 def test_memory_of_a_table_is_seen():
     """A float32 for each row and quantum, beside which nothing else counts."""
     budget = corpus.unnormalised(60, seed=0)[2]
-    task = {"solver": "upstream dp", "instance": "", "family": "grid", "n": 60}
-    task |= {"runs": 1, "seconds": 10.0, "torch": "patched"}
+    task = {"solver": "upstream dp", "family": "grid", "n": 60, "runs": 1}
     # As the benchmark does: memory that other tests freed would not be growth.
     row = fresh.measure_in_child("benchmarks.compare", task, fresh.Limits(120, 8))
     grown = row["grown_bytes"]
     assert grown == pytest.approx(4 * 61 * 10_000 * budget, rel=0.3)
 
 
-def test_knee_is_what_upstream_dispatches_to():
-    memory, runtimes, _ = corpus.unnormalised(12, seed=3)
-    memory = [size / sum(memory) for size in memory]
-    graph = torch.fx.Graph()
-    nodes = [graph.placeholder(f"x{i}") for i in range(12)]
-    with torch._functorch.config.patch(
-        activation_memory_budget_solver="dynamic_memory_budget_dp"
-    ):
-        dispatch = untouched_partitioners()._optimize_runtime_with_given_memory
-        wanted = dispatch(graph, memory, runtimes, 0.5, None, nodes)[1]
-    assert compare.upstream_knee(memory, runtimes, 0.5) == wanted
-
-
 def test_value_beyond_the_bound_is_an_error(monkeypatch):
-    monkeypatch.setattr(compare, "bound", lambda task, run: 1e-3)
+    monkeypatch.setattr(compare, "bound", lambda task, problem: 1e-3)
     with pytest.raises(RuntimeError, match="of what was proven to be the most"):
         compared("exact")
 
 
-def test_page_and_faults_of_a_comparison():
-    rows = []
-    for solver in ("exact", "upstream greedy"):
-        task = {"solver": solver, "instance": "growth n=8", "family": "growth"}
-        rows.append({**task, "n": 8, "runs": 20, **compared(solver, "growth")})
-        rows.append({**task, "n": 9, "runs": 20, "error": "took more than 1 s"})
-    assert compare.faults(rows) == ["growth n=8: took more than 1 s"]
-    worse = {**rows[0], "worst_value": 0.99}
-    (fault,) = compare.faults([worse])
+def test_faults_of_a_comparison():
+    row = {"solver": "exact", "instance": "growth n=8", **compared("exact", "growth")}
+    failed = {**row, "error": "took more than 1 s"}
+    assert compare.faults([row, failed]) == ["growth n=8: took more than 1 s"]
+    (fault,) = compare.faults([{**row, "worst_value": 0.99}])
     assert "0 of 20 answers are over the budget, the least value is 0.99" in fault
-    facts = {**results.environment("scipy", "ortools"), "limit_s": 1, "limit_gb": 1}
-    facts.update(growth_budget=0.5, corpus_budgets=[], grid_runs=1, repeats=1)
-    data = {"environment": facts, "rows": rows}
-    lines = compare.page(data).splitlines()
-    (exact,) = (line for line in lines if line.startswith("| exact"))
-    assert exact.endswith("| took more than 1 s | 0 of 20 |  | 0 |")
 
 
 # ------------------------------------------------------------------ compile
@@ -354,25 +296,23 @@ def test_page_and_faults_of_a_comparison():
 
 def test_parts_of_a_compile_add_up():
     task = {"model": own(chain), "variant": "after", "budget": 0.5}
-    row = {**task, **compile.measure(task)}
-    parts = [row[f"{part}_s"] for part in ("trace", "min_cut", "estimate")]
-    parts += [row["knapsack_s"], row["partition_rest_s"]]
+    row = {**task, **compile_parts.measure(task)}
+    names = ("trace", "min_cut", "knapsack", "partition_rest")
+    parts = [row[f"{name}_s"] for name in names]
     assert all(part >= 0 for part in parts)
     assert sum(parts) == pytest.approx(row["total_s"])
     assert row["items"] == 8
     assert row["used"] <= 0.5 and not row["over"]
-    rows = [row, {**task, "over": True, "used": 0.6}, {**task, "error": "blew up"}]
-    used = f"{own(chain)}, after: used 0.6 of a budget of 0.5"
-    assert compile.faults(rows) == [used, f"{own(chain)}, after: blew up"]
-    data = {"environment": results.environment(), "rows": [row, rows[2]]}
-    assert f"| {own(chain)} | after | blew up |" in compile.page(data)
+    rows = [row, {**task, "error": "blew up"}]
+    data = {"environment": results.environment(), "rows": rows}
+    assert f"| {own(chain)} | after | blew up |" in compile_parts.page(data)
 
 
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
         (techniques, ["--model", "llama-9"], "no model named 'llama-9'"),
-        (compile, ["--json", "/no/such/file"], "there is no folder /no/such"),
+        (compile_parts, ["--json", "/no/such/file"], "there is no folder /no/such"),
     ],
 )
 def test_wrong_options_are_refused(main, arguments, message, monkeypatch, capsys):

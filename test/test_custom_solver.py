@@ -7,11 +7,8 @@ import pytest
 import torch
 import torch._functorch.config as fconfig
 from benchmarks.nets import Shape, Transformer
+from benchmarks.tracing import observed
 from patchset.patch import REPOSITORY
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 
 SHAPE = Shape(width=48, heads=4, mlp=128, layers=2, vocabulary=64, tokens=32)
@@ -37,28 +34,18 @@ def example(tmp_path):
 
 def compiled(model, batch):
     """The paths of the modules whose products the backward repeats; the gradients."""
-    graphs = []
-
-    def keep(module, _):
-        graphs.append(module)
-        return make_boxed_func(module)
-
-    backend = aot_autograd(
-        fw_compiler=keep,
-        bw_compiler=keep,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-    )
     torch._dynamo.reset()
-    loss = torch.compile(model, backend=backend)(batch[:, :-1], batch[:, 1:])
+    with observed() as observer:
+        step = torch.compile(model, backend="aot_eager_decomp_partition")
+        loss = step(batch[:, :-1], batch[:, 1:])
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    forward, backward = graphs
+    asked = observer.instance
     paths = {
-        node.name: list(node.meta["nn_module_stack"].values())[-1][0]
-        for node in forward.graph.find_nodes(op="call_function", target=MM)
+        list(node.meta["nn_module_stack"].values())[-1][0]
+        for i, node in enumerate(asked.nodes)
+        if node.target is MM and i not in asked.saved
     }
-    repeated = backward.graph.find_nodes(op="call_function", target=MM)
-    return {paths[node.name] for node in repeated if node.name in paths}, gradients
+    return paths, gradients
 
 
 def test_the_documented_solver_pins_what_it_is_told_to(example):

@@ -34,12 +34,9 @@ def test_nets_are_made_alike_and_train():
 @pytest.mark.parametrize(
     ("name", "parameters"), [("moe-8x7b", 46_702_792_704), ("resnet152", 60_192_808)]
 )
-def test_net_of_real_size_has_its_parameters_and_traces(name, parameters):
-    mode, module, inputs = nets.NETS[name].fake()
+def test_net_of_real_size_has_its_parameters(name, parameters):
+    _, module, _ = nets.NETS[name].fake()
     assert sum(p.numel() for p in module.parameters()) == parameters
-    with mode, CUDAAttention():
-        loss = module(*inputs)
-    assert loss.shape == () and loss.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

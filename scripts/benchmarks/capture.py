@@ -17,9 +17,8 @@ import gzip
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch._functorch.config
 from rich.console import Console
@@ -37,17 +36,6 @@ class NoKnapsack(Exception):
     """The partitioner plans this model without asking a knapsack solver."""
 
 
-class Posed(Exception):
-    """Ends the partition: what comes after the knapsack is not needed."""
-
-    def __init__(self, instance: tracing.Instance) -> None:
-        self.instance = instance
-
-
-def give_away(instance: tracing.Instance, solve: Callable[[], Any]) -> NoReturn:
-    raise Posed(instance)
-
-
 def capture(net: Net) -> dict[str, Any]:
     """The knapsack that the partitioner poses for ``net``, in the corpus's format.
 
@@ -61,21 +49,19 @@ def capture(net: Net) -> dict[str, Any]:
             activation_memory_budget_runtime_estimator="flops",
             visualize_memory_budget_pareto=False,
         ),
-        tracing.observed(give_away) as observer,
+        tracing.observed() as observer,
     ):
-        try:
-            tracing.trace(*net.fake())
-        except Posed as posed:
-            instance = posed.instance
-        else:
-            raise NoKnapsack(
-                f"{net.name}: no budget makes the partitioner ask a knapsack solver; "
-                "nothing that it saves is both expensive to recompute and needed by "
-                "the backward"
-            )
+        tracing.trace(*net.fake())
+    instance = observer.instance
+    if instance is None:
+        raise NoKnapsack(
+            f"{net.name}: no budget makes the partitioner ask a knapsack solver; "
+            "nothing that it saves is both expensive to recompute and needed by "
+            "the backward"
+        )
     size_of = partitioners._size_of
     largest, more_aggressive, aggressive = (
-        sum(map(size_of, saved)) for _, (saved, _) in observer.cuts
+        sum(map(size_of, saved)) for _, (saved, _) in observer.cuts[:3]
     )
     least = sum(map(size_of, instance.info.inputs))
     targets = [str(node.target) for node in instance.nodes]

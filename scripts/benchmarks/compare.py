@@ -11,24 +11,23 @@ untouched wheel, ours those of the patched checkout; OR-tools' knapsack solver a
 HiGHS, through scipy's milp, stand for what else could be asked.
 
 Each solver meets each instance in a fresh process with one thread. A process that
-takes more time or memory than it may is a row that says so, and larger instances of
-its family are not tried. Time is CPU time, per call. Memory is by how much the process grew
-while the solver ran. Values are compared with the bound that the exact solver
-proves, and with the corpus's stored optima; only answers within the budget count.
+takes more time or memory than it may is a row that says so. Time is CPU time, per call.
+Memory is by how much the process grew while the solver ran. Values are compared with
+the bound that the exact solver proves, and with the corpus's stored optima; only
+answers within the budget count.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch._functorch._activation_checkpointing import knapsack
-from upstream import untouched_evaluator, untouched_knapsack
+from upstream import untouched_knapsack
 
 from benchmarks import corpus, fresh, options
 from benchmarks.results import environment, fail, markdown, measured_on, Row
@@ -37,6 +36,7 @@ from benchmarks.results import environment, fail, markdown, measured_on, Row
 GRID, GROWTH, CORPUS = "grid", "growth", "corpus"
 GRID_SIZES = (1, 5, 10, 20, 50, 100)
 GROWTH_SIZES = (1_000, 10_000, 100_000, 1_000_000)
+CHECKED_SIZES = (10, 100, 1_000)
 GROWTH_BUDGET = 0.5
 CORPUS_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 # Smaller nets tell no solvers apart.
@@ -46,14 +46,8 @@ REPEATS = 3
 LIMITS = fresh.Limits(seconds=40, gigabytes=4)
 # Of these, what measured calls may take; starting up takes some, too.
 SECONDS_OF_CALLS = 4.0
-# Divisions that make a share may err by this much.
-ROUNDING = 1e-12
-NOT_TRIED = "not tried"
 # Sizes for OR-tools are whole numbers of this share of the total, rounded up.
 FINEST = 2**53
-
-# A type checker sees the wheel's module, which has less.
-patched: Any = knapsack
 
 Instance = tuple[list[float], Sequence[float], float]
 # Maps (memory, runtimes, budget) to the indices of the saved items.
@@ -61,29 +55,6 @@ Solve = Callable[[list[float], Sequence[float], float], list[int]]
 
 
 # ------------------------------------------------------------------ solvers
-
-
-def upstream_knee(
-    memory: list[float], runtimes: Sequence[float], budget: float
-) -> list[int]:
-    """What upstream's dispatch does for ``"dynamic_memory_budget_dp"``.
-
-    The graph's edges are left out: the knee depends on sizes and runtimes only.
-    """
-    evaluator, solve = untouched_evaluator(), untouched_knapsack().dp_knapsack
-    names = [str(i) for i in range(len(memory))]
-    provider = evaluator.GraphInfoProvider(
-        graph_nodes_in_order=names,
-        graph_edges=[],
-        all_recomputable_banned_nodes=names,
-        recorded_knapsack_input_memories=memory,
-        recorded_knapsack_input_runtimes=runtimes,
-    )
-    knee = evaluator.KnapsackEvaluator(provider).get_knee_point_memory_budget(
-        knapsack_algo=solve, max_mem_budget=budget
-    )
-    saved: list[int] = solve(memory, runtimes, knee)[1]
-    return saved
 
 
 def integers(numbers: Sequence[float]) -> tuple[list[int], float]:
@@ -95,70 +66,58 @@ def integers(numbers: Sequence[float]) -> tuple[list[int], float]:
     return [math.ceil(number * factor) for number in numbers], factor
 
 
-def or_tools(seconds: float) -> Solve:
+def or_tools(
+    memory: list[float], runtimes: Sequence[float], budget: float
+) -> list[int]:
     from ortools.algorithms.python import knapsack_solver
 
-    def solve(
-        memory: list[float], runtimes: Sequence[float], budget: float
-    ) -> list[int]:
-        kind = knapsack_solver.SolverType
-        solver = knapsack_solver.KnapsackSolver(
-            kind.KNAPSACK_MULTIDIMENSION_BRANCH_AND_BOUND_SOLVER, "compare"
-        )
-        solver.set_time_limit(seconds)
-        sizes, factor = integers(memory)
-        solver.init(integers(runtimes)[0], [sizes], [math.floor(budget * factor)])
-        solver.solve()
-        return [i for i in range(len(memory)) if solver.best_solution_contains(i)]
-
-    return solve
+    kind = knapsack_solver.SolverType
+    solver = knapsack_solver.KnapsackSolver(
+        kind.KNAPSACK_MULTIDIMENSION_BRANCH_AND_BOUND_SOLVER, "compare"
+    )
+    solver.set_time_limit(SECONDS_OF_CALLS)
+    sizes, factor = integers(memory)
+    solver.init(integers(runtimes)[0], [sizes], [math.floor(budget * factor)])
+    solver.solve()
+    return [i for i in range(len(memory)) if solver.best_solution_contains(i)]
 
 
-def highs(seconds: float) -> Solve:
+def highs(memory: list[float], runtimes: Sequence[float], budget: float) -> list[int]:
     import numpy
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    def solve(
-        memory: list[float], runtimes: Sequence[float], budget: float
-    ) -> list[int]:
-        values = numpy.array(runtimes, dtype=float)
-        found = milp(
-            c=-values / values.max(),
-            constraints=LinearConstraint(numpy.array([memory]), ub=budget),
-            integrality=numpy.ones_like(values),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0, "time_limit": seconds},
-        )
-        if found.x is None:
-            raise RuntimeError(f"HiGHS found nothing in {seconds:g} s")
-        saved: list[int] = numpy.flatnonzero(found.x > 0.5).tolist()
-        return saved
-
-    return solve
+    values = numpy.array(runtimes, dtype=float)
+    found = milp(
+        c=-values / values.max(),
+        constraints=LinearConstraint(numpy.array([memory]), ub=budget),
+        integrality=numpy.ones_like(values),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0, "time_limit": SECONDS_OF_CALLS},
+    )
+    if found.x is None:
+        raise RuntimeError(f"HiGHS found nothing in {SECONDS_OF_CALLS:g} s")
+    saved: list[int] = numpy.flatnonzero(found.x > 0.5).tolist()
+    return saved
 
 
-def indices(solver: Callable[..., tuple[float, list[int], list[int]]]) -> Solve:
-    return lambda memory, runtimes, budget: solver(memory, runtimes, budget)[1]
+def of(module: Callable[[], Any], name: str) -> Solve:
+    """A solver of the set or of the wheel, looked up when it is called."""
+    return lambda *instance: getattr(module(), name)(*instance)[1]
 
 
-def of_upstream(name: str) -> Callable[[float], Solve]:
-    return lambda seconds: indices(getattr(untouched_knapsack(), name))
+def patched() -> Any:
+    # A type checker sees the wheel's module, which has less.
+    return knapsack
 
 
-def of_ours(name: str) -> Callable[[float], Solve]:
-    return lambda seconds: indices(patched.KNAPSACK_SOLVERS[name])
-
-
-# Each is made from the seconds after which a solver with a clock should stop.
-SOLVERS: dict[str, Callable[[float], Solve]] = {
-    "exact": of_ours("exact"),
-    "dp": of_ours("dp"),
-    "Hirschberg": of_ours("dp_knapsack_sliding_hirschberg"),
-    "upstream greedy": of_upstream("greedy_knapsack"),
-    "upstream ilp": of_upstream("ilp_knapsack"),
-    "upstream dp": of_upstream("dp_knapsack"),
-    "upstream Hirschberg": of_upstream("dp_knapsack_sliding_hirschberg"),
-    "upstream knee": lambda seconds: upstream_knee,
+SOLVERS: dict[str, Solve] = {
+    "exact": of(patched, "exact_knapsack"),
+    "dp": of(patched, "dp_knapsack"),
+    "Hirschberg": of(patched, "dp_knapsack_sliding_hirschberg"),
+    "upstream greedy": of(untouched_knapsack, "greedy_knapsack"),
+    "upstream ilp": of(untouched_knapsack, "ilp_knapsack"),
+    "upstream dp": of(untouched_knapsack, "dp_knapsack"),
+    "upstream Hirschberg": of(untouched_knapsack, "dp_knapsack_sliding_hirschberg"),
     "OR-tools": or_tools,
     "HiGHS": highs,
 }
@@ -177,47 +136,29 @@ def tasks() -> list[fresh.Task]:
         if len(net.memory) >= CORPUS_ITEMS
     ]
     return [
-        {
-            "solver": solver,
-            "instance": name,
-            "family": family,
-            "n": n,
-            "runs": runs,
-            "seconds": SECONDS_OF_CALLS,
-        }
+        {"solver": solver, "instance": name, "family": family, "n": n, "runs": runs}
         for name, family, n, runs in instances
         for solver in SOLVERS
     ]
 
 
-@functools.lru_cache(maxsize=1)
-def net_named(name: str) -> corpus.Instance:
-    return next(net for net in corpus.instances() if net.name == name)
-
-
-@functools.lru_cache(maxsize=1)
-def growth(n: int) -> Instance:
-    sizes, values, _ = corpus.uncorrelated(n, seed=n)
-    total = math.fsum(sizes)
-    return [size / total for size in sizes], values, GROWTH_BUDGET
-
-
-def instance(task: fresh.Task, run: int) -> Instance:
-    """The items and the budget of a run; another one in each run of the grid only."""
+def problems(task: fresh.Task) -> list[Instance]:
+    """What the runs of a task ask, in turns: another one in each run of the grid."""
     if task["family"] == GRID:
-        return corpus.unnormalised(task["n"], seed=run)
+        return [corpus.unnormalised(task["n"], seed=run) for run in range(task["runs"])]
     if task["family"] == GROWTH:
-        return growth(task["n"])
-    net = net_named(task["instance"])
-    return net.memory, net.runtimes, CORPUS_BUDGETS[run % len(CORPUS_BUDGETS)]
+        sizes, values, _ = corpus.uncorrelated(task["n"], seed=task["n"])
+        total = math.fsum(sizes)
+        return [([size / total for size in sizes], values, GROWTH_BUDGET)]
+    (net,) = (net for net in corpus.instances() if net.name == task["instance"])
+    return [(net.memory, net.runtimes, budget) for budget in CORPUS_BUDGETS]
 
 
-def bound(task: fresh.Task, run: int) -> float:
+def bound(task: fresh.Task, problem: Instance) -> float:
     """No feasible answer is worth more."""
-    memory, runtimes, budget = instance(task, run)
     if task["family"] == CORPUS:
-        return corpus.optima()[task["instance"], budget]
-    return float(patched.solve_knapsack(memory, runtimes, budget).upper_bound)
+        return corpus.optima()[task["instance"], problem[2]]
+    return float(patched().solve_knapsack(*problem).upper_bound)
 
 
 # --------------------------------------------------------- in a fresh process
@@ -225,19 +166,17 @@ def bound(task: fresh.Task, run: int) -> float:
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    solve = SOLVERS[task["solver"]](task["seconds"])
+    solve = SOLVERS[task["solver"]]
     solve([1.0], [1.0], 2.0)  # What the first call pays once.
-    instance(task, 0)
+    asked = problems(task)
     before = fresh.reset_high_water_mark()
-    times, answers = [], []
-    start = time.process_time()
+    times: list[float] = []
+    answers = []
     for run in range(task["runs"]):
-        items = instance(task, run)
         began = time.process_time()
-        answers.append(solve(*items))
-        ended = time.process_time()
-        times.append(ended - began)
-        if ended - start > task["seconds"]:
+        answers.append(solve(*asked[run % len(asked)]))
+        times.append(time.process_time() - began)
+        if sum(times) > SECONDS_OF_CALLS:
             break
     grown = fresh.high_water_mark() - before
     return {
@@ -245,25 +184,26 @@ def measure(task: fresh.Task) -> Row:
         "median_s": statistics.median(times),
         "worst_s": max(times),
         "grown_bytes": grown,
-        **judged(task, answers),
+        **judged(task, asked, answers),
     }
 
 
-def judged(task: fresh.Task, answers: Sequence[Sequence[int]]) -> Row:
+def judged(
+    task: fresh.Task, asked: Sequence[Instance], answers: Sequence[Sequence[int]]
+) -> Row:
     """How far over the budget the answers are, and how much of the value they have."""
-    kinds = {GRID: len(answers), GROWTH: 1, CORPUS: len(CORPUS_BUDGETS)}
-    bounds = functools.lru_cache(maxsize=None)(functools.partial(bound, task))
+    bounds = [bound(task, problem) for problem in asked[: len(answers)]]
     shares, overspends = [], []
     for run, saved in enumerate(answers):
-        memory, runtimes, budget = instance(task, run)
-        overspend = math.fsum(memory[i] for i in saved) / budget - 1
-        if math.fsum(memory[i] for i in saved) > budget:
-            overspends.append(overspend)
+        memory, runtimes, budget = asked[run % len(asked)]
+        used = corpus.used(memory, saved)
+        if used > budget:
+            overspends.append(used / budget - 1)
             continue
-        best = bounds(run % kinds[task["family"]])
+        best = bounds[run % len(asked)]
         value = math.fsum(runtimes[i] for i in saved)
         shares.append(value / best if best else 1.0)
-    if shares and max(shares) > 1 + ROUNDING:
+    if shares and max(shares) > 1 + corpus.ROUNDING:
         raise RuntimeError(
             f"an answer of {task['solver']} on {task['instance']} is within the budget "
             f"and worth {max(shares)} of what was proven to be the most"
@@ -276,17 +216,6 @@ def judged(task: fresh.Task, answers: Sequence[Sequence[int]]) -> Row:
 
 
 # ------------------------------------------------------------------- report
-
-
-def hopeless(task: fresh.Task, rows: Sequence[Row]) -> Optional[str]:
-    """Why there is no use in trying, where a smaller instance was too much."""
-    if task["family"] == CORPUS:
-        return None
-    for row in rows:
-        same = all(row[key] == task[key] for key in ("solver", "family"))
-        if same and fresh.over_limit(row):
-            return f"{NOT_TRIED}: with {row['n']:,} items it {row['error']}"
-    return None
 
 
 KEPT = ("answers over budget", "by up to", "loses up to")
@@ -308,7 +237,7 @@ def kept(rows: Sequence[Row]) -> list[str]:
 
 def share(part: float) -> str:
     """A share of something: in percent where that has digits to show."""
-    if part < ROUNDING:
+    if part < corpus.ROUNDING:
         return "0"
     return f"{part:.2%}" if part >= 1e-4 else f"{part:.0e}"
 
@@ -332,8 +261,7 @@ def by_instance(rows: Sequence[Row], family: str) -> str:
                 time, size = milliseconds(row["median_s"]), row["grown_bytes"] / 1e6
                 line.append(f"{time} / {size:,.0f}" + few * f" ({row['calls']})")
             else:
-                tried = not row["error"].startswith(NOT_TRIED)
-                line.append(row["error"] if tried else "-")
+                line.append(row["error"])
         lines.append([*line, *kept(mine)])
     return markdown(["solver", *(n for _, n in sizes), *KEPT], lines)
 
@@ -368,7 +296,7 @@ def faults(rows: Sequence[Row]) -> list[str]:
             continue
         if "error" in row:
             found.append(f"{row['instance']}: {row['error']}")
-        elif row["over_budget"] or not row["worst_value"] >= 1 - ROUNDING:
+        elif row["over_budget"] or not row["worst_value"] >= 1 - corpus.ROUNDING:
             found.append(
                 f"{row['instance']}: {row['over_budget']} of {row['calls']} answers are "
                 f"over the budget, the least value is {row['worst_value']}"
@@ -388,11 +316,9 @@ def main() -> int:
         wanted = [
             {**task, "runs": min(task["runs"], 20)}
             for task in wanted
-            if task["solver"] == "exact"
-            and task["family"] != CORPUS
-            and task["n"] <= min(GROWTH_SIZES)
+            if task["solver"] == "exact" and task["n"] in CHECKED_SIZES
         ]
-    rows = fresh.run(__name__, wanted, LIMITS, hopeless)
+    rows = fresh.run(__name__, wanted, LIMITS)
     facts = {
         **environment("numpy", "scipy", "ortools"),
         "limit_s": LIMITS.seconds,

@@ -26,7 +26,6 @@ from rich.progress import Progress
 from benchmarks.results import Row, show, store
 
 
-TOOK_MORE, NEEDED_MORE = "took more than", "needed more than"
 # A task whose ``torch`` is this runs on the wheel that the checkout was made from.
 UNTOUCHED = "untouched"
 Task = dict[str, Any]
@@ -100,9 +99,9 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
                 while child.poll() is None and error is None:
                     time.sleep(0.1)
                     if time.monotonic() - start > limits.seconds:
-                        error = f"{TOOK_MORE} {limits.seconds:g} s"
+                        error = f"took more than {limits.seconds:g} s"
                     elif resident_bytes(watched) > limits.gigabytes * 1e9:
-                        error = f"{NEEDED_MORE} {limits.gigabytes:g} GB"
+                        error = f"needed more than {limits.gigabytes:g} GB"
             finally:
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
@@ -116,35 +115,19 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
         return {"error": f"ended with status {child.returncode}: {last[0]}"}
 
 
-def run(
-    module: str,
-    tasks: Sequence[Task],
-    limits: Limits,
-    hopeless: Callable[[Task, Sequence[Row]], Optional[str]] = lambda task, rows: None,
-) -> list[Row]:
-    """One row for each task, in order: the task's own entries and what was measured.
-
-    ``hopeless`` tells from the rows so far why a task is not tried; that is its error.
-    """
+def run(module: str, tasks: Sequence[Task], limits: Limits) -> list[Row]:
+    """One row for each task, in order: the task's own entries and what was measured."""
     rows: list[Row] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(tasks))
         for task in tasks:
             progress.update(bar, description=describe(task))
-            reason = hopeless(task, rows)
-            found = (
-                {"error": reason} if reason else measure_in_child(module, task, limits)
-            )
+            found = measure_in_child(module, task, limits)
             rows.append({**task, **found})
             if "error" in found:
                 progress.console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
             progress.advance(bar)
     return rows
-
-
-def over_limit(row: Row) -> bool:
-    """Whether the process was ended because it took more than it may."""
-    return str(row.get("error", "")).startswith((TOOK_MORE, NEEDED_MORE))
 
 
 def describe(task: Task) -> str:
@@ -158,11 +141,8 @@ def finish(
     result: Optional[Path],
     data: dict[str, Any],
     page: Callable[[dict[str, Any]], str],
-    plot: Optional[Callable[[dict[str, Any], Path], None]] = None,
 ) -> None:
-    """Print what was measured, store and draw it."""
+    """Print what was measured, and store it."""
     show(page(data))
     if result is not None:
         store(result, data)
-        if plot is not None:
-            plot(data, result)

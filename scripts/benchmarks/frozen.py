@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 import torch._functorch.config as config
@@ -33,17 +33,16 @@ from benchmarks.training import gradients, relative_error, TOLERANCE
 
 OPERATORS = "aot_eager_decomp_partition"  # Operator by operator, so bytes are exact.
 LAYERS = 10
-# A quarter of ten layers: every fourth.
-TRAINABLE = {"a quarter": (3, 7), "none": ()}
 REPEATS = 15
 
 
 class Case(NamedTuple):
-    """A module with frozen layers, and a batch whose first tensor gets a gradient."""
+    """A module with frozen layers, and a batch; of a chain the bytes that it needs."""
 
     name: str
     module: nn.Module
     inputs: tuple[Tensor, ...]
+    needed: Optional[int] = None
 
 
 # ----------------------------------------------------------------- measuring
@@ -87,7 +86,6 @@ def record(case: Case, loss: Loss) -> Step:
 
 def step(case: Case, loss: Loss) -> list[Tensor]:
     """The gradients of a step."""
-    torch.manual_seed(0)
     loss().backward()
     return gradients(trained(case))
 
@@ -131,20 +129,18 @@ class Chain(nn.Sequential):
         return (output * self.weights).sum()
 
 
-def chain(which: str) -> tuple[Case, int]:
-    """Ten convolutions, and the bytes that they need for a step.
+def chain(which: str, trainable: Sequence[str]) -> Case:
+    """Convolutions, of which a trainable one needs its input for the backward.
 
-    A trainable one needs its input; the first one's is the network's, which is alive
-    anyway.
+    The first one's is the network's, which is alive anyway.
     """
-    chosen = TRAINABLE[which]
     torch.manual_seed(0)
     layers = [nn.Conv2d(16, 16, 3, padding=1) for _ in range(LAYERS)]
     module = Chain(layers, (8, 16, 32, 32))
-    freeze(module, lambda parameter: int(parameter.partition(".")[0]) in chosen)
-    inputs = torch.randn(8, 16, 32, 32, requires_grad=True)
-    case = Case(f"convolution, {which} trainable", module, (inputs,))
-    return case, inputs.nbytes * len(chosen)
+    freeze(module, lambda name: name.startswith(tuple(trainable)))
+    x = torch.randn(8, 16, 32, 32, requires_grad=True)
+    needed = x.nbytes * len(trainable)
+    return Case(f"convolution, {which} trainable", module, (x,), needed)
 
 
 def pointwise() -> Case:
@@ -177,58 +173,33 @@ def frozen_nets() -> Iterator[Case]:
 # ---------------------------------------------------------------------- rows
 
 
-def gradient_row(case: Case, off: Loss, on: Loss) -> Mark:
-    eager, without, ours = (step(case, call) for call in (loss_of(case), off, on))
-    error, before = relative_error(ours, eager), relative_error(without, eager)
-    same = all(map(torch.equal, ours, without))
-    return Mark(
-        f"{case.name}: gradients as without the pass, and as eager's",
-        f"{'bit for bit' if same else 'differ'}; {error:.1e} (without {before:.1e})",
-        f"{TOLERANCE:.0e}",
-        error <= TOLERANCE,
-    )
-
-
-def chains() -> Iterator[Mark]:
-    for which in TRAINABLE:
-        case, needed = chain(which)
-        eager = record(case, loss_of(case))
-        plain, ours = (record(case, compiled(case, on)) for on in (False, True))
+def bytes_and_gradients() -> Iterator[Mark]:
+    # A quarter of ten layers: every fourth.
+    chains = chain("a quarter", ("3.", "7.")), chain("none", ())
+    for case in (*chains, *frozen_nets()):
+        calls = loss_of(case), compiled(case, False), compiled(case, True)
+        eager, plain, ours = (record(case, call) for call in calls)
+        least, most = f"at most {kib(case.needed or 0)}", "at most eager / 1.9"
+        kept = ours.saved_bytes <= (case.needed or 0), ours.peak <= eager.peak / 1.9
+        if case.needed is None:
+            least, most = "less than torch.compile", "at most torch.compile"
+            kept = ours.saved_bytes < plain.saved_bytes, ours.peak <= plain.peak
+        for name, key, mark, reached in (
+            ("saved", "saved_bytes", least, kept[0]),
+            ("peak", "peak", most, kept[1]),
+        ):
+            in_kib = [kib(getattr(each, key)) for each in (ours, eager, plain)]
+            text = "{} (eager {}, torch.compile {})".format(*in_kib)
+            yield Mark(f"{case.name}: {name} KiB", text, mark, reached)
+        wanted, without, found = (step(case, call) for call in calls)
+        error, before = relative_error(found, wanted), relative_error(without, wanted)
+        same = all(map(torch.equal, found, without))
         yield Mark(
-            f"{case.name}: saved KiB",
-            f"{kib(ours.saved_bytes)} (eager {kib(eager.saved_bytes)}, torch.compile "
-            f"{kib(plain.saved_bytes)})",
-            f"at most {kib(needed)}",
-            ours.saved_bytes <= needed,
+            f"{case.name}: gradients as without the pass, and as eager's",
+            f"{'bit for bit' if same else 'differ'}; {error:.1e} (without {before:.1e})",
+            f"{TOLERANCE:.0e}",
+            error <= TOLERANCE,
         )
-        yield Mark(
-            f"{case.name}: peak KiB, eager's over ours",
-            f"{kib(eager.peak)} / {kib(ours.peak)} = {eager.peak / ours.peak:.2f} "
-            f"(torch.compile {kib(plain.peak)})",
-            "1.9",
-            eager.peak / ours.peak >= 1.9,
-        )
-
-
-def whole_nets() -> Iterator[Mark]:
-    for case in frozen_nets():
-        off, on = compiled(case, False), compiled(case, True)
-        eager, plain, ours = (record(case, c) for c in (loss_of(case), off, on))
-        yield Mark(
-            f"{case.name}: saved KiB",
-            f"{kib(ours.saved_bytes)} (eager {kib(eager.saved_bytes)}, torch.compile "
-            f"{kib(plain.saved_bytes)})",
-            "less than torch.compile",
-            ours.saved_bytes < plain.saved_bytes,
-        )
-        yield Mark(
-            f"{case.name}: peak KiB",
-            f"{kib(ours.peak)} (eager {kib(eager.peak)}, torch.compile "
-            f"{kib(plain.peak)})",
-            "at most torch.compile",
-            ours.peak <= plain.peak,
-        )
-        yield gradient_row(case, off, on)
 
 
 def times(backend: str) -> Iterator[Mark]:
@@ -252,7 +223,7 @@ def main() -> int:
     parser = options.parser(__doc__, check="bytes and gradients only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    parts = {"chains": chains(), "nets": whole_nets()}
+    parts = {"bytes and gradients": bytes_and_gradients()}
     if not arguments.check:
         parts |= {backend: times(backend) for backend in (OPERATORS, "inductor")}
     rows: list[Mark] = []

@@ -249,44 +249,35 @@ class ClassicBlock(nn.Module):
 
 
 class Language(nn.Module):
-    """Maps token ids [batch, tokens] and those to predict to the mean loss."""
+    """Maps token ids [batch, tokens] and those to predict to the mean loss.
+
+    With its norms first it is GPT-2, and with its norms behind BERT.
+    """
 
     def __init__(self, shape: ClassicShape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        width = shape.width
+        self.embedding = nn.Embedding(shape.vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.positions = nn.Embedding(shape.tokens, shape.width)
-        self.norm = nn.LayerNorm(shape.width)
+        self.positions = nn.Embedding(shape.tokens, width)
+        self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.Sequential(*(ClassicBlock(shape) for _ in range(shape.layers)))
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=not shape.causal)
+        self.head = nn.Linear(width, shape.vocabulary, bias=not shape.causal)
         self.head.weight = self.embedding.weight
+        self.dense: nn.Module | None = None
+        if not shape.norm_first:
+            dense = nn.Linear(width, width)
+            self.dense = nn.Sequential(dense, nn.GELU(), nn.LayerNorm(width))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.encode(self.embedding(tokens) + self.positions(place))
+        x = self.embedding(tokens) + self.positions(place)
+        if self.dense is None:
+            x = self.norm(self.blocks(self.dropout(x)))
+        else:
+            x = self.dense(self.blocks(self.dropout(self.norm(x))))
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-    def encode(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class GPT2(Language):
-    def encode(self, x: Tensor) -> Tensor:
-        result: Tensor = self.norm(self.blocks(self.dropout(x)))
-        return result
-
-
-class BERT(Language):
-    def __init__(self, shape: ClassicShape) -> None:
-        super().__init__(shape)
-        self.dense = nn.Linear(shape.width, shape.width)
-        self.head_norm = nn.LayerNorm(shape.width)
-
-    def encode(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.dropout(self.norm(x)))
-        result: Tensor = self.head_norm(F.gelu(self.dense(x)))
-        return result
 
 
 class ViT(nn.Module):
@@ -480,14 +471,10 @@ def decoder(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
 
 
 def classic(
-    name: str,
-    kind: Callable[[ClassicShape], nn.Module],
-    shape: ClassicShape,
-    batch: int,
-    dtype: torch.dtype = torch.float32,
+    name: str, shape: ClassicShape, batch: int, dtype: torch.dtype = torch.float32
 ) -> Net:
     def build() -> tuple[nn.Module, Inputs]:
-        return kind(shape), tokens(shape.vocabulary, batch, shape.tokens)
+        return Language(shape), tokens(shape.vocabulary, batch, shape.tokens)
 
     return Net(name, build, dtype)
 
@@ -502,10 +489,8 @@ LLAMA_8 = Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)
 SMALL = (
     decoder("llama-8", LLAMA_8),
     decoder("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
-    classic("gpt2", GPT2, ClassicShape(causal=True, joined=True, gelu="tanh"), 8),
-    classic(
-        "bert", BERT, ClassicShape(tokens=128, norm_first=False, written_out=True), 32
-    ),
+    classic("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh"), 8),
+    classic("bert", ClassicShape(tokens=128, norm_first=False, written_out=True), 32),
     Net("resnet50", lambda: (ResNet((3, 4, 6, 3), 32, 512), images(16, 128, 512))),
     Net("unet", lambda: (UNet(16, 4, 8), images(4, 128, 8, (128, 128)))),
     decoder("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
@@ -539,7 +524,6 @@ REAL = (
     ),
     classic(
         "gpt2-xl",
-        GPT2,
         ClassicShape(
             1600, 25, 6400, 48, 50257, 1024, 0.1, causal=True, joined=True, gelu="tanh"
         ),
@@ -548,7 +532,6 @@ REAL = (
     ),
     classic(
         "bert-large",
-        BERT,
         ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False),
         32,
     ),

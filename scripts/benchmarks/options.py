@@ -9,12 +9,15 @@ from typing import Optional
 from benchmarks.nets import find
 
 
-def parser(description: Optional[str], check: str) -> argparse.ArgumentParser:
-    """What all benchmarks understand: where to write to, and what ``--check`` does."""
+def parser(
+    description: Optional[str], check: Optional[str] = None
+) -> argparse.ArgumentParser:
+    """Where to write to, and ``--check`` where the benchmark has something to check."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--check", action="store_true", help=check)
+    if check:
+        result.add_argument("--check", action="store_true", help=check)
     result.add_argument(
         "--json",
         type=in_a_folder,

@@ -1,8 +1,7 @@
 """Measures the solvers against every mark they have to reach.
 
-    scripts/benchmark.sh solvers                    all rows
-    scripts/benchmark.sh solvers --check            counts only, as CI does
-    scripts/benchmark.sh solvers --rows time many   some of them
+    scripts/benchmark.sh solvers            all rows
+    scripts/benchmark.sh solvers --check    counts only, as CI does
 
 Our solvers come from the patched checkout, upstream's from the untouched wheel
 beside it. Times are CPU seconds on one thread, medians of interleaved runs after one
@@ -30,6 +29,7 @@ from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_knapsack
 
 from benchmarks import corpus, options
+from benchmarks.live_bytes import allocations
 from benchmarks.marks import conclude, Mark
 
 
@@ -76,25 +76,12 @@ def ratio(call: Call, reference: Call, repeats: int) -> float:
     return float(statistics.median(ours) / statistics.median(theirs))
 
 
-def tensor_bytes(call: Call) -> int:
-    """Peak of what torch's CPU allocator has handed out."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        call()
-    events = profiler.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    live = itertools.accumulate((int(event.nbytes()) for event in changes), initial=0)
-    return int(max(live))
-
-
 def peak_bytes(call: Call) -> int:
     """Peak of what Python allocates, and of what torch does."""
     tracemalloc.start()
     try:
         call()
-        return tracemalloc.get_traced_memory()[1] + tensor_bytes(call)
+        return tracemalloc.get_traced_memory()[1] + allocations(call).peak
     finally:
         tracemalloc.stop()
 
@@ -179,7 +166,7 @@ def hirschberg(repeats: int) -> Iterator[Mark]:
     for where, case in progress(timed(real), "Hirschberg"):
         calls = functools.partial(ours, *case), functools.partial(theirs, *case)
         faster.append((1 / ratio(*calls, repeats), where))
-        smaller.append((tensor_bytes(calls[1]) / peak_bytes(calls[0]), where))
+        smaller.append((allocations(calls[1]).peak / peak_bytes(calls[0]), where))
     for unit, found, mark in (("faster", faster, 10), ("less memory", smaller, 20)):
         worst, where = min(found)
         mean = statistics.geometric_mean(factor for factor, _ in found)
@@ -238,24 +225,16 @@ def dantzig(sizes: list[float], values: list[int], budget: float) -> float:
 # Runs per time.
 REPEATS = 5
 
-PARTS = {
-    "counts": counts,
-    "time": times,
-    "many": many,
-    "memory": memory,
-    "hirschberg": hirschberg,
-    "hard": hard,
-}
+PARTS = (counts, times, many, memory, hirschberg, hard)
 
 
 def main() -> int:
     parser = options.parser(__doc__, check="only the counts")
-    parser.add_argument("--rows", nargs="+", choices=PARTS, default=[*PARTS])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     # The profiler's library announces every start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     rows: list[Mark] = []
-    for name in ["counts"] if arguments.check else arguments.rows:
-        rows += PARTS[name](REPEATS)
+    for part in [counts] if arguments.check else PARTS:
+        rows += part(REPEATS)
     return conclude(rows, REPEATS, arguments.json)

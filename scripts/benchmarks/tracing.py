@@ -6,6 +6,7 @@ one place that knows by which names the partitioner calls its solver and its min
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,6 +72,30 @@ def trace(
     )
     with mode, CUDAAttention():
         traced(state, *inputs)
+
+
+class Joint:
+    """The joint graph of fake tensors, to be partitioned again and again."""
+
+    graph: torch.fx.GraphModule
+    inputs: Any
+    options: dict[str, Any]
+
+    def __init__(
+        self, mode: FakeTensorMode, module: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> None:
+        split = partitioners.min_cut_rematerialization_partition
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            self.graph, self.inputs = copy.deepcopy(graph), inputs
+            self.options = options
+            return split(graph, inputs, **options)
+
+        trace(mode, module, inputs, keep)
+
+    def partition(self, split: Callable[..., Any]) -> Any:
+        """What a partitioner makes of a copy: forward and backward."""
+        return split(copy.deepcopy(self.graph), self.inputs, **self.options)
 
 
 class CUDAAttention(TorchFunctionMode):
@@ -174,12 +199,12 @@ class Instance:
     budget: float
     info: Any
     nodes: list[torch.fx.Node]
-    saved: list[int] = field(default_factory=list)
+    saved: list[int]
 
 
 # What is watched, and where it is: the first place that this torch has counts.
 PARTITION, CHOOSE, SOLVE = "partition", "choose", "solve"
-CUT, ESTIMATE, REPORT = "cut", "estimate", "report"
+CUT, REPORT = "cut", "report"
 _PARTITIONERS = "torch._functorch.partitioners"
 _OVERLAY = "torch._functorch._activation_checkpointing"
 WATCHED = {
@@ -192,14 +217,11 @@ WATCHED = {
         (_PARTITIONERS, "_optimize_runtime_with_given_memory"),
     ),
     CUT: ((_PARTITIONERS, "solve_min_cut"),),
-    ESTIMATE: ((_PARTITIONERS, "estimate_runtime"),),
     REPORT: ((f"{_OVERLAY}.peak_budget", "record_plan"),),
     "solve_budgets": ((f"{_OVERLAY}.budget_curve", "solve_budgets"),),
 }
 # The backends imported the partitioner by name, each into a module of its own.
 BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
-
-Around = Callable[[Instance, Callable[[], Any]], Any]
 
 
 @dataclass
@@ -213,45 +235,30 @@ class Observer:
     # Arguments and result of each min cut.
     cuts: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
 
-    # Asked in the solver's place, with the instance and with the solver.
-    around: Around = lambda posed, solve: solve()
-
     def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         self.calls[name], self.seconds[name] = 0, 0.0
-
-        def solving(*args: Any) -> Any:
-            graph, memory, runtimes, budget, info, nodes = args
-            posed = Instance(
-                graph, list(memory), list(runtimes), budget, info, list(nodes)
-            )
-            answer = self.around(posed, lambda: function(*args))
-            posed.saved = list(answer[1])
-            self.instance = posed
-            return answer
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
-                result = (solving if name == SOLVE else function)(*args, **kwargs)
+                result = function(*args, **kwargs)
             finally:
                 self.seconds[name] += time.process_time() - start
                 self.calls[name] += 1
             if name == CUT:
                 self.cuts.append((args, result))
+            if name == SOLVE:
+                self.instance = Instance(*(*args, list(result[1])))
             return result
 
         return call
 
 
 @contextmanager
-def observed(around: Around = lambda posed, solve: solve()) -> Iterator[Observer]:
-    """Put an Observer around the partitioner, and take it away again.
-
-    ``around`` is called in the solver's place with the instance and with the solver;
-    what it returns is the answer.
-    """
-    observer = Observer(around=around)
+def observed() -> Iterator[Observer]:
+    """Put an Observer around the partitioner, and take it away again."""
+    observer = Observer()
     with ExitStack() as stack:
 
         def put(module: Any, name: str, function: Any) -> None:
