@@ -366,7 +366,7 @@ class TestCustomSolver(TestCase):
         self.assertEqual(solver.runtimes, exact.knapsack.runtimes)
         # Items come largest first, and the widest is the dearest: 48 x 104 per row.
         self.assertEqual(joint.plan(0.3, SaveDearest()).knapsack.saved, [0])
-        with self.assertRaisesRegex(ValueError, r"Fixed: saved\[0\] is 7, but"):
+        with self.assertRaisesRegex(ValueError, "Fixed names item 7 1 times"):
             joint.plan(0.3, Fixed([7], range(7)))
 
     def test_lists_are_sorted_and_the_runtime_is_summed(self):
@@ -378,19 +378,19 @@ class TestCustomSolver(TestCase):
 
     def test_bad_answers(self):
         for error, message, answer in (
-            (ValueError, r"saved\[1\] is 3, but there are 3 items", ([0, 3], [1, 2])),
-            (ValueError, r"recomputable\[0\] is -1, but there", ([0, 1], [-1])),
-            (ValueError, r"saved\[2\] is 0, as is saved\[0\]", ([0, 1, 0], [2])),
-            (ValueError, r"recomputable\[1\] is 1, as is saved", ([0, 1], [2, 1])),
-            (ValueError, r"item 1 is neither saved nor", ([0], [2])),
-            (TypeError, r"saved\[0\] is 0.0, not an index", ([0.0], [1, 2])),
-            (TypeError, r"saved\[0\] is True, not an index", ([True] * 3, [])),
-            (TypeError, r"recomputable is None, not a list", ([0, 1, 2], None)),
-            (TypeError, r"must return two lists", ([0], [1], [2])),
+            (ValueError, "names item 3 1 times: each of the 3 items", ([0, 3], [1, 2])),
+            (ValueError, "names item -1 1 times", ([0, 1, 2], [-1])),
+            (ValueError, "names item 0 2 times", ([0, 1, 0], [2])),
+            (ValueError, "names item 1 2 times", ([0, 1], [2, 1])),
+            (ValueError, "names item 1 0 times", ([0], [2])),
+            (ValueError, "names item 0 0 times", ([True] * 3, [])),
+            (TypeError, "must return two lists of indices", ([0.0], [1, 2])),
+            (TypeError, "must return two lists of indices", ([0, 1, 2], None)),
+            (TypeError, "must return two lists of indices", ([0], [1], [2])),
         ):
             with (
                 self.subTest(message),
-                self.assertRaisesRegex(error, f"^Fixed:? {message}"),
+                self.assertRaisesRegex(error, f"^Fixed {message}"),
             ):
                 ask(Fixed(*answer))
 

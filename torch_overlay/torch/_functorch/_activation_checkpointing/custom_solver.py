@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 import operator
-from collections.abc import Iterable
+from collections import Counter
 from typing import Any, Callable, TYPE_CHECKING
 
 
@@ -70,34 +70,20 @@ def _takes_runtimes(solver: Callable[..., Any]) -> bool:
         return False
 
 
-def _checked(answer: Any, items: int, name: str) -> list[list[int]]:
+def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
     """The two lists of ``answer``, each item in one of them, ascending."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+    try:
+        saved, recomputable = (sorted(map(operator.index, part)) for part in answer)
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} must return two lists of indices, those to save and those to "
             f"recompute, not {answer!r}"
-        )
-    places: dict[int, str] = {}
-    for role, indices in zip(("saved", "recomputable"), answer):
-        if not isinstance(indices, Iterable):
-            raise TypeError(f"{name}: {role} is {indices!r}, not a list of indices")
-        for place, given in enumerate(indices):
-            here = f"{role}[{place}]"
-            # A mask of bools would pass for the indices 0 and 1.
-            if isinstance(given, bool) or not hasattr(given, "__index__"):
-                raise TypeError(f"{name}: {here} is {given!r}, not an index")
-            index = operator.index(given)
-            if not 0 <= index < items:
-                raise ValueError(
-                    f"{name}: {here} is {index}, but there are {items} items"
-                )
-            if index in places:
-                raise ValueError(f"{name}: {here} is {index}, as is {places[index]}")
-            places[index] = here
-    for index in range(items):
-        if index not in places:
-            raise ValueError(f"{name}: item {index} is neither saved nor recomputable")
-    return [
-        [i for i in range(items) if places[i].startswith(role)]
-        for role in ("saved", "recomputable")
-    ]
+        ) from error
+    named = Counter(saved + recomputable)
+    for index in sorted({*named, *range(items)}):
+        if named[index] != 1 or not 0 <= index < items:
+            raise ValueError(
+                f"{name} names item {index} {named[index]} times: each of the {items} "
+                "items, from 0 on, has to be named once"
+            )
+    return saved, recomputable
