@@ -346,19 +346,18 @@ def check_budget_options(memory_budget: float) -> None:
             f"The activation memory budget is {memory_budget!r}; it has to be a number "
             "from 0 (save the inputs only) to 1 (save what runs fastest)"
         )
-    solvers = [*KNAPSACK_SOLVERS, _KNEE]
-    _check_choice("solver", solvers, CustomKnapsackSolver)
-    _check_choice("runtime_estimator", list(RUNTIME_UNITS), CustomRuntimeEstimator)
-
-
-def _check_choice(option: str, known: list[str], custom: Any) -> None:
-    option = f"activation_memory_budget_{option}"
-    choice = getattr(config, option)
-    if choice in known or (custom is not None and isinstance(choice, custom)):
-        return
-    if custom is not None:
-        known.append(f"an instance of {custom.__module__}.{custom.__name__}")
-    raise RuntimeError(f"Unknown {option} {choice!r}: known are {', '.join(known)}")
+    for option, known, custom in (
+        ("solver", (*KNAPSACK_SOLVERS, _KNEE), CustomKnapsackSolver),
+        ("runtime_estimator", (*RUNTIME_UNITS,), CustomRuntimeEstimator),
+    ):
+        option = f"activation_memory_budget_{option}"
+        choice = getattr(config, option)
+        if choice in known or (custom is not None and isinstance(choice, custom)):
+            continue
+        names = ", ".join(known)
+        if custom is not None:
+            names += f", an instance of {custom.__module__}.{custom.__name__}"
+        raise RuntimeError(f"Unknown {option} {choice!r}: known are {names}")
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:
