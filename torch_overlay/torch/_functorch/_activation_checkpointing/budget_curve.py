@@ -1,10 +1,7 @@
 """Many activation memory budgets of one joint graph, solved together.
 
-Two features ask what other budgets would come to: the Pareto plot
-(``config.visualize_memory_budget_pareto``) and the knee search (the solver named
-``"dynamic_memory_budget_dp"``).  Both hand one knapsack at all capacities to
-:func:`solve_budgets`.  What is left of the plot's time are min cuts, which turn a set
-of items into saved values.
+For the Pareto plot (``config.visualize_memory_budget_pareto``) and the knee search (the
+solver named ``"dynamic_memory_budget_dp"``).
 """
 
 from __future__ import annotations
@@ -69,9 +66,8 @@ class Range(NamedTuple):
 class CurvePoint(NamedTuple):
     """A plan, and the smallest of the tried budgets that leads to it.
 
-    ``saved_bytes`` is the size of all saved values, inputs included, and ``ratio`` the
-    same in the unit of the budget.  ``recomputed_runtime`` is in the estimator's unit
-    and counts the items only, as the knapsack does; ``saved_items`` is their number.
+    ``saved_bytes`` includes the inputs, and ``ratio`` is the same in the unit of the
+    budget.  ``recomputed_runtime`` is that of items, in the estimator's unit.
     """
 
     budget: float
@@ -104,9 +100,8 @@ def budget_curve(
 ) -> list[CurvePoint]:
     """The plans that the budgets from 0 to 1, and the one asked, lead to.
 
-    A budget takes the way it takes in the partitioner: a cut that fits comes before
-    the knapsack.  The points are by rising budget, each with another set of saved items
-    or another cut.
+    As in the partitioner, a cut that fits comes before the knapsack.  The points are by
+    rising budget, each with another set of saved items or another cut.
 
     Args:
         posed: the knapsack at the budget asked for.

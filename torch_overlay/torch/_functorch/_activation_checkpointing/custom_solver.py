@@ -1,11 +1,8 @@
 """Ask a knapsack solver of the user's own, and check what it answers.
 
-``torch._functorch.config.activation_memory_budget_solver`` may be an instance of a
-:class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver` (in 2.10, any callable).
-It is called as that class documents it, with the runtimes of the items as well where
-it has a parameter of that name, and returns two lists of indices: the items to save and
-those to recompute.  They have to name every item once, in any order.  More than the
-budget may be saved, as a solver can have reasons of its own, but not without a warning.
+The solver is a :class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver` (in 2.10,
+any callable), and is called as that class documents it.  Its two lists of indices have
+to name every item once, in any order.  It may have reasons to save more than the budget.
 """
 
 from __future__ import annotations
@@ -42,11 +39,8 @@ def ask_custom_solver(
 
     ``memory`` (in the unit of ``max_memory``), ``runtimes`` and ``nodes`` have an entry
     for each item.  Both lists returned are ascending.  Warns where the sizes saved add
-    up to more than ``max_memory``.
-
-    Raises:
-        TypeError: if the answer is not two lists of ints.
-        ValueError: if an index is out of range, named twice, or missing.
+    up to more than ``max_memory``.  Raises TypeError for an answer that is not two lists
+    of ints, and ValueError for an index out of range, named twice, or missing.
     """
     rest = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
     answer = solver(memory, joint_graph, max_memory, node_info, nodes, **rest)

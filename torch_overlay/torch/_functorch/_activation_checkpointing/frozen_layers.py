@@ -5,16 +5,11 @@ A frozen convolution wants the gradient of its input alone, computed from
 for its sizes.  The partitioner sees an argument and saves it: a frozen network keeps
 as many bytes as a trained one.
 
-:func:`drop_unread_arguments` runs on the joint graph before it is partitioned, and so
-holds for every partitioner and every memory budget.  Where :data:`UNREAD_ARGUMENTS` says
-that no wanted output depends on the values of an argument, another tensor takes its
-place, the *stand-in*: ``grad_output`` itself where that looks the same, else an
-uninitialized tensor that is made in the backward and alive during one operator.
-
-The stand-in has the argument's sizes, strides, dtype and device, because kernels choose
-their algorithm and the layout of their results by them.  One element, expanded, would
-need no memory, but its strides of zero change both, and some kernels do not look at
-strides at all.
+So before the joint graph is partitioned, by whichever partitioner, an argument on whose
+values no wanted output depends (:data:`UNREAD_ARGUMENTS`) is replaced by a *stand-in*:
+``grad_output`` itself where that looks the same, else an uninitialized tensor that is
+made in the backward and alive during one operator.  It has the argument's sizes, strides,
+dtype and device, by which kernels choose their algorithm and the layout of their results.
 
 What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
 its place, and computed beside it.  Inductor is left to order its kernels itself.
@@ -226,8 +221,7 @@ def _find_stand_ins(
 
 
 def _unread_argument(node: fx.Node) -> Optional[fx.Node]:
-    """What ``node`` takes and does not read, None where there is or may be no such
-    argument."""
+    """What ``node`` surely takes without reading it, if anything."""
     rule = UNREAD_ARGUMENTS.get(node.target)
     if rule is None or (rule.off and _get_argument(node, rule.off) is not False):
         return None

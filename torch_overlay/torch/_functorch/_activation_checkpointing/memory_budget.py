@@ -134,8 +134,8 @@ def choose_plan(
 ) -> ChosenPlan:
     """What to save under ``memory_budget``, with a warning where it weighs more.
 
-    Every node's ``dist_from_bw`` must be set.  Makes at most four min cuts, and up to 33
-    more where the budget's curve is plotted.
+    Every node's ``dist_from_bw`` must be set.  Makes at most four min cuts, and 32 more
+    where the budget's curve is plotted.
 
     Raises RuntimeError for a budget outside [0, 1], and for a solver or an estimator in
     the config that is unknown, whether this graph needs them or not.

@@ -5,12 +5,11 @@
 
 prints the plan of the graph compiled last; :func:`last_plan` returns the same as data,
 :func:`plans` those of several graphs, and every plan goes to the structured trace as
-the artifact ``activation_memory_plan``.  It answers for compiled graphs what
-``jax.ad_checkpoint.print_saved_residuals`` answers in JAX.
+the artifact ``activation_memory_plan``.
 
 A plan describes the two graphs that the partitioner hands on: what is really saved, not
-what a solver proposed.  It holds names and numbers only, so it keeps no graph or tensor
-alive, and what costs time (proof, grouping, text) waits until somebody asks.
+what a solver proposed.  It keeps no graph or tensor alive, and what costs time (proof,
+grouping, text) waits until somebody asks.
 """
 
 from __future__ import annotations
