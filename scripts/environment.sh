@@ -43,7 +43,8 @@ ensure_environment() {
   base=$(base_python)
   echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
   "$base" -m venv --clear "$VENV"
-  unconstrained_pip install --quiet \
+  # Most of torch's modules are never imported here; bytecode of all takes half a minute.
+  unconstrained_pip install --quiet --no-compile \
     "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
   echo "$wanted" >"$VENV/.complete"
 }

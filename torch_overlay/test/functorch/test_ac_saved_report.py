@@ -184,7 +184,7 @@ class TestSavedReport(TestCase):
             self.assertIn(value.nbytes, sizes)
         # The rows add up to the number of values.
         for values in (plan.saved, plan.recomputed):
-            rows = plan._table(values, lambda v: 0, 100)[1:]
+            rows = plan._table(values, 100)[1:]
             self.assertEqual(sum(int(row.split("x")[0]) for row in rows), len(values))
 
     def test_source_is_the_users_line(self):
@@ -227,8 +227,8 @@ saved for the backward
 
 recomputed in the backward
   count  bytes  op                value          runtime      why       source
-  1x     256 B  aten.mm.default   float32[8, 8]  1.024 kFLOP  knapsack  FILE:LINE, x = (x @ weight).sin()
   3x     768 B  aten.sin.default  float32[8, 8]  -            min cut   FILE:LINE, x = (x @ weight).sin()
+  1x     256 B  aten.mm.default   float32[8, 8]  1.024 kFLOP  knapsack  FILE:LINE, x = (x @ weight).sin()
 """,
         )
 

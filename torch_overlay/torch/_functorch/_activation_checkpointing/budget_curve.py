@@ -1,10 +1,7 @@
 """Many activation memory budgets of one joint graph, solved together.
 
-Two features ask what other budgets would come to: the Pareto plot
-(``config.visualize_memory_budget_pareto``) and the knee search (the solver named
-``"dynamic_memory_budget_dp"``).  Both hand one knapsack at all capacities to
-:func:`solve_budgets`.  What is left of the plot's time are min cuts, which turn a set
-of items into saved values: each set is cut once, and a long curve is thinned out.
+For the Pareto plot (``config.visualize_memory_budget_pareto``) and the knee search (the
+solver named ``"dynamic_memory_budget_dp"``).
 """
 
 from __future__ import annotations
@@ -38,12 +35,12 @@ log = logging.getLogger(__name__)
 
 __all__ = ["CurvePoint", "Range", "budget_curve", "knee_budget", "write_budget_curve"]
 
-# Budgets are tried in steps of one percent.
-_STEPS = 100
+# Steps between the budgets of a curve, and of a knee search.  Each step of a curve may
+# take a min cut, 0.7 s on a graph of 5,000 nodes.
+_CURVE_STEPS, _KNEE_STEPS = 32, 99
 
-# At most as many cuts are made for a curve.  One takes 0.7 s on a graph of 5,000
-# nodes, and more points than this cannot be told apart in a plot.
-_MAX_CUTS = 32
+# The smallest budget that the knee search tries.
+_SMALLEST_KNEE = 0.001
 
 
 class Range(NamedTuple):
@@ -69,9 +66,8 @@ class Range(NamedTuple):
 class CurvePoint(NamedTuple):
     """A plan, and the smallest of the tried budgets that leads to it.
 
-    ``saved_bytes`` is the size of all saved values, inputs included, and ``ratio`` the
-    same in the unit of the budget.  ``recomputed_runtime`` is in the estimator's unit
-    and counts the items only, as the knapsack does; ``saved_items`` is their number.
+    ``saved_bytes`` includes the inputs, and ``ratio`` is the same in the unit of the
+    budget.  ``recomputed_runtime`` is that of items, in the estimator's unit.
     """
 
     budget: float
@@ -104,15 +100,13 @@ def budget_curve(
 ) -> list[CurvePoint]:
     """The plans that the budgets from 0 to 1, and the one asked, lead to.
 
-    A budget takes the way it takes in the partitioner: a cut that fits comes before
-    the knapsack.  The points are by rising budget, each with another set of saved items
-    or another cut.
+    As in the partitioner, a cut that fits comes before the knapsack.  The points are by
+    rising budget, each with another set of saved items or another cut.
 
     Args:
         posed: the knapsack at the budget asked for.
         solver: answers it at other budgets.
-        cut_bytes: size of what is saved if these items may be recomputed; called for
-            at most 33 sets.
+        cut_bytes: size of what is saved if these items may be recomputed.
         limits: the bytes that budgets 0 and 1 stand for.
         cheap: sizes of what the cuts save that the partitioner tries first, in order.
     """
@@ -123,22 +117,14 @@ def budget_curve(
         ratio = limits.budget(nbytes)
         return CurvePoint(budget, nbytes, ratio, runtime, count - len(recomputed))
 
-    budgets = sorted({posed.budget, *(step / _STEPS for step in range(1, _STEPS))})
+    steps = (step / _CURVE_STEPS for step in range(1, _CURVE_STEPS))
+    budgets = sorted({posed.budget, *steps})
     asked = [b for b in budgets if all(b <= limits.budget(size) for size in cheap)]
-    solutions = solve_budgets(solver, posed.memory, posed.runtimes, asked)
-    recomputed_at = {b: tuple(sorted(s[2])) for b, s in zip(asked, solutions)}
-    first: dict[tuple[int, ...], float] = {}
-    for budget, recomputed in recomputed_at.items():
-        first.setdefault(recomputed, budget)
-    # The first and the last set are among those that are kept.
-    sets, gaps = list(first), min(_MAX_CUTS, len(first)) - 1
-    kept = {sets[i * (len(sets) - 1) // max(gaps, 1)] for i in range(gaps + 1)}
-    kept.add(recomputed_at[posed.budget])
-
     points = [point(0.0, limits.low, range(count))]
-    for recomputed, budget in first.items():
-        if recomputed in kept:
-            points.append(point(budget, cut_bytes(recomputed), recomputed))
+    solutions = solve_budgets(solver, posed.memory, posed.runtimes, asked)
+    for budget, (_, _, recomputed) in zip(asked, solutions):
+        nbytes = cut_bytes(tuple(sorted(recomputed)))
+        points.append(point(budget, nbytes, recomputed))
     for budget in budgets[len(asked) :]:
         fits = next(size for size in cheap if limits.budget(size) < budget)
         points.append(point(budget, fits, []))
@@ -210,37 +196,30 @@ def _draw(
         figure.savefig(place, metadata={"Date": None})
 
 
-def knee_budget(
-    memory: list[float],
-    runtimes: list[float],
-    asked: float,
-    smallest: float = 0.001,
-    tried: int = 100,
-) -> float:
+def knee_budget(memory: list[float], runtimes: list[float], asked: float) -> float:
     """The budget, up to ``asked``, at the knee of runtime against memory.
 
-    Of ``tried`` budgets at even distances from ``smallest`` on it is the one whose exact
-    solution is nearest to the origin, with the memory saved and the runtime recomputed
-    both scaled to [0, 1]; the smallest of several.  Where all solutions have the same
-    memory or the same runtime there is no knee, and the answer is ``asked``.  The log
-    says which budget it is, and why.
+    Of 100 at even distances it is the one whose exact solution is nearest to the
+    origin, with the memory saved and the runtime recomputed both scaled to [0, 1]; the
+    smallest of several.  Where all solutions have the same memory or the same runtime
+    there is no knee, and the answer is ``asked``.  The log says which budget it is.
     """
-    start = min(smallest, asked)
-    step = (asked - start) / (tried - 1)
+    start = min(_SMALLEST_KNEE, asked)
+    step = (asked - start) / _KNEE_STEPS
     # Rounding could lead a little above the budget asked.
-    budgets = [min(start + i * step, asked) for i in range(tried)]
+    budgets = [min(start + i * step, asked) for i in range(_KNEE_STEPS + 1)]
     solutions = solve_budgets(exact_knapsack, memory, runtimes, budgets)
     saved = [math.fsum(memory[i] for i in s[1]) for s in solutions]
     recomputed = [math.fsum(runtimes[i] for i in s[2]) for s in solutions]
-    x, y = _scaled(saved), _scaled(recomputed)
-    if not x or not y:
+    distances = list(map(math.hypot, _scaled(saved), _scaled(recomputed)))
+    if not distances:
         log.warning(
             "dynamic_memory_budget_dp took the budget asked, %g: there is no knee, as "
             "no lower one changes both the memory saved and the runtime recomputed",
             asked,
         )
         return asked
-    knee = min(range(tried), key=lambda i: math.hypot(x[i], y[i]))
+    knee = distances.index(min(distances))
     log.warning(
         "dynamic_memory_budget_dp took budget %g of the %g asked, the knee: it saves "
         "%.1f%% of the items' memory and recomputes %.1f%% of their runtime",

@@ -1,11 +1,8 @@
 """Ask a knapsack solver of the user's own, and check what it answers.
 
-``torch._functorch.config.activation_memory_budget_solver`` may be an instance of a
-:class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver` (in 2.10, any callable).
-It is called as that class documents it, with the runtimes of the items as well where
-it has a parameter of that name, and returns two lists of indices: the items to save and
-those to recompute.  They have to name every item once, in any order.  More than the
-budget may be saved, as a solver can have reasons of its own, but not without a warning.
+The solver is a :class:`torch._inductor.custom_graph_pass.CustomKnapsackSolver` (in 2.10,
+any callable), and is called as that class documents it.  Its two lists of indices have
+to name every item once, in any order.  It may have reasons to save more than the budget.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import inspect
 import logging
 import math
 import operator
-from collections.abc import Iterable
+from collections import Counter
 from typing import Any, Callable, TYPE_CHECKING
 
 
@@ -42,11 +39,8 @@ def ask_custom_solver(
 
     ``memory`` (in the unit of ``max_memory``), ``runtimes`` and ``nodes`` have an entry
     for each item.  Both lists returned are ascending.  Warns where the sizes saved add
-    up to more than ``max_memory``.
-
-    Raises:
-        TypeError: if the answer is not two lists of ints.
-        ValueError: if an index is out of range, named twice, or missing.
+    up to more than ``max_memory``.  Raises TypeError for an answer that is not two lists
+    of ints, and ValueError for an index out of range, named twice, or missing.
     """
     rest = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
     answer = solver(memory, joint_graph, max_memory, node_info, nodes, **rest)
@@ -70,34 +64,20 @@ def _takes_runtimes(solver: Callable[..., Any]) -> bool:
         return False
 
 
-def _checked(answer: Any, items: int, name: str) -> list[list[int]]:
+def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
     """The two lists of ``answer``, each item in one of them, ascending."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+    try:
+        saved, recomputable = (sorted(map(operator.index, part)) for part in answer)
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} must return two lists of indices, those to save and those to "
             f"recompute, not {answer!r}"
-        )
-    places: dict[int, str] = {}
-    for role, indices in zip(("saved", "recomputable"), answer):
-        if not isinstance(indices, Iterable):
-            raise TypeError(f"{name}: {role} is {indices!r}, not a list of indices")
-        for place, given in enumerate(indices):
-            here = f"{role}[{place}]"
-            # A mask of bools would pass for the indices 0 and 1.
-            if isinstance(given, bool) or not hasattr(given, "__index__"):
-                raise TypeError(f"{name}: {here} is {given!r}, not an index")
-            index = operator.index(given)
-            if not 0 <= index < items:
-                raise ValueError(
-                    f"{name}: {here} is {index}, but there are {items} items"
-                )
-            if index in places:
-                raise ValueError(f"{name}: {here} is {index}, as is {places[index]}")
-            places[index] = here
-    for index in range(items):
-        if index not in places:
-            raise ValueError(f"{name}: item {index} is neither saved nor recomputable")
-    return [
-        [i for i in range(items) if places[i].startswith(role)]
-        for role in ("saved", "recomputable")
-    ]
+        ) from error
+    named = Counter(saved + recomputable)
+    for index in sorted({*named, *range(items)}):
+        if named[index] != 1 or not 0 <= index < items:
+            raise ValueError(
+                f"{name} names item {index} {named[index]} times: each of the {items} "
+                "items, from 0 on, has to be named once"
+            )
+    return saved, recomputable

@@ -5,23 +5,18 @@ A frozen convolution wants the gradient of its input alone, computed from
 for its sizes.  The partitioner sees an argument and saves it: a frozen network keeps
 as many bytes as a trained one.
 
-:func:`drop_unread_arguments` runs on the joint graph before it is partitioned, and so
-holds for every partitioner and every memory budget.  Where :data:`UNREAD_ARGUMENTS` says
-that no wanted output depends on the values of an argument, another tensor takes its
-place, the *stand-in*: ``grad_output`` itself where that looks the same, else an
-uninitialized tensor that is made in the backward and alive during one operator.
-
-The stand-in has the argument's sizes, strides, dtype and device, because kernels choose
-their algorithm and the layout of their results by them.  One element, expanded, would
-need no memory, but its strides of zero change both, and some kernels do not look at
-strides at all.
+So before the joint graph is partitioned, by whichever partitioner, an argument on whose
+values no wanted output depends (:data:`UNREAD_ARGUMENTS`) is replaced by a *stand-in*:
+``grad_output`` itself where that looks the same, else an uninitialized tensor that is
+made in the backward and alive during one operator.  It has the argument's sizes, strides,
+dtype and device, by which kernels choose their algorithm and the layout of their results.
 
 What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
 its place, and computed beside it.  Inductor is left to order its kernels itself.
 
 When in doubt the argument stays: the operator is not in the table, its mask is no
 constant, a masked-off output is used, the argument is needed in the backward anyway,
-or it is no plain tensor (layout, device, subclass, unbacked sizes).
+or it is no plain tensor (layout, device, subclass, symbolic sizes).
 """
 
 from __future__ import annotations
@@ -38,11 +33,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import (
-    free_unbacked_symbols,
-    has_free_symbols,
-    statically_known_true,
-)
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
 
 if TYPE_CHECKING:
@@ -211,8 +202,7 @@ def _find_stand_ins(
         if argument in backward or argument in alive or takers != set(users):
             continue
         value: Any = argument.meta.get("val")
-        # Inductor cannot lay out an empty tensor of symbolic sizes anew.
-        if not _is_plain(value) or (for_inductor and has_free_symbols(value)):
+        if not _is_plain(value):
             continue
         for user in users:
             base = next(node for node in user.all_input_nodes if node in backward)
@@ -231,8 +221,7 @@ def _find_stand_ins(
 
 
 def _unread_argument(node: fx.Node) -> Optional[fx.Node]:
-    """What ``node`` takes and does not read, None where there is or may be no such
-    argument."""
+    """What ``node`` surely takes without reading it, if anything."""
     rule = UNREAD_ARGUMENTS.get(node.target)
     if rule is None or (rule.off and _get_argument(node, rule.off) is not False):
         return None
@@ -257,7 +246,10 @@ def _get_argument(node: fx.Node, name: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a dense tensor of which everything is known."""
+    """Whether it is a dense tensor of which everything is known.
+
+    Inductor cannot lay out an empty tensor of symbolic sizes anew.
+    """
     return (
         type(value) is FakeTensor
         and value.layout is torch.strided
@@ -265,42 +257,29 @@ def _is_plain(value: Any) -> bool:
         and not value.is_quantized
         and not value.is_conj()
         and not value.is_neg()
-        and not free_unbacked_symbols(value)
+        and not has_free_symbols(value)
     )
 
 
 def _look_alike(*values: torch.Tensor) -> bool:
-    left, right = ((v.dtype, v.device, *v.shape, *v.stride()) for v in values)
-    return len(left) == len(right) and all(
-        statically_known_true(a == b) for a, b in zip(left, right)
-    )
+    left, right = ((v.dtype, v.device, v.shape, v.stride()) for v in values)
+    return left == right
 
 
 def _make_stand_in(stand_in: StandIn) -> fx.Node:
     """The node that ``user`` gets.  All that can fail has been done by the search."""
-    user, argument, base, look = stand_in
+    user, _, base, look = stand_in
     if look is None:
         return base
-
-    def call(target: Any, *args: Any, value: Any) -> fx.Node:
-        node = user.graph.call_function(target, args)
-        node.meta.update({key: user.meta[key] for key in _META if key in user.meta})
-        node.meta["val"] = value
-        return node
-
-    def numbers(target: Any, values: Sequence[Any]) -> list[Any]:
-        # Symbolic numbers are those of the argument, whose shape may be read.
-        return [
-            n if isinstance(n, int) else call(target, argument, dim, value=n)
-            for dim, n in enumerate(values)
-        ]
-
     with user.graph.inserting_before(user):
-        size = numbers(aten.sym_size.int, look.shape)
-        stride = numbers(aten.sym_stride.int, look.stride())
-        made = call(aten.new_empty_strided.default, base, size, stride, value=look)
-        made.kwargs = {"dtype": look.dtype, "device": look.device}
-        return made
+        node = user.graph.call_function(
+            aten.new_empty_strided.default,
+            (base, [*look.shape], [*look.stride()]),
+            {"dtype": look.dtype, "device": look.device},
+        )
+    node.meta.update({key: user.meta[key] for key in _META if key in user.meta})
+    node.meta["val"] = look
+    return node
 
 
 def _compute_early(

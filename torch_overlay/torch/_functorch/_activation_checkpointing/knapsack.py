@@ -23,8 +23,6 @@ unit, and both returned index lists are ascending.  Whatever the solver:
 * the answer depends on the arguments alone, so that all ranks of a distributed
   job get the same plan.
 
-Which solver?
--------------
 ``exact_knapsack`` (:mod:`.knapsack_exact`) weighs the sizes as given, never
 exceeds ``max_memory`` and saves the most runtime that is possible.
 ``greedy_knapsack`` and ``ilp_knapsack`` never exceed it either, but promise no
@@ -32,28 +30,17 @@ optimum.  ``dp_knapsack`` weighs sizes rounded to 1/10000: optimal for the round
 sizes, but the true ones may add up to more than ``max_memory``, as small items
 round to nothing.  ``dp_knapsack_sliding_hirschberg`` is another name for it.
 
-Dynamic programming
--------------------
-Row ``k`` of the textbook table holds, for each capacity ``j``, the most runtime
-that the first ``k`` items can save within ``j``::
+Row ``k`` of dynamic programming's table holds the most runtime that the first ``k``
+items can save within each capacity.  Four steps shrink it and keep the optimum:
 
-    row[k][j] = max(row[k - 1][j], row[k - 1][j - size] + runtime)
-
-The full table has (items x capacity) floats, and one row per item means a few
-tensor operations per item.  Four steps shrink both, none of which changes the
-optimum:
-
-1. Layers repeat, so items do.  For each group of identical items, Dantzig's bound
-   settles how many copies an optimal set takes or leaves at least
-   (:func:`.knapsack_items.relax`).  Undecided copies form the *core*.
-2. ``m`` copies become ``O(log m)`` *chunks* of 1, 2, 4, ... copies, so that a
-   group needs a few rows, not one per item.
-3. Only one row is kept.  The set is found again from one bit per cell, which
-   tells whether the chunk was taken there (:func:`_from_decisions`).
+1. Layers repeat, so items do.  Dantzig's bound settles how many of some identical
+   items an optimal set takes or leaves at least (:func:`.knapsack_items.relax`).
+   What is undecided is the *core*.
+2. ``m`` copies become ``O(log m)`` *chunks* of 1, 2, 4, ... copies.
+3. Only one row is kept, in float64: a runtime of 1 next to one of 1e11 still counts.
+   The set is found again from one bit per cell (:func:`_from_decisions`).
 4. Where the bits take more memory than a few rows, Hirschberg's divide and conquer
    needs those alone (:func:`_best_split`), for at most twice the time.
-
-Rows are float64: a runtime of 1 next to one of 1e11 still counts.
 """
 
 from __future__ import annotations
@@ -65,12 +52,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from .knapsack_exact import (
-    exact_knapsack,
-    KnapsackSolution,
-    solve_knapsack,
-    solve_knapsack_budgets,
-)
+from .knapsack_exact import exact_knapsack
 from .knapsack_items import (
     by_density,
     check_budget,
@@ -86,14 +68,11 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "KNAPSACK_SOLVERS",
-    "KnapsackSolution",
     "dp_knapsack",
     "dp_knapsack_sliding_hirschberg",
     "exact_knapsack",
     "greedy_knapsack",
     "ilp_knapsack",
-    "solve_knapsack",
-    "solve_knapsack_budgets",
 ]
 
 Solver = Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]]

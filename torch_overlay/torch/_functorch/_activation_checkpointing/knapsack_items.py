@@ -160,7 +160,7 @@ def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> li
 def dantzig_bound(
     memory: Sequence[float], runtimes: Sequence[float], max_memory: float
 ) -> float:
-    """What no set within ``max_memory`` can save more than, rounded up.
+    """What no set within a finite ``max_memory`` can save more than, rounded up.
 
     Items by falling density, the one that no longer fits in part.  ``O(n log n)``
     time; Dantzig, "Discrete-Variable Extremum Problems", 1957.
@@ -174,7 +174,7 @@ def dantzig_bound(
     # Any price of memory gives a bound; the factor covers all rounding.
     gains = (runtime - price * size for size, runtime in zip(memory, runtimes))
     bound = math.fsum(gain for gain in gains if gain > 0)
-    return (bound + (price * max_memory if price else 0.0)) * (1 + 2.0**-40)
+    return (bound + price * max_memory) * (1 + 2.0**-40)
 
 
 class Classes(NamedTuple):

@@ -134,8 +134,8 @@ def choose_plan(
 ) -> ChosenPlan:
     """What to save under ``memory_budget``, with a warning where it weighs more.
 
-    Every node's ``dist_from_bw`` must be set.  Makes at most four min cuts, and up to 33
-    more where the budget's curve is plotted.
+    Every node's ``dist_from_bw`` must be set.  Makes at most four min cuts, and 32 more
+    where the budget's curve is plotted.
 
     Raises RuntimeError for a budget outside [0, 1], and for a solver or an estimator in
     the config that is unknown, whether this graph needs them or not.
@@ -346,19 +346,18 @@ def check_budget_options(memory_budget: float) -> None:
             f"The activation memory budget is {memory_budget!r}; it has to be a number "
             "from 0 (save the inputs only) to 1 (save what runs fastest)"
         )
-    solvers = [*KNAPSACK_SOLVERS, _KNEE]
-    _check_choice("solver", solvers, CustomKnapsackSolver)
-    _check_choice("runtime_estimator", list(RUNTIME_UNITS), CustomRuntimeEstimator)
-
-
-def _check_choice(option: str, known: list[str], custom: Any) -> None:
-    option = f"activation_memory_budget_{option}"
-    choice = getattr(config, option)
-    if choice in known or (custom is not None and isinstance(choice, custom)):
-        return
-    if custom is not None:
-        known.append(f"an instance of {custom.__module__}.{custom.__name__}")
-    raise RuntimeError(f"Unknown {option} {choice!r}: known are {', '.join(known)}")
+    for option, known, custom in (
+        ("solver", (*KNAPSACK_SOLVERS, _KNEE), CustomKnapsackSolver),
+        ("runtime_estimator", (*RUNTIME_UNITS,), CustomRuntimeEstimator),
+    ):
+        option = f"activation_memory_budget_{option}"
+        choice = getattr(config, option)
+        if choice in known or (custom is not None and isinstance(choice, custom)):
+            continue
+        names = ", ".join(known)
+        if custom is not None:
+            names += f", an instance of {custom.__module__}.{custom.__name__}"
+        raise RuntimeError(f"Unknown {option} {choice!r}: known are {names}")
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:

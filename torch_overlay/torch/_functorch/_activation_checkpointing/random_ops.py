@@ -1,13 +1,9 @@
 """Nodes that a compiled forward and its backward must not both run.
 
-The min cut may recompute whatever it does not save. A node that draws random numbers
-draws other ones when it runs again, and the gradient then belongs to another forward:
-dropout's would be masked by a mask that was never applied. An effectful node would have
-its effect twice.
-
-Such a node need not be saved itself. It is enough that every path from it to the
-backward goes through a saved value, so what is kept of a dropout is its boolean mask,
-and of inductor's random numbers their seed.
+A node that draws random numbers draws other ones when it runs again, and the gradient
+then belongs to another forward; an effectful node would have its effect twice. It is
+enough that every path from such a node to the backward goes through a saved value: what
+is kept of a dropout is its boolean mask, and of inductor's random numbers their seed.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ def is_random(node: fx.Node) -> bool:
 
     That is so for an operator tagged ``nondeterministic_seeded``, unless its arguments
     switch its randomness off (attention with ``dropout_p=0``) or hold the generator's
-    state (``philox_rand``), and for a higher-order operator that runs such an operator,
-    directly or in a subgraph. Takes time linear in the subgraphs.
+    state (``philox_rand``), and for a higher-order operator that runs such an operator.
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -100,9 +95,8 @@ def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
 def draw_on_one_side(joint_graph: fx.Graph, node_info: NodeInfo, nx_graph: Any) -> None:
     """Let no cut split the users of random numbers that no forward output needs.
 
-    The backward may draw such numbers (a custom backward's, say) at no cost in memory.
-    But if a value computed from them is saved, the forward draws them, and the backward
-    must not draw them again. So the edges that are added to ``nx_graph``, a
+    The backward may draw such numbers (a custom backward's, say), but not again once a
+    value made of them is saved. So the edges that are added to ``nx_graph``, a
     networkx.DiGraph, keep every node that depends on them out of the forward unless
     they are drawn there.
     """

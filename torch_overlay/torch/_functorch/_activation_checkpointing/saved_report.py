@@ -5,12 +5,11 @@
 
 prints the plan of the graph compiled last; :func:`last_plan` returns the same as data,
 :func:`plans` those of several graphs, and every plan goes to the structured trace as
-the artifact ``activation_memory_plan``.  It answers for compiled graphs what
-``jax.ad_checkpoint.print_saved_residuals`` answers in JAX.
+the artifact ``activation_memory_plan``.
 
 A plan describes the two graphs that the partitioner hands on: what is really saved, not
-what a solver proposed.  It holds names and numbers only, so it keeps no graph or tensor
-alive, and what costs time (proof, grouping, text) waits until somebody asks.
+what a solver proposed.  It keeps no graph or tensor alive, and what costs time (proof,
+grouping, text) waits until somebody asks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import os
 import re
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Callable, Optional, TextIO, TYPE_CHECKING
+from typing import Any, Optional, TextIO, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
@@ -37,6 +36,8 @@ from .rerun_cost import is_view, RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import GraphModule, Node
 
 
@@ -138,30 +139,28 @@ class Plan:
 
     def summary(self) -> list[tuple[str, str]]:
         """The printed form's first lines, as pairs of a title and a text."""
-        inputs = [value.nbytes for value in self.saved if value.why in _OF_INPUTS]
-        if self.used is None:
-            used = f"{format_bytes(self.activation_bytes)} of activations"
-        else:
+        used = f"{format_bytes(self.activation_bytes)} of activations"
+        if self.used is not None:
             used = f"{self.used:.4g}"
         budget = f"{self.budget:g} asked, {used} used"
         if self.limits is not None:
             low, high = map(format_bytes, self.limits)
             budget += f" (0: {low}, 1: {high})"
-        runtimes = [v.runtime for v in self.recomputed if v.runtime is not None]
+        inputs = [value.nbytes for value in self.saved if value.why in _OF_INPUTS]
+        saved = (
+            f"{len(self.saved)} values, {format_bytes(self.saved_bytes)} "
+            f"(activations: {len(self.saved) - len(inputs)}, "
+            f"{format_bytes(self.saved_bytes - sum(inputs))}; "
+            f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})"
+        )
         recomputed = f"{len(self.recomputed)} operators and {self.views} views"
-        if runtimes:
-            recomputed += f", estimated {self._runtime(math.fsum(runtimes))}"
+        if runtime := math.fsum(value.runtime or 0 for value in self.recomputed):
+            recomputed += f", estimated {self._runtime(runtime)}"
         return [
             ("graph", self.graph),
             ("budget", budget),
             ("chosen by", self.chosen_by()),
-            (
-                "saved",
-                f"{len(self.saved)} values, {format_bytes(self.saved_bytes)} "
-                f"(activations: {len(self.saved) - len(inputs)}, "
-                f"{format_bytes(self.saved_bytes - sum(inputs))}; "
-                f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})",
-            ),
+            ("saved", saved),
             ("recomputed", recomputed),
         ]
 
@@ -169,44 +168,35 @@ class Plan:
         """The plan as text; see :func:`print_saved_values`."""
         lines = [f"{title + ':':<12}{text}" for title, text in self.summary()]
         if self.saved:
-            lines += ["", "saved for the backward"]
-            lines += self._table(self.saved, lambda v: 0, rows)
+            lines += ["", "saved for the backward", *self._table(self.saved, rows)]
         if self.recomputed:
             lines += ["", "recomputed in the backward"]
-            lines += self._table(self.recomputed, lambda v: v.runtime or 0, rows)
+            lines += self._table(self.recomputed, rows)
         return "\n".join(line.rstrip() for line in lines)
 
-    def _table(
-        self,
-        values: tuple[PlannedValue, ...],
-        cost: Callable[[PlannedValue], float],
-        rows: int,
-    ) -> list[str]:
-        """A row for each kind of value, by falling cost and size."""
+    def _table(self, values: Sequence[PlannedValue], rows: int) -> list[str]:
+        """A row for each kind of value, largest first."""
         kinds = Counter(replace(value, name="") for value in values)
-        ranked = sorted(
-            kinds.items(), key=lambda kind: (-kind[1] * cost(kind[0]), -_size(*kind))
-        )
+        sizes = {kind: kind.nbytes * count for kind, count in kinds.items()}
+        ranked = sorted(kinds, key=sizes.__getitem__, reverse=True)
         table = [("count", "bytes", "op", "value", "runtime", "why", "source")]
-        for value, count in ranked[:rows]:
+        for kind in ranked[:rows]:
+            shape = ", ".join(map(str, kind.shape))
             table.append(
                 (
-                    f"{count}x",
-                    format_bytes(_size(value, count)),
-                    value.op,
-                    f"{value.dtype}[{', '.join(map(str, value.shape))}]",
-                    "-" if value.runtime is None else self._runtime(value.runtime),
-                    value.why,
-                    value.source or "-",
+                    f"{kinds[kind]}x",
+                    format_bytes(sizes[kind]),
+                    kind.op,
+                    f"{kind.dtype}[{shape}]",
+                    "-" if kind.runtime is None else self._runtime(kind.runtime),
+                    kind.why,
+                    kind.source or "-",
                 )
             )
         widths = [max(map(len, column)) for column in zip(*table)]
-        lines = [
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
-            for row in table
-        ]
+        lines = ["  " + "  ".join(map(str.ljust, row, widths)) for row in table]
         if left := ranked[rows:]:
-            size = format_bytes(sum(_size(*kind) for kind in left))
+            size = format_bytes(sum(map(sizes.__getitem__, left)))
             lines.append(f"  ... {len(left)} more rows, {size}")
         return lines
 
@@ -240,10 +230,6 @@ def _verdict(knapsack: Knapsack) -> str:
         return "proven optimal"
     part = gap / knapsack.upper_bound
     return f"at most {part:.2g} of the runtime below the optimum"
-
-
-def _size(value: PlannedValue, count: int) -> int:
-    return value.nbytes * count
 
 
 _plans: deque[Plan] = deque(maxlen=_KEPT)
