@@ -114,7 +114,7 @@ class Target:
             raise Conflict(f"{path}: the folder {folder} is not writable")
 
 
-def _git_dir(root: Path) -> Optional[Path]:
+def git_dir(root: Path) -> Optional[Path]:
     """The repository whose work tree starts at ``root``, not one further up."""
     dot_git = root / ".git"
     if dot_git.is_dir():
@@ -155,7 +155,7 @@ def find(place: str) -> Target:
     installed = (
         not (root / "version.txt").is_file() and not (root / "setup.py").is_file()
     )
-    return Target(root, version, installed, None if installed else _git_dir(root))
+    return Target(root, version, installed, None if installed else git_dir(root))
 
 
 def find_installed(python: str) -> Target:
