@@ -20,7 +20,6 @@ import argparse
 import base64
 import csv
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -195,30 +194,41 @@ class Manifest:
 def plan_links(checkout: Path, wheel: Wheel) -> tuple[list[str], list[str]]:
     """Folders to make and paths to link, so that no recorded file is lacking.
 
-    Folders are never links: what Python or a patch tool writes into one stays in the
-    checkout, and upstream's .gitignore knows what a build adds as files and folders.
+    A folder that the checkout lacks is linked whole, with two exceptions: one that
+    holds Python files, since Python would write its bytecode and a patch tool its
+    files through the link into the installation; and one right in torch/, which
+    upstream's .gitignore names with a slash at the end, so that links are no match.
+    Such a folder is made here and filled with links.
     """
-    directories: list[str] = []
-    outside: set[str] = set()
-    parents = (reversed(PurePosixPath(path).parents) for path in wheel.files)
-    for folder in dict.fromkeys(itertools.chain.from_iterable(parents)):
-        place = checkout / folder
-        if str(folder.parent) in outside or place.is_symlink():
-            # What lies behind the user's own link is not the checkout's.
-            outside.add(str(folder))
-        elif not place.exists():
-            directories.append(str(folder))
-        elif not place.is_dir():
-            raise Refusal(
-                f"{place} is a file; torch {wheel.version} has a folder there. "
-                "Move it away and run this again."
-            )
-    links = [
-        path
+    made = {
+        parent
         for path in wheel.files
-        if os.path.dirname(path) not in outside and not os.path.lexists(checkout / path)
-    ]
-    return directories, links
+        for parent in PurePosixPath(path).parents
+        if path.endswith(PYTHON) or len(parent.parts) < 3
+    }
+    directories: dict[str, None] = {}
+    links: dict[str, None] = {}
+
+    for path in wheel.files:
+        for parent in list(reversed(PurePosixPath(path).parents))[1:]:
+            place = checkout / parent
+            if str(parent) in links or place.is_symlink():
+                # What lies behind the user's own link is not the checkout's.
+                break
+            if not place.exists():
+                if parent not in made:
+                    links[str(parent)] = None
+                    break
+                directories[str(parent)] = None
+            elif not place.is_dir():
+                raise Refusal(
+                    f"{place} is a file; torch {wheel.version} has a folder there. "
+                    "Move it away and run this again."
+                )
+        else:
+            if not os.path.lexists(checkout / path):
+                links[path] = None
+    return list(directories), list(links)
 
 
 def link(checkout: Path, wheel: Wheel) -> str:

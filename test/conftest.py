@@ -9,6 +9,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -115,6 +116,70 @@ def commit_all(root):
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "-m", "base")
     return root
+
+
+def rewrite(place, change):
+    """Give the file another content, without writing through its hard links."""
+    content = place.read_bytes()
+    place.unlink()
+    place.write_bytes(change(content))
+
+
+def edit(place, old, new):
+    """Replace text that must be there, in the same way."""
+    assert old.encode() in place.read_bytes()
+    rewrite(place, lambda content: content.replace(old.encode(), new.encode()))
+
+
+class Killed(BaseException):
+    """Nothing in a command catches it, as nothing catches a SIGKILL."""
+
+
+def raise_killed():
+    raise Killed
+
+
+class Steps:
+    """Calls ``stop`` before a command's step number ``left``; idle below 0.
+
+    A step is anything that the command does to a file system, seen through Python's
+    audit events. There is one of these, as their hooks stay for good.
+    """
+
+    KINDS = frozenset(
+        ["open", "shutil.rmtree"]
+        + [f"os.{call}" for call in ("chmod", "chown", "mkdir", "remove", "rename")]
+        + [f"os.{call}" for call in ("rmdir", "symlink", "utime")]
+    )
+
+    def __init__(self):
+        self.left, self.stop = -1, None
+        sys.addaudithook(self.watch)
+
+    def watch(self, event, details):
+        if self.left < 0 or event not in self.KINDS:
+            return
+        if event == "open" and not details[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.stop()
+
+    def run(self, number, work, stop=raise_killed):
+        """Whether the work came to its end."""
+        self.left, self.stop = number, stop
+        try:
+            work()
+        except Killed:
+            return False
+        finally:
+            self.left = -1
+        return True
+
+
+@pytest.fixture(scope="session")
+def steps():
+    return Steps()
 
 
 @pytest.fixture(scope="session")

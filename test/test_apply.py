@@ -9,12 +9,13 @@ import subprocess
 import sys
 import sysconfig
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import commit_all, git, lay, snapshot
+from conftest import commit_all, edit, git, lay, snapshot
 from patchset import apply, images, transaction
 from patchset.files import clone
 from patchset.patch import CONFIG, KNAPSACK, OVERLAY, PARTITIONERS, REPOSITORY
@@ -51,14 +52,6 @@ def refuses(code, words, *arguments, tree=None):
     assert words in result.text
     assert before == (tree and snapshot(tree))
     return result
-
-
-def edit(place, old, new):
-    """Change a cloned file without writing through its hard link."""
-    text = place.read_text()
-    assert old in text
-    place.unlink()
-    place.write_text(text.replace(old, new))
 
 
 @pytest.fixture
@@ -151,9 +144,7 @@ def to_read_only(place):
 
 
 def to_crlf(place):
-    content = place.read_bytes().replace(b"\n", b"\r\n")
-    place.unlink()
-    place.write_bytes(content)
+    edit(place, "\n", "\r\n")
 
 
 def to_second_anchor(place):
@@ -308,69 +299,12 @@ def test_what_needs_a_patch_is_left_out_with_it(release_tree):
 
 # -------------------------------------------------------- kills at every step
 
-STEPS = {
-    "open",
-    "os.chmod",
-    "os.chown",
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.utime",
-    "shutil.rmtree",
-}
 
-
-class Killed(BaseException):
-    """Nothing in the command catches it, as nothing catches a SIGKILL."""
-
-
-class Steps:
-    """Calls ``stop`` before a command's step number ``left``; idle below 0.
-
-    A step is anything that the command does to a file system, seen through Python's
-    audit events. There is one of these, as their hooks stay for good.
-    """
-
-    def __init__(self):
-        self.left, self.stop = -1, None
-        sys.addaudithook(self.watch)
-
-    def watch(self, event, details):
-        if self.left < 0 or event not in STEPS:
-            return
-        if event == "open" and not details[2] & (os.O_WRONLY | os.O_RDWR):
-            return
-        self.left -= 1
-        if self.left < 0:
-            self.stop()
-
-    def run(self, number, stop, arguments):
-        """Whether the command came to its end."""
-        self.left, self.stop = number, stop
-        try:
-            assert apply.main([*arguments, "--json"]) == 0
-        except Killed:
-            return False
-        finally:
-            self.left = -1
-        return True
-
-
-@pytest.fixture(scope="module")
-def watched():
-    return Steps()
-
-
-def raise_killed():
-    raise Killed
-
-
-def killed_for_real(watched, step, arguments):
-    """The same in a child, which gets a SIGKILL."""
+def killed_for_real(steps, step, work):
+    """In a child, which gets a SIGKILL; whether the work came to its end."""
     child = os.fork()
     if not child:
-        watched.run(step, lambda: os.kill(os.getpid(), signal.SIGKILL), arguments)
+        steps.run(step, work, lambda: os.kill(os.getpid(), signal.SIGKILL))
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
@@ -387,7 +321,7 @@ def hook_has_its_function(root):
 
 
 @pytest.mark.parametrize("action", ["apply", "reverse"])
-def test_kill_at_every_step(root, watched, monkeypatch, action):
+def test_kill_at_every_step(root, steps, monkeypatch, action):
     # A kill loses nothing that was written; a power cut does, and is not tried here.
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     # Enough patches for files that are new, edited and edited twice.
@@ -403,11 +337,8 @@ def test_kill_at_every_step(root, watched, monkeypatch, action):
     for step in range(500):
         if following == action:
             assert run(*calls[opposite]).code == 0
-        if step % 8 == 0:
-            finished = killed_for_real(watched, step, calls[action])
-        else:
-            finished = watched.run(step, raise_killed, calls[action])
-        if finished:
+        kill = steps.run if step % 8 else partial(killed_for_real, steps)
+        if kill(step, lambda: apply.main([*calls[action], "--json"])):
             break
         hook_has_its_function(root)
         # The next call brings the tree to where it says, whichever call it is.
