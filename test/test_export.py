@@ -63,7 +63,7 @@ def test_git_am_gives_the_same_tree(repository, tmp_path, release, capsys):
     assert snapshot(tmp_path / "series") == snapshot(tmp_path / "again")
 
     # The patches for reviewers hold exactly the edits: the overlay is not in them.
-    edited = {e.path for p in SERIES for e in p.edits if e.fits(release)}
+    edited = {e.path for p in SERIES for e in p.edits_for(release)}
     for mail in sorted((REPOSITORY / "patches" / release).iterdir()):
         git(by_git, "apply", "--index", str(mail))
     for path in edited:

@@ -45,7 +45,7 @@ class _Case:
     without: Collection[str]
 
     def edits(self) -> list[Edit]:
-        return [e for p in self.series for e in p.edits if e.fits(self.release)]
+        return [e for p in self.series for e in p.edits_for(self.release)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _classify_one(
 ) -> PatchState:
     """The patch's state; ``missing`` names those before it that are left out."""
     files = [path for path in patch.files if path in view]
-    edits = [edit for edit in patch.edits if edit.fits(case.release)]
+    edits = patch.edits_for(case.release)
     if patch.name in case.without:
         return PatchState(patch, LEFT_OUT, "")
     if not patch.fits(case.release):

@@ -134,8 +134,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
             raise BadCall(f"{target.root} is not a git checkout")
         text = body(patches[-1], ours, patches[:-1])
         result = survey(target, read_journal(target), series=patches)
-        edits = patches[-1].edits
-        if edits and not any(edit.fits(result.release) for edit in edits):
+        if not patches[-1].fits(result.release):
             raise Conflict(
                 f"{options.topic}: no edit is for torch {result.release}, which this "
                 "tree looks like most"

@@ -7,7 +7,6 @@ _MEMORY = "torch/_inductor/memory.py"
 _TEST = "test/inductor/test_buffer_reuse.py"
 _TIMELINE = "def compute_memory_timeline(\n"
 _RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
-_SINCE = (2, 10)
 
 PATCH = Patch(
     name="buffer-reuse",
@@ -51,16 +50,15 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
 
 """
             + _TIMELINE,
-            since=_SINCE,
         ),
         Edit(
             _MEMORY,
             anchor=_RETURN,
             replacement="    _count_what_is_stored(buf_info_list)\n" + _RETURN,
             inside="compute_memory_timeline",
-            since=_SINCE,
         ),
     ),
+    since=(2, 10),
     landed=((_MEMORY, "_count_what_is_stored("),),
     risks="""\
 The estimate decides which buffers are kept, and that alone: the same kernels run in the

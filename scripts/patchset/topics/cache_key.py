@@ -40,9 +40,9 @@ cache.
         )
 """,
             inside="__init__",
-            since=(2, 11),
         ),
     ),
+    since=(2, 11),
     landed=((AUTOGRAD_CACHE, "self.estimator_solver_names = "),),
     risks="""\
 Cached plans of earlier versions are not found again: the first compile after the

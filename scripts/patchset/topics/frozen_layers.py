@@ -5,7 +5,6 @@ from ..patch import CONFIG, Edit, FROZEN_LAYERS, GRAPH_COMPILE, Patch
 
 _COMPILERS = "        inference_compiler = fw_compiler\n"
 _CONFIG = "from .. import config\n"
-_SINCE = (2, 10)
 
 PATCH = Patch(
     name="frozen-layers",
@@ -38,7 +37,6 @@ drop_unread_arguments = True
 
 # By default, the partitioner is purely trying to optimize for runtime (although
 """,
-            since=_SINCE,
         ),
         Edit(
             GRAPH_COMPILE,
@@ -46,7 +44,6 @@ drop_unread_arguments = True
             replacement=_CONFIG
             + "from .._activation_checkpointing.frozen_layers import "
             "without_unread_arguments\n",
-            since=_SINCE,
         ),
         Edit(
             GRAPH_COMPILE,
@@ -54,9 +51,9 @@ drop_unread_arguments = True
             replacement=_COMPILERS
             + "    partition_fn = without_unread_arguments(partition_fn)\n",
             inside="aot_stage2_compile",
-            since=_SINCE,
         ),
     ),
+    since=(2, 10),
     landed=((GRAPH_COMPILE, "without_unread_arguments("),),
     risks="""\
 A kernel that did read the values of such an argument would give wrong gradients

@@ -10,7 +10,6 @@ _STORE = (
     "            if dtype == torch.float and self.tail_size is None:\n"
     '                code.writeline(f"{value}.store({var_expr});")\n'
 )
-_SINCE = (2, 10)
 
 PATCH = Patch(
     name="mask-vectors",
@@ -45,7 +44,6 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
             )
 """,
             inside="_get_vec_load_line",
-            since=_SINCE,
         ),
         Edit(
             _CPP,
@@ -62,9 +60,9 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 """
             + _STORE,
             inside="_get_store_line",
-            since=_SINCE,
         ),
     ),
+    since=(2, 10),
     landed=((_CPP, "at::vec::convert<uint8_t,1,int32_t,1>("),),
     risks="""\
 Quantized kernels use the same conversions; on instruction sets for which at::vec has

@@ -12,7 +12,6 @@ from ..patch import (
 from . import saved_report
 
 
-_SINCE = (2, 11)
 _ESTIMATOR = "# This controls how we estimate the runtime when deciding"
 
 PATCH = Patch(
@@ -64,14 +63,12 @@ activation_memory_peak_bytes: int | None = None
 
 """
             + _ESTIMATOR,
-            since=_SINCE,
         ),
         Edit(
             PARTITIONERS,
             anchor=saved_report.IMPORT,
             replacement="from ._activation_checkpointing import "
             "peak_budget, random_ops\n",
-            since=_SINCE,
         ),
         Edit(
             PARTITIONERS,
@@ -82,16 +79,15 @@ activation_memory_peak_bytes: int | None = None
     )
 """,
             inside="min_cut_rematerialization_partition",
-            since=_SINCE,
         ),
         Edit(
             PARTITIONERS,
             anchor=saved_report.RECORD,
             replacement="peak_budget.record_plan(",
             inside="min_cut_rematerialization_partition",
-            since=_SINCE,
         ),
     ),
+    since=(2, 11),
     landed=((PARTITIONERS, "peak_budget.choose_plan("),),
     risks="""\
 Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for graphs
