@@ -449,9 +449,8 @@ def installation(tmp_path_factory):
     )
     packages = Path(sysconfig.get_path("purelib"))
     here = next((project / ".venv/lib").glob("python*/site-packages"))
-    for source in packages.glob("torch*"):
-        clone(source, here / source.name)
-    (here / "others.pth").write_text(f"{packages}\n")
+    paths = (path for patch in SERIES for path in patch.paths())
+    clone(packages, here, [path for path in paths if path.startswith("torch/")])
     functorch = packages / "torch/_functorch"
     known = snapshot(functorch, skip=["__pycache__"])
     yield python, here

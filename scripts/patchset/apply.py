@@ -215,7 +215,7 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
             result = survey(target, None, options.without)
         changes = result.changes
         imports = _import_fault(target) is None
-        commit(target, stale_bytecode(target, changes) + changes, result.release)
+        commit(target, stale_bytecode(target, changes) + changes)
         report.files = [change.path for change in changes]
         report.messages.append(_verify(target, imports))
         if not result.in_manifest:

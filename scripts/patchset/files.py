@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Optional
 
 
 def write_synced(place: Path, content: bytes) -> None:
@@ -35,9 +36,27 @@ def replace_file(place: Path, content: bytes) -> None:
     sync_folder(place.parent)
 
 
-def clone(source: Path, destination: Path) -> Path:
-    """A copy that shares every file by a hard link: replace them, never write in."""
-    shutil.copytree(source, destination, copy_function=os.link, symlinks=True)
+def clone(
+    source: Path, destination: Path, paths: Optional[Iterable[str]] = None
+) -> Path:
+    """A copy that shares every file by a hard link: replace them, never write in.
+
+    With ``paths``, it is for changes there: other folders are links to the source's.
+    """
+    if paths is None:
+        shutil.copytree(source, destination, copy_function=os.link, symlinks=True)
+        return destination
+    folders = {parent for path in paths for parent in PurePath(path).parents}
+    for folder in sorted(folders):
+        (destination / folder).mkdir(parents=True, exist_ok=True)
+        for entry in (source / folder).glob("*"):
+            place = destination / folder / entry.name
+            if not entry.is_dir():
+                os.link(entry, place, follow_symlinks=False)
+            elif entry.name == "__pycache__":
+                clone(entry, place)
+            elif folder / entry.name not in folders:
+                os.symlink(entry, place)
     return destination
 
 

@@ -120,8 +120,10 @@ def isolated(
     """
     words = shlex.split(patch.tested)[1:]
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        target = find(str(clone(checkout, Path(folder) / "pytorch")))
-        *below, top = survey_untouched(target, release, stack(patch)).patches
+        patches = stack(patch)
+        paths = [path for patch in patches for path in patch.paths()]
+        target = find(str(clone(checkout, Path(folder) / "pytorch", paths)))
+        *below, top = survey_untouched(target, release, patches).patches
 
         def lay(path: str, content: bytes) -> None:
             place = target.root / path

@@ -54,7 +54,6 @@ class Journal:
 
     folder: Path
     phase: str
-    release: str
     files: dict[str, dict[str, Any]]
     folders: list[str]
 
@@ -91,12 +90,10 @@ def read_journal(target: Target) -> Optional[Journal]:
             f"{place}: written by another version of these scripts (format "
             f"{data['format']}); reverse with that version first"
         )
-    return Journal(
-        target.state, data["phase"], data["release"], data["files"], data["folders"]
-    )
+    return Journal(target.state, data["phase"], data["files"], data["folders"])
 
 
-def commit(target: Target, changes: Sequence[Change], release: str) -> None:
+def commit(target: Target, changes: Sequence[Change]) -> None:
     """Make every file what its change says, keeping what is needed to undo it."""
     fresh = target.state.with_name(target.state.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -120,7 +117,7 @@ def commit(target: Target, changes: Sequence[Change], release: str) -> None:
             "after": digest(change.after),
             "mode": mode,
         }
-    journal = Journal(target.state, "writing", release, files, folders)
+    journal = Journal(target.state, "writing", files, folders)
     _write_journal(fresh, journal)
     os.replace(fresh, target.state)
     sync_folder(target.state.parent)
@@ -219,7 +216,6 @@ def _write_journal(folder: Path, journal: Journal) -> None:
         {
             "format": FORMAT,
             "phase": journal.phase,
-            "release": journal.release,
             "files": journal.files,
             "folders": journal.folders,
         },
