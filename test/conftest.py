@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from patchset import generate
 from patchset.files import clone
 from patchset.patch import RELEASES
 from patchset.releases import tree, Unavailable
@@ -219,6 +220,20 @@ def checkout(release_tree, tmp_path):
         return root
 
     return make
+
+
+@pytest.fixture
+def repository(checkout):
+    """A git checkout of 2.13.0 with one commit."""
+    return commit_all(checkout(USUAL))
+
+
+@pytest.fixture
+def derived_elsewhere(tmp_path, monkeypatch):
+    """What ``generate`` writes goes to ``tmp_path``."""
+    monkeypatch.setattr(generate, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(generate, "PATCHES", tmp_path / "patches")
+    monkeypatch.setattr(generate, "MANIFEST", tmp_path / "manifest.json")
 
 
 @pytest.fixture

@@ -21,12 +21,6 @@ TOPICS = [patch.name for patch in SERIES]
 
 
 @pytest.fixture
-def repository(checkout):
-    """A git checkout of 2.13.0, of the files that the series touches."""
-    return commit_all(checkout("2.13.0"))
-
-
-@pytest.fixture
 def bodies(tmp_path, monkeypatch):
     """Where the texts go, instead of build/pr."""
     monkeypatch.setattr(pull_request, "BODIES", tmp_path / "pr")
