@@ -278,9 +278,7 @@ def _survey_without_conflict(
     result = survey(target, journal, without)
     report.take(result)
     if result.conflicts:
-        raise Conflict(
-            "\nconflict: ".join(f"{p.patch.name}: {p.detail}" for p in result.conflicts)
-        )
+        raise Conflict("\nconflict: ".join(result.conflicts))
     return result
 
 

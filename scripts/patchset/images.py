@@ -71,8 +71,10 @@ class Survey:
     patches: tuple[PatchState, ...]
 
     @property
-    def conflicts(self) -> list[PatchState]:
-        return [p for p in self.patches if p.state == CONFLICTS]
+    def conflicts(self) -> list[str]:
+        return [
+            f"{p.patch.name}: {p.detail}" for p in self.patches if p.state == CONFLICTS
+        ]
 
     @property
     def changes(self) -> list[Change]:

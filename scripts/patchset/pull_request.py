@@ -20,25 +20,21 @@ from .upstream_checks import check, conclude
 
 RESULTS = REPOSITORY / "results"
 BODIES = REPOSITORY / "build" / "pr"
-# What makes a result that is missing.
-COMMANDS = {
-    "releases": "scripts/refresh.sh --all",
-    "solvers": "scripts/benchmark.sh solvers --json results/solvers.json",
-    "frozen": "scripts/benchmark.sh frozen --json results/frozen.json",
-    "peak": "scripts/benchmark.sh peak --json results/peak.json",
-}
 
 
-class MissingEvidence(Exception):
-    """A result that the text needs is not stored; the message says how to make it."""
+def command(result: str) -> str:
+    """What makes the result."""
+    if result == "releases":
+        return "scripts/refresh.sh --all"
+    return f"scripts/benchmark.sh {result} --json results/{result}.json"
 
 
 def stored(result: str) -> Any:
     place = RESULTS / f"{result}.json"
     if not place.is_file():
-        raise MissingEvidence(
+        raise Conflict(
             f"{place.relative_to(REPOSITORY)} is missing; make it with: "
-            f"{COMMANDS[result]}"
+            f"{command(result)}"
         )
     return json.loads(place.read_text())
 
@@ -54,9 +50,9 @@ def before_and_after(patch: Patch) -> str:
         if found.get("without") is not None and found.get("with") is not None
     ]
     if not rows:
-        raise MissingEvidence(
+        raise Conflict(
             f"the test of {name} was run on no release; make that with: "
-            f"{COMMANDS['releases']}"
+            f"{command('releases')}"
         )
     return "".join(["| torch | without | with |\n| --- | --- | --- |\n", *rows])
 
@@ -67,20 +63,20 @@ def measured(patch: Patch) -> str:
     for result, beginning in patch.evidence:
         rows = [r for r in stored(result)["rows"] if r["what"].startswith(beginning)]
         if not rows:
-            raise MissingEvidence(
+            raise Conflict(
                 f"results/{result}.json has no row {beginning!r}; make it with: "
-                f"{COMMANDS[result]}"
+                f"{command(result)}"
             )
         text += "".join(f"| {r['what']} | {r['measured']} |\n" for r in rows)
     return text and f"\n| what | measured |\n| --- | --- |\n{text}"
 
 
 def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
-    """The text of the pull request; MissingEvidence where a figure is not stored."""
+    """The text of the pull request; Conflict where a figure is not stored."""
     *problem, change = patch.why.strip().split("\n\n")
     items = "\n".join(patch.trailers)
     stacked = "".join(f"- {needed.subject}\n" for needed in below)
-    commands = sorted({COMMANDS[result] for result, _ in ours.evidence})
+    commands = sorted({command(result) for result, _ in ours.evidence})
     return (
         f"# {patch.subject}\n\n{items}\n\n"
         + (f"Stacked on:\n\n{stacked}\n" if stacked else "")
@@ -90,7 +86,7 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + f"`{patch.tested}`, without this change and with it:\n\n"
         + before_and_after(patch)
         + measured(ours)
-        + "".join(f"\nMade with `{command}`.\n" for command in commands)
+        + "".join(f"\nMade with `{line}`.\n" for line in commands)
         + f"\n## Test plan\n\n```\n{patch.tested}\n```\n\n## Risks\n\n{ours.risks}\n"
         + f"## Release notes\n\ntopic: {ours.kind}\n"
     )
@@ -147,7 +143,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
             raise Conflict(f"{options.topic}: {result.patches[-1].state}")
         _check_named_tests(text, steps, target)
         check_committable(target, result.changes)
-        made = commit_on_branch(target, branch, [_commit(step) for step in steps])
+        commits = [(message(step.patch), step.changes) for step in steps]
+        made = commit_on_branch(target, branch, commits)
         place = BODIES / f"{options.topic}.md"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
@@ -159,14 +156,10 @@ def main(arguments: Optional[list[str]] = None) -> int:
     except BadCall as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (Conflict, MissingEvidence) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except Conflict as error:
+        print(f"conflict: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _commit(step: PatchState) -> tuple[str, Any]:
-    return message(step.patch), step.changes
 
 
 if __name__ == "__main__":
