@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
 from patchset.files import locked, replace_file
-from patchset.target import git_dir, run_python
+from patchset.target import git_dir, import_fault, run_python
 
 
 # What a build of PyTorch puts into torch/. A checkout has none of it under
@@ -348,26 +348,17 @@ def assemble(wheel: Wheel, destination: Path) -> str:
             shutil.copyfile(wheel.root / path, staging / path)
         (staging / "version.txt").write_text(wheel.release + "\n")
         link(staging, wheel)
-        check_import(wheel, staging)
+        fault = import_fault(wheel.python, staging)
+        if fault is not None:
+            raise Refusal(
+                f"torch {wheel.version} does not import from its assembled checkout "
+                f"{staging}:\n{fault}"
+            )
         os.replace(staging, destination)
     return (
         f"assembled {destination} from torch {wheel.version}: "
         f"{len(sources)} files copied, the binaries linked"
     )
-
-
-def check_import(wheel: Wheel, checkout: Path) -> None:
-    """Import torch from ``checkout`` in a fresh process and see that it is its own."""
-    code = "import torch; print(torch.__file__)"
-    try:
-        loaded = run_python(wheel.python, code, first_on_path=checkout)
-    except RuntimeError as error:
-        loaded = str(error)
-    if loaded != str(checkout / "torch/__init__.py"):
-        raise Refusal(
-            f"torch {wheel.version} does not import from its assembled checkout "
-            f"{checkout}:\n{loaded}"
-        )
 
 
 # ---------------------------------------------------------------------- CLI

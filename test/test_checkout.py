@@ -18,6 +18,7 @@ import pytest
 from conftest import commit_all, git, rewrite
 from conftest import snapshot as every_path
 from patchset.files import clone
+from patchset.target import import_fault
 
 
 WHEEL = checkout.installed_wheel(sys.executable)
@@ -169,14 +170,15 @@ def test_killed_assemble_leaves_nothing_at_its_destination(tmp_path, steps):
 
 
 def test_checkout_that_does_not_import_is_not_handed_out(tmp_path):
-    begin = "raise ImportError('broken here')\n"
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(begin)
-    with pytest.raises(checkout.Refusal, match="broken here"):
-        checkout.check_import(WHEEL, tmp_path)
-    shutil.rmtree(tmp_path / "torch")
-    with pytest.raises(checkout.Refusal, match="site-packages/torch/__init__"):
-        checkout.check_import(WHEEL, tmp_path)
+    """Of a part of torch that has nothing to import the rest with."""
+    files = {p: e for p, e in WHEEL.files.items() if p.count("/") == 1}
+    with pytest.raises(checkout.Refusal, match="No module named"):
+        checkout.assemble(replace(WHEEL, files=files), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_import_from_elsewhere_is_a_fault(tmp_path):
+    assert "site-packages/torch/_functorch" in import_fault(sys.executable, tmp_path)
 
 
 def test_assemble_refuses_a_folder_that_is_not_its_own(tmp_path):
@@ -312,7 +314,7 @@ def test_killed_link_can_be_finished_and_undone(small, tmp_path, steps):
         for linked in (place, taken_back):
             unlink(linked)
             left = snapshot(linked)
-            left.pop(f".git/{checkout.MANIFEST}.new", None)
+            left.pop(f".git/.{checkout.MANIFEST}.new", None)
             assert left == before, f"killed before step {step}"
         step += 1
     assert step > 10

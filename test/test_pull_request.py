@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +13,6 @@ from patchset.images import survey_untouched
 from patchset.patch import KNAPSACK, RELEASES, REPOSITORY
 from patchset.series import FORMS, SERIES, stack
 from patchset.target import find
-from test_debian_source import fetch
 
 
 TOPICS = [patch.name for patch in SERIES]
@@ -167,24 +165,3 @@ def test_the_smallest_form_passes_the_same_tests(assembled, bodies, topic, capsy
         f"passed  {tested}" in said and "FAILED" not in said and "not run" not in said
     )
     assert len(git(assembled, "worktree", "list").splitlines()) == 1
-
-
-def test_upstreams_linters_on_the_source_tree(tmp_path, bodies, capsys):
-    """On 2.6.0 as Debian has it: every linter that works offline, none of the tests."""
-    source = fetch()
-    root = tmp_path / "pytorch"
-    for path in (
-        "torch/_functorch", "torch/__init__.py", "test/functorch", "tools/linter",
-        "version.txt", "setup.py", "pyproject.toml", ".lintrunner.toml", ".flake8",
-    ):  # fmt: skip
-        if (source / path).is_dir():
-            shutil.copytree(source / path, root / path)
-        elif (source / path).exists():
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source / path, root / path)
-    commit_all(root)
-    assert pull_request.main(["knapsack-exact", str(root), "--check"]) == 0
-    said = capsys.readouterr().out
-    for code in upstream_checks.LINTERS:
-        assert f"passed  lintrunner {code}\n" in said
-    assert "not run python test/functorch/test_aotdispatch.py -k Partitioning" in said

@@ -13,9 +13,16 @@ from typing import Any, Optional
 from .commits import check_committable, commit_on_head
 from .images import APPLIED, stale_bytecode, Survey, survey
 from .mailbox import message
-from .patch import KNAPSACK
 from .series import SERIES
-from .target import BadCall, Conflict, find, find_installed, NEEDS, run_python, Target
+from .target import (
+    BadCall,
+    Conflict,
+    find,
+    find_installed,
+    import_fault,
+    NEEDS,
+    Target,
+)
 from .transaction import (
     Change,
     commit,
@@ -214,7 +221,11 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
             _take_off(target, journal)
             result = survey(target, None, options.without)
         changes = result.changes
-        imports = _import_fault(target) is None
+        # A tree without binaries need not be tried.
+        imports = (
+            any((target.root / "torch").glob("_C.*"))
+            and import_fault(target.python, target.root) is None
+        )
         commit(target, stale_bytecode(target, changes) + changes)
         report.files = [change.path for change in changes]
         report.messages.append(_verify(target, imports))
@@ -315,23 +326,6 @@ def _take_off(target: Target, journal: Journal) -> None:
     forget(target, journal)
 
 
-def _import_fault(target: Target) -> Optional[str]:
-    """Why the tree's own partitioner does not import in a fresh process, or None."""
-    if not any((target.root / "torch").glob("_C.*")):
-        return "it has no binaries"
-    module = KNAPSACK[: -len(".py")].replace("/", ".")
-    try:
-        place = run_python(
-            target.python,
-            f"import {module} as m, torch._functorch.partitioners; print(m.__file__)",
-            first_on_path=target.root,
-        )
-    except RuntimeError as error:
-        return str(error)
-    wanted = target.root / KNAPSACK
-    return None if place == str(wanted) else f"{module} came from {place}"
-
-
 def _verify(target: Target, imported_before: bool) -> str:
     """Import the result; where it no longer imports, take it off again.
 
@@ -340,7 +334,7 @@ def _verify(target: Target, imported_before: bool) -> str:
     """
     if not imported_before:
         return f"verified: checksums and syntax ({target.python} cannot import it)"
-    fault = _import_fault(target)
+    fault = import_fault(target.python, target.root)
     if fault is not None:
         journal = read_journal(target)
         if journal is not None:

@@ -26,13 +26,30 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def replace_file(place: Path, content: bytes) -> None:
-    """Give ``place`` the content by way of a sibling; an old file's mode stays."""
-    sibling = place.with_name(place.name + ".new")
-    write_synced(sibling, content)
+def sibling(place: Path) -> Path:
+    """Where the new content of ``place`` lies until it is complete."""
+    return place.with_name(f".{place.name}.new")
+
+
+def replace_file(place: Path, content: bytes, mode: Optional[int] = None) -> None:
+    """Give ``place`` the content by way of a sibling; without ``mode``, its old one.
+
+    The owner stays, and the time of change moves on by a second at least: Python takes
+    bytecode for current when size and whole second agree.
+    """
+    fresh = sibling(place)
+    write_synced(fresh, content)
     if place.exists():
-        os.chmod(sibling, place.stat().st_mode & 0o777)
-    os.replace(sibling, place)
+        before = place.stat()
+        mode = before.st_mode & 0o777 if mode is None else mode
+        time = max(fresh.stat().st_mtime, before.st_mtime + 1)
+        os.utime(fresh, (time, time))
+    if mode is not None:
+        os.chmod(fresh, mode)
+    if os.geteuid() == 0:
+        owner = (place if place.exists() else place.parent).stat()
+        os.chown(fresh, owner.st_uid, owner.st_gid)
+    os.replace(fresh, place)
     sync_folder(place.parent)
 
 

@@ -117,8 +117,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run upstream's linters and tests on the branch, and ours; tests need the "
-        "torch of the checkout's version in this project's environment",
+        help="run usort and ruff by upstream's settings, upstream's tests and ours on "
+        "the branch; tests need the torch of the checkout's version in this project's "
+        "environment",
     )
     options = parser.parse_args(arguments)
     branch = options.branch or f"ac-budget/{options.topic}"

@@ -16,14 +16,13 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from .files import locked, replace_file, sync_folder, write_synced
+from .files import locked, replace_file, sibling, sync_folder, write_synced
 from .target import Conflict, Target
 
 
@@ -152,7 +151,7 @@ def undo(target: Target, journal: Journal) -> None:
     for path, content in pending:
         _put(target, path, content, journal.files[path]["mode"])
     for path, known in journal.files.items():
-        _sibling(target.root / path).unlink(missing_ok=True)
+        sibling(target.root / path).unlink(missing_ok=True)
         if digest(target.read(path)) != known["before"]:
             raise Conflict(f"{path}: not restored; the backups stay in {target.state}")
     forget(target, journal)
@@ -162,7 +161,7 @@ def recover(target: Target) -> bool:
     """Undo what a killed call left half done; whether there was anything."""
     for place in target.state.parent.glob(target.state.name + ".*"):
         shutil.rmtree(place)
-    (target.state / f"{JOURNAL}.new").unlink(missing_ok=True)
+    sibling(target.state / JOURNAL).unlink(missing_ok=True)
     journal = read_journal(target)
     if journal is None or journal.phase != "writing":
         return False
@@ -182,10 +181,6 @@ def forget(target: Target, journal: Journal) -> None:
     shutil.rmtree(gone)
 
 
-def _sibling(place: Path) -> Path:
-    return place.with_name(f".{place.name}.activation-memory-budget")
-
-
 def _usual_mode(place: Path) -> int:
     """The mode of a new file: its neighbour's, or what the folder lets read."""
     neighbour = next(iter(sorted(place.parent.glob("*.py"))), None)
@@ -197,18 +192,7 @@ def _put(target: Target, path: str, content: Optional[bytes], mode: int) -> None
     if content is None:
         place.unlink(missing_ok=True)
         return
-    sibling = _sibling(place)
-    write_synced(sibling, content)
-    os.chmod(sibling, mode)
-    # Python takes bytecode for current when size and whole second agree.
-    old_time = place.stat().st_mtime if place.exists() else 0.0
-    new_time = max(time.time(), old_time + 1)
-    os.utime(sibling, (new_time, new_time))
-    if os.geteuid() == 0:
-        owner = (place if place.exists() else place.parent).stat()
-        os.chown(sibling, owner.st_uid, owner.st_gid)
-    os.replace(sibling, place)
-    sync_folder(place.parent)
+    replace_file(place, content, mode)
 
 
 def _write_journal(folder: Path, journal: Journal) -> None:
