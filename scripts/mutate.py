@@ -94,8 +94,7 @@ def stage(module: Path, folder: Path) -> tuple[Path, Path, list[list[str]]]:
     path = str(module.relative_to(OVERLAY))
     root = clone(Path(torch.__file__).parents[1], folder / "pytorch")
     os.environ["PYTHONPATH"] = str(root)
-    tested = dict.fromkeys(p.tested for p in SERIES if path in p.files)
-    own = [[str(root / words.split()[1]), *words.split()[2:]] for words in tested]
+    own = [[str(root / p.test)] for p in SERIES if path in p.files]
     return root / path, REPOSITORY, own
 
 

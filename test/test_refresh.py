@@ -114,7 +114,7 @@ def test_a_test_that_another_patch_makes_pass_gets_no_tick(release_tree, monkeyp
         mends,
         name="idle",
         needs=("mends",),
-        files=(),
+        sources=(),
         edits=(Edit(CONFIG, anchor="import os\n", replacement="import os  # idle\n"),),
     )
     monkeypatch.setitem(series.FORMS, "mends", mends)

@@ -129,7 +129,7 @@ class Patch:
     ``landed`` lists (path, text) pairs that are all present where upstream
     already has the feature; ``faults`` is what may still be wrong with it there.
     A patch is for releases from ``since`` on, and where it has edits, for theirs.
-    ``tested`` is the command that fails without the patch.
+    ``test``, one of the files, fails without the patch; ``sources`` are the others.
 
     For the pull request: ``needs`` names the patches that it builds on,
     ``evidence`` the stored results that belong into its text, each as the name of
@@ -141,10 +141,10 @@ class Patch:
     name: str
     subject: str
     why: str
-    trailers: tuple[str, ...]
-    tested: str
+    test: str
     risks: str
-    files: tuple[str, ...] = ()
+    trailers: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
     since: tuple[int, int] = (2, 6)
     landed: tuple[tuple[str, str], ...] = ()
@@ -164,6 +164,15 @@ class Patch:
             if max(edit.since, self.since) <= minor(release)
             and (edit.until is None or minor(release) <= edit.until)
         ]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*self.sources, self.test)
+
+    @property
+    def tested(self) -> str:
+        """The command that fails without the patch."""
+        return f"python {self.test}"
 
     def paths(self) -> tuple[str, ...]:
         return self.files + tuple(dict.fromkeys(e.path for e in self.edits))

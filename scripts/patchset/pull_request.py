@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from typing import Any, Optional
 
-from .commits import check_committable, commit_on_branch, head_content
-from .images import ABSENT, CONFLICTS, PatchState, survey
+from .commits import check_committable, commit_on_branch
+from .images import ABSENT, CONFLICTS, survey
 from .mailbox import message
 from .patch import Patch, REPOSITORY
 from .series import FORMS, SERIES, stack
-from .target import BadCall, Conflict, find, Target
+from .target import BadCall, Conflict, find
 from .transaction import read_journal
 from .upstream_checks import check, conclude
 
@@ -92,15 +91,6 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
     )
 
 
-def _check_named_tests(text: str, steps: list[PatchState], target: Target) -> None:
-    """Conflict where the text or a commit's message names a test that is not there."""
-    there = {change.path for step in steps for change in step.changes}
-    for words in (text, *(message(step.patch) for step in steps)):
-        for path in re.findall(r"\btest/[\w/]+\.py", words):
-            if path not in there and head_content(target, path) is None:
-                raise Conflict(f"the text names {path}, which the branch lacks")
-
-
 def main(arguments: Optional[list[str]] = None) -> int:
     names = [patch.name for patch in SERIES]
     parser = argparse.ArgumentParser(
@@ -142,7 +132,6 @@ def main(arguments: Optional[list[str]] = None) -> int:
         steps = [step for step in result.patches if step.changes]
         if not steps or steps[-1].patch.name != options.topic:
             raise Conflict(f"{options.topic}: {result.patches[-1].state}")
-        _check_named_tests(text, steps, target)
         check_committable(target, result.changes)
         commits = [(message(step.patch), step.changes) for step in steps]
         made = commit_on_branch(target, branch, commits)

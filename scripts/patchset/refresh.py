@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -118,7 +117,6 @@ def isolated(
     ``checkout`` is the untouched release; it is cloned, and left alone. The second is
     None where the patch has a conflict there.
     """
-    words = shlex.split(patch.tested)[1:]
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         patches = stack(patch)
         paths = [path for patch in patches for path in patch.paths()]
@@ -131,13 +129,12 @@ def isolated(
             replace_file(place, content)
 
         def passes() -> bool:
-            return run_test(words, target.root, python).returncode == 0
+            return run_test([patch.test], target.root, python).returncode == 0
 
         for change in (change for step in below for change in step.changes):
             lay(change.path, change.after or b"")
         # The test alone: what it imports is there or it is not.
-        if words[0] in patch.files:
-            lay(words[0], overlay(words[0]))
+        lay(patch.test, overlay(patch.test))
         without = passes()
         if top.state == CONFLICTS:
             return without, None

@@ -165,7 +165,7 @@ def _said(files: dict[str, str]) -> Counter[tuple[str, str]]:
 def _test(tree: Path, patch: Patch) -> Iterator[Check]:
     command = [sys.executable, "scripts/checkout.py", "link", str(tree)]
     linked = _run(command, REPOSITORY)
-    commands = [tuple(shlex.split(patch.tested)[1:])]
+    commands: list[tuple[str, ...]] = [(patch.test,)]
     commands += [test for test in TESTS if (tree / test[0]).is_file()]
     for words in commands:
         name = f"python {shlex.join(words)}"

@@ -4,7 +4,6 @@ from ..patch import Edit, Patch
 
 
 _MEMORY = "torch/_inductor/memory.py"
-_TEST = "test/inductor/test_buffer_reuse.py"
 _TIMELINE = "def compute_memory_timeline(\n"
 _RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
 
@@ -22,9 +21,7 @@ argument. Buffers are then kept through the real peak. A GPT-2 training step pea
 The estimate now counts what the generated kernels store. Before kernels are generated
 nothing changes, as there is nothing yet that they have removed or overwritten.
 """,
-    trailers=(),
-    tested=f"python {_TEST}",
-    files=(_TEST,),
+    test="test/inductor/test_buffer_reuse.py",
     edits=(
         Edit(
             _MEMORY,

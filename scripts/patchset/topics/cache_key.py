@@ -23,8 +23,7 @@ no uuid can be mistaken for a name. An instance without a uuid still bypasses th
 cache.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_cache_key.py",
-    files=("test/functorch/test_ac_cache_key.py",),
+    test="test/functorch/test_ac_cache_key.py",
     edits=(
         Edit(
             AUTOGRAD_CACHE,

@@ -12,8 +12,7 @@ much runtime as any solver that does, and takes less time. This patch changes th
 default alone, so that it can be left out.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_exact_by_default.py",
-    files=("test/functorch/test_ac_exact_by_default.py",),
+    test="test/functorch/test_ac_exact_by_default.py",
     edits=(
         Edit(
             CONFIG,

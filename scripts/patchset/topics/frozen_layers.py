@@ -22,9 +22,8 @@ which outputs depend on the values of which argument; everything else stays.
 AOTAutograd runs it on every joint graph before any partitioner; for inductor, with
 the layouts that inductor is going to choose.
 """,
-    trailers=(),
-    tested="python test/functorch/test_ac_frozen_layers.py",
-    files=(FROZEN_LAYERS, "test/functorch/test_ac_frozen_layers.py"),
+    test="test/functorch/test_ac_frozen_layers.py",
+    sources=(FROZEN_LAYERS,),
     edits=(
         Edit(
             CONFIG,

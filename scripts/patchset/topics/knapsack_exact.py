@@ -26,8 +26,8 @@ budget, is the proven optimum (or says how far it can be from it), and depends o
 nothing but the arguments. Many budgets share one preparation.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_knapsack_exact.py",
-    files=(ITEMS, EXACT, "test/functorch/test_ac_knapsack_exact.py"),
+    test="test/functorch/test_ac_knapsack_exact.py",
+    sources=(ITEMS, EXACT),
     landed=((EXACT, "def solve_knapsack("),),
     evidence=(
         ("solvers", "corpus:"),

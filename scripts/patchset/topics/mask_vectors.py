@@ -4,7 +4,6 @@ from ..patch import Edit, Patch
 
 
 _CPP = "torch/_inductor/codegen/cpp.py"
-_TEST = "test/inductor/test_mask_vectors.py"
 _LOAD = '        loadbuf = f"{var} + {cexpr_index(index)}" if index != 0 else var\n'
 _STORE = (
     "            if dtype == torch.float and self.tail_size is None:\n"
@@ -25,9 +24,7 @@ same holds for every mask that a kernel writes or reads, dropout's included.
 Where a mask is one vector, its lanes are now converted to bytes and back, for which
 at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 """,
-    trailers=(),
-    tested=f"python {_TEST}",
-    files=(_TEST,),
+    test="test/inductor/test_mask_vectors.py",
     edits=(
         Edit(
             _CPP,

@@ -45,14 +45,8 @@ item once. The estimator "roofline" counts the bytes that recomputation moves as
 its FLOP.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_memory_budget.py",
-    files=(
-        MEMORY_BUDGET,
-        CURVE,
-        CUSTOM_SOLVER,
-        RERUN_COST,
-        "test/functorch/test_ac_memory_budget.py",
-    ),
+    test="test/functorch/test_ac_memory_budget.py",
+    sources=(MEMORY_BUDGET, CURVE, CUSTOM_SOLVER, RERUN_COST),
     edits=(
         Edit(
             CONFIG,

@@ -33,13 +33,8 @@ The default target, "saved", keeps today's meaning. Where no plan can be made, a
 warning says why and the graph gets the plan for saved bytes.
 """,
     trailers=("Fixes: #197838",),
-    tested="python test/functorch/test_ac_peak_budget.py",
-    files=(
-        LIVENESS,
-        FUSED_PEAK,
-        PEAK_BUDGET,
-        "test/functorch/test_ac_peak_budget.py",
-    ),
+    test="test/functorch/test_ac_peak_budget.py",
+    sources=(LIVENESS, FUSED_PEAK, PEAK_BUDGET),
     needs=("saved-report",),
     evidence=(
         ("peak", "predicted / measured"),

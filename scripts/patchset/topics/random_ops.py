@@ -30,8 +30,8 @@ meaning, and plans of nets without randomness do not change. Effectful ops and
 MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
 """,
     trailers=("Fixes: #190758", "Fixes: #190717"),
-    tested="python test/functorch/test_ac_random_ops.py",
-    files=(RANDOM_OPS, "test/functorch/test_ac_random_ops.py"),
+    test="test/functorch/test_ac_random_ops.py",
+    sources=(RANDOM_OPS,),
     edits=(
         Edit(
             PARTITIONERS,

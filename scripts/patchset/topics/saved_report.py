@@ -25,8 +25,8 @@ is; last_plan() and the structured trace have the same as data. Only names and
 numbers are kept, and a graph that came from the compile cache is marked as such.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_saved_report.py",
-    files=(REPORT, "test/functorch/test_ac_saved_report.py"),
+    test="test/functorch/test_ac_saved_report.py",
+    sources=(REPORT,),
     edits=(
         Edit(
             PARTITIONERS,

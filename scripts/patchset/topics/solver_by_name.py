@@ -37,8 +37,7 @@ makes every solver of the module selectable, the sliding Hirschberg one before
 2.10 included, and the error lists them.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_solver_by_name.py",
-    files=("test/functorch/test_ac_solver_by_name.py",),
+    test="test/functorch/test_ac_solver_by_name.py",
     edits=(
         Edit(
             PARTITIONERS,
