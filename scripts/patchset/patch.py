@@ -22,23 +22,18 @@ MANIFEST = Path(__file__).with_name("manifest.json")
 # The supported releases, oldest first: those that the manifest has a row for.
 RELEASES: tuple[str, ...] = tuple(json.loads(MANIFEST.read_text()))
 
+
+def module_path(name: str) -> str:
+    return f"torch/_functorch/_activation_checkpointing/{name}.py"
+
+
 PARTITIONERS = "torch/_functorch/partitioners.py"
 CONFIG = "torch/_functorch/config.py"
-KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
-ITEMS = "torch/_functorch/_activation_checkpointing/knapsack_items.py"
-EXACT = "torch/_functorch/_activation_checkpointing/knapsack_exact.py"
+KNAPSACK = module_path("knapsack")
 GRAPH_COMPILE = "torch/_functorch/_aot_autograd/graph_compile.py"
 AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"
 SOLVER_CLASS = "torch/_inductor/custom_graph_pass.py"
-CUSTOM_SOLVER = "torch/_functorch/_activation_checkpointing/custom_solver.py"
-FROZEN_LAYERS = "torch/_functorch/_activation_checkpointing/frozen_layers.py"
-MEMORY_BUDGET = "torch/_functorch/_activation_checkpointing/memory_budget.py"
-CURVE = "torch/_functorch/_activation_checkpointing/budget_curve.py"
-REPORT = "torch/_functorch/_activation_checkpointing/saved_report.py"
-FUSED_PEAK = "torch/_functorch/_activation_checkpointing/fused_peak.py"
-LIVENESS = "torch/_functorch/_activation_checkpointing/liveness.py"
-PEAK_BUDGET = "torch/_functorch/_activation_checkpointing/peak_budget.py"
-RERUN_COST = "torch/_functorch/_activation_checkpointing/rerun_cost.py"
+REPORT = module_path("saved_report")
 
 
 def minor(version: str) -> tuple[int, int]:

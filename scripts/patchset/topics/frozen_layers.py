@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ..patch import CONFIG, Edit, FROZEN_LAYERS, GRAPH_COMPILE, Patch
+from ..patch import CONFIG, Edit, GRAPH_COMPILE, module_path, Patch
 
 
 _COMPILERS = "        inference_compiler = fw_compiler\n"
@@ -23,7 +23,7 @@ AOTAutograd runs it on every joint graph before any partitioner; for inductor, w
 the layouts that inductor is going to choose.
 """,
     test="test/functorch/test_ac_frozen_layers.py",
-    sources=(FROZEN_LAYERS,),
+    sources=(module_path("frozen_layers"),),
     edits=(
         Edit(
             CONFIG,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..patch import CONFIG, Edit, EXACT, ITEMS, PARTITIONERS, Patch
+from ..patch import CONFIG, Edit, module_path, PARTITIONERS, Patch
 
 
 _EVALUATOR_IMPORT = (
@@ -27,8 +27,8 @@ nothing but the arguments. Many budgets share one preparation.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_knapsack_exact.py",
-    sources=(ITEMS, EXACT),
-    landed=((EXACT, "def solve_knapsack("),),
+    sources=(module_path("knapsack_items"), module_path("knapsack_exact")),
+    landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
     evidence=(
         ("solvers", "corpus:"),
         ("solvers", "dp / exact"),

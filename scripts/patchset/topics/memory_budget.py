@@ -2,13 +2,10 @@ from __future__ import annotations
 
 from ..patch import (
     CONFIG,
-    CURVE,
-    CUSTOM_SOLVER,
     Edit,
-    MEMORY_BUDGET,
+    module_path,
     PARTITIONERS,
     Patch,
-    RERUN_COST,
     SOLVER_CLASS,
 )
 from .random_ops import CHOOSE
@@ -46,7 +43,12 @@ its FLOP.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_memory_budget.py",
-    sources=(MEMORY_BUDGET, CURVE, CUSTOM_SOLVER, RERUN_COST),
+    sources=(
+        module_path("memory_budget"),
+        module_path("budget_curve"),
+        module_path("custom_solver"),
+        module_path("rerun_cost"),
+    ),
     edits=(
         Edit(
             CONFIG,

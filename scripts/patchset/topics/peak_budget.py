@@ -3,11 +3,9 @@ from __future__ import annotations
 from ..patch import (
     CONFIG,
     Edit,
-    FUSED_PEAK,
-    LIVENESS,
+    module_path,
     PARTITIONERS,
     Patch,
-    PEAK_BUDGET,
 )
 from . import saved_report
 
@@ -34,7 +32,11 @@ warning says why and the graph gets the plan for saved bytes.
 """,
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",
-    sources=(LIVENESS, FUSED_PEAK, PEAK_BUDGET),
+    sources=(
+        module_path("liveness"),
+        module_path("fused_peak"),
+        module_path("peak_budget"),
+    ),
     needs=("saved-report",),
     evidence=(
         ("peak", "predicted / measured"),
