@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from patchset import generate
-from patchset.files import clone
 from patchset.patch import RELEASES
 from patchset.releases import tree, Unavailable
 from patchset.series import SERIES
@@ -27,9 +26,7 @@ TRIED = (RELEASES[0], USUAL, RELEASES[-1])
 
 
 FOLDER = "torch/_functorch"
-ELSEWHERE = ["torch/__init__.py", "torch/version.py"] + sorted(
-    {e.path for p in SERIES for e in p.edits if not e.path.startswith(FOLDER)}
-)
+PATHS = sorted({path for patch in SERIES for path in patch.paths()})
 
 
 def pytest_addoption(parser):
@@ -83,17 +80,16 @@ def snapshot(root, skip=()):
 
 def contents(root):
     """The files that the series touches, None where there is none."""
-    paths = sorted({path for patch in SERIES for path in patch.paths()})
-    return {p: (root / p).read_bytes() if (root / p).exists() else None for p in paths}
+    return {p: (root / p).read_bytes() if (root / p).exists() else None for p in PATHS}
 
 
 def lay(source, root):
-    """A release's partitioner folder whole, and what else the series looks at."""
-    clone(source / FOLDER, root / FOLDER)
-    for path in ELSEWHERE:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).unlink(missing_ok=True)
-        os.link(source / path, root / path)
+    """Of a release what the series looks at, and what makes it a PyTorch tree."""
+    for path in ["torch/__init__.py", "torch/version.py", *PATHS]:
+        if (source / path).exists():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).unlink(missing_ok=True)
+            os.link(source / path, root / path)
 
 
 def git(folder, *arguments, **options):
@@ -209,7 +205,7 @@ def release_tree():
 
 @pytest.fixture
 def checkout(release_tree, tmp_path):
-    """``checkout("2.13.0")``: a clone of the partitioner's folder, as a checkout."""
+    """``checkout("2.13.0")``: what the series looks at of it, as a checkout."""
 
     def make(release, name="pytorch"):
         root = tmp_path / name

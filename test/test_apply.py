@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import edit, git, lay, snapshot
+from conftest import edit, git, lay, PATHS, snapshot
 from patchset import apply, images, transaction
 from patchset.files import clone
 from patchset.patch import CONFIG, KNAPSACK, OVERLAY, PARTITIONERS, REPOSITORY
@@ -367,8 +367,7 @@ def test_commit_and_revert(repository):
 
     assert run(repository).code == 0
     changed = git(repository, "status", "--porcelain", "-uall").splitlines()
-    paths = {path for patch in SERIES for path in patch.paths()}
-    assert {line[3:] for line in changed} == {"mine.txt", *paths}
+    assert {line[3:] for line in changed} == {"mine.txt", *PATHS}
     result = run("--commit", repository)
     assert result.code == 0 and len(result.report["commits"]) == len(SERIES)
     assert git(repository, "status", "--porcelain") == "A  mine.txt\n"
@@ -422,8 +421,7 @@ def installation(tmp_path_factory):
     )
     packages = Path(sysconfig.get_path("purelib"))
     here = next((project / ".venv/lib").glob("python*/site-packages"))
-    paths = (path for patch in SERIES for path in patch.paths())
-    clone(packages, here, [path for path in paths if path.startswith("torch/")])
+    clone(packages, here, [path for path in PATHS if path.startswith("torch/")])
     functorch = packages / "torch/_functorch"
     known = snapshot(functorch, skip=["__pycache__"])
     yield python, here

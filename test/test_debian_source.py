@@ -5,11 +5,10 @@ import subprocess
 import tarfile
 
 import pytest
-from conftest import contents, snapshot
+from conftest import contents, PATHS, snapshot
 from patchset import apply
 from patchset.files import clone, locked
 from patchset.releases import TREES
-from patchset.series import SERIES
 
 
 CACHE = TREES.parent / "debian"
@@ -63,8 +62,7 @@ def test_source_tree(tmp_path, capsys):
     with locked(TREES.parent):
         if not source.is_dir():
             unpack(source)
-    paths = [path for patch in SERIES for path in patch.paths()]
-    root = clone(source, tmp_path / "pytorch", paths)
+    root = clone(source, tmp_path / "pytorch", PATHS)
     before = snapshot(root)
     assert "2.6.0" in (root / "version.txt").read_text()
     assert (root / "test/functorch/test_ac.py").is_file()

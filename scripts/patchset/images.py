@@ -187,13 +187,13 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
     Conflict where files of different releases are mixed: an upgrade or a merge
     stopped half way, and patching it would make that harder to see.
     """
+    # A whole file of ours may have come over any release: it tells nothing.
     upstream = [
         path
         for path in base
         if any(files.get(path, {}).get("before") for files in known.values())
+        and not _is_ours(path, base[path])
     ]
-    # A whole file of ours may have come over any release: it tells nothing.
-    upstream = [path for path in upstream if not _is_ours(path, base[path])]
     origins: dict[str, set[str]] = {}
     for path in upstream:
         matches = {

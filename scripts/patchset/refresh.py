@@ -243,11 +243,10 @@ def main(arguments: Optional[list[str]] = None) -> int:
     options = parser.parse_args(arguments)
     if options.all == bool(options.release):
         parser.error("name one VERSION, or --all")
+    releases = RELEASES if options.all else [options.release]
+    found = {}
     try:
-        for release in [options.release] if options.release else []:
-            minor(release)
-        found = {}
-        for release in RELEASES if options.all else [options.release]:
+        for release in sorted(releases, key=minor):
             python = None if options.structure_only else environment_of(release)
             found[release] = examine(release, python)
             show(release, found[release])

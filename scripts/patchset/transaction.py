@@ -92,8 +92,8 @@ def read_journal(target: Target) -> Optional[Journal]:
     return Journal(target.state, data["phase"], data["files"], data["folders"])
 
 
-def commit(target: Target, changes: Sequence[Change]) -> None:
-    """Make every file what its change says, keeping what is needed to undo it."""
+def commit(target: Target, changes: Sequence[Change]) -> Journal:
+    """Make every file what its change says; what is returned undoes it."""
     fresh = target.state.with_name(target.state.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / "backups").mkdir(parents=True)
@@ -127,7 +127,9 @@ def commit(target: Target, changes: Sequence[Change]) -> None:
     for change in changes:
         if target.read(change.path) != change.after:
             raise Conflict(f"{change.path}: reads back other than it was written")
-    _write_journal(target.state, replace(journal, phase="applied"))
+    journal = replace(journal, phase="applied")
+    _write_journal(target.state, journal)
+    return journal
 
 
 def undo(target: Target, journal: Journal) -> None:
