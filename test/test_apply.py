@@ -20,7 +20,7 @@ from patchset import apply, images, transaction
 from patchset.files import clone
 from patchset.patch import CONFIG, KNAPSACK, OVERLAY, PARTITIONERS, REPOSITORY
 from patchset.series import SERIES, stack
-from patchset.target import find, STATE_NAME
+from patchset.target import find, run_python, STATE_NAME
 
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
@@ -430,15 +430,8 @@ def installation(tmp_path_factory):
 
 
 def import_config(python, expression):
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.run(
-        [python, "-c", f"import torch._functorch.config as c; print(({expression}))"],
-        env=environment,
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    code = f"import torch._functorch.config as c; print(({expression}))"
+    return run_python(str(python), code)
 
 
 def test_installed(installation):

@@ -246,7 +246,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
     releases = RELEASES if options.all else [options.release]
     found = {}
     try:
-        for release in sorted(releases, key=minor):
+        for release in sorted(releases, key=minor):  # ValueError: no version
             python = None if options.structure_only else environment_of(release)
             found[release] = examine(release, python)
             show(release, found[release])
