@@ -53,16 +53,11 @@ def replace_file(place: Path, content: bytes, mode: Optional[int] = None) -> Non
     sync_folder(place.parent)
 
 
-def clone(
-    source: Path, destination: Path, paths: Optional[Iterable[str]] = None
-) -> Path:
-    """A copy that shares every file by a hard link: replace them, never write in.
+def clone(source: Path, destination: Path, paths: Iterable[str]) -> Path:
+    """A copy for changes at ``paths``: other folders are links to the source's.
 
-    With ``paths``, it is for changes there: other folders are links to the source's.
+    Files are shared by hard links: replace them, never write into them.
     """
-    if paths is None:
-        shutil.copytree(source, destination, copy_function=os.link, symlinks=True)
-        return destination
     folders = {parent for path in paths for parent in PurePath(path).parents}
     for folder in sorted(folders):
         (destination / folder).mkdir(parents=True, exist_ok=True)
@@ -71,7 +66,7 @@ def clone(
             if not entry.is_dir():
                 os.link(entry, place, follow_symlinks=False)
             elif entry.name == "__pycache__":
-                clone(entry, place)
+                shutil.copytree(entry, place, copy_function=os.link)
             elif folder / entry.name not in folders:
                 os.symlink(entry, place)
     return destination

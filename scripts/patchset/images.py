@@ -132,19 +132,18 @@ def survey(
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
         candidates.sort(key=lambda r: minor(r) != minor(target.version))
-    cases = (_Case(series, r, known, base, current, without) for r in candidates)
-    first = next(cases)
-    nearest = Survey(first.release, False, tuple(_classify(first)))
-    if not nearest.conflicts:
-        return nearest
-    for case in cases:
+    nearest: Optional[Survey] = None
+    for release in candidates:
         states = []
-        for state in _classify(case):
+        for state in _classify(_Case(series, release, known, base, current, without)):
             states.append(state)
-            if state.state == CONFLICTS:
-                break
-        else:
-            return Survey(case.release, False, tuple(states))
+            if nearest is not None and state.state == CONFLICTS:
+                break  # Of the nearest release alone all conflicts are shown.
+        result = Survey(release, False, tuple(states))
+        if not result.conflicts:
+            return result
+        nearest = nearest or result
+    assert nearest is not None
     return nearest
 
 
