@@ -61,11 +61,14 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{count} tests skipped: {reason}", yellow=True)
 
 
-def snapshot(root, skip=()):
-    """Every path below ``root`` with its mode and content, folders included."""
+def snapshot(root):
+    """Every path below ``root`` with its mode and content, folders included.
+
+    But for bytecode, which any import may leave behind.
+    """
     found = {}
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip]
+        folders[:] = [name for name in folders if name != "__pycache__"]
         for name in folders + files:
             place = Path(folder, name)
             status = place.lstat()
@@ -95,9 +98,7 @@ def lay(source, root):
 def git(folder, *arguments, **options):
     """git's output; a file's ctime is no news here, for every clone changes it."""
     return subprocess.run(
-        ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
-        + ["-c", "core.trustctime=false"]
-        + ["-C", str(folder), *arguments],
+        ["git", "-c", "core.trustctime=false", "-C", str(folder), *arguments],
         check=True,
         capture_output=True,
         text=True,

@@ -128,7 +128,7 @@ def to_read_only(place):
 
 
 def to_second_anchor(place):
-    anchor = 'activation_memory_budget_runtime_estimator = "flops"\n'
+    anchor = "from ._activation_checkpointing.knapsack import (\n"
     edit(place, anchor, anchor + anchor)
 
 
@@ -151,7 +151,7 @@ def to_newer(place):
         (CONFIG, to_link, "is a symbolic link"),
         ("torch/_functorch", to_link, "is a symbolic link"),
         (CONFIG, to_read_only, f"{CONFIG}: read-only"),
-        (CONFIG, to_second_anchor, "occurs 2 times, not once"),
+        (PARTITIONERS, to_second_anchor, "occurs 2 times, not once"),
         (PARTITIONERS, to_unknown_lines, "have digest"),
         (PARTITIONERS, to_renamed_function, "the edit is inside _renamed"),
         (KNAPSACK, to_newer, "defines newer, which the replacement lacks"),
@@ -405,7 +405,7 @@ def test_autocrlf(repository):
 
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory):
-    """A virtual environment that shares its torch with ours by hard links.
+    """A virtual environment that shares its torch with ours by links.
 
     It stands inside a git repository that is not PyTorch's, as a project's own
     environment does.
@@ -420,27 +420,26 @@ def installation(tmp_path_factory):
     here = next((project / ".venv/lib").glob("python*/site-packages"))
     clone(packages, here, [path for path in PATHS if path.startswith("torch/")])
     functorch = packages / "torch/_functorch"
-    known = snapshot(functorch, skip=["__pycache__"])
+    known = snapshot(functorch)
     yield python, here
-    assert snapshot(functorch, skip=["__pycache__"]) == known
+    assert snapshot(functorch) == known
     shutil.rmtree(project)
 
 
 def test_installed(installation):
     python, packages = installation
-    before = snapshot(packages / "torch/_functorch", skip=["__pycache__"])
-    code = (
-        "torch/_functorch/__pycache__/config." + sys.implementation.cache_tag + ".pyc"
-    )
+    before = snapshot(packages / "torch/_functorch")
+    name = f"__pycache__/config.{sys.implementation.cache_tag}.pyc"
+    bytecode = packages / "torch/_functorch" / name
 
     # Python runs this bytecode whatever becomes of its source.
-    (packages / code).unlink(missing_ok=True)
+    bytecode.unlink(missing_ok=True)
     py_compile.compile(
         str(packages / CONFIG),
-        str(packages / code),
+        str(bytecode),
         invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
     )
-    stale = (packages / code).read_bytes()
+    stale = bytecode.read_bytes()
     old_time = int((packages / PARTITIONERS).stat().st_mtime)
 
     result = run("--installed", "--python", python)
@@ -448,16 +447,17 @@ def test_installed(installation):
     assert result.report["target"] == str(packages)
     assert result.report["installed"] and not (packages / "test").exists()
     assert int((packages / PARTITIONERS).stat().st_mtime) > old_time
-    name = "dp_knapsack_sliding_hirschberg"
-    code_run = f"import torch._functorch.config as c; print(c.{name}, c.__file__)"
-    assert run_python(str(python), code_run) == f"{name} {packages / CONFIG}"
-    (packages / code).unlink(missing_ok=True)
+    code = (
+        "import torch._functorch.config as c; print(c.dp_knapsack_sliding_hirschberg)"
+    )
+    assert run_python(str(python), code) == "dp_knapsack_sliding_hirschberg"
+    bytecode.unlink(missing_ok=True)
 
     result = run("--reverse", "--installed", "--python", python)
     assert result.code == 0, result.text
-    assert (packages / code).read_bytes() == stale
-    (packages / code).unlink()
-    assert snapshot(packages / "torch/_functorch", skip=["__pycache__"]) == before
+    assert bytecode.read_bytes() == stale
+    bytecode.unlink()
+    assert snapshot(packages / "torch/_functorch") == before
     assert not list(packages.glob(STATE_NAME + "*"))
 
 
@@ -472,10 +472,10 @@ def test_a_result_that_does_not_import_is_undone(installation):
         "assert 'KNAPSACK_SOLVERS' not in source, 'this tree forbids it'\n"
     )
     try:
-        before = snapshot(packages / "torch/_functorch", skip=["__pycache__"])
+        before = snapshot(packages / "torch/_functorch")
         result = run("--installed", "--python", python)
         assert result.code == 1 and "this tree forbids it" in result.text
-        assert before == snapshot(packages / "torch/_functorch", skip=["__pycache__"])
+        assert before == snapshot(packages / "torch/_functorch")
         assert not list(packages.glob(STATE_NAME + "*"))
     finally:
         place.write_text(text)

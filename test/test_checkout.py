@@ -11,11 +11,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from io import StringIO
+from pathlib import Path
 
 import checkout
 import pytest
-from conftest import commit_all, git, rewrite
-from conftest import snapshot as every_path
+from conftest import commit_all, git, rewrite, snapshot
+from patchset.files import sibling
 from patchset.patch import KNAPSACK, PARTITIONERS
 from patchset.target import import_fault, run_python
 
@@ -45,11 +46,6 @@ def run(*arguments, expect=0):
 
 def unlink(place):
     return run("link", "--remove", place)
-
-
-def snapshot(root):
-    """Every path but the bytecode, which any import may leave behind."""
-    return every_path(root, ("__pycache__",))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -300,7 +296,7 @@ def test_killed_link_can_be_finished_and_undone(small, tmp_path, steps):
         for linked in (place, taken_back):
             unlink(linked)
             left = snapshot(linked)
-            left.pop(f".git/.{checkout.MANIFEST}.new", None)
+            left.pop(str(sibling(Path(".git", checkout.MANIFEST))), None)
             assert left == before, f"killed before step {step}"
         step += 1
     assert step > 10

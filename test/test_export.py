@@ -68,9 +68,6 @@ def test_export_refuses(checkout, tmp_path, capsys):
     (tmp_path / "full/file").touch()
     assert export.main([str(root), str(tmp_path / "full")]) == 2
     assert "not an empty folder" in capsys.readouterr().err
-    assert export.main([str(tmp_path / "full"), str(tmp_path / "new")]) == 2
-    assert "not a PyTorch tree" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
 
 
 def test_every_script_is_documented():

@@ -28,7 +28,7 @@ def sync_folder(folder: Path) -> None:
 
 def sibling(place: Path) -> Path:
     """Where the new content of ``place`` lies until it is complete."""
-    return place.with_name(f".{place.name}.new")
+    return place.with_name(f".{place.name}.activation-memory-budget")
 
 
 def replace_file(place: Path, content: bytes, mode: Optional[int] = None) -> None:

@@ -123,7 +123,8 @@ def run_test(
 def _lint(tree: Path) -> Check:
     """Whether the topic's own commit brings no finding, those below it aside."""
     before, after = {}, {}
-    for path in _run(["git", "diff", "--name-only", "HEAD^"], tree).stdout.split():
+    changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree)
+    for path in changed.stdout.split():
         after[path] = (tree / path).read_text()
         shown = _run(["git", "show", f"HEAD^:{path}"], tree)
         if not shown.returncode:
