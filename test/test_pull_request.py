@@ -2,14 +2,16 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
-from conftest import commit_all, contents, git
+import torch
+from conftest import commit_all, contents, git, PATHS
 from patchset import pull_request, upstream_checks
+from patchset.files import clone
 from patchset.images import survey_untouched
 from patchset.patch import KNAPSACK, RELEASES, REPOSITORY
+from patchset.refresh import untouched
 from patchset.series import FORMS, SERIES, stack
 from patchset.target import find
 
@@ -130,9 +132,9 @@ def test_wrong_calls(repository, bodies, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def assembled(tmp_path_factory):
     """A git checkout of the installed torch, its binaries beside it."""
+    release = torch.__version__.partition("+")[0]
     root = tmp_path_factory.mktemp("assembled") / "pytorch"
-    command = [sys.executable, "scripts/checkout.py", "assemble", str(root)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    clone(untouched(release, sys.executable), root, PATHS)
     built = ("*.so*", "torch/bin", "torch/lib", "torch/include", "torch/share")
     (root / ".gitignore").write_text("\n".join(built) + "\n")
     return commit_all(root)
