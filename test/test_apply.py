@@ -331,6 +331,7 @@ def test_status_of_an_interrupted_call(root, monkeypatch):
         run(root)
     before = snapshot(root)
     assert "was interrupted" in run("--status", root).text
+    assert run("--check", root).code == 0
     assert snapshot(root) == before
 
 
