@@ -110,5 +110,4 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
 Plans of nets with random ops change: they save a mask or a seed that used to be drawn
 again, with other numbers. Plans of nets without randomness do not change.
 """,
-    kind="bug fixes",
 )
