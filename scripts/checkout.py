@@ -24,14 +24,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
 from patchset.files import locked, replace_file
-from patchset.target import run_python
+from patchset.target import git_dir, import_fault, run_python
 
 
 # What a build of PyTorch puts into torch/. A checkout has none of it under
@@ -171,20 +170,22 @@ class Manifest:
     digest: str
     directories: list[str]
     links: list[str]
-    # What was added to git's exclude file, and whether that file is ours.
-    block: str = ""
-    made_exclude: bool = False
+
+    @staticmethod
+    def place(checkout: Path) -> Path:
+        """In git's own folder where there is one, so that git never shows it."""
+        beside = checkout / MANIFEST
+        return beside if beside.exists() else (git_dir(checkout) or checkout) / MANIFEST
 
     @staticmethod
     def read(checkout: Path) -> Manifest | None:
-        path = checkout / MANIFEST
+        path = Manifest.place(checkout)
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            stored.pop("exclude", None)  # Earlier versions wrote it.
-            return Manifest(**stored)
+            return Manifest(**{f.name: stored[f.name] for f in fields(Manifest)})
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise Refusal(
                 f"{path} is damaged ({error}); restore or delete it"
             ) from None
@@ -193,33 +194,36 @@ class Manifest:
 def plan_links(checkout: Path, wheel: Wheel) -> tuple[list[str], list[str]]:
     """Folders to make and paths to link, so that no recorded file is lacking.
 
-    A folder that the checkout lacks is linked whole, unless Python files lie in
-    it: Python would then write its bytecode, and a patch tool its files, through
-    the link into the installation. Such a folder is made here and filled with links.
+    A folder that the checkout lacks is linked whole, with two exceptions: one that
+    holds Python files, since Python would write its bytecode and a patch tool its
+    files through the link into the installation; and one right in torch/, which
+    upstream's .gitignore names with a slash at the end, so that links are no match.
+    Such a folder is made here and filled with links.
     """
-    holds_python = {
-        str(parent)
+    made = {
+        parent
         for path in wheel.files
-        if path.endswith(PYTHON)
         for parent in PurePosixPath(path).parents
+        if path.endswith(PYTHON) or len(parent.parts) < 3
     }
     directories: dict[str, None] = {}
     links: dict[str, None] = {}
 
     for path in wheel.files:
-        for parent in [str(p) for p in reversed(PurePosixPath(path).parents)][1:]:
-            if parent in links or os.path.islink(checkout / parent):
+        for parent in list(reversed(PurePosixPath(path).parents))[1:]:
+            place = checkout / parent
+            if str(parent) in links or place.is_symlink():
                 # What lies behind the user's own link is not the checkout's.
                 break
-            if not os.path.lexists(checkout / parent):
-                if parent not in holds_python:
-                    links[parent] = None
+            if not place.exists():
+                if parent not in made:
+                    links[str(parent)] = None
                     break
-                directories[parent] = None
-            elif not os.path.isdir(checkout / parent):
+                directories[str(parent)] = None
+            elif not place.is_dir():
                 raise Refusal(
-                    f"{checkout / parent} is a file; torch {wheel.version} has a "
-                    "folder there. Move it away and run this again."
+                    f"{place} is a file; torch {wheel.version} has a folder there. "
+                    "Move it away and run this again."
                 )
         else:
             if not os.path.lexists(checkout / path):
@@ -236,13 +240,10 @@ def link(checkout: Path, wheel: Wheel) -> str:
                 f"{wheel.root / path} is in torch's RECORD but missing.\n"
                 + wheel.reinstall()
             )
-    exclude = exclude_file(checkout)
     before = Manifest.read(checkout)
     if before is not None:
-        if (
-            (before.root, before.digest) == (str(wheel.root), wheel.digest())
-            and bool(before.block) == (exclude is not None)
-            and all((checkout / path).exists() for path in wheel.files)
+        if (before.root, before.digest) == (str(wheel.root), wheel.digest()) and all(
+            (checkout / path).exists() for path in wheel.files
         ):
             return f"{checkout} is already linked to torch {wheel.version}"
         remove_links(checkout, before)
@@ -251,22 +252,8 @@ def link(checkout: Path, wheel: Wheel) -> str:
     manifest = Manifest(
         wheel.version, str(wheel.root), wheel.digest(), directories, links
     )
-    text = b""
-    if exclude is not None:
-        if exclude.exists():
-            text = exclude.read_bytes()
-        else:
-            manifest.made_exclude = True
-        lines = [f"# Linked from the torch wheel into {checkout}:", f"/{MANIFEST}"]
-        lines += [f"/{path}" for path in links]
-        line_end = "\n" if text and not text.endswith(b"\n") else ""
-        manifest.block = line_end + "\n".join(lines) + "\n"
-    replace_file(
-        checkout / MANIFEST, json.dumps(vars(manifest), indent=1).encode() + b"\n"
-    )
-    if exclude is not None:
-        exclude.parent.mkdir(exist_ok=True)
-        replace_file(exclude, text + os.fsencode(manifest.block))
+    text = json.dumps(vars(manifest), indent=1) + "\n"
+    replace_file(Manifest.place(checkout), text.encode())
     for path in directories:
         (checkout / path).mkdir()
     for path in links:
@@ -317,42 +304,8 @@ def remove_links(checkout: Path, manifest: Manifest) -> list[str]:
             (checkout / path).rmdir()
         if (checkout / path).exists():
             left.append(path)
-    exclude = exclude_file(checkout)
-    if exclude is not None:
-        remove_block(exclude, manifest)
-    (checkout / MANIFEST).unlink(missing_ok=True)
+    Manifest.place(checkout).unlink(missing_ok=True)
     return sorted(left)
-
-
-def exclude_file(checkout: Path) -> Path | None:
-    """Where git reads this checkout's private ignore list, or None without git."""
-    if not os.path.lexists(checkout / ".git"):
-        return None
-    command = ["git", "-C", str(checkout), "rev-parse", "--git-path", "info/exclude"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise Refusal(f"{checkout} needs git, which does not run: {error}") from error
-    if answer.returncode != 0:
-        raise Refusal(f"git cannot read {checkout}:\n{answer.stderr.strip()}")
-    # A worktree answers with an absolute path, a plain checkout with a relative one.
-    return checkout / answer.stdout.rstrip("\n")
-
-
-def remove_block(exclude: Path, manifest: Manifest) -> None:
-    """Take the manifest's block out of git's exclude file, where it is in there."""
-    if exclude.exists() and manifest.block:
-        block = os.fsencode(manifest.block)
-        text, found, rest = exclude.read_bytes().partition(block)
-        if found:
-            # The line end before the block is still needed by lines after it.
-            line_end = b"\n" if rest and block.startswith(b"\n") else b""
-            replace_file(exclude, text + line_end + rest)
-    if manifest.made_exclude:
-        if exclude.exists() and not exclude.stat().st_size:
-            exclude.unlink()
-        with suppress(OSError):
-            exclude.parent.rmdir()
 
 
 # ----------------------------------------------------------------- assemble
@@ -395,26 +348,17 @@ def assemble(wheel: Wheel, destination: Path) -> str:
             shutil.copyfile(wheel.root / path, staging / path)
         (staging / "version.txt").write_text(wheel.release + "\n")
         link(staging, wheel)
-        check_import(wheel, staging)
+        fault = import_fault(wheel.python, staging)
+        if fault is not None:
+            raise Refusal(
+                f"torch {wheel.version} does not import from its assembled checkout "
+                f"{staging}:\n{fault}"
+            )
         os.replace(staging, destination)
     return (
         f"assembled {destination} from torch {wheel.version}: "
         f"{len(sources)} files copied, the binaries linked"
     )
-
-
-def check_import(wheel: Wheel, checkout: Path) -> None:
-    """Import torch from ``checkout`` in a fresh process and see that it is its own."""
-    code = "import torch; print(torch.__file__)"
-    try:
-        loaded = run_python(wheel.python, code, first_on_path=checkout)
-    except RuntimeError as error:
-        loaded = str(error)
-    if loaded != str(checkout / "torch/__init__.py"):
-        raise Refusal(
-            f"torch {wheel.version} does not import from its assembled checkout "
-            f"{checkout}:\n{loaded}"
-        )
 
 
 # ---------------------------------------------------------------------- CLI
@@ -437,7 +381,7 @@ def parser() -> argparse.ArgumentParser:
     two = commands.add_parser(
         "link",
         help="link every file of the installed torch that a checkout of one's own "
-        "lacks into it; git is told to ignore the links, in .git/info/exclude",
+        "lacks into it, where upstream's .gitignore expects what a build makes",
     )
     two.add_argument(
         "--remove", action="store_true", help="take the links out again instead"

@@ -14,6 +14,19 @@ use_torch() {
 }
 use_torch "${TORCH_VERSION:-$DEFAULT_TORCH}"
 
+# take_torch ARGUMENTS: heeds --torch and --help, and leaves what remains in `rest`.
+take_torch() {
+  rest=()
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --torch) use_torch "${2:?--torch needs a version, such as 2.15.0}"; shift 2 ;;
+      -h | --help) usage; exit ;;
+      *) rest+=("$1"); shift ;;
+    esac
+  done
+  export TORCH_VERSION
+}
+
 # A Python of at least 3.11 to make the environment with.
 base_python() {
   local candidate

@@ -91,10 +91,9 @@ def stage(module: Path, folder: Path) -> tuple[Path, Path, list[list[str]]]:
             (folder / path).symlink_to(REPOSITORY / path)
         return folder / module.relative_to(REPOSITORY), folder, []
     path = str(module.relative_to(OVERLAY))
-    root = clone(Path(torch.__file__).parents[1], folder / "pytorch")
+    root = clone(Path(torch.__file__).parents[1], folder / "pytorch", [path])
     os.environ["PYTHONPATH"] = str(root)
-    tested = dict.fromkeys(p.tested for p in SERIES if path in p.files)
-    own = [[str(root / words.split()[1]), *words.split()[2:]] for words in tested]
+    own = [[str(root / p.test)] for p in SERIES if path in p.files]
     return root / path, REPOSITORY, own
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import os
 import sys
 import time
@@ -223,10 +222,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    if importlib.util.find_spec("scipy") is None:
-        solvers.remove("ilp")
-        print("ilp is left out: it needs scipy, which is not installed")
-
     # The tensors are small: a second thread costs more in waiting than it computes,
     # several times more on a busy machine.
     torch.set_num_threads(1)

@@ -21,13 +21,5 @@ budget it promises; 2 bad call.
 EOF
 }
 
-rest=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    --torch) use_torch "${2:?--torch needs a version, such as 2.15.0}"; shift 2 ;;
-    -h | --help) usage; exit ;;
-    *) rest+=("$1"); shift ;;
-  esac
-done
-export TORCH_VERSION
+take_torch "$@"
 exec "$REPO/scripts/run_patched.sh" python "$REPO/scripts/quickstart.py" "${rest[@]}"

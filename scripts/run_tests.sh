@@ -19,16 +19,8 @@ A release that cannot be had is skipped, and counted at the end.
 EOF
 }
 
-rest=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    --torch) use_torch "${2:?--torch needs a version, such as 2.15.0}"; shift 2 ;;
-    -h | --help) usage; exit ;;
-    *) rest+=("$1"); shift ;;
-  esac
-done
+take_torch "$@"
 cd "$REPO"
-export TORCH_VERSION
 # One thread in each process; what is slow is shared out as processes fall idle.
 export OMP_NUM_THREADS=1
 processes=(-n logical --maxprocesses 4 --dist worksteal)

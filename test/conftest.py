@@ -9,11 +9,12 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from patchset.files import clone
+from patchset import generate
 from patchset.patch import RELEASES
 from patchset.releases import tree, Unavailable
 from patchset.series import SERIES
@@ -25,9 +26,7 @@ TRIED = (RELEASES[0], USUAL, RELEASES[-1])
 
 
 FOLDER = "torch/_functorch"
-ELSEWHERE = ["torch/__init__.py", "torch/version.py"] + sorted(
-    {e.path for p in SERIES for e in p.edits if not e.path.startswith(FOLDER)}
-)
+PATHS = sorted({path for patch in SERIES for path in patch.paths()})
 
 
 def pytest_addoption(parser):
@@ -62,11 +61,14 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{count} tests skipped: {reason}", yellow=True)
 
 
-def snapshot(root, skip=()):
-    """Every path below ``root`` with its mode and content, folders included."""
+def snapshot(root):
+    """Every path below ``root`` with its mode and content, folders included.
+
+    But for bytecode, which any import may leave behind.
+    """
     found = {}
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip]
+        folders[:] = [name for name in folders if name != "__pycache__"]
         for name in folders + files:
             place = Path(folder, name)
             status = place.lstat()
@@ -81,25 +83,22 @@ def snapshot(root, skip=()):
 
 def contents(root):
     """The files that the series touches, None where there is none."""
-    paths = sorted({path for patch in SERIES for path in patch.paths()})
-    return {p: (root / p).read_bytes() if (root / p).exists() else None for p in paths}
+    return {p: (root / p).read_bytes() if (root / p).exists() else None for p in PATHS}
 
 
 def lay(source, root):
-    """A release's partitioner folder whole, and what else the series looks at."""
-    clone(source / FOLDER, root / FOLDER)
-    for path in ELSEWHERE:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).unlink(missing_ok=True)
-        os.link(source / path, root / path)
+    """Of a release what the series looks at, and what makes it a PyTorch tree."""
+    for path in ["torch/__init__.py", "torch/version.py", *PATHS]:
+        if (source / path).exists():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).unlink(missing_ok=True)
+            os.link(source / path, root / path)
 
 
 def git(folder, *arguments, **options):
     """git's output; a file's ctime is no news here, for every clone changes it."""
     return subprocess.run(
-        ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
-        + ["-c", "core.trustctime=false"]
-        + ["-C", str(folder), *arguments],
+        ["git", "-c", "core.trustctime=false", "-C", str(folder), *arguments],
         check=True,
         capture_output=True,
         text=True,
@@ -115,6 +114,70 @@ def commit_all(root):
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "-m", "base")
     return root
+
+
+def rewrite(place, change):
+    """Give the file another content, without writing through its hard links."""
+    content = place.read_bytes()
+    place.unlink()
+    place.write_bytes(change(content))
+
+
+def edit(place, old, new):
+    """Replace text that must be there, in the same way."""
+    assert old.encode() in place.read_bytes()
+    rewrite(place, lambda content: content.replace(old.encode(), new.encode()))
+
+
+class Killed(BaseException):
+    """Nothing in a command catches it, as nothing catches a SIGKILL."""
+
+
+def raise_killed():
+    raise Killed
+
+
+class Steps:
+    """Calls ``stop`` before a command's step number ``left``; idle below 0.
+
+    A step is anything that the command does to a file system, seen through Python's
+    audit events. There is one of these, as their hooks stay for good.
+    """
+
+    KINDS = frozenset(
+        ["open", "shutil.rmtree"]
+        + [f"os.{call}" for call in ("chmod", "chown", "mkdir", "remove", "rename")]
+        + [f"os.{call}" for call in ("rmdir", "symlink", "utime")]
+    )
+
+    def __init__(self):
+        self.left, self.stop = -1, None
+        sys.addaudithook(self.watch)
+
+    def watch(self, event, details):
+        if self.left < 0 or event not in self.KINDS:
+            return
+        if event == "open" and not details[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.stop()
+
+    def run(self, number, work, stop=raise_killed):
+        """Whether the work came to its end."""
+        self.left, self.stop = number, stop
+        try:
+            work()
+        except Killed:
+            return False
+        finally:
+            self.left = -1
+        return True
+
+
+@pytest.fixture(scope="session")
+def steps():
+    return Steps()
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +206,7 @@ def release_tree():
 
 @pytest.fixture
 def checkout(release_tree, tmp_path):
-    """``checkout("2.13.0")``: a clone of the partitioner's folder, as a checkout."""
+    """``checkout("2.13.0")``: what the series looks at of it, as a checkout."""
 
     def make(release, name="pytorch"):
         root = tmp_path / name
@@ -154,6 +217,20 @@ def checkout(release_tree, tmp_path):
         return root
 
     return make
+
+
+@pytest.fixture
+def repository(checkout):
+    """A git checkout of 2.13.0 with one commit."""
+    return commit_all(checkout(USUAL))
+
+
+@pytest.fixture
+def derived_elsewhere(tmp_path, monkeypatch):
+    """What ``generate`` writes goes to ``tmp_path``."""
+    monkeypatch.setattr(generate, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(generate, "PATCHES", tmp_path / "patches")
+    monkeypatch.setattr(generate, "MANIFEST", tmp_path / "manifest.json")
 
 
 @pytest.fixture

@@ -1,18 +1,14 @@
 """A release that comes out is taken in: proven on history, and on trees made up from it."""
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import snapshot, TRIED, USUAL
-from patchset import refresh, series
-from patchset.files import clone
+from conftest import edit, lay, snapshot, TRIED
+from patchset import images, refresh, series
 from patchset.patch import CONFIG, Edit, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
 from patchset.refresh import Finding
 from patchset.series import SERIES
@@ -21,59 +17,20 @@ from patchset.series import SERIES
 NEWEST = RELEASES[-1]
 
 
-@pytest.fixture
-def project(release_tree, tmp_path):
-    """``project(*releases)``: a copy of this project that knows only those."""
-
-    def make(*known):
-        for release in TRIED:
-            release_tree(release)
-        root = tmp_path / "project"
-        for folder in ("scripts", "torch_overlay", "patches"):
-            shutil.copytree(REPOSITORY / folder, root / folder)
-        (root / "build").mkdir()
-        (root / "build/releases").symlink_to(REPOSITORY / "build/releases")
-        place = root / "scripts/patchset/manifest.json"
-        rows = json.loads(place.read_text())
-        for release in set(RELEASES) - set(known):
-            del rows[release]
-            shutil.rmtree(root / "patches" / release)
-        place.write_text(json.dumps(rows, indent=1) + "\n")
-        return root
-
-    return make
-
-
-def take_in(root, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "patchset.refresh", *arguments],
-        env={**os.environ, "PYTHONPATH": str(root / "scripts"), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def state(root):
-    found = {**snapshot(root / "patches"), **snapshot(root / "scripts/patchset")}
-    return {path: known for path, known in found.items() if "__pycache__" not in path}
-
-
-def test_history(project):
+def test_history(release_tree, derived_elsewhere, tmp_path, monkeypatch, capsys):
     """Told only about older releases, it ports itself to the newest."""
-    root = project(RELEASES[0], USUAL)
-    done = take_in(root, NEWEST, "--structure-only")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"wrote patches/{NEWEST}/" in done.stdout
-    mails, stored = (r / "patches" / NEWEST for r in (root, REPOSITORY))
-    assert snapshot(mails) == snapshot(stored)
-    rows, stored = (
-        json.loads((r / "scripts/patchset/manifest.json").read_text())
-        for r in (root, REPOSITORY)
-    )
-    assert rows == {release: stored[release] for release in TRIED}
-    done = take_in(root, NEWEST, "--structure-only")
-    assert "is as it was" in done.stdout and done.returncode == 0
+    for release in TRIED:
+        release_tree(release)
+    monkeypatch.setattr(refresh, "RELEASES", TRIED[:-1])
+    monkeypatch.setattr(refresh, "REPOSITORY", tmp_path)
+    assert refresh.main([NEWEST, "--structure-only"]) == 0
+    assert f"wrote patches/{NEWEST}/" in capsys.readouterr().out
+    mails = (root / "patches" / NEWEST for root in (tmp_path, REPOSITORY))
+    assert len({str(snapshot(folder)) for folder in mails}) == 1
+    rows = json.loads((tmp_path / "manifest.json").read_text())
+    assert rows == {release: images.manifest()[release] for release in TRIED}
+    assert refresh.main([NEWEST, "--structure-only"]) == 0
+    assert "is as it was" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -94,28 +51,16 @@ def test_history(project):
     ],
 )
 def test_what_upstream_changed_is_for_a_person(
-    project, release_tree, path, old, new, words
+    release_tree, tmp_path, monkeypatch, capsys, path, old, new, words
 ):
-    """A release 2.99.0: the newest with one file changed, where the project looks."""
-    root = project(NEWEST)
-    releases = root / "build/releases"
-    releases.unlink()
-    clone(release_tree(NEWEST), releases / "2.99.0")
-    (releases / NEWEST).symlink_to(REPOSITORY / "build/releases" / NEWEST)
-    for name, before, after in (
-        (path, old, new),
-        ("torch/version.py", NEWEST, "2.99.0"),
-    ):
-        place = releases / "2.99.0" / name
-        text = place.read_text()
-        assert before in text
-        place.unlink()
-        place.write_text(text.replace(before, after))
-    before = state(root)
-    done = take_in(root, "2.99.0", "--structure-only")
-    assert done.returncode == 1 and "a person must decide: " in done.stdout
-    assert f"{path}: " in done.stdout and words in done.stdout
-    assert state(root) == before
+    """A release 2.99.0: the newest with one file changed."""
+    lay(release_tree(NEWEST), tmp_path)
+    edit(tmp_path / path, old, new)
+    monkeypatch.setattr(refresh, "tree", lambda release: tmp_path)
+    monkeypatch.setattr(refresh.generate, "write", None)
+    assert refresh.main(["2.99.0", "--structure-only"]) == 1
+    said = capsys.readouterr().out
+    assert "a person must decide: " in said and f"{path}: " in said and words in said
 
 
 @pytest.mark.parametrize(
@@ -169,7 +114,7 @@ def test_a_test_that_another_patch_makes_pass_gets_no_tick(release_tree, monkeyp
         mends,
         name="idle",
         needs=("mends",),
-        files=(),
+        sources=(),
         edits=(Edit(CONFIG, anchor="import os\n", replacement="import os  # idle\n"),),
     )
     monkeypatch.setitem(series.FORMS, "mends", mends)

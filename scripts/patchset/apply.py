@@ -13,9 +13,16 @@ from typing import Any, Optional
 from .commits import check_committable, commit_on_head
 from .images import APPLIED, stale_bytecode, Survey, survey
 from .mailbox import message
-from .patch import KNAPSACK
 from .series import SERIES
-from .target import BadCall, Conflict, find, find_installed, NEEDS, run_python, Target
+from .target import (
+    BadCall,
+    Conflict,
+    find,
+    find_installed,
+    import_fault,
+    NEEDS,
+    Target,
+)
 from .transaction import (
     Change,
     commit,
@@ -191,45 +198,39 @@ def _status(report: Report, target: Target, options: argparse.Namespace) -> None
         report.exit_code = CONFLICT
 
 
-def _check(report: Report, target: Target, options: argparse.Namespace) -> None:
-    journal = read_journal(target)
-    result = _survey_without_conflict(report, target, journal, options.without)
-    pending = _pending(target, journal, result.changes)
-    report.messages += [f"would write {path}" for path in pending]
-    report.messages.append("would apply" if pending else "already applied")
-    if pending and not result.in_manifest:
-        report.exit_code = NOT_IN_MANIFEST
-
-
 def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
-    if recover(target):
+    if not options.check and recover(target):
         report.messages.append("an interrupted earlier call was undone first")
     journal = read_journal(target)
-    result = _survey_without_conflict(report, target, journal, options.without)
+    result = survey(target, journal, options.without)
+    report.take(result)
+    if result.conflicts:
+        raise Conflict("\nconflict: ".join(result.conflicts))
     if options.commit:
         check_committable(target, result.changes)
     pending = _pending(target, journal, result.changes)
-    if pending:
+    if pending and not result.in_manifest:
+        report.exit_code = NOT_IN_MANIFEST
+        report.messages.append(
+            "a tree that is no known release: every edit finds its place and the "
+            "result compiles, but no checksum vouches for the base"
+        )
+    if not pending:
+        report.messages.append("already applied")
+    elif options.check:
+        report.messages += [f"would write {path}" for path in pending]
+        report.messages.append("would apply")
+    else:
         if journal is not None:
             _take_off(target, journal)
             result = survey(target, None, options.without)
-        changes = result.changes
-        imports = _import_fault(target) is None
-        commit(target, stale_bytecode(target, changes) + changes, result.release)
-        report.files = [change.path for change in changes]
-        report.messages.append(_verify(target, imports))
-        if not result.in_manifest:
-            report.exit_code = NOT_IN_MANIFEST
-            report.messages.append(
-                "applied to a tree that is no known release: every edit found its "
-                "place and the result compiles, but no checksum vouches for the base"
-            )
-    else:
-        report.messages.append("already applied")
+        report.files = [change.path for change in result.changes]
+        report.messages.append(_write(target, result.changes))
     if options.commit:
         steps = [(message(s.patch), s.changes) for s in result.patches if s.changes]
         report.commits = commit_on_head(target, steps)
-    report.take(survey(target, read_journal(target), options.without))
+    if not options.check:
+        report.take(survey(target, read_journal(target), options.without))
 
 
 def _reverse(report: Report, target: Target, options: argparse.Namespace) -> None:
@@ -266,22 +267,7 @@ def _reverse(report: Report, target: Target, options: argparse.Namespace) -> Non
     report.take(survey(target, None))
 
 
-ACTIONS = {"status": _status, "check": _check, "apply": _apply, "reverse": _reverse}
-
-
-def _survey_without_conflict(
-    report: Report,
-    target: Target,
-    journal: Optional[Journal],
-    without: Sequence[str],
-) -> Survey:
-    result = survey(target, journal, without)
-    report.take(result)
-    if result.conflicts:
-        raise Conflict(
-            "\nconflict: ".join(f"{p.patch.name}: {p.detail}" for p in result.conflicts)
-        )
-    return result
+ACTIONS = {"status": _status, "check": _apply, "apply": _apply, "reverse": _reverse}
 
 
 def _pending(
@@ -317,36 +303,20 @@ def _take_off(target: Target, journal: Journal) -> None:
     forget(target, journal)
 
 
-def _import_fault(target: Target) -> Optional[str]:
-    """Why the tree's own partitioner does not import in a fresh process, or None."""
-    if not any((target.root / "torch").glob("_C.*")):
-        return "it has no binaries"
-    module = KNAPSACK[: -len(".py")].replace("/", ".")
-    try:
-        place = run_python(
-            target.python,
-            f"import {module} as m, torch._functorch.partitioners; print(m.__file__)",
-            first_on_path=target.root,
-        )
-    except RuntimeError as error:
-        return str(error)
-    wanted = target.root / KNAPSACK
-    return None if place == str(wanted) else f"{module} came from {place}"
-
-
-def _verify(target: Target, imported_before: bool) -> str:
-    """Import the result; where it no longer imports, take it off again.
+def _write(target: Target, changes: list[Change]) -> str:
+    """Write and import the result; where it no longer imports, take it off again.
 
     A bare source tree, another platform's binaries or missing packages: then the
     checksums and the syntax, checked while writing, are the proof.
     """
-    if not imported_before:
+    built = any((target.root / "torch").glob("_C.*"))
+    imported = built and import_fault(target.python, target.root) is None
+    journal = commit(target, stale_bytecode(target, changes) + changes)
+    if not imported:
         return f"verified: checksums and syntax ({target.python} cannot import it)"
-    fault = _import_fault(target)
+    fault = import_fault(target.python, target.root)
     if fault is not None:
-        journal = read_journal(target)
-        if journal is not None:
-            undo(target, journal)
+        undo(target, journal)
         raise Conflict(f"the patched torch does not import; undone: {fault}")
     return f"verified: checksums, syntax, and an import by {target.python}"
 

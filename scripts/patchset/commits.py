@@ -72,10 +72,7 @@ def commit_on_head(target: Target, steps: Sequence[Step]) -> list[str]:
     final = {c.path: c.after for _, changes in steps for c in changes}
     if all(head_content(target, path) == content for path, content in final.items()):
         return []
-    old = git(target, "rev-parse", "HEAD").decode().strip()
-    made = _commits(target, steps)
-    head = made[-1].partition(" ")[0]
-    git(target, "update-ref", "-m", REASON, "HEAD", head, old)
+    made = _commits(target, "HEAD", steps)
     for path, content in final.items():
         _stage(target, Change(path, None, content), None)
     return made
@@ -86,13 +83,13 @@ def commit_on_branch(target: Target, branch: str, steps: Sequence[Step]) -> list
     reference = f"refs/heads/{branch}"
     if git(target, "for-each-ref", reference):
         raise Conflict(f"branch {branch} exists: git branch -D {branch}, or rename it")
-    made = _commits(target, steps)
-    git(target, "update-ref", "-m", REASON, reference, made[-1].partition(" ")[0])
-    return made
+    return _commits(target, reference, steps)
 
 
-def _commits(target: Target, steps: Sequence[Step]) -> list[str]:
+def _commits(target: Target, reference: str, steps: Sequence[Step]) -> list[str]:
+    """Commits above HEAD; ``reference`` is moved when they are made, if it has not been."""
     head = git(target, "rev-parse", "HEAD").decode().strip()
+    expected = head if reference == "HEAD" else ""  # Empty: there is none yet.
     made = []
     with tempfile.TemporaryDirectory() as folder:
         index = os.path.join(folder, "index")
@@ -104,6 +101,7 @@ def _commits(target: Target, steps: Sequence[Step]) -> list[str]:
             commit = ("commit-tree", tree, "-p", head, "-F", "-")
             head = git(target, *commit, content=words.encode()).decode().strip()
             made.append(f"{head} {words.partition(chr(10))[0]}")
+    git(target, "update-ref", "-m", REASON, reference, head, expected)
     return made
 
 

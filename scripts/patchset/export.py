@@ -32,9 +32,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
             raise BadCall(f"{out}: exists and is not an empty folder")
         result = survey(target, read_journal(target), options.without)
         if result.conflicts:
-            raise Conflict(
-                "; ".join(f"{p.patch.name}: {p.detail}" for p in result.conflicts)
-            )
+            raise Conflict("; ".join(result.conflicts))
         steps = [step for step in result.patches if step.changes]
         out.mkdir(parents=True, exist_ok=True)
         for number, step in enumerate(steps, 1):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Optional
 
 
 def write_synced(place: Path, content: bytes) -> None:
@@ -25,19 +26,49 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def replace_file(place: Path, content: bytes) -> None:
-    """Give ``place`` the content by way of a sibling; an old file's mode stays."""
-    sibling = place.with_name(place.name + ".new")
-    write_synced(sibling, content)
+def sibling(place: Path) -> Path:
+    """Where the new content of ``place`` lies until it is complete."""
+    return place.with_name(f".{place.name}.activation-memory-budget")
+
+
+def replace_file(place: Path, content: bytes, mode: Optional[int] = None) -> None:
+    """Give ``place`` the content by way of a sibling; without ``mode``, its old one.
+
+    The owner stays, and the time of change moves on by a second at least: Python takes
+    bytecode for current when size and whole second agree.
+    """
+    fresh = sibling(place)
+    write_synced(fresh, content)
     if place.exists():
-        os.chmod(sibling, place.stat().st_mode & 0o777)
-    os.replace(sibling, place)
+        before = place.stat()
+        mode = before.st_mode & 0o777 if mode is None else mode
+        time = max(fresh.stat().st_mtime, before.st_mtime + 1)
+        os.utime(fresh, (time, time))
+    if mode is not None:
+        os.chmod(fresh, mode)
+    if os.geteuid() == 0:
+        owner = (place if place.exists() else place.parent).stat()
+        os.chown(fresh, owner.st_uid, owner.st_gid)
+    os.replace(fresh, place)
     sync_folder(place.parent)
 
 
-def clone(source: Path, destination: Path) -> Path:
-    """A copy that shares every file by a hard link: replace them, never write in."""
-    shutil.copytree(source, destination, copy_function=os.link, symlinks=True)
+def clone(source: Path, destination: Path, paths: Iterable[str]) -> Path:
+    """A copy for changes at ``paths``: other folders are links to the source's.
+
+    Files are shared by hard links: replace them, never write into them.
+    """
+    folders = {parent for path in paths for parent in PurePath(path).parents}
+    for folder in sorted(folders):
+        (destination / folder).mkdir(parents=True, exist_ok=True)
+        for entry in (source / folder).glob("*"):
+            place = destination / folder / entry.name
+            if not entry.is_dir():
+                os.link(entry, place, follow_symlinks=False)
+            elif entry.name == "__pycache__":
+                shutil.copytree(entry, place, copy_function=os.link)
+            elif folder / entry.name not in folders:
+                os.symlink(entry, place)
     return destination
 
 

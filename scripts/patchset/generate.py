@@ -35,10 +35,7 @@ def derived(
     target = find(str(tree(release)))
     result = images.survey_untouched(target, release)
     if result.conflicts:
-        raise SystemExit(
-            f"{release}: "
-            + "; ".join(f"{p.patch.name}: {p.detail}" for p in result.conflicts)
-        )
+        raise SystemExit(f"{release}: {'; '.join(result.conflicts)}")
     edited = {edit.path for patch in SERIES for edit in patch.edits}
     row: dict[str, object] = {}
     for path in images.series_paths(target):

@@ -45,7 +45,7 @@ class _Case:
     without: Collection[str]
 
     def edits(self) -> list[Edit]:
-        return [e for p in self.series for e in p.edits if e.fits(self.release)]
+        return [e for p in self.series for e in p.edits_for(self.release)]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,10 @@ class Survey:
     patches: tuple[PatchState, ...]
 
     @property
-    def conflicts(self) -> list[PatchState]:
-        return [p for p in self.patches if p.state == CONFLICTS]
+    def conflicts(self) -> list[str]:
+        return [
+            f"{p.patch.name}: {p.detail}" for p in self.patches if p.state == CONFLICTS
+        ]
 
     @property
     def changes(self) -> list[Change]:
@@ -130,19 +132,18 @@ def survey(
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
         candidates.sort(key=lambda r: minor(r) != minor(target.version))
-    cases = (_Case(series, r, known, base, current, without) for r in candidates)
-    first = next(cases)
-    nearest = Survey(first.release, False, tuple(_classify(first)))
-    if not nearest.conflicts:
-        return nearest
-    for case in cases:
+    nearest: Optional[Survey] = None
+    for release in candidates:
         states = []
-        for state in _classify(case):
+        for state in _classify(_Case(series, release, known, base, current, without)):
             states.append(state)
-            if state.state == CONFLICTS:
-                break
-        else:
-            return Survey(case.release, False, tuple(states))
+            if nearest is not None and state.state == CONFLICTS:
+                break  # Of the nearest release alone all conflicts are shown.
+        result = Survey(release, False, tuple(states))
+        if not result.conflicts:
+            return result
+        nearest = nearest or result
+    assert nearest is not None
     return nearest
 
 
@@ -185,13 +186,13 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
     Conflict where files of different releases are mixed: an upgrade or a merge
     stopped half way, and patching it would make that harder to see.
     """
+    # A whole file of ours may have come over any release: it tells nothing.
     upstream = [
         path
         for path in base
         if any(files.get(path, {}).get("before") for files in known.values())
+        and not _is_ours(path, base[path])
     ]
-    # A whole file of ours may have come over any release: it tells nothing.
-    upstream = [path for path in upstream if not _is_ours(path, base[path])]
     origins: dict[str, set[str]] = {}
     for path in upstream:
         matches = {
@@ -232,7 +233,7 @@ def _classify_one(
 ) -> PatchState:
     """The patch's state; ``missing`` names those before it that are left out."""
     files = [path for path in patch.files if path in view]
-    edits = [edit for edit in patch.edits if edit.fits(case.release)]
+    edits = patch.edits_for(case.release)
     if patch.name in case.without:
         return PatchState(patch, LEFT_OUT, "")
     if not patch.fits(case.release):

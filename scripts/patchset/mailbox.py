@@ -43,18 +43,16 @@ def _file_diff(change: Change, context: int) -> str:
     head = f"diff --git a/{path} b/{path}\n"
     if before is None:
         head += "new file mode 100644\n"
-    if after is None:
-        head += "deleted file mode 100644\n"
     # The full blob names let `git am --3way` find its base.
     head += f"index {_blob(before)}..{_blob(after)}"
-    head += "\n" if before is None or after is None else " 100644\n"
+    head += "\n" if before is None else " 100644\n"
     return head + "".join(
         _lines(
             difflib.unified_diff(
                 _split(before),
                 _split(after),
                 "/dev/null" if before is None else f"a/{path}",
-                "/dev/null" if after is None else f"b/{path}",
+                f"b/{path}",
                 n=context,
             )
         )

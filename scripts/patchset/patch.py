@@ -22,23 +22,18 @@ MANIFEST = Path(__file__).with_name("manifest.json")
 # The supported releases, oldest first: those that the manifest has a row for.
 RELEASES: tuple[str, ...] = tuple(json.loads(MANIFEST.read_text()))
 
+
+def module_path(name: str) -> str:
+    return f"torch/_functorch/_activation_checkpointing/{name}.py"
+
+
 PARTITIONERS = "torch/_functorch/partitioners.py"
 CONFIG = "torch/_functorch/config.py"
-KNAPSACK = "torch/_functorch/_activation_checkpointing/knapsack.py"
-ITEMS = "torch/_functorch/_activation_checkpointing/knapsack_items.py"
-EXACT = "torch/_functorch/_activation_checkpointing/knapsack_exact.py"
+KNAPSACK = module_path("knapsack")
 GRAPH_COMPILE = "torch/_functorch/_aot_autograd/graph_compile.py"
 AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"
 SOLVER_CLASS = "torch/_inductor/custom_graph_pass.py"
-CUSTOM_SOLVER = "torch/_functorch/_activation_checkpointing/custom_solver.py"
-FROZEN_LAYERS = "torch/_functorch/_activation_checkpointing/frozen_layers.py"
-MEMORY_BUDGET = "torch/_functorch/_activation_checkpointing/memory_budget.py"
-CURVE = "torch/_functorch/_activation_checkpointing/budget_curve.py"
-REPORT = "torch/_functorch/_activation_checkpointing/saved_report.py"
-FUSED_PEAK = "torch/_functorch/_activation_checkpointing/fused_peak.py"
-LIVENESS = "torch/_functorch/_activation_checkpointing/liveness.py"
-PEAK_BUDGET = "torch/_functorch/_activation_checkpointing/peak_budget.py"
-RERUN_COST = "torch/_functorch/_activation_checkpointing/rerun_cost.py"
+REPORT = module_path("saved_report")
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -53,13 +48,13 @@ class Edit:
 
     ``anchor`` must occur exactly once in the file. Where the text to replace is
     longer, it runs from ``anchor`` to the end of the next ``through``, and
-    ``digest`` (first 16 hex digits of its SHA-256) pins it, so that upstream's
-    lines need not stand here and no unknown line can be swallowed.
+    ``digests`` (of any release, the first 16 hex digits of the SHA-256) pin it, so
+    that upstream's lines need not stand here and no unknown line can be swallowed.
     ``inside`` names the function that must hold the new text, None the module
     level. With ``whole``, ``anchor`` begins that function, and all of it is replaced,
-    the empty lines after it included: ``digest`` pins it as the patches before leave
+    the empty lines after it included: ``digests`` pin it as the patches before leave
     it, and what they edited inside counts as done where this edit is done.
-    The edit is for releases ``since`` to ``until``, both included.
+    The edit is for releases ``since`` to ``until``, both included, of its patch's.
     """
 
     path: str
@@ -69,13 +64,8 @@ class Edit:
     since: tuple[int, int] = (2, 6)
     until: Optional[tuple[int, int]] = None
     through: Optional[str] = None
-    digest: Optional[str] = None
+    digests: tuple[str, ...] = ()
     whole: bool = False
-
-    def fits(self, release: str) -> bool:
-        return self.since <= minor(release) and (
-            self.until is None or minor(release) <= self.until
-        )
 
     def locate(self, text: str) -> tuple[int, int]:
         """Start and end of the text to replace; LookupError says what is off."""
@@ -99,11 +89,11 @@ class Edit:
             end = len(text) if following is None else end + following.start()
         if self.whole or self.through is not None:
             found = hashlib.sha256(text[start:end].encode()).hexdigest()[:16]
-            if found != self.digest:
+            if found not in self.digests:
                 number = text.count("\n", 0, start) + 1
                 raise LookupError(
                     f"{self.path}:{number}: the lines from {self.anchor.strip()!r} on "
-                    f"have digest {found}, not {self.digest}"
+                    f"have digest {found}, not {' or '.join(self.digests)}"
                 )
         return start, end
 
@@ -133,8 +123,8 @@ class Patch:
 
     ``landed`` lists (path, text) pairs that are all present where upstream
     already has the feature; ``faults`` is what may still be wrong with it there.
-    A patch with edits is for the releases of its edits, its files included.
-    ``tested`` is the command that fails without the patch.
+    A patch is for releases from ``since`` on, and where it has edits, for theirs.
+    ``test``, one of the files, fails without the patch; ``sources`` are the others.
 
     For the pull request: ``needs`` names the patches that it builds on,
     ``evidence`` the stored results that belong into its text, each as the name of
@@ -146,11 +136,12 @@ class Patch:
     name: str
     subject: str
     why: str
-    trailers: tuple[str, ...]
-    tested: str
+    test: str
     risks: str
-    files: tuple[str, ...] = ()
+    trailers: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
+    since: tuple[int, int] = (2, 6)
     landed: tuple[tuple[str, str], ...] = ()
     faults: tuple[Fault, ...] = ()
     needs: tuple[str, ...] = ()
@@ -159,7 +150,24 @@ class Patch:
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:
-        return not self.edits or any(edit.fits(release) for edit in self.edits)
+        return not self.edits or bool(self.edits_for(release))
+
+    def edits_for(self, release: str) -> list[Edit]:
+        return [
+            edit
+            for edit in self.edits
+            if max(edit.since, self.since) <= minor(release)
+            and (edit.until is None or minor(release) <= edit.until)
+        ]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*self.sources, self.test)
+
+    @property
+    def tested(self) -> str:
+        """The command that fails without the patch."""
+        return f"python {self.test}"
 
     def paths(self) -> tuple[str, ...]:
         return self.files + tuple(dict.fromkeys(e.path for e in self.edits))

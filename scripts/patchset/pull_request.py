@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from typing import Any, Optional
 
-from .commits import check_committable, commit_on_branch, head_content
-from .images import ABSENT, CONFLICTS, PatchState, survey
+from .commits import check_committable, commit_on_branch
+from .images import ABSENT, CONFLICTS, survey
 from .mailbox import message
 from .patch import Patch, REPOSITORY
 from .series import FORMS, SERIES, stack
-from .target import BadCall, Conflict, find, Target
+from .target import BadCall, Conflict, find
 from .transaction import read_journal
 from .upstream_checks import check, conclude
 
 
 RESULTS = REPOSITORY / "results"
 BODIES = REPOSITORY / "build" / "pr"
-# What makes a result that is missing.
-COMMANDS = {
-    "releases": "scripts/refresh.sh --all",
-    "solvers": "scripts/benchmark.sh solvers --json results/solvers.json",
-    "frozen": "scripts/benchmark.sh frozen --json results/frozen.json",
-    "peak": "scripts/benchmark.sh peak --json results/peak.json",
-}
 
 
-class MissingEvidence(Exception):
-    """A result that the text needs is not stored; the message says how to make it."""
+def command(result: str) -> str:
+    """What makes the result."""
+    if result == "releases":
+        return "scripts/refresh.sh --all"
+    return f"scripts/benchmark.sh {result} --json results/{result}.json"
 
 
 def stored(result: str) -> Any:
     place = RESULTS / f"{result}.json"
     if not place.is_file():
-        raise MissingEvidence(
+        raise Conflict(
             f"{place.relative_to(REPOSITORY)} is missing; make it with: "
-            f"{COMMANDS[result]}"
+            f"{command(result)}"
         )
     return json.loads(place.read_text())
 
@@ -54,9 +49,9 @@ def before_and_after(patch: Patch) -> str:
         if found.get("without") is not None and found.get("with") is not None
     ]
     if not rows:
-        raise MissingEvidence(
+        raise Conflict(
             f"the test of {name} was run on no release; make that with: "
-            f"{COMMANDS['releases']}"
+            f"{command('releases')}"
         )
     return "".join(["| torch | without | with |\n| --- | --- | --- |\n", *rows])
 
@@ -67,20 +62,20 @@ def measured(patch: Patch) -> str:
     for result, beginning in patch.evidence:
         rows = [r for r in stored(result)["rows"] if r["what"].startswith(beginning)]
         if not rows:
-            raise MissingEvidence(
+            raise Conflict(
                 f"results/{result}.json has no row {beginning!r}; make it with: "
-                f"{COMMANDS[result]}"
+                f"{command(result)}"
             )
         text += "".join(f"| {r['what']} | {r['measured']} |\n" for r in rows)
     return text and f"\n| what | measured |\n| --- | --- |\n{text}"
 
 
 def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
-    """The text of the pull request; MissingEvidence where a figure is not stored."""
+    """The text of the pull request; Conflict where a figure is not stored."""
     *problem, change = patch.why.strip().split("\n\n")
     items = "\n".join(patch.trailers)
     stacked = "".join(f"- {needed.subject}\n" for needed in below)
-    commands = sorted({COMMANDS[result] for result, _ in ours.evidence})
+    commands = sorted({command(result) for result, _ in ours.evidence})
     return (
         f"# {patch.subject}\n\n{items}\n\n"
         + (f"Stacked on:\n\n{stacked}\n" if stacked else "")
@@ -90,19 +85,10 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + f"`{patch.tested}`, without this change and with it:\n\n"
         + before_and_after(patch)
         + measured(ours)
-        + "".join(f"\nMade with `{command}`.\n" for command in commands)
+        + "".join(f"\nMade with `{line}`.\n" for line in commands)
         + f"\n## Test plan\n\n```\n{patch.tested}\n```\n\n## Risks\n\n{ours.risks}\n"
         + f"## Release notes\n\ntopic: {ours.kind}\n"
     )
-
-
-def _check_named_tests(text: str, steps: list[PatchState], target: Target) -> None:
-    """Conflict where the text or a commit's message names a test that is not there."""
-    there = {change.path for step in steps for change in step.changes}
-    for words in (text, *(message(step.patch) for step in steps)):
-        for path in re.findall(r"\btest/[\w/]+\.py", words):
-            if path not in there and head_content(target, path) is None:
-                raise Conflict(f"the text names {path}, which the branch lacks")
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
@@ -121,8 +107,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run upstream's linters and tests on the branch, and ours; tests need the "
-        "torch of the checkout's version in this project's environment",
+        help="run usort and ruff by upstream's settings, upstream's tests and ours on "
+        "the branch; tests need the torch of the checkout's version in this project's "
+        "environment",
     )
     options = parser.parse_args(arguments)
     branch = options.branch or f"ac-budget/{options.topic}"
@@ -134,8 +121,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
             raise BadCall(f"{target.root} is not a git checkout")
         text = body(patches[-1], ours, patches[:-1])
         result = survey(target, read_journal(target), series=patches)
-        edits = patches[-1].edits
-        if edits and not any(edit.fits(result.release) for edit in edits):
+        if not patches[-1].fits(result.release):
             raise Conflict(
                 f"{options.topic}: no edit is for torch {result.release}, which this "
                 "tree looks like most"
@@ -146,9 +132,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
         steps = [step for step in result.patches if step.changes]
         if not steps or steps[-1].patch.name != options.topic:
             raise Conflict(f"{options.topic}: {result.patches[-1].state}")
-        _check_named_tests(text, steps, target)
         check_committable(target, result.changes)
-        made = commit_on_branch(target, branch, [_commit(step) for step in steps])
+        commits = [(message(step.patch), step.changes) for step in steps]
+        made = commit_on_branch(target, branch, commits)
         place = BODIES / f"{options.topic}.md"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
@@ -160,14 +146,10 @@ def main(arguments: Optional[list[str]] = None) -> int:
     except BadCall as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (Conflict, MissingEvidence) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except Conflict as error:
+        print(f"conflict: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _commit(step: PatchState) -> tuple[str, Any]:
-    return message(step.patch), step.changes
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -118,10 +117,11 @@ def isolated(
     ``checkout`` is the untouched release; it is cloned, and left alone. The second is
     None where the patch has a conflict there.
     """
-    words = shlex.split(patch.tested)[1:]
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        target = find(str(clone(checkout, Path(folder) / "pytorch")))
-        *below, top = survey_untouched(target, release, stack(patch)).patches
+        patches = stack(patch)
+        paths = [path for patch in patches for path in patch.paths()]
+        target = find(str(clone(checkout, Path(folder) / "pytorch", paths)))
+        *below, top = survey_untouched(target, release, patches).patches
 
         def lay(path: str, content: bytes) -> None:
             place = target.root / path
@@ -129,13 +129,12 @@ def isolated(
             replace_file(place, content)
 
         def passes() -> bool:
-            return run_test(words, target.root, python).returncode == 0
+            return run_test([patch.test], target.root, python).returncode == 0
 
         for change in (change for step in below for change in step.changes):
             lay(change.path, change.after or b"")
         # The test alone: what it imports is there or it is not.
-        if words[0] in patch.files:
-            lay(words[0], overlay(words[0]))
+        lay(patch.test, overlay(patch.test))
         without = passes()
         if top.state == CONFLICTS:
             return without, None
@@ -244,11 +243,10 @@ def main(arguments: Optional[list[str]] = None) -> int:
     options = parser.parse_args(arguments)
     if options.all == bool(options.release):
         parser.error("name one VERSION, or --all")
+    releases = RELEASES if options.all else [options.release]
+    found = {}
     try:
-        for release in [options.release] if options.release else []:
-            minor(release)
-        found = {}
-        for release in RELEASES if options.all else [options.release]:
+        for release in sorted(releases, key=minor):  # ValueError: no version
             python = None if options.structure_only else environment_of(release)
             found[release] = examine(release, python)
             show(release, found[release])

@@ -27,9 +27,7 @@ NEEDS = (
 )
 
 
-def run_python(
-    python: str, code: str, *arguments: str, first_on_path: Optional[Path] = None
-) -> str:
+def run_python(python: str, code: str, first_on_path: Optional[Path] = None) -> str:
     """What ``code`` prints under ``python``, away from this process's own paths."""
     environment = {
         name: value
@@ -39,7 +37,7 @@ def run_python(
     if first_on_path is not None:
         environment["PYTHONPATH"] = str(first_on_path)
     done = subprocess.run(
-        [python, "-c", code, *arguments],
+        [python, "-c", code],
         cwd="/",
         env=environment,
         capture_output=True,
@@ -50,6 +48,17 @@ def run_python(
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         raise RuntimeError(f"{python}: {last}")
     return done.stdout.strip()
+
+
+def import_fault(python: str, root: Path) -> Optional[str]:
+    """Why ``python`` does not import the tree's own partitioner afresh, or None."""
+    module = KNAPSACK[: -len(".py")].replace("/", ".")
+    code = f"import {module} as m, torch._functorch.partitioners; print(m.__file__)"
+    try:
+        place = run_python(python, code, first_on_path=root)
+    except RuntimeError as error:
+        return str(error)
+    return None if place == str(root / KNAPSACK) else f"{module} came from {place}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Target:
             raise Conflict(f"{path}: the folder {folder} is not writable")
 
 
-def _git_dir(root: Path) -> Optional[Path]:
+def git_dir(root: Path) -> Optional[Path]:
     """The repository whose work tree starts at ``root``, not one further up."""
     dot_git = root / ".git"
     if dot_git.is_dir():
@@ -155,7 +164,7 @@ def find(place: str) -> Target:
     installed = (
         not (root / "version.txt").is_file() and not (root / "setup.py").is_file()
     )
-    return Target(root, version, installed, None if installed else _git_dir(root))
+    return Target(root, version, installed, None if installed else git_dir(root))
 
 
 def find_installed(python: str) -> Target:

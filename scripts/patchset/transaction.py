@@ -16,14 +16,13 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from .files import locked, replace_file, sync_folder, write_synced
+from .files import locked, replace_file, sibling, sync_folder, write_synced
 from .target import Conflict, Target
 
 
@@ -54,7 +53,6 @@ class Journal:
 
     folder: Path
     phase: str
-    release: str
     files: dict[str, dict[str, Any]]
     folders: list[str]
 
@@ -91,13 +89,11 @@ def read_journal(target: Target) -> Optional[Journal]:
             f"{place}: written by another version of these scripts (format "
             f"{data['format']}); reverse with that version first"
         )
-    return Journal(
-        target.state, data["phase"], data["release"], data["files"], data["folders"]
-    )
+    return Journal(target.state, data["phase"], data["files"], data["folders"])
 
 
-def commit(target: Target, changes: Sequence[Change], release: str) -> None:
-    """Make every file what its change says, keeping what is needed to undo it."""
+def commit(target: Target, changes: Sequence[Change]) -> Journal:
+    """Make every file what its change says; what is returned undoes it."""
     fresh = target.state.with_name(target.state.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / "backups").mkdir(parents=True)
@@ -120,7 +116,7 @@ def commit(target: Target, changes: Sequence[Change], release: str) -> None:
             "after": digest(change.after),
             "mode": mode,
         }
-    journal = Journal(target.state, "writing", release, files, folders)
+    journal = Journal(target.state, "writing", files, folders)
     _write_journal(fresh, journal)
     os.replace(fresh, target.state)
     sync_folder(target.state.parent)
@@ -131,7 +127,9 @@ def commit(target: Target, changes: Sequence[Change], release: str) -> None:
     for change in changes:
         if target.read(change.path) != change.after:
             raise Conflict(f"{change.path}: reads back other than it was written")
-    _write_journal(target.state, replace(journal, phase="applied"))
+    journal = replace(journal, phase="applied")
+    _write_journal(target.state, journal)
+    return journal
 
 
 def undo(target: Target, journal: Journal) -> None:
@@ -155,7 +153,7 @@ def undo(target: Target, journal: Journal) -> None:
     for path, content in pending:
         _put(target, path, content, journal.files[path]["mode"])
     for path, known in journal.files.items():
-        _sibling(target.root / path).unlink(missing_ok=True)
+        sibling(target.root / path).unlink(missing_ok=True)
         if digest(target.read(path)) != known["before"]:
             raise Conflict(f"{path}: not restored; the backups stay in {target.state}")
     forget(target, journal)
@@ -165,7 +163,7 @@ def recover(target: Target) -> bool:
     """Undo what a killed call left half done; whether there was anything."""
     for place in target.state.parent.glob(target.state.name + ".*"):
         shutil.rmtree(place)
-    (target.state / f"{JOURNAL}.new").unlink(missing_ok=True)
+    sibling(target.state / JOURNAL).unlink(missing_ok=True)
     journal = read_journal(target)
     if journal is None or journal.phase != "writing":
         return False
@@ -185,10 +183,6 @@ def forget(target: Target, journal: Journal) -> None:
     shutil.rmtree(gone)
 
 
-def _sibling(place: Path) -> Path:
-    return place.with_name(f".{place.name}.activation-memory-budget")
-
-
 def _usual_mode(place: Path) -> int:
     """The mode of a new file: its neighbour's, or what the folder lets read."""
     neighbour = next(iter(sorted(place.parent.glob("*.py"))), None)
@@ -200,18 +194,7 @@ def _put(target: Target, path: str, content: Optional[bytes], mode: int) -> None
     if content is None:
         place.unlink(missing_ok=True)
         return
-    sibling = _sibling(place)
-    write_synced(sibling, content)
-    os.chmod(sibling, mode)
-    # Python takes bytecode for current when size and whole second agree.
-    old_time = place.stat().st_mtime if place.exists() else 0.0
-    new_time = max(time.time(), old_time + 1)
-    os.utime(sibling, (new_time, new_time))
-    if os.geteuid() == 0:
-        owner = (place if place.exists() else place.parent).stat()
-        os.chown(sibling, owner.st_uid, owner.st_gid)
-    os.replace(sibling, place)
-    sync_folder(place.parent)
+    replace_file(place, content, mode)
 
 
 def _write_journal(folder: Path, journal: Journal) -> None:
@@ -219,7 +202,6 @@ def _write_journal(folder: Path, journal: Journal) -> None:
         {
             "format": FORMAT,
             "phase": journal.phase,
-            "release": journal.release,
             "files": journal.files,
             "folders": journal.folders,
         },

@@ -15,30 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-import tomllib
-
 from .commits import git
 from .patch import Patch, REPOSITORY
 from .target import Conflict, Target
 
 
-# Those of upstream's linters that look at Python text and need neither a build of torch
-# nor the network; TESTOWNERS fetches its labels, so the header is checked here.
-LINTERS = (
-    "FLAKE8",
-    "RUFF",
-    "PYFMT",
-    "NEWLINE",
-    "SPACES",
-    "TABS",
-    "TYPEIGNORE",
-    "NOQA",
-    "EXEC",
-    "TEST_HAS_MAIN",
-    "COPYRIGHT",
-)
-# What of upstream's pyproject.toml (of 2.15) bears on what the set changes, for trees
-# that come without it. The overlay runs on Python 3.9, so `Optional[X]` is no fault.
+# What of upstream's pyproject.toml (of 2.15) bears on what the set changes: not every
+# tree comes with one, and its lintrunner needs the network. The overlay runs on
+# Python 3.9, so `Optional[X]` is no fault.
 SETTINGS = """
 [tool.usort]
 preserve_inline_comments = true
@@ -91,10 +75,7 @@ class Check(NamedTuple):
 def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
     """Yield the outcome of every linter and test on the branch."""
     with _work_tree(target, branch) as tree:
-        # What the topic's own commit changes, without those it is stacked on.
-        changed = git(target, "diff", "--name-only", f"{branch}^", branch).decode()
-        yield from _lint(tree, changed.split())
-        yield _headers(tree, changed.split())
+        yield _lint(tree)
         yield from _test(tree, patch)
 
 
@@ -111,12 +92,12 @@ def _work_tree(target: Target, branch: str) -> Iterator[Path]:
 
 
 def _run(
-    command: Sequence[str], tree: Path, environment: Optional[dict[str, str]] = None
+    command: Sequence[str], tree: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=tree,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -129,71 +110,27 @@ def run_test(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python WORDS`` in the checkout and by its torch; stdout has both streams."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = {
-            "PYTHONPATH": str(checkout),
-            "TORCHINDUCTOR_CACHE_DIR": cache,
+        return _run(
+            [python, *words],
+            checkout,
+            PYTHONPATH=str(checkout),
+            TORCHINDUCTOR_CACHE_DIR=cache,
             # Where CI is set, torch's test runner wants packages of upstream's own CI.
-            "CI": "",
-        }
-        return _run([python, *words], checkout, environment)
+            CI="",
+        )
 
 
-def _lint(tree: Path, paths: Sequence[str]) -> Iterator[Check]:
-    config = tree / ".lintrunner.toml"
-    if not config.is_file():
-        yield _settled(tree, paths)
-        return
-    known = {linter["code"] for linter in tomllib.loads(config.read_text())["linter"]}
-    codes = [code for code in LINTERS if code in known]
-    # Upstream pins its linters; they get an environment of their own.
-    place = REPOSITORY / "build" / "lint"
-    if not (place / "bin" / "python3").exists():
-        _run([sys.executable, "-m", "venv", str(place)], tree)
-    paths_found = [
-        str(place / "bin"),
-        str(Path(sys.executable).parent),
-        os.environ["PATH"],
-    ]
-    environment = {
-        "VIRTUAL_ENV": str(place),
-        "PATH": os.pathsep.join(paths_found),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }
-    lintrunner = ["lintrunner", f"--data-path={place}"]
-    ready = _run([*lintrunner, f"--take={','.join(codes)}", "init"], tree, environment)
-    if ready.returncode:
-        yield Check("lintrunner init", False, ready.stdout)
-        return
-    for code in codes:
-        words = [*lintrunner, f"--take={code}", "--output=oneline", *paths]
-        done = _run(words, tree, environment)
-        yield Check(f"lintrunner {code}", done.returncode == 0, done.stdout)
-
-
-def _headers(tree: Path, paths: Sequence[str]) -> Check:
-    """Every test file says who owns it and runs by itself."""
-    wrong = [
-        path
-        for path in paths
-        if path.startswith("test/")
-        for text in [(tree / path).read_text()]
-        if not text.startswith('# Owner(s): ["module: ')
-        or 'if __name__ == "__main__":\n    run_tests()\n' not in text
-    ]
-    return Check("test owners and run_tests", not wrong, "\n".join(wrong))
-
-
-def _settled(tree: Path, paths: Sequence[str]) -> Check:
-    """By our copy of the settings, where the checkout has none: nothing new is found."""
-    before = {}
-    for path in paths:
+def _lint(tree: Path) -> Check:
+    """Whether the topic's own commit brings no finding, those below it aside."""
+    before, after = {}, {}
+    changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree)
+    for path in changed.stdout.split():
+        after[path] = (tree / path).read_text()
         shown = _run(["git", "show", f"HEAD^:{path}"], tree)
         if not shown.returncode:
             before[path] = shown.stdout
-    new = new_findings(before, {path: (tree / path).read_text() for path in paths})
-    return Check(
-        "usort and ruff (the checkout has no linters)", not new, "\n".join(new)
-    )
+    new = new_findings(before, after)
+    return Check("usort and ruff, by upstream's settings", not new, "\n".join(new))
 
 
 def new_findings(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -229,7 +166,7 @@ def _said(files: dict[str, str]) -> Counter[tuple[str, str]]:
 def _test(tree: Path, patch: Patch) -> Iterator[Check]:
     command = [sys.executable, "scripts/checkout.py", "link", str(tree)]
     linked = _run(command, REPOSITORY)
-    commands = [tuple(shlex.split(patch.tested)[1:])]
+    commands: list[tuple[str, ...]] = [(patch.test,)]
     commands += [test for test in TESTS if (tree / test[0]).is_file()]
     for words in commands:
         name = f"python {shlex.join(words)}"

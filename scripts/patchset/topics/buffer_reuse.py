@@ -4,10 +4,8 @@ from ..patch import Edit, Patch
 
 
 _MEMORY = "torch/_inductor/memory.py"
-_TEST = "test/inductor/test_buffer_reuse.py"
 _TIMELINE = "def compute_memory_timeline(\n"
 _RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
-_SINCE = (2, 10)
 
 PATCH = Patch(
     name="buffer-reuse",
@@ -23,9 +21,7 @@ argument. Buffers are then kept through the real peak. A GPT-2 training step pea
 The estimate now counts what the generated kernels store. Before kernels are generated
 nothing changes, as there is nothing yet that they have removed or overwritten.
 """,
-    trailers=(),
-    tested=f"python {_TEST}",
-    files=(_TEST,),
+    test="test/inductor/test_buffer_reuse.py",
     edits=(
         Edit(
             _MEMORY,
@@ -51,16 +47,15 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
 
 """
             + _TIMELINE,
-            since=_SINCE,
         ),
         Edit(
             _MEMORY,
             anchor=_RETURN,
             replacement="    _count_what_is_stored(buf_info_list)\n" + _RETURN,
             inside="compute_memory_timeline",
-            since=_SINCE,
         ),
     ),
+    since=(2, 10),
     landed=((_MEMORY, "_count_what_is_stored("),),
     risks="""\
 The estimate decides which buffers are kept, and that alone: the same kernels run in the

@@ -23,8 +23,7 @@ no uuid can be mistaken for a name. An instance without a uuid still bypasses th
 cache.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_cache_key.py",
-    files=("test/functorch/test_ac_cache_key.py",),
+    test="test/functorch/test_ac_cache_key.py",
     edits=(
         Edit(
             AUTOGRAD_CACHE,
@@ -40,9 +39,9 @@ cache.
         )
 """,
             inside="__init__",
-            since=(2, 11),
         ),
     ),
+    since=(2, 11),
     landed=((AUTOGRAD_CACHE, "self.estimator_solver_names = "),),
     risks="""\
 Cached plans of earlier versions are not found again: the first compile after the

@@ -12,8 +12,7 @@ which raises an AttributeError. The name now stands in the config and equals the
 plain string, so both ways of writing it select the same solver.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_config_solver_name.py",
-    files=("test/functorch/test_ac_config_solver_name.py",),
+    test="test/functorch/test_ac_config_solver_name.py",
     edits=(
         Edit(
             CONFIG,

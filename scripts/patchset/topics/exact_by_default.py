@@ -1,32 +1,6 @@
 from __future__ import annotations
 
-from typing import Optional
-
 from ..patch import CONFIG, Edit, Patch
-
-
-_DEFAULT = """\
-# The solver that picks what is saved: "exact" (optimal on the true sizes and never
-# over the budget), "dp" (optimal on sizes rounded to 1/10000 of the range),
-# "dp_knapsack_sliding_hirschberg" (as "dp", in memory for a few rows), "greedy", or
-# "ilp" (needs scipy).
-activation_memory_budget_solver = "exact"
-"""
-
-
-def _default(
-    digest: str, since: tuple[int, int], until: Optional[tuple[int, int]]
-) -> Edit:
-    return Edit(
-        CONFIG,
-        anchor="# This controls the solver used for the 0-1 knapsack. "
-        "By default we use a\n",
-        through='activation_memory_budget_solver = "dp"\n',
-        digest=digest,
-        replacement=_DEFAULT,
-        since=since,
-        until=until,
-    )
 
 
 PATCH = Patch(
@@ -38,12 +12,22 @@ much runtime as any solver that does, and takes less time. This patch changes th
 default alone, so that it can be left out.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_exact_by_default.py",
-    files=("test/functorch/test_ac_exact_by_default.py",),
+    test="test/functorch/test_ac_exact_by_default.py",
     edits=(
-        _default("c28108c815efaed1", (2, 6), (2, 9)),
-        _default("a240ae6aaec7e501", (2, 10), (2, 10)),
-        _default("717407bca1a847d4", (2, 11), None),
+        Edit(
+            CONFIG,
+            anchor="# This controls the solver used for the 0-1 knapsack. "
+            "By default we use a\n",
+            through='activation_memory_budget_solver = "dp"\n',
+            digests=("c28108c815efaed1", "a240ae6aaec7e501", "717407bca1a847d4"),
+            replacement="""\
+# The solver that picks what is saved: "exact" (optimal on the true sizes and never
+# over the budget), "dp" (optimal on sizes rounded to 1/10000 of the range),
+# "dp_knapsack_sliding_hirschberg" (as "dp", in memory for a few rows), "greedy", or
+# "ilp" (needs scipy).
+activation_memory_budget_solver = "exact"
+""",
+        ),
     ),
     landed=((CONFIG, 'activation_memory_budget_solver = "exact"'),),
     needs=("solver-by-name",),

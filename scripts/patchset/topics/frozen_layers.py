@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from ..patch import CONFIG, Edit, FROZEN_LAYERS, GRAPH_COMPILE, Patch
+from ..patch import CONFIG, Edit, GRAPH_COMPILE, module_path, Patch
 
 
 _COMPILERS = "        inference_compiler = fw_compiler\n"
 _CONFIG = "from .. import config\n"
-_SINCE = (2, 10)
 
 PATCH = Patch(
     name="frozen-layers",
@@ -23,9 +22,8 @@ which outputs depend on the values of which argument; everything else stays.
 AOTAutograd runs it on every joint graph before any partitioner; for inductor, with
 the layouts that inductor is going to choose.
 """,
-    trailers=(),
-    tested="python test/functorch/test_ac_frozen_layers.py",
-    files=(FROZEN_LAYERS, "test/functorch/test_ac_frozen_layers.py"),
+    test="test/functorch/test_ac_frozen_layers.py",
+    sources=(module_path("frozen_layers"),),
     edits=(
         Edit(
             CONFIG,
@@ -38,7 +36,6 @@ drop_unread_arguments = True
 
 # By default, the partitioner is purely trying to optimize for runtime (although
 """,
-            since=_SINCE,
         ),
         Edit(
             GRAPH_COMPILE,
@@ -46,7 +43,6 @@ drop_unread_arguments = True
             replacement=_CONFIG
             + "from .._activation_checkpointing.frozen_layers import "
             "without_unread_arguments\n",
-            since=_SINCE,
         ),
         Edit(
             GRAPH_COMPILE,
@@ -54,9 +50,9 @@ drop_unread_arguments = True
             replacement=_COMPILERS
             + "    partition_fn = without_unread_arguments(partition_fn)\n",
             inside="aot_stage2_compile",
-            since=_SINCE,
         ),
     ),
+    since=(2, 10),
     landed=((GRAPH_COMPILE, "without_unread_arguments("),),
     risks="""\
 A kernel that did read the values of such an argument would give wrong gradients

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..patch import CONFIG, Edit, EXACT, ITEMS, PARTITIONERS, Patch
+from ..patch import CONFIG, Edit, module_path, PARTITIONERS, Patch
 
 
 _EVALUATOR_IMPORT = (
@@ -26,9 +26,9 @@ budget, is the proven optimum (or says how far it can be from it), and depends o
 nothing but the arguments. Many budgets share one preparation.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_knapsack_exact.py",
-    files=(ITEMS, EXACT, "test/functorch/test_ac_knapsack_exact.py"),
-    landed=((EXACT, "def solve_knapsack("),),
+    test="test/functorch/test_ac_knapsack_exact.py",
+    sources=(module_path("knapsack_items"), module_path("knapsack_exact")),
+    landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
     evidence=(
         ("solvers", "corpus:"),
         ("solvers", "dp / exact"),

@@ -24,11 +24,10 @@ programs share one core with two rolling rows in float64, so they agree in
 value, and KNAPSACK_SOLVERS names the solvers that a config string may select.
 """,
     trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
-    tested="python test/functorch/test_ac_knapsack_solvers.py",
-    files=(
+    test="test/functorch/test_ac_knapsack_solvers.py",
+    sources=(
         KNAPSACK,
         "test/functorch/test_ac_knapsack_hirschberg.py",
-        "test/functorch/test_ac_knapsack_solvers.py",
     ),
     landed=((KNAPSACK, "def dp_knapsack_sliding_hirschberg("),),
     faults=(
@@ -67,9 +66,8 @@ The right half now gets what the left half leaves of the true capacity. The test
 check feasibility, the optimum by enumeration, and equality with dp.
 """,
         trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
-        tested="python test/functorch/test_ac_knapsack_hirschberg.py",
+        test="test/functorch/test_ac_knapsack_hirschberg.py",
         risks=_RISKS,
-        files=("test/functorch/test_ac_knapsack_hirschberg.py",),
         edits=(
             Edit(
                 KNAPSACK,

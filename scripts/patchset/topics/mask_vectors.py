@@ -4,13 +4,11 @@ from ..patch import Edit, Patch
 
 
 _CPP = "torch/_inductor/codegen/cpp.py"
-_TEST = "test/inductor/test_mask_vectors.py"
 _LOAD = '        loadbuf = f"{var} + {cexpr_index(index)}" if index != 0 else var\n'
 _STORE = (
     "            if dtype == torch.float and self.tail_size is None:\n"
     '                code.writeline(f"{value}.store({var_expr});")\n'
 )
-_SINCE = (2, 10)
 
 PATCH = Patch(
     name="mask-vectors",
@@ -26,9 +24,7 @@ same holds for every mask that a kernel writes or reads, dropout's included.
 Where a mask is one vector, its lanes are now converted to bytes and back, for which
 at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 """,
-    trailers=(),
-    tested=f"python {_TEST}",
-    files=(_TEST,),
+    test="test/inductor/test_mask_vectors.py",
     edits=(
         Edit(
             _CPP,
@@ -45,7 +41,6 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
             )
 """,
             inside="_get_vec_load_line",
-            since=_SINCE,
         ),
         Edit(
             _CPP,
@@ -62,9 +57,9 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 """
             + _STORE,
             inside="_get_store_line",
-            since=_SINCE,
         ),
     ),
+    since=(2, 10),
     landed=((_CPP, "at::vec::convert<uint8_t,1,int32_t,1>("),),
     risks="""\
 Quantized kernels use the same conversions; on instruction sets for which at::vec has

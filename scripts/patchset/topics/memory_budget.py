@@ -2,20 +2,16 @@ from __future__ import annotations
 
 from ..patch import (
     CONFIG,
-    CURVE,
-    CUSTOM_SOLVER,
     Edit,
-    MEMORY_BUDGET,
+    module_path,
     PARTITIONERS,
     Patch,
-    RERUN_COST,
     SOLVER_CLASS,
 )
 from .random_ops import CHOOSE
 from .solver_by_name import DISPATCH, NEW_IMPORT
 
 
-_SINCE = (2, 10)
 _TESTING = '# "testing": Returns 1 for everything\n'
 _DOCUMENTED = (
     "    1) The __call__() method contains the implementation of the knapsack solver.\n"
@@ -23,42 +19,7 @@ _DOCUMENTED = (
 
 
 def _drop(lines: str) -> Edit:
-    return Edit(PARTITIONERS, anchor=lines, replacement="", since=_SINCE)
-
-
-def _chooser(annotation: str, digest: str, *releases: tuple[int, int]) -> Edit:
-    return Edit(
-        PARTITIONERS,
-        anchor=f"def {CHOOSE}(",
-        whole=True,
-        digest=digest,
-        replacement=f"""\
-def {CHOOSE}(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    memory_budget{annotation},
-) -> list[fx.Node]:
-    return choose_plan(joint_graph, node_info, memory_budget).saved_values
-
-
-""",
-        inside=CHOOSE,
-        since=releases[0],
-        until=releases[1] if len(releases) > 1 else None,
-    )
-
-
-def _dispatch(digest: str, since: tuple[int, int], *until: tuple[int, int]) -> Edit:
-    return Edit(
-        PARTITIONERS,
-        anchor=f"def {DISPATCH}(",
-        whole=True,
-        digest=digest,
-        replacement="",
-        inside=DISPATCH,
-        since=since,
-        until=until[0] if until else None,
-    )
+    return Edit(PARTITIONERS, anchor=lines, replacement="")
 
 
 PATCH = Patch(
@@ -81,13 +42,12 @@ item once. The estimator "roofline" counts the bytes that recomputation moves as
 its FLOP.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_memory_budget.py",
-    files=(
-        MEMORY_BUDGET,
-        CURVE,
-        CUSTOM_SOLVER,
-        RERUN_COST,
-        "test/functorch/test_ac_memory_budget.py",
+    test="test/functorch/test_ac_memory_budget.py",
+    sources=(
+        module_path("memory_budget"),
+        module_path("budget_curve"),
+        module_path("custom_solver"),
+        module_path("rerun_cost"),
     ),
     edits=(
         Edit(
@@ -95,7 +55,6 @@ its FLOP.
             anchor=_TESTING,
             replacement='# "roofline": FLOP or the bytes moved, whichever takes longer\n'
             + _TESTING,
-            since=_SINCE,
         ),
         Edit(
             SOLVER_CLASS,
@@ -112,7 +71,6 @@ its FLOP.
             PARTITIONERS,
             anchor="from dataclasses import dataclass, replace\n",
             replacement="from dataclasses import dataclass\n",
-            since=_SINCE,
         ),
         _drop(
             "from torch._functorch._activation_checkpointing.ac_logging_utils import (\n"
@@ -138,16 +96,40 @@ its FLOP.
             "KnapsackEvaluator\n",
             replacement="from ._activation_checkpointing.memory_budget import "
             "choose_plan\n",
-            since=_SINCE,
         ),
-        _dispatch("b297001610db9aa5", (2, 10), (2, 10)),
-        _dispatch("86bb04b59d3740c4", (2, 11)),
-        _chooser("=1", "a6c27db3ffa72829", (2, 10), (2, 10)),
-        _chooser(": float = 1", "9406093cc54bb9fe", (2, 11), (2, 12)),
-        _chooser(": float = 1", "864b26f8cc5d500f", (2, 13), (2, 13)),
-        _chooser(": float = 1", "cc082be51f7a97b7", (2, 14), (2, 14)),
-        _chooser(": float = 1", "c3e5cfa93d4aad1b", (2, 15)),
+        Edit(
+            PARTITIONERS,
+            anchor=f"def {DISPATCH}(",
+            whole=True,
+            digests=("3fba9bddfb6d8114", "af0da039a0fc1a73"),
+            replacement="",
+            inside=DISPATCH,
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=f"def {CHOOSE}(",
+            whole=True,
+            digests=(
+                "a6c27db3ffa72829",
+                "9406093cc54bb9fe",
+                "864b26f8cc5d500f",
+                "cc082be51f7a97b7",
+                "c3e5cfa93d4aad1b",
+            ),
+            replacement=f"""\
+def {CHOOSE}(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    memory_budget: float = 1,
+) -> list[fx.Node]:
+    return choose_plan(joint_graph, node_info, memory_budget).saved_values
+
+
+""",
+            inside=CHOOSE,
+        ),
     ),
+    since=(2, 10),
     landed=((PARTITIONERS, "memory_budget import choose_plan"),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
     evidence=(("solvers", "99 budgets"),),

@@ -3,16 +3,13 @@ from __future__ import annotations
 from ..patch import (
     CONFIG,
     Edit,
-    FUSED_PEAK,
-    LIVENESS,
+    module_path,
     PARTITIONERS,
     Patch,
-    PEAK_BUDGET,
 )
 from . import saved_report
 
 
-_SINCE = (2, 11)
 _ESTIMATOR = "# This controls how we estimate the runtime when deciding"
 
 PATCH = Patch(
@@ -34,12 +31,11 @@ The default target, "saved", keeps today's meaning. Where no plan can be made, a
 warning says why and the graph gets the plan for saved bytes.
 """,
     trailers=("Fixes: #197838",),
-    tested="python test/functorch/test_ac_peak_budget.py",
-    files=(
-        LIVENESS,
-        FUSED_PEAK,
-        PEAK_BUDGET,
-        "test/functorch/test_ac_peak_budget.py",
+    test="test/functorch/test_ac_peak_budget.py",
+    sources=(
+        module_path("liveness"),
+        module_path("fused_peak"),
+        module_path("peak_budget"),
     ),
     needs=("saved-report",),
     evidence=(
@@ -64,14 +60,12 @@ activation_memory_peak_bytes: int | None = None
 
 """
             + _ESTIMATOR,
-            since=_SINCE,
         ),
         Edit(
             PARTITIONERS,
             anchor=saved_report.IMPORT,
             replacement="from ._activation_checkpointing import "
             "peak_budget, random_ops\n",
-            since=_SINCE,
         ),
         Edit(
             PARTITIONERS,
@@ -82,16 +76,15 @@ activation_memory_peak_bytes: int | None = None
     )
 """,
             inside="min_cut_rematerialization_partition",
-            since=_SINCE,
         ),
         Edit(
             PARTITIONERS,
             anchor=saved_report.RECORD,
             replacement="peak_budget.record_plan(",
             inside="min_cut_rematerialization_partition",
-            since=_SINCE,
         ),
     ),
+    since=(2, 11),
     landed=((PARTITIONERS, "peak_budget.choose_plan("),),
     risks="""\
 Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for graphs

@@ -30,23 +30,21 @@ meaning, and plans of nets without randomness do not change. Effectful ops and
 MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
 """,
     trailers=("Fixes: #190758", "Fixes: #190717"),
-    tested="python test/functorch/test_ac_random_ops.py",
-    files=(RANDOM_OPS, "test/functorch/test_ac_random_ops.py"),
+    test="test/functorch/test_ac_random_ops.py",
+    sources=(RANDOM_OPS,),
     edits=(
         Edit(
             PARTITIONERS,
             anchor=_CONFIG,
             replacement=_CONFIG + IMPORT,
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
             anchor='    return node.meta.get("recompute", None) in [\n',
             through="    ]\n",
-            digest="21f58ef922ca0f88",
+            digests=("21f58ef922ca0f88",),
             replacement="    return random_ops.is_replayed(node)\n",
             inside="must_recompute",
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -54,7 +52,6 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             "CheckpointPolicy.MUST_SAVE:\n",
             replacement="        if random_ops.must_run_once(node):\n",
             inside="should_ban_recomputation",
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -72,7 +69,6 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
     if min_cut_options.ban_if_used_far_apart:
 """,
             inside="solve_min_cut",
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -86,7 +82,6 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             return solve_min_cut(joint_graph, node_info, min_cut_options, dont_ban)[0]
     if memory_budget == 0""",
             inside=CHOOSE,
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -96,7 +91,6 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             replacement="        i for i in recomputable_banned_nodes "
             "if random_ops.must_run_once(i)\n",
             inside=CHOOSE,
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -107,14 +101,13 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
         return node_info.inputs
 """,
             inside=CHOOSE,
-            since=(2, 10),
             until=(2, 13),
         ),
     ),
+    since=(2, 10),
     landed=((PARTITIONERS, "random_ops.must_run_once("),),
     risks="""\
 Plans of nets with random ops change: they save a mask or a seed that used to be drawn
 again, with other numbers. Plans of nets without randomness do not change.
 """,
-    kind="bug fixes",
 )

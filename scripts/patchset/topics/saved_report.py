@@ -25,23 +25,21 @@ is; last_plan() and the structured trace have the same as data. Only names and
 numbers are kept, and a graph that came from the compile cache is marked as such.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_saved_report.py",
-    files=(REPORT, "test/functorch/test_ac_saved_report.py"),
+    test="test/functorch/test_ac_saved_report.py",
+    sources=(REPORT,),
     edits=(
         Edit(
             PARTITIONERS,
             anchor=random_ops.IMPORT,
             replacement=IMPORT,
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
             anchor="    saved_values = choose_saved_values_set(\n",
             through="    )\n",
-            digest="2682dbbcfdd08e77",
+            digests=("2682dbbcfdd08e77",),
             replacement=f"{CHOICE}    saved_values = plan.saved_values\n",
             inside=_PARTITION,
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -49,9 +47,9 @@ numbers are kept, and a graph that came from the compile cache is marked as such
             replacement=f"    {RECORD}plan, fw_module, bw_module, num_fwd_outputs)\n\n"
             f"{_SPLIT}",
             inside=_PARTITION,
-            since=(2, 10),
         ),
     ),
+    since=(2, 10),
     landed=((PARTITIONERS, RECORD),),
     risks="""\
 Every partitioned graph leaves a record of names and numbers, of the last few graphs only;

@@ -37,14 +37,13 @@ makes every solver of the module selectable, the sliding Hirschberg one before
 2.10 included, and the error lists them.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
-    tested="python test/functorch/test_ac_solver_by_name.py",
-    files=("test/functorch/test_ac_solver_by_name.py",),
+    test="test/functorch/test_ac_solver_by_name.py",
     edits=(
         Edit(
             PARTITIONERS,
             anchor=_OLD_IMPORT,
             through="    ilp_knapsack,\n)\n",
-            digest="a5a82a77df22275b",
+            digests=("a5a82a77df22275b",),
             replacement="from ._activation_checkpointing.knapsack import "
             "KNAPSACK_SOLVERS\n",
             until=(2, 6),
@@ -53,24 +52,15 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             PARTITIONERS,
             anchor=_OLD_IMPORT,
             through="    ilp_knapsack,\n)\n",
-            digest="a5a82a77df22275b",
+            digests=("a5a82a77df22275b", "1c723d8eb237fd0f"),
             replacement=NEW_IMPORT,
             since=(2, 7),
-            until=(2, 9),
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=_OLD_IMPORT,
-            through="    ilp_knapsack,\n)\n",
-            digest="1c723d8eb237fd0f",
-            replacement=NEW_IMPORT,
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
             anchor='    if SOLVER == "greedy":\n',
             through="        return dp_knapsack(memory, runtimes, max_memory)\n",
-            digest="0a2098dfac5ac524",
+            digests=("0a2098dfac5ac524",),
             replacement=_LOOK_UP,
             inside=DISPATCH,
             until=(2, 9),
@@ -80,7 +70,7 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             anchor='    if SOLVER == "greedy":\n',
             through="        return dp_knapsack_sliding_hirschberg"
             "(memory, runtimes, max_memory)\n",
-            digest="0012834c85af406d",
+            digests=("0012834c85af406d",),
             replacement=_LOOK_UP,
             inside=DISPATCH,
             since=(2, 10),
@@ -88,26 +78,16 @@ makes every solver of the module selectable, the sliding Hirschberg one before
         Edit(
             PARTITIONERS,
             anchor=_OLD_ERROR,
-            replacement=_unknown_solver("or a callable"),
+            replacement=_unknown_solver("or one of your own"),
             inside=DISPATCH,
             until=(2, 6),
         ),
         Edit(
             PARTITIONERS,
             anchor=_OLD_ERROR,
-            replacement=_unknown_solver("dynamic_memory_budget_dp, or a callable"),
+            replacement=_unknown_solver("dynamic_memory_budget_dp, or one of your own"),
             inside=DISPATCH,
             since=(2, 7),
-            until=(2, 10),
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=_OLD_ERROR,
-            replacement=_unknown_solver(
-                "dynamic_memory_budget_dp, or a CustomKnapsackSolver"
-            ),
-            inside=DISPATCH,
-            since=(2, 11),
         ),
     ),
     landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),
