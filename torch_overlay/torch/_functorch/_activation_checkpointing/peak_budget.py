@@ -418,7 +418,7 @@ def _places(graph: JointGraph) -> list[list[int]]:
     These are local minima of the crossing bytes; one list of them for each share of
     ``_SHARES``, where they differ.  O(steps + storages).
     """
-    steps = len(graph.forward_live)
+    steps = graph.forward_steps
     change = [0] * (steps + 1)
     for s, birth in enumerate(graph.births):
         if birth >= 0 and s not in graph.outputs:
@@ -454,7 +454,7 @@ class _Chain:
         self.plans = plans
         graph = self.graph = plans.graph
         self.end = len(places) + 1
-        self.at = [-1, *places, len(graph.forward_live)]
+        self.at = [-1, *places, graph.forward_steps]
         self.crossing = self._crossing(places)
         self.everything = self.storages(range(self.end))
         self.width = {
