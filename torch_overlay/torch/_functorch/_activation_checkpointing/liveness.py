@@ -129,7 +129,6 @@ class Storages:
         self.held: dict[fx.Node, tuple[int, ...]] = {}
         self.reads: dict[fx.Node, tuple[int, ...]] = {}
         self.writes: dict[fx.Node, tuple[int, ...]] = {}
-        inputs: tuple[int, ...] = ()
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             held = (s for source in node.all_input_nodes for s in self.held[source])
@@ -143,20 +142,18 @@ class Storages:
             is_size = isinstance(value, py_sym_types)
             first = len(self.nbytes)
             own: tuple[int, ...] = ()
+            # What a size is read from has to be live for that.
             if not is_size or (reads and node not in given_sizes):
-                is_input = node.op != "call_function"
-                own = self._number(node, value, inputs if is_input else reads)
+                own = self._number(node, value, reads)
             self.own[node] = own
             self.held[node] = own or (() if is_size else reads)
             self.reads[node] = own if is_part else reads
             self.writes[node] = tuple(range(first, len(self.nbytes)))
-            if node.op != "call_function":
-                inputs += self.writes[node]
 
     def _number(
-        self, node: fx.Node, value: Any, known: tuple[int, ...]
+        self, node: fx.Node, value: Any, reads: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """The storages of a value: ``known`` ones, or else new ones."""
+        """The storages of a value, new ones unless they are read or another input's."""
         first = len(self.nbytes)
         found: dict[int, None] = {}
         for part in tree_leaves(value):
@@ -167,16 +164,15 @@ class Storages:
                     raise CannotPlan(f"{node.name} has no storage to count") from error
                 key, size = storage._cdata, storage.nbytes()
             elif isinstance(part, py_sym_types):
-                # What it is read from has to be live for that.
                 key, size = id(part), 0
             else:
                 continue
             # One result may be a view of another.
-            candidates = (*known, *range(first, len(self.nbytes)))
-            s = next((s for s in candidates if self.keys[s] == key), -1)
-            if s < 0 and known and is_view(node):
+            known = (*reads, *range(first if reads else 0, len(self.nbytes)))
+            s = next((s for s in known if self.keys[s] == key), -1)
+            if s < 0 and reads and is_view(node):
                 # Common subexpressions were merged: what is viewed is its twin.
-                s = known[0]
+                s = reads[0]
             if s < 0:
                 s = len(self.nbytes)
                 self.nbytes.append(concrete(size))
@@ -197,7 +193,7 @@ class JointGraph:
     saved_as[s]: the node to save in order to keep storage s, None where none can be.
     births[s], deaths[s]: the forward's steps that allocate it and read it last, or -1.
     outputs: the storages that the forward returns, which stay live in any plan.
-    forward_steps: how many steps the forward has.
+    forward_steps: how many steps the forward has at most.
     steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
 
     Args:
@@ -219,15 +215,19 @@ class JointGraph:
         self._storages = Storages(graph, self._forward)
         self.nbytes = self._storages.nbytes
         self._tangent_bytes = 0
+        self._calls: list[fx.Node] = []
         for node in graph.nodes:
-            if node.op != "call_function":
-                if self._is_tangent(node):
-                    self._tangent_bytes += self.size(self._storages.writes[node])
-                for s in self._storages.writes[node]:
-                    self.nbytes[s] = 0
-        self._calls = [node for node in graph.nodes if node.op == "call_function"]
+            if node.op == "call_function":
+                self._calls.append(node)
+                continue
+            if self._is_tangent(node):
+                self._tangent_bytes += self.size(self._storages.writes[node])
+            for s in self._storages.writes[node]:
+                self.nbytes[s] = 0
         backward = self._classify()
-        self._lay_out_forward(_nodes(results[:num_fwd_outputs]))
+        # These are kept by whoever called the forward.
+        returned = self._read_by(_nodes(results[:num_fwd_outputs]))
+        self.outputs = {s for s in returned if self.births[s] >= 0}
         self._lay_out_backward(backward)
         # The forward overwrites these inputs itself, or whoever calls it does.
         overwritten = {
@@ -237,6 +237,10 @@ class JointGraph:
         }
         self._choose_what_to_save()
         self._choose_what_to_repeat(overwritten)
+
+    @property
+    def forward_steps(self) -> int:
+        return len(self._early)
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The storages that saving these nodes keeps."""
@@ -254,6 +258,8 @@ class JointGraph:
         self.reads: list[tuple[int, ...]] = []
         self.writes: list[tuple[int, ...]] = []
         self.producer = [-1] * len(self.nbytes)
+        self.births = [-1] * len(self.nbytes)
+        self.deaths = [-1] * len(self.nbytes)
         # What each node reads and writes that needs no tangent, and whether the forward
         # runs it in any plan.
         self._early: list[tuple[tuple[int, ...], tuple[int, ...], bool]] = []
@@ -271,6 +277,11 @@ class JointGraph:
                 backward.append((tuple(late), reads, writes))
                 late.clear()
                 continue
+            if required:
+                for s in writes:
+                    self.births[s] = len(self._early)
+                for s in (*reads, *writes):
+                    self.deaths[s] = len(self._early)
             self._early.append((reads, writes, required))
             if writes:
                 if started and not required:
@@ -280,11 +291,12 @@ class JointGraph:
                 self.nodes.append(node)
                 self.reads.append(reads)
                 self.writes.append(writes)
-        returned = tuple(
-            s for node in self._bwd_outputs for s in self._storages.held[node]
-        )
-        backward.append((tuple(late), returned, ()))
+        backward.append((tuple(late), self._read_by(self._bwd_outputs), ()))
         return backward
+
+    def _read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        """The storages that whoever reads these nodes reads."""
+        return tuple(s for node in nodes for s in self._storages.held[node])
 
     def _is_tangent(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node in self._tangents_closure
@@ -304,27 +316,13 @@ class JointGraph:
                 pending += node.all_input_nodes
         return found
 
-    def _lay_out_forward(self, returned: Iterable[fx.Node]) -> None:
-        self.births = [-1] * len(self.nbytes)
-        self.deaths = [-1] * len(self.nbytes)
-        self.forward_steps = len(self._early)
-        for at, (reads, writes, required) in enumerate(self._early):
-            if required:
-                for s in writes:
-                    self.births[s] = self.deaths[s] = at
-                for s in reads:
-                    self.deaths[s] = at
-        # These are kept by whoever called the forward.
-        held = (s for node in returned for s in self._storages.held[node])
-        self.outputs = {s for s in held if self.births[s] >= 0}
-
     def _lay_out_backward(self, steps: Sequence[_BackwardStep]) -> None:
         """Work out what does not depend on the plan: the backward's own storages."""
         own = {s for _, _, writes in steps for s in writes}
         last = {
             s: at for at, (_, reads, writes) in enumerate(steps) for s in reads + writes
         }
-        returned = {s for node in self._bwd_outputs for s in self._storages.held[node]}
+        returned = set(self._read_by(self._bwd_outputs))
         dying: dict[int, int] = {}
         for s in own - returned:
             dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
