@@ -80,7 +80,14 @@ def configured(budget, target="peak", peak_bytes=None, **options):
             enable_autograd_cache=False,
             **options,
         ),
-        inductor_config.patch(fx_graph_cache=False, cpp_cache_precompile_headers=False),
+        inductor_config.patch(
+            {
+                "fx_graph_cache": False,
+                "cpp_cache_precompile_headers": False,
+                # Finding out what this CPU's vectors are takes longer than a kernel.
+                "cpp.simdlen": 1,
+            }
+        ),
     ):
         yield
 

@@ -260,9 +260,9 @@ class JointGraph:
         self.producer = [-1] * len(self.nbytes)
         self.births = [-1] * len(self.nbytes)
         self.deaths = [-1] * len(self.nbytes)
-        # What each node reads and writes that needs no tangent, and whether the forward
-        # runs it in any plan.
-        self._early: list[tuple[tuple[int, ...], tuple[int, ...], bool]] = []
+        # What each node that needs no tangent writes, with and without what it reads,
+        # how many bytes that is, and whether the forward runs it in any plan.
+        self._early: list[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = []
         needed = self._backward_nodes()
         backward: list[_BackwardStep] = []
         late: list[int] = []
@@ -282,7 +282,7 @@ class JointGraph:
                     self.births[s] = len(self._early)
                 for s in (*reads, *writes):
                     self.deaths[s] = len(self._early)
-            self._early.append((reads, writes, required))
+            self._early.append((writes + reads, writes, self.size(writes), required))
             if writes:
                 if started and not required:
                     late += writes
@@ -415,8 +415,7 @@ class JointGraph:
             for step in self.steps
         )
         since = (step.own_since for step in self.steps)
-        with _disable_current_modes():
-            (forward,) = self._forward_peaks([0] * len(self.nbytes), 1)
+        (forward,) = self._forward_peaks([0] * len(self.nbytes), 1)
         return max(forward, *during, *since)
 
     # --------------------------------------------------------------- evaluating
@@ -435,14 +434,9 @@ class JointGraph:
         The bits of an integer stand for plans, so that what many of them repeat for the
         same step is followed once, and the columns of a tensor for their live bytes.
         """
-        found: list[Evaluation] = []
-        # Whoever traces may have fake tensors for every tensor made.
-        with _disable_current_modes():
-            for first in range(0, len(plans), _TOGETHER):
-                found += self._evaluate(plans[first : first + _TOGETHER])
-        return found
-
-    def _evaluate(self, plans: Sequence[Iterable[int]]) -> list[Evaluation]:
+        if len(plans) > _TOGETHER:
+            first, others = plans[:_TOGETHER], plans[_TOGETHER:]
+            return self.evaluate_all(first) + self.evaluate_all(others)
         count = len(plans)
         everyone = (1 << count) - 1
         # Which plans have a storage saved.
@@ -455,7 +449,7 @@ class JointGraph:
             if self.saved_as[s] is not None:
                 saved[s] = everyone
         repeats, repeated = self._repeat(saved, everyone)
-        step_peaks, kept = self._sweep(repeats, saved, count)
+        step_peaks, kept = self._backward_peaks(repeats, saved, count)
         return [
             Evaluation(forward, backward, 1 << plan, repeats, repeated, kept)
             for plan, (forward, backward) in enumerate(
@@ -508,37 +502,31 @@ class JointGraph:
             repeats.append(sorted(found.items()))
         return repeats, repeated
 
-    def _sweep(
+    def _backward_peaks(
         self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int
     ) -> tuple[list[list[int]], list[int]]:
         """The peaks of each plan's steps, and which plans keep each storage.
 
-        The moments of the backward are a step's own, what is repeated for it, and its
-        start, in this order.
+        A step starts, then come what is repeated for it and its own moment.
         """
         everyone = (1 << count) - 1
         phase = _Phase(self, [0] * len(self.nbytes))
-        for step, repeating in zip(reversed(self.steps), reversed(repeats)):
+        for at in reversed(range(len(repeats))):
+            step = self.steps[at]
             phase.touch(step.reads, everyone)
-            phase.moment(step.own_during)
-            for op, plans in reversed(repeating):
+            phase.moment(at, step.own_during)
+            for op, plans in reversed(repeats[at]):
                 phase.touch(self._touches[op], plans)
-                phase.moment(step.own_before)
+                phase.moment(at, step.own_before)
                 phase.change(plans, self._written[op])
                 for s in self.writes[op]:
-                    if saved[s] & plans:
-                        phase.change(saved[s] & plans, -self.nbytes[s])
-            phase.moment(step.own_since)
+                    phase.change(saved[s] & plans, -self.nbytes[s])
+            phase.moment(at, step.own_since)
         kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
         for s, plans in enumerate(kept):
             if plans and s not in self.outputs:
                 phase.change(plans, self.nbytes[s])
-        live = phase.live(count)
-        moments = _tensor([len(repeating) + 2 for repeating in reversed(repeats)])
-        of_step = torch.repeat_interleave(moments).unsqueeze(1).expand_as(live)
-        peaks = torch.zeros(len(repeats), count, dtype=torch.int64, device="cpu")
-        peaks.scatter_reduce_(0, of_step, live, "amax")
-        return peaks.flip(0).T.tolist(), kept
+        return phase.peaks(count), kept
 
     def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         """The forward's peak in each plan.
@@ -548,17 +536,17 @@ class JointGraph:
         """
         everyone = (1 << count) - 1
         phase = _Phase(self, list(kept))
-        for reads, writes, required in reversed(self._early):
+        for touches, writes, nbytes, required in reversed(self._early):
             plans = everyone if required else 0
             for s in writes:
                 plans |= phase.touched[s]
             if plans:
-                phase.touch(writes, plans)
-                phase.touch(reads, plans)
-                phase.moment(0)
-                phase.change(plans, self.size(writes))
-        phase.moment(0)
-        return phase.live(count).amax(0).tolist()
+                phase.touch(touches, plans)
+                phase.moment(0, 0)
+                if nbytes:
+                    phase.change(plans, nbytes)
+        phase.moment(0, 0)
+        return [peak for (peak,) in phase.peaks(count)]
 
     def saved_values(self, saved: set[int]) -> list[fx.Node]:
         """The nodes to save, in the graph's order, so that ``saved`` storages are kept.
@@ -600,13 +588,14 @@ class _Phase:
         self.touched = touched
         # By how many bytes the plans of a mask change, latest first.
         self.masks, self.changes = [0], [0]
-        # For each moment the change that it comes right before, and bytes besides.
-        self.before: list[int] = []
-        self.own: list[int] = []
+        # For each moment its step, the change that it comes right before, and its bytes
+        # beside what changes.
+        self.moments: list[tuple[int, int, int]] = []
 
     def change(self, plans: int, nbytes: int) -> None:
-        self.masks.append(plans)
-        self.changes.append(nbytes)
+        if plans:
+            self.masks.append(plans)
+            self.changes.append(nbytes)
 
     def touch(self, storages: Iterable[int], plans: int) -> None:
         for s in storages:
@@ -616,19 +605,20 @@ class _Phase:
                 if self.freeable[s]:
                     self.change(last, -self.nbytes[s])
 
-    def moment(self, own: int) -> None:
-        self.before.append(len(self.masks) - 1)
-        self.own.append(own)
+    def moment(self, step: int, own: int) -> None:
+        self.moments.append((step, len(self.masks) - 1, own))
 
-    def live(self, count: int) -> torch.Tensor:
-        """A row for each moment, with a column for each of ``count`` plans."""
-        of_plan = _tensor(self.masks).unsqueeze(1) >> _tensor(range(count)) & 1
-        later = (of_plan * _tensor(self.changes).unsqueeze(1)).cumsum(0)
-        return later[-1] - later[_tensor(self.before)] + _tensor(self.own).unsqueeze(1)
-
-
-def _tensor(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
+    def peaks(self, count: int) -> list[list[int]]:
+        """For each of ``count`` plans, the most live bytes in each step."""
+        # Whoever traces may have fake tensors for every tensor made.
+        with _disable_current_modes(), torch.device("cpu"):
+            of_plan = torch.tensor(self.masks).unsqueeze(1) >> torch.arange(count) & 1
+            later = (of_plan * torch.tensor(self.changes).unsqueeze(1)).cumsum(0)
+            steps, before, own = torch.tensor(self.moments).unbind(1)
+            live = later[-1] - later[before] + own.unsqueeze(1)
+            peaks = live.new_zeros(int(steps.max()) + 1, count)
+            of_step = steps.unsqueeze(1).expand_as(live)
+            return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:
