@@ -29,7 +29,6 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .random_ops import is_replayed, must_run_once
 from .rerun_cost import concrete, is_view
@@ -372,7 +371,6 @@ class JointGraph:
             )
             for node, reads in zip(self.nodes, self.reads)
         ]
-        self._prefer_small_results()
         self._needs = [
             tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
         ]
@@ -382,30 +380,6 @@ class JointGraph:
             op >= 0 and s not in self.outputs and nbytes > 0
             for s, (op, nbytes) in enumerate(zip(self.producer, self.nbytes))
         ]
-
-    def _prefer_small_results(self) -> None:
-        """Of an operator that must run once, keep what is made of it if it is smaller.
-
-        That is dropout's mask, where the random numbers have no other use.
-        """
-        readers: list[set[int]] = [set() for _ in self.nbytes]
-        for o, reads in enumerate(self.reads):
-            for s in reads:
-                readers[s].add(o)
-        for o, (node, writes) in enumerate(zip(self.nodes, self.writes)):
-            if (
-                self.repeatable[o]
-                or node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-                or not self._read_in_backward.isdisjoint(writes)
-            ):
-                continue
-            users = {user for s in writes for user in readers[s]}
-            if len(users) == 1:
-                (user,) = users
-                made = self.writes[user]
-                saveable = all(self.saved_as[s] is not None for s in made)
-                if saveable and self.size(made) <= self.size(writes):
-                    self.repeatable[user] = False
 
     @property
     def lower_bound(self) -> int:
