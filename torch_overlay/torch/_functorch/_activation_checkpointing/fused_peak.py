@@ -25,6 +25,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
+from .liveness import Storages
 from .rerun_cost import concrete, is_view
 
 
@@ -58,22 +59,25 @@ def fused_peak(
     Parameters and inputs do not count, nor what a kernel allocates for itself.
     O(nodes * _AHEAD).
     """
+    first, second = Storages(forward.graph), Storages(backward.graph)
     given = {
-        key
+        first.keys[s]
         for node in forward.graph.find_nodes(op="placeholder")
-        for key in _storages(node)
+        for s in first.own[node]
     }
     (output,) = forward.graph.find_nodes(op="output")
     returned = {
-        key: nbytes
+        first.keys[s]: first.nbytes[s]
         for node in tree_leaves(output.args)[:num_fwd_outputs]
         if isinstance(node, fx.Node)
-        for key, nbytes in _storages(node).items()
+        for s in first.own[node]
     }
-    first = _Kernels(forward.graph, given)
-    second = _Kernels(backward.graph, given)
-    beside = returned.keys() - given - second.inputs
-    return max(first.peak(), second.peak() + sum(returned[key] for key in beside))
+    kernels = _Kernels(backward.graph, second, given)
+    beside = returned.keys() - given - {second.keys[s] for s in kernels.inputs}
+    return max(
+        _Kernels(forward.graph, first, given).peak(),
+        kernels.peak() + sum(returned[key] for key in beside),
+    )
 
 
 class _Operator(NamedTuple):
@@ -91,42 +95,31 @@ class _Operator(NamedTuple):
 class _Kernels:
     """A graph's operators, in kernels.
 
-    Storages are told apart by their address; ``reads`` is what an operator reads with
-    all that is computed in its kernel, ``inlined`` what is therefore never stored.
+    ``reads`` is what an operator reads with all that is computed in its kernel,
+    ``inlined`` what is therefore never stored.
     """
 
-    def __init__(self, graph: fx.Graph, given: set[int]) -> None:
+    def __init__(self, graph: fx.Graph, storages: Storages, given: set[int]) -> None:
         from torch._functorch.partitioners import get_default_op_list
 
-        self.nbytes: dict[int, int] = {}
+        self.nbytes = storages.nbytes
         self.operators: list[_Operator] = []
         self.producer: dict[int, _Operator] = {}
         self.inputs: set[int] = set()
-        held: dict[fx.Node, tuple[int, ...]] = {}
         op_types = get_default_op_list()
         for node in graph.nodes:
-            reads = tuple(
-                dict.fromkeys(s for a in node.all_input_nodes for s in held[a])
-            )
-            own = _storages(node)
+            writes = storages.writes[node]
             if node.op == "output":
-                self.kept = set(reads)
+                self.kept = set(storages.reads[node])
             elif node.op != "call_function":
-                free = given if node.op == "placeholder" else own.keys()
-                self.inputs.update(own)
-                self.nbytes.update((s, 0 if s in free else own[s]) for s in own)
-            elif node.target is operator.getitem:
-                own = {s: 0 for s in own if s in reads} or dict.fromkeys(reads, 0)
-            elif is_view(node):
-                own = dict.fromkeys(reads[:1], 0)
-            else:
-                found = _operator(node, reads, tuple(own), op_types)
+                self.inputs.update(writes)
+                for s in writes:
+                    if node.op != "placeholder" or storages.keys[s] in given:
+                        self.nbytes[s] = 0
+            elif node.target is not operator.getitem and not is_view(node):
+                found = _operator(node, storages, op_types)
                 self.operators.append(found)
-                for s, nbytes in own.items():
-                    if s not in self.nbytes:
-                        self.nbytes[s] = nbytes
-                        self.producer[s] = found
-            held[node] = tuple(own)
+                self.producer.update(dict.fromkeys(writes, found))
         self.readers: dict[int, list[_Operator]] = {}
         for op in self.operators:
             for s in op.reads:
@@ -255,9 +248,7 @@ class _Kernels:
         return total
 
 
-def _operator(
-    node: fx.Node, reads: tuple[int, ...], writes: tuple[int, ...], op_types: OpTypes
-) -> _Operator:
+def _operator(node: fx.Node, storages: Storages, op_types: OpTypes) -> _Operator:
     target = node.target
     pointwise = reduction = False
     elements = _numel(node)
@@ -270,17 +261,9 @@ def _operator(
         )
     if reduction:
         elements = max(elements, *map(_numel, node.all_input_nodes))
-    return _Operator(node, reads, writes, pointwise, reduction, elements)
-
-
-def _storages(node: fx.Node) -> dict[int, int]:
-    """The storages of a node's value: what tells them apart, and their bytes."""
-    found = {}
-    for value in tree_leaves(node.meta.get("val")):
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            found[storage._cdata] = concrete(storage.nbytes())
-    return found
+    return _Operator(
+        node, storages.reads[node], storages.own[node], pointwise, reduction, elements
+    )
 
 
 def _numel(node: fx.Node) -> int:

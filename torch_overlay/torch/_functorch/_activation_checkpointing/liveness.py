@@ -21,7 +21,6 @@ traced in the backward without need of a tangent runs where it was traced.
 from __future__ import annotations
 
 import operator
-from itertools import accumulate
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
@@ -30,19 +29,17 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .random_ops import is_replayed, must_run_once
 from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from torch._functorch.partitioners import NodeInfo
 
-    # What a step reads and writes, behind the operators that are late if there are any.
-    _Accesses = tuple[tuple[int, ...], tuple[int, ...]]
+    # What a step reads and writes, behind what is late.
     _BackwardStep = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -97,9 +94,9 @@ class Evaluation(NamedTuple):
 class _Step(NamedTuple):
     """A step of the backward that reads what the forward made, or follows on ``late``.
 
-    Those are operators without tangents that were traced here, and run here if the plan
-    repeats them.  ``own_*`` are the live bytes that the backward alone made: most of
-    them since the last such step, those before this one, and those during it.
+    Those are results of operators without tangents that were traced here, and run here
+    if the plan repeats them.  ``own_*`` are the live bytes that the backward alone made:
+    most of them since the last such step, those before this one, and those during it.
     """
 
     late: tuple[int, ...]
@@ -107,6 +104,80 @@ class _Step(NamedTuple):
     own_since: int
     own_before: int
     own_during: int
+
+
+class Storages:
+    """The storages of a graph's values, numbered in the order of their allocation.
+
+    nbytes[s], keys[s]: a storage's size, and what tells it apart in other graphs too.
+    own[node]: the storages of a node's value.
+    held[node]: those that whoever reads the node reads.
+    reads[node], writes[node]: those that a node reads, and those that it allocates.
+
+    Args:
+        graph: with a ``val`` in every node's meta.
+        given_sizes: nodes that no storage need be live for if their value is a size.
+
+    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
+    """
+
+    def __init__(self, graph: fx.Graph, given_sizes: Container[fx.Node] = ()) -> None:
+        self.nbytes: list[int] = []
+        self.keys: list[int] = []
+        self.own: dict[fx.Node, tuple[int, ...]] = {}
+        self.held: dict[fx.Node, tuple[int, ...]] = {}
+        self.reads: dict[fx.Node, tuple[int, ...]] = {}
+        self.writes: dict[fx.Node, tuple[int, ...]] = {}
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            held = (s for source in node.all_input_nodes for s in self.held[source])
+            reads = tuple(dict.fromkeys(held))
+            value = node.meta.get("val")
+            is_part = node.target is operator.getitem
+            if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
+                # Its own meta may be that of a twin, which was merged with this one.
+                value = values[node.args[0]][node.args[1]]
+            values[node] = value
+            is_size = isinstance(value, py_sym_types)
+            first = len(self.nbytes)
+            own: tuple[int, ...] = ()
+            # What a size is read from has to be live for that.
+            if not is_size or (reads and node not in given_sizes):
+                own = self._number(node, value, reads)
+            self.own[node] = own
+            self.held[node] = own or (() if is_size else reads)
+            self.reads[node] = own if is_part else reads
+            self.writes[node] = tuple(range(first, len(self.nbytes)))
+
+    def _number(
+        self, node: fx.Node, value: Any, reads: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The storages of a value, new ones unless they are read or another input's."""
+        first = len(self.nbytes)
+        found: dict[int, None] = {}
+        for part in tree_leaves(value):
+            if isinstance(part, torch.Tensor):
+                try:
+                    storage = part.untyped_storage()
+                except (NotImplementedError, RuntimeError) as error:
+                    raise CannotPlan(f"{node.name} has no storage to count") from error
+                key, size = storage._cdata, storage.nbytes()
+            elif isinstance(part, py_sym_types):
+                key, size = id(part), 0
+            else:
+                continue
+            # One result may be a view of another.
+            known = (*reads, *range(first if reads else 0, len(self.nbytes)))
+            s = next((s for s in known if self.keys[s] == key), -1)
+            if s < 0 and reads and is_view(node):
+                # Common subexpressions were merged: what is viewed is its twin.
+                s = reads[0]
+            if s < 0:
+                s = len(self.nbytes)
+                self.nbytes.append(concrete(size))
+                self.keys.append(key)
+            found[s] = None
+        return tuple(found)
 
 
 class JointGraph:
@@ -121,7 +192,7 @@ class JointGraph:
     saved_as[s]: the node to save in order to keep storage s, None where none can be.
     births[s], deaths[s]: the forward's steps that allocate it and read it last, or -1.
     outputs: the storages that the forward returns, which stay live in any plan.
-    forward_live: live bytes at each step of a forward that saves nothing.
+    forward_steps: how many steps the forward has at most.
     steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
 
     Args:
@@ -140,9 +211,22 @@ class JointGraph:
         self._forward = set(node_info.required_fw_nodes)
         self._tangents_closure = node_info.tangents_closure
         self._bwd_outputs = _nodes(results[num_fwd_outputs:])
-        self._number_storages(graph)
-        forward, backward = self._classify()
-        self._lay_out_forward(forward, _nodes(results[:num_fwd_outputs]))
+        self._storages = Storages(graph, self._forward)
+        self.nbytes = self._storages.nbytes
+        self._tangent_bytes = 0
+        self._calls: list[fx.Node] = []
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._calls.append(node)
+                continue
+            if self._is_tangent(node):
+                self._tangent_bytes += self.size(self._storages.writes[node])
+            for s in self._storages.writes[node]:
+                self.nbytes[s] = 0
+        backward = self._classify()
+        # These are kept by whoever called the forward.
+        returned = self._read_by(_nodes(results[:num_fwd_outputs]))
+        self.outputs = {s for s in returned if self.births[s] >= 0}
         self._lay_out_backward(backward)
         # The forward overwrites these inputs itself, or whoever calls it does.
         overwritten = {
@@ -153,9 +237,13 @@ class JointGraph:
         self._choose_what_to_save()
         self._choose_what_to_repeat(overwritten)
 
+    @property
+    def forward_steps(self) -> int:
+        return len(self._early)
+
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The storages that saving these nodes keeps."""
-        return {s for node in nodes for s in _storages(self._value.get(node))}
+        return {s for node in nodes for s in self._storages.own.get(node, ())}
 
     def size(self, storages: Iterable[int]) -> int:
         """Bytes of these storages."""
@@ -163,117 +251,54 @@ class JointGraph:
 
     # ------------------------------------------------------------------ reading
 
-    def _number_storages(self, graph: fx.Graph) -> None:
-        self.nbytes: list[int] = []
-        self._keys: list[int] = []
-        self._tangent_bytes = 0
-        # The storages of each node's value, in containers like those of the value.
-        self._value: dict[fx.Node, Any] = {}
-        # The storages that whoever reads a node reads.
-        self._held: dict[fx.Node, tuple[int, ...]] = {}
-        # Those that a node reads and allocates.
-        self._accesses: dict[fx.Node, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        for node in graph.nodes:
-            held = (s for source in node.all_input_nodes for s in self._held[source])
-            reads = tuple(dict.fromkeys(held))
-            first = len(self.nbytes)
-            value = self._value[node] = self._allocate(node, reads)
-            writes = tuple(range(first, len(self.nbytes)))
-            own = tuple(_storages(value))
-            is_size = isinstance(node.meta.get("val"), py_sym_types)
-            self._held[node] = own or (() if is_size else reads)
-            if node.op == "call_function":
-                is_part = node.target is operator.getitem
-                self._accesses[node] = (own if is_part else reads, writes)
-                continue
-            if node.op == "placeholder" and node in self._tangents_closure:
-                self._tangent_bytes += self.size(writes)
-            for s in writes:
-                self.nbytes[s] = 0
-
-    def _allocate(self, node: fx.Node, reads: tuple[int, ...]) -> Any:
-        """Number the storages of a node's value, new ones where it allocates."""
-        if node.target is operator.getitem:
-            parts, index = self._value[node.all_input_nodes[0]], node.args[1]
-            if isinstance(parts, (dict, list)):
-                return parts[index]  # type: ignore[index]
-
-        def number(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: number(part) for key, part in value.items()}
-            if isinstance(value, (list, tuple)):
-                return [number(part) for part in value]
-            if isinstance(value, py_sym_types) and node not in self._forward:
-                # What it is read from has to be live for that.
-                return new(0, 0) if reads else None
-            if not isinstance(value, torch.Tensor):
-                return None
-            try:
-                storage = value.untyped_storage()
-            except (NotImplementedError, RuntimeError) as error:
-                raise CannotPlan(f"{node.name} has no storage to count") from error
-            key = storage._cdata
-            for s in reads:
-                if self._keys[s] == key:
-                    return s
-            # Common subexpressions were merged: what is viewed is its twin.
-            if reads and is_view(node):
-                return reads[0]
-            # One result may be a view of another.
-            for s in range(first, len(self.nbytes)):
-                if self._keys[s] == key:
-                    return s
-            return new(concrete(storage.nbytes()), key)
-
-        def new(nbytes: int, key: int) -> int:
-            self.nbytes.append(nbytes)
-            self._keys.append(key)
-            return len(self.nbytes) - 1
-
-        first = len(self.nbytes)
-        return number(node.meta.get("val"))
-
-    def _classify(self) -> tuple[list[_Accesses], list[_BackwardStep]]:
-        """Number the operators that the backward may run, and tell the phases apart.
-
-        The forward's steps are what each reads and writes, the backward's begin with
-        the operators that were traced since the one before without need of a tangent.
-        """
+    def _classify(self) -> list[_BackwardStep]:
+        """Number the operators that the backward may run, and tell the phases apart."""
         self.nodes: list[fx.Node] = []
         self.reads: list[tuple[int, ...]] = []
         self.writes: list[tuple[int, ...]] = []
         self.producer = [-1] * len(self.nbytes)
-        # How many steps of the forward were traced before a storage was made.
-        self._made: dict[int, int] = {}
+        self.births = [-1] * len(self.nbytes)
+        self.deaths = [-1] * len(self.nbytes)
+        # What each node that needs no tangent writes, with and without what it reads,
+        # how many bytes that is, and whether the forward runs it in any plan.
+        self._early: list[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = []
         needed = self._backward_nodes()
-        forward: list[_Accesses] = []
         backward: list[_BackwardStep] = []
         late: list[int] = []
         started = False
-        for node, (reads, writes) in self._accesses.items():
-            if node in self._forward:
-                forward.append((reads, writes))
-            elif node not in needed:
+        for node in self._calls:
+            required = node in self._forward
+            if not required and node not in needed:
                 continue
-            started = started or any(
-                source.op == "placeholder" and source in self._tangents_closure
-                for source in node.all_input_nodes
-            )
+            started = started or any(map(self._is_tangent, node.all_input_nodes))
+            reads, writes = self._storages.reads[node], self._storages.writes[node]
             if not self._is_early(node):
                 backward.append((tuple(late), reads, writes))
                 late.clear()
-            elif writes:
-                if started and node not in self._forward:
-                    late.append(len(self.nodes))
+                continue
+            if required:
+                for s in writes:
+                    self.births[s] = len(self._early)
+                for s in (*reads, *writes):
+                    self.deaths[s] = len(self._early)
+            self._early.append((writes + reads, writes, self.size(writes), required))
+            if writes:
+                if started and not required:
+                    late += writes
                 for s in writes:
                     self.producer[s] = len(self.nodes)
-                    self._made[s] = len(forward)
                 self.nodes.append(node)
                 self.reads.append(reads)
                 self.writes.append(writes)
-        returned = tuple(s for node in self._bwd_outputs for s in self._held[node])
-        backward.append((tuple(late), returned, ()))
-        return forward, backward
+        backward.append((tuple(late), self._read_by(self._bwd_outputs), ()))
+        return backward
+
+    def _read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        """The storages that whoever reads these nodes reads."""
+        return tuple(s for node in nodes for s in self._storages.held[node])
+
+    def _is_tangent(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and node in self._tangents_closure
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether a node needs no tangent."""
@@ -290,34 +315,13 @@ class JointGraph:
                 pending += node.all_input_nodes
         return found
 
-    def _lay_out_forward(
-        self, steps: Sequence[_Accesses], returned: Iterable[fx.Node]
-    ) -> None:
-        self.births = [-1] * len(self.nbytes)
-        self.deaths = [-1] * len(self.nbytes)
-        for at, (reads, writes) in enumerate(steps):
-            for s in writes:
-                self.births[s] = self.deaths[s] = at
-            for s in reads:
-                self.deaths[s] = at
-        # These are kept by whoever called the forward.
-        held = (s for node in returned for s in self._held[node])
-        self.outputs = {s for s in held if self.births[s] >= 0}
-        change = [0] * (len(steps) + 1)
-        for s, (birth, death) in enumerate(zip(self.births, self.deaths)):
-            if birth >= 0:
-                change[birth] += self.nbytes[s]
-                if s not in self.outputs:
-                    change[death + 1] -= self.nbytes[s]
-        self.forward_live = list(accumulate(change))
-
     def _lay_out_backward(self, steps: Sequence[_BackwardStep]) -> None:
         """Work out what does not depend on the plan: the backward's own storages."""
         own = {s for _, _, writes in steps for s in writes}
         last = {
             s: at for at, (_, reads, writes) in enumerate(steps) for s in reads + writes
         }
-        returned = {s for node in self._bwd_outputs for s in self._held[node]}
+        returned = set(self._read_by(self._bwd_outputs))
         dying: dict[int, int] = {}
         for s in own - returned:
             dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
@@ -334,26 +338,25 @@ class JointGraph:
                 most = max(most, live)
             live -= dying.get(at, 0)
         self._read_in_backward = {s for step in self.steps for s in step.reads}
-        self._late = [op for step in self.steps for op in step.late]
 
     def _choose_what_to_save(self) -> None:
         self.saved_as: list[Optional[fx.Node]] = [None] * len(self.nbytes)
         replayed: set[int] = set()
-        for node, (_, writes) in self._accesses.items():
+        for node in self._calls:
             if is_replayed(node):
                 # Nor may a view of it be saved.
-                replayed.update(writes)
+                replayed.update(self._storages.writes[node])
             elif self._is_early(node) and isinstance(
                 node.meta.get("val"), torch.Tensor
             ):
-                s = self._value[node]
+                (s,) = self._storages.own[node]
                 if s not in replayed:
                     self.saved_as[s] = self.saved_as[s] or node
 
     def _choose_what_to_repeat(self, overwritten: Iterable[Any]) -> None:
         mutated = {
             s
-            for node, held in self._held.items()
+            for node, held in self._storages.held.items()
             if (node in self._forward and _is_mutable(node))
             or (node.op == "placeholder" and node.meta.get("desc") in overwritten)
             for s in held
@@ -368,7 +371,6 @@ class JointGraph:
             )
             for node, reads in zip(self.nodes, self.reads)
         ]
-        self._prefer_small_results()
         self._needs = [
             tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
         ]
@@ -379,30 +381,6 @@ class JointGraph:
             for s, (op, nbytes) in enumerate(zip(self.producer, self.nbytes))
         ]
 
-    def _prefer_small_results(self) -> None:
-        """Of an operator that must run once, keep what is made of it if it is smaller.
-
-        That is dropout's mask, where the random numbers have no other use.
-        """
-        readers: list[set[int]] = [set() for _ in self.nbytes]
-        for o, reads in enumerate(self.reads):
-            for s in reads:
-                readers[s].add(o)
-        for o, (node, writes) in enumerate(zip(self.nodes, self.writes)):
-            if (
-                self.repeatable[o]
-                or node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-                or not self._read_in_backward.isdisjoint(writes)
-            ):
-                continue
-            users = {user for s in writes for user in readers[s]}
-            if len(users) == 1:
-                (user,) = users
-                made = self.writes[user]
-                saveable = all(self.saved_as[s] is not None for s in made)
-                if saveable and self.size(made) <= self.size(writes):
-                    self.repeatable[user] = False
-
     @property
     def lower_bound(self) -> int:
         """Bytes that no plan's peak is below: what single steps need in any case."""
@@ -411,7 +389,8 @@ class JointGraph:
             for step in self.steps
         )
         since = (step.own_since for step in self.steps)
-        return max(*self.forward_live, *during, *since)
+        (forward,) = self._forward_peaks([0] * len(self.nbytes), 1)
+        return max(forward, *during, *since)
 
     # --------------------------------------------------------------- evaluating
 
@@ -429,14 +408,9 @@ class JointGraph:
         The bits of an integer stand for plans, so that what many of them repeat for the
         same step is followed once, and the columns of a tensor for their live bytes.
         """
-        found: list[Evaluation] = []
-        # Whoever traces may have fake tensors for every tensor made.
-        with _disable_current_modes():
-            for first in range(0, len(plans), _TOGETHER):
-                found += self._evaluate(plans[first : first + _TOGETHER])
-        return found
-
-    def _evaluate(self, plans: Sequence[Iterable[int]]) -> list[Evaluation]:
+        if len(plans) > _TOGETHER:
+            first, others = plans[:_TOGETHER], plans[_TOGETHER:]
+            return self.evaluate_all(first) + self.evaluate_all(others)
         count = len(plans)
         everyone = (1 << count) - 1
         # Which plans have a storage saved.
@@ -449,7 +423,7 @@ class JointGraph:
             if self.saved_as[s] is not None:
                 saved[s] = everyone
         repeats, repeated = self._repeat(saved, everyone)
-        step_peaks, kept = self._sweep(repeats, saved, count)
+        step_peaks, kept = self._backward_peaks(repeats, saved, count)
         return [
             Evaluation(forward, backward, 1 << plan, repeats, repeated, kept)
             for plan, (forward, backward) in enumerate(
@@ -464,151 +438,89 @@ class JointGraph:
 
         Adds to ``saved`` what cannot be repeated.
         """
-        # The hot loop of a search: local names, and no tuples to build.
-        producer, needs, repeatable = self.producer, self._needs, self.repeatable
+        # The hot loops of a search: local names, and no tuples to build.
+        producer, needs = self.producer, self._needs
+        needed = [0] * len(self.nbytes)
+        for s in self._read_in_backward:
+            needed[s] = everyone
         repeated = [0] * len(self.nodes)
-        repeated_late = self._repeated_late(saved, everyone)
-        repeats: list[list[tuple[int, int]]] = []
-        for step in self.steps:
-            found: dict[int, int] = {}
-            pending = [(s, everyone) for s in step.reads]
-            for op in step.late:
-                pending += [(s, repeated_late[op]) for s in self.writes[op]]
-            while pending:
-                s, plans = pending.pop()
-                op = producer[s]
-                plans &= ~(saved[s] | repeated[op])
-                if not plans:
-                    continue
-                if not repeatable[op]:
-                    if self.saved_as[s] is None:
+        for op in reversed(range(len(self.nodes))):
+            plans = 0
+            for s in self.writes[op]:
+                plans |= needed[s] & ~saved[s]
+            if plans and not self.repeatable[op]:
+                for s in self.writes[op]:
+                    if needed[s] & ~saved[s] and self.saved_as[s] is None:
                         raise CannotPlan(
                             f"{self.nodes[op].name} can be neither saved nor repeated"
                         )
-                    saved[s] |= plans
-                    continue
-                repeated[op] |= plans
-                found[op] = found.get(op, 0) | plans
-                for read in needs[op]:
-                    pending.append((read, plans))
+                    saved[s] |= needed[s]
+            elif plans:
+                repeated[op] = plans
+                for s in needs[op]:
+                    needed[s] |= plans
+        left = repeated.copy()
+        repeats: list[list[tuple[int, int]]] = []
+        for step in self.steps:
+            found: dict[int, int] = {}
+            pending = [(s, everyone) for s in step.late + step.reads]
+            while pending:
+                s, plans = pending.pop()
+                op = producer[s]
+                plans &= left[op] & ~saved[s]
+                if plans:
+                    left[op] ^= plans
+                    found[op] = found.get(op, 0) | plans
+                    for read in needs[op]:
+                        pending.append((read, plans))
             repeats.append(sorted(found.items()))
         return repeats, repeated
 
-    def _repeated_late(self, saved: list[int], everyone: int) -> dict[int, int]:
-        """Who repeats a late operator because some step needs its result."""
-        found: dict[int, int] = {}
-        needed = dict.fromkeys(self._read_in_backward, everyone)
-        for op in reversed(self._late):
-            plans = 0
-            for s in self.writes[op]:
-                plans |= needed.get(s, 0) & ~saved[s]
-            found[op] = plans
-            for s in self._needs[op]:
-                needed[s] = needed.get(s, 0) | plans
-        return found
-
-    def _sweep(
+    def _backward_peaks(
         self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int
     ) -> tuple[list[list[int]], list[int]]:
         """The peaks of each plan's steps, and which plans keep each storage.
 
-        Goes back through the moments of the backward: a step's own, what is repeated
-        for it, and its start.  Who touches a storage last frees it.
+        A step starts, then come what is repeated for it and its own moment.
         """
-        nbytes, freeable = self.nbytes, self._freeable
         everyone = (1 << count) - 1
-        touched = [0] * len(nbytes)
-        # By how many bytes the plans of a mask change, latest first.
-        masks, changes = [0], [0]
-        # For each moment the change that it comes right before, and the backward's own
-        # bytes.
-        before: list[int] = []
-        own: list[int] = []
-
-        def touch(storages: Iterable[int], plans: int) -> None:
-            for s in storages:
-                last = plans & ~touched[s]
-                if last:
-                    touched[s] |= last
-                    if freeable[s]:
-                        masks.append(last)
-                        changes.append(-nbytes[s])
-            before.append(len(masks) - 1)
-
-        for step, repeating in zip(reversed(self.steps), reversed(repeats)):
-            touch(step.reads, everyone)
-            for op, plans in reversed(repeating):
-                touch(self._touches[op], plans)
-                masks.append(plans)
-                changes.append(self._written[op])
+        phase = _Phase(self, [0] * len(self.nbytes))
+        for at in reversed(range(len(repeats))):
+            step = self.steps[at]
+            phase.touch(step.reads, everyone)
+            phase.moment(at, step.own_during)
+            for op, plans in reversed(repeats[at]):
+                phase.touch(self._touches[op], plans)
+                phase.moment(at, step.own_before)
+                phase.change(plans, self._written[op])
                 for s in self.writes[op]:
-                    if saved[s] & plans:
-                        masks.append(saved[s] & plans)
-                        changes.append(-nbytes[s])
-            before.append(len(masks) - 1)
-            own += [step.own_during, *[step.own_before] * len(repeating)]
-            own.append(step.own_since)
-        kept = [plans & touching for plans, touching in zip(saved, touched)]
+                    phase.change(saved[s] & plans, -self.nbytes[s])
+            phase.moment(at, step.own_since)
+        kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
         for s, plans in enumerate(kept):
             if plans and s not in self.outputs:
-                masks.append(plans)
-                changes.append(nbytes[s])
-        later = _by_plan(masks, changes, count).cumsum(0)
-        live = later[-1] - later[_tensor(before)] + _tensor(own).unsqueeze(1)
-        moments = _tensor([len(repeating) + 2 for repeating in reversed(repeats)])
-        of_step = torch.repeat_interleave(moments).unsqueeze(1).expand_as(live)
-        peaks = torch.zeros(len(repeats), count, dtype=torch.int64, device="cpu")
-        peaks.scatter_reduce_(0, of_step, live, "amax")
-        return peaks.flip(0).T.tolist(), kept
+                phase.change(plans, self.nbytes[s])
+        return phase.peaks(count), kept
 
     def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
-        """Add to the live bytes what stays after its last use.
+        """The forward's peak in each plan.
 
-        What only the backward needs is made where it was traced if it is saved.  That
-        is after the forward if no pass has moved it, and has a step of its own here.
+        What only the backward needs is made where it was traced, if it is saved or if
+        something is made of it that is.
         """
-        end = len(self.forward_live) - 1
-        # At which step the plans of a mask change, and by how many bytes.
-        changes = [(0, 0, 0)]
-        afterwards: dict[int, int] = {}
-        for s, plans in enumerate(kept):
-            if plans and s not in self.outputs:
-                if self.births[s] >= 0:
-                    at = self.deaths[s] + 1
-                elif self._made[s] < end:
-                    at = self._made[s]
-                else:
-                    at = afterwards[s] = end + 1 + len(afterwards)
-                changes.append((at, plans, self.nbytes[s]))
-        for bit in (1 << plan for plan in range(count if afterwards else 0)):
-            for s, reader in self._read_afterwards(afterwards, kept, bit).items():
-                changes.append((self.deaths[s] + 1, bit, self.nbytes[s]))
-                changes.append((afterwards[reader] + 1, bit, -self.nbytes[s]))
-        steps, masks, sizes = zip(*changes)
-        live = self.forward_live + self.forward_live[-1:] * (1 + len(afterwards))
-        added = torch.zeros(len(live), count, dtype=torch.int64, device="cpu")
-        added.index_add_(0, _tensor(steps), _by_plan(masks, sizes, count))
-        return (added.cumsum(0) + _tensor(live).unsqueeze(1)).amax(0).tolist()
-
-    def _read_afterwards(
-        self, made: Iterable[int], kept: Sequence[int], bit: int
-    ) -> dict[int, int]:
-        """Which of the storages ``made`` is the last one to be made of another.
-
-        Those that stay anyway are left out.
-        """
-        found: dict[int, int] = {}
-        for s in made:
-            pending = list(self._needs[self.producer[s]] if kept[s] & bit else ())
-            while pending:
-                read = pending.pop()
-                if kept[read] & bit or read in self.outputs:
-                    continue
-                if self.births[read] >= 0:
-                    found[read] = s
-                else:
-                    pending += self._needs[self.producer[read]]
-        return found
+        everyone = (1 << count) - 1
+        phase = _Phase(self, list(kept))
+        for touches, writes, nbytes, required in reversed(self._early):
+            plans = everyone if required else 0
+            for s in writes:
+                plans |= phase.touched[s]
+            if plans:
+                phase.touch(touches, plans)
+                phase.moment(0, 0)
+                if nbytes:
+                    phase.change(plans, nbytes)
+        phase.moment(0, 0)
+        return [peak for (peak,) in phase.peaks(count)]
 
     def saved_values(self, saved: set[int]) -> list[fx.Node]:
         """The nodes to save, in the graph's order, so that ``saved`` storages are kept.
@@ -636,22 +548,51 @@ class JointGraph:
                 found.add(node)
             else:
                 pending += node.all_input_nodes
-        return [node for node in self._value if node in found]
+        return [node for node in self._storages.own if node in found]
 
 
-def _tensor(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
+class _Phase:
+    """The live bytes of many plans, from the last moment of a phase to the first.
 
+    Who touches a storage last frees it; what is touched from the outset is not freed.
+    """
 
-def _by_plan(masks: Sequence[int], values: Sequence[int], count: int) -> torch.Tensor:
-    """A row for each value, with a column for each of ``count`` plans: it, or 0."""
-    of_plan = _tensor(masks).unsqueeze(1) >> _tensor(range(count))
-    return (of_plan & 1) * _tensor(values).unsqueeze(1)
+    def __init__(self, graph: JointGraph, touched: list[int]) -> None:
+        self.nbytes, self.freeable = graph.nbytes, graph._freeable
+        self.touched = touched
+        # By how many bytes the plans of a mask change, latest first.
+        self.masks, self.changes = [0], [0]
+        # For each moment its step, the change that it comes right before, and its bytes
+        # beside what changes.
+        self.moments: list[tuple[int, int, int]] = []
 
+    def change(self, plans: int, nbytes: int) -> None:
+        if plans:
+            self.masks.append(plans)
+            self.changes.append(nbytes)
 
-def _storages(value: Any) -> Iterator[int]:
-    """The numbers in a value's containers."""
-    return (s for s in tree_leaves(value) if s is not None)
+    def touch(self, storages: Iterable[int], plans: int) -> None:
+        for s in storages:
+            last = plans & ~self.touched[s]
+            if last:
+                self.touched[s] |= last
+                if self.freeable[s]:
+                    self.change(last, -self.nbytes[s])
+
+    def moment(self, step: int, own: int) -> None:
+        self.moments.append((step, len(self.masks) - 1, own))
+
+    def peaks(self, count: int) -> list[list[int]]:
+        """For each of ``count`` plans, the most live bytes in each step."""
+        # Whoever traces may have fake tensors for every tensor made.
+        with _disable_current_modes(), torch.device("cpu"):
+            of_plan = torch.tensor(self.masks).unsqueeze(1) >> torch.arange(count) & 1
+            later = (of_plan * torch.tensor(self.changes).unsqueeze(1)).cumsum(0)
+            steps, before, own = torch.tensor(self.moments).unbind(1)
+            live = later[-1] - later[before] + own.unsqueeze(1)
+            peaks = live.new_zeros(int(steps.max()) + 1, count)
+            of_step = steps.unsqueeze(1).expand_as(live)
+            return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:

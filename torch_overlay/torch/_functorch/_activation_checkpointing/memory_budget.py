@@ -169,6 +169,13 @@ def choose_plan(
     return plan
 
 
+def cheapest_cut(
+    joint_graph: fx.Graph, node_info: NodeInfo
+) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
+    """What a min cut saves that recomputes all that is cheap, and what is not cheap."""
+    return _Graph(joint_graph, node_info).cut(_ALL_CHEAP)
+
+
 def _nbytes(nodes: Iterable[fx.Node]) -> int:
     from torch._functorch.partitioners import _size_of
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, bisect_right
-from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Optional, TYPE_CHECKING
@@ -248,17 +247,17 @@ def record_plan(
     """Keep the plan of a joint graph that was split; see :mod:`.saved_report`."""
     plan = describe_plan(chosen, forward, backward, num_fwd_outputs)
     if isinstance(chosen, _ChosenByPeak):
-        peak = chosen.peak
+        fused = None
         try:
             fused = fused_peak(forward, backward, num_fwd_outputs)
-            peak = peak._replace(fused=fused)
         except Exception as error:
             log.warning(
                 "no estimate of the peak with fused kernels: %s: %s",
                 type(error).__name__,
                 error,
             )
-        plan = PeakPlan(**vars(plan), peak=peak)
+        peak = chosen.peak._replace(fused=fused)
+        plan = PeakPlan(**{**vars(plan), "peak": peak})
     keep_plan(plan)
 
 
@@ -272,18 +271,8 @@ def build_curve(
 
     ``fastest`` is what the plan of budget 1 saves.
     """
-    from torch._functorch.partitioners import MinCutOptions, solve_min_cut
-
     graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
-    # Recomputes all that is cheap.
-    options = MinCutOptions(
-        ban_if_used_far_apart=False,
-        ban_if_long_fusible_chains=False,
-        ban_if_materialized_backward=False,
-        ban_if_not_in_allowlist=False,
-        ban_if_reduction=config.ban_recompute_reductions,
-    )
-    cheapest, expensive = solve_min_cut(joint_graph, node_info, options)
+    cheapest, expensive = by_saved_bytes.cheapest_cut(joint_graph, node_info)
     return graph, search(graph, cheapest, expensive, fastest)
 
 
@@ -418,7 +407,7 @@ def _places(graph: JointGraph) -> list[list[int]]:
     These are local minima of the crossing bytes; one list of them for each share of
     ``_SHARES``, where they differ.  O(steps + storages).
     """
-    steps = len(graph.forward_live)
+    steps = graph.forward_steps
     change = [0] * (steps + 1)
     for s, birth in enumerate(graph.births):
         if birth >= 0 and s not in graph.outputs:
@@ -454,7 +443,7 @@ class _Chain:
         self.plans = plans
         graph = self.graph = plans.graph
         self.end = len(places) + 1
-        self.at = [-1, *places, len(graph.forward_live)]
+        self.at = [-1, *places, graph.forward_steps]
         self.crossing = self._crossing(places)
         self.everything = self.storages(range(self.end))
         self.width = {
@@ -476,19 +465,13 @@ class _Chain:
 
     def _crossing(self, places: Sequence[int]) -> list[set[int]]:
         graph = self.graph
-        # In the order of their births, as all storages are.
-        pending = deque(
-            s
-            for s, birth in enumerate(graph.births)
-            if 0 <= birth < graph.deaths[s] and graph.saved_as[s] is not None
-        )
-        found: list[set[int]] = [set()]
-        for place in places:
-            live = set(found[-1])
-            while pending and graph.births[pending[0]] <= place:
-                live.add(pending.popleft())
-            found.append({s for s in live if graph.deaths[s] > place})
-        return [*found, set()]
+        found: list[set[int]] = [set() for _ in range(len(places) + 2)]
+        for s, (birth, death) in enumerate(zip(graph.births, graph.deaths)):
+            if birth >= 0 and graph.saved_as[s] is not None:
+                crossed = range(bisect_left(places, birth), bisect_left(places, death))
+                for i in crossed:
+                    found[i + 1].add(s)
+        return found
 
     def _where(self) -> list[int]:
         """The forward's step that each step of the backward has come down to, last first.

@@ -107,6 +107,8 @@ class Plan:
     activation_bytes: int
     limits: Optional[tuple[int, int]] = None
     knapsack: Optional[Knapsack] = None
+    # Of a plan for peak memory alone: its peaks.
+    peak: Any = None
 
     @property
     def saved_bytes(self) -> int:
