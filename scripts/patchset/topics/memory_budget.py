@@ -46,7 +46,6 @@ its FLOP.
     sources=(
         module_path("memory_budget"),
         module_path("budget_curve"),
-        module_path("custom_solver"),
         module_path("rerun_cost"),
     ),
     edits=(
@@ -63,7 +62,7 @@ its FLOP.
             + """\
     Where it has a parameter named ``runtimes``, it gets what recomputing each item
     costs, as well. The lists returned have to name every item once; see
-    torch/_functorch/_activation_checkpointing/custom_solver.py.
+    torch/_functorch/_activation_checkpointing/memory_budget.py.
 """,
             since=(2, 11),
         ),

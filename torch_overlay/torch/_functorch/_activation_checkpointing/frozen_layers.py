@@ -12,7 +12,7 @@ made in the backward and alive during one operator.  It has the argument's sizes
 dtype and device, by which kernels choose their algorithm and the layout of their results.
 
 What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
-its place, and computed beside it.  Inductor is left to order its kernels itself.
+its place.
 
 When in doubt the argument stays: the operator is not in the table, its mask is no
 constant, a masked-off output is used, the argument is needed in the backward anyway,
@@ -80,8 +80,6 @@ UNREAD_ARGUMENTS: dict[Any, Rule] = {
     aten.max_pool3d_with_indices_backward.default: Rule("self"),
     aten.adaptive_max_pool2d_backward.default: Rule("self"),
     aten.adaptive_max_pool3d_backward.default: Rule("self"),
-    aten.fractional_max_pool2d_backward.default: Rule("self"),
-    aten.fractional_max_pool3d_backward.default: Rule("self"),
     # Linear with fixed coefficients: sizes say all.
     aten.avg_pool2d_backward.default: Rule("self"),
     aten.avg_pool3d_backward.default: Rule("self"),
@@ -154,9 +152,6 @@ def drop_unread_arguments(
     for stand_in in stand_ins:
         node = _make_stand_in(stand_in)
         stand_in.user.replace_input_with(stand_in.argument, node)
-    if not for_inductor:
-        dropped = {stand_in.argument for stand_in in stand_ins}
-        _compute_early(joint_module.graph, backward, dropped)
     if stand_ins:
         joint_module.recompile()
     log.debug("%d unread arguments dropped", len(stand_ins))
@@ -280,27 +275,3 @@ def _make_stand_in(stand_in: StandIn) -> fx.Node:
     node.meta.update({key: user.meta[key] for key in _META if key in user.meta})
     node.meta["val"] = look
     return node
-
-
-def _compute_early(
-    graph: fx.Graph, backward: Collection[fx.Node], dropped: set[fx.Node]
-) -> None:
-    """Moves what the backward makes of dropped values up to where these are made.
-
-    A forward that saves a ReLU's mask in place of its result would otherwise compute
-    all masks at its end, and keep every result alive until then.
-    """
-    read = set(dropped)
-    in_backward = False
-    for node in [node for node in graph.nodes if node.op == "call_function"]:
-        in_backward = in_backward or node in backward
-        if node in backward or read.isdisjoint(node.all_input_nodes):
-            continue
-        if not in_backward:
-            if getattr(node.target, "is_view", False):
-                read.add(node)
-        elif isinstance(node.target, torch._ops.OpOverload) and not node.is_impure():
-            latest = max(node.all_input_nodes)
-            if latest.op != "placeholder":
-                latest.append(node)
-                read.add(node)

@@ -7,11 +7,9 @@ once into integers; :meth:`JointGraph.evaluate` then takes a plan through both p
     >>> graph = JointGraph(joint_module.graph, node_info, num_fwd_outputs)
     >>> graph.evaluate(graph.storages(saved_values)).peak
 
-Counted is what an interpreter of the two graphs has live while it runs an operator: the
-operator's arguments and results, whatever is read later, the saved values, the gradients
-that are done, the tangents and the forward's outputs.  A storage counts once, whole,
-however many views it has.  Parameters and inputs are live anyway and do not count, nor
-does what a kernel allocates for itself.
+Counted is what an interpreter of the two graphs has live while it runs an operator.  A
+storage counts once, whole, however many views it has.  Parameters and inputs are live
+anyway and do not count, nor does what a kernel allocates for itself.
 
 The backward runs its own operators in their order, and each repeated one right before
 the first that needs it, as ``reordering_to_mimic_autograd_engine`` emits them.  What was
@@ -57,16 +55,14 @@ class Evaluation(NamedTuple):
     """What a plan costs.
 
     Steps are those of the backward that read what the forward made, each with what is
-    repeated for it, and with what runs since the one before.  The masks are those of all
-    plans that were evaluated together: a plan is one bit of them.
+    repeated for it, and with what runs since the one before.  A bit of a mask is a plan.
 
     Args:
         forward_peak: most live bytes while the forward runs.
         step_peaks: most live bytes in each step.
         bit: the plan's.
         repeats: the operators repeated for each step, in order, with their masks.
-        repeated: the mask of each operator that may be repeated.
-        kept: the mask of each storage, with those that every plan keeps.
+        repeated, kept: the masks of all operators and storages.
     """
 
     forward_peak: int

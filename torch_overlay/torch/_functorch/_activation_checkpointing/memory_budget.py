@@ -10,10 +10,9 @@ these that is within the budget:
     a size in the unit of the budget and the runtime of computing it again.  A solver
     picks those to save, and one more min cut may recompute the others.
 
-A plan may weigh more than its budget for two reasons.  A cut is credited with inputs
-that it does not save, though nobody frees them; and the last min cut minimises weights
-that grow with the distance from the backward, not bytes.  So what is compared with the
-budget for the warning are the activations alone.
+A plan may weigh more than its budget: a cut is credited with inputs that it does not
+save, though nobody frees them, and the last min cut minimises weights that grow with the
+distance from the backward, not bytes.  The warning compares the activations alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ import functools
 import inspect
 import logging
 import math
-from collections import defaultdict
+import operator
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
@@ -35,11 +35,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
 from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
-from .custom_solver import ask_custom_solver
 from .knapsack import KNAPSACK_SOLVERS
 from .knapsack_exact import exact_knapsack, solve_knapsack
 from .random_ops import must_run_once, NEVER, recomputable_nodes
-from .rerun_cost import rerun_cost, RUNTIME_UNITS
+from .rerun_cost import concrete, rerun_cost, RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
@@ -67,6 +66,9 @@ _KNEE = "dynamic_memory_budget_dp"
 # Over the budget by less than this fraction of it is no news: sizes are estimates,
 # and an allocator rounds each of them up.
 _TOLERANCE = 0.01
+
+# A solver that adds sizes one by one may be off by as much and mean no harm.
+_SUM_SLACK = 1e-9
 
 # What a min cut does not recompute, and the option of the config that says so.
 _BANS = {
@@ -233,11 +235,7 @@ class _Graph:
         def cut(recomputed: tuple[int, ...]) -> list[fx.Node]:
             return self.cut(_ALL_CHEAP, OrderedSet(items[i] for i in recomputed))[0]
 
-        def ask(
-            memory: list[float], runtimes: list[float], budget: float
-        ) -> tuple[float, list[int], list[int]]:
-            return ask_solver(self.joint, memory, runtimes, budget, self.info, items)
-
+        ask = functools.partial(ask_solver, self, items)
         memory = [limits.size(_nbytes([node])) for node in items]
         runtimes = [rerun_cost(node) for node in items]
         with no_dispatch():
@@ -319,23 +317,63 @@ class _Graph:
 
 
 def ask_solver(
-    joint_graph: fx.Graph,
+    graph: _Graph,
+    items: list[fx.Node],
     memory: list[float],
     runtimes: list[float],
     budget: float,
-    node_info: NodeInfo,
-    items: list[fx.Node],
 ) -> tuple[float, list[int], list[int]]:
-    """The answer of the solver that the config names; see :mod:`.knapsack`."""
+    """The answer of the solver that the config names; see :mod:`.knapsack`.
+
+    One of the user's own is called as ``CustomKnapsackSolver`` documents it, with the
+    runtimes as well where it has a parameter of that name.  Its two lists have to name
+    every item once.  It may have reasons to save more than the budget, but not without
+    a warning.  Raises TypeError or ValueError for any other answer.
+    """
     solver: Any = config.activation_memory_budget_solver
-    if not isinstance(solver, str):
-        return ask_custom_solver(
-            solver, memory, runtimes, budget, joint_graph, node_info, items
+    if isinstance(solver, str):
+        if solver == _KNEE:
+            solver, budget = "exact", knee_budget(memory, runtimes, budget)
+        return KNAPSACK_SOLVERS[solver](memory, runtimes, budget)
+    more = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
+    answer = solver(memory, graph.joint, budget, graph.info, items, **more)
+    name = getattr(solver, "__qualname__", type(solver).__qualname__)
+    saved, recomputable = _checked(answer, len(items), name)
+    weight = math.fsum(memory[i] for i in saved)
+    if weight > budget * (1 + _SUM_SLACK):
+        log.warning(
+            "%s saves %.6g of the activations, more than the budget of %.6g",
+            name,
+            weight,
+            budget,
         )
-    if solver == _KNEE:
-        knee = knee_budget(memory, runtimes, budget)
-        return exact_knapsack(memory, runtimes, knee)
-    return KNAPSACK_SOLVERS[solver](memory, runtimes, budget)
+    return math.fsum(runtimes[i] for i in saved), saved, recomputable
+
+
+def _takes_runtimes(solver: Callable[..., Any]) -> bool:
+    try:
+        return "runtimes" in inspect.signature(solver).parameters
+    except ValueError:  # Written in C, and silent about its parameters.
+        return False
+
+
+def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
+    """The two lists of ``answer``, each item in one of them, ascending."""
+    try:
+        saved, recomputable = (sorted(map(operator.index, part)) for part in answer)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must return two lists of indices, those to save and those to "
+            f"recompute, not {answer!r}"
+        ) from error
+    named = Counter(saved + recomputable)
+    for index in sorted({*named, *range(items)}):
+        if named[index] != 1 or not 0 <= index < items:
+            raise ValueError(
+                f"{name} names item {index} {named[index]} times: each of the {items} "
+                "items, from 0 on, has to be named once"
+            )
+    return saved, recomputable
 
 
 def check_budget_options(memory_budget: float) -> None:
@@ -368,22 +406,13 @@ def check_budget_options(memory_budget: float) -> None:
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:
-    """Bytes that are there because of ``saved``: neither inputs nor views of them.
-
-    Views of one tensor are counted together, and as no more than the tensor.
-    """
+    """Bytes that are live because of ``saved``: storages, whole, without the inputs'."""
     from torch._inductor.fx_utils import get_node_storage
 
-    there = {get_node_storage(node) for node in inputs}
-    views: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in saved:
-        storage = get_node_storage(node)
-        if storage is not None and storage not in there:
-            views[storage].append(node)
-    total = 0
-    for nodes in views.values():
-        whole = nodes[0].meta["val"].untyped_storage().nbytes()
-        # With symbolic sizes: at least the largest view.
-        largest = max(_nbytes([node]) for node in nodes)
-        total += min(_nbytes(nodes), whole) if isinstance(whole, int) else largest
-    return total
+    there = {get_node_storage(node) for node in inputs} | {None}
+    kept = {get_node_storage(node): node.meta["val"] for node in saved}
+    return sum(
+        concrete(value.untyped_storage().nbytes())
+        for storage, value in kept.items()
+        if storage not in there
+    )

@@ -1,9 +1,8 @@
 """A plan for the activation memory budget that bounds the peak, not what is saved.
 
-The bytes saved are not what training runs out of.  Where little is saved, the first
-step of the backward repeats a long stretch of the forward, all of which stays live:
-below some budget the peak rises again, above that of no budget at all.  With
-``config.activation_memory_budget_target = "peak"`` a budget b asks for a peak of at most
+Where little is saved, the first step of the backward repeats a long stretch of the
+forward, all of which stays live: the peak rises again, above that of no budget at all.
+With ``config.activation_memory_budget_target = "peak"`` a budget b asks for at most
 
     floor + b * (peak at budget 1 - floor)
 
@@ -43,12 +42,12 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 from torch._functorch import config
 
 from . import memory_budget as by_saved_bytes
+from . import saved_report
 from .fused_peak import fused_peak
 from .liveness import Evaluation, JointGraph
 from .memory_budget import activation_bytes, ChosenPlan
 from .random_ops import must_run_once
 from .rerun_cost import flops, rerun_cost, roofline
-from .saved_report import describe_plan, format_bytes, keep_plan, Plan
 
 
 if TYPE_CHECKING:
@@ -129,9 +128,8 @@ class Peak(NamedTuple):
     """What was planned, in bytes without parameters and inputs.
 
     ``allowed`` is what the budget asked for, ``predicted`` the plan's own peak,
-    ``floor`` the lowest that was found, ``fastest`` that of budget 1.  These are for
-    graphs that run operator by operator; ``fused`` is an estimate for inductor's
-    kernels, None where there is none.
+    ``floor`` the lowest that was found, ``fastest`` that of budget 1, all operator by
+    operator; ``fused`` is an estimate for inductor's kernels, None where there is none.
     """
 
     allowed: int
@@ -149,7 +147,7 @@ class _ChosenByPeak(ChosenPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeakPlan(Plan):
+class PeakPlan(saved_report.Plan):
     """A plan whose budget is one of peak memory, not a share of saved bytes."""
 
     peak: Peak
@@ -168,7 +166,7 @@ class PeakPlan(Plan):
         )
         if self.peak.fused is not None:
             text += "; {4} estimated for inductor's kernels"
-        sizes = [format_bytes(size or 0) for size in self.peak]
+        sizes = [saved_report.format_bytes(size or 0) for size in self.peak]
         lines = super().summary()
         return [*lines[:3], ("peak", text.format(*sizes)), *lines[3:]]
 
@@ -245,20 +243,17 @@ def record_plan(
     num_fwd_outputs: int,
 ) -> None:
     """Keep the plan of a joint graph that was split; see :mod:`.saved_report`."""
-    plan = describe_plan(chosen, forward, backward, num_fwd_outputs)
-    if isinstance(chosen, _ChosenByPeak):
-        fused = None
-        try:
-            fused = fused_peak(forward, backward, num_fwd_outputs)
-        except Exception as error:
-            log.warning(
-                "no estimate of the peak with fused kernels: %s: %s",
-                type(error).__name__,
-                error,
-            )
-        peak = chosen.peak._replace(fused=fused)
-        plan = PeakPlan(**{**vars(plan), "peak": peak})
-    keep_plan(plan)
+    split = chosen, forward, backward, num_fwd_outputs
+    if not isinstance(chosen, _ChosenByPeak):
+        saved_report.record_plan(*split)
+        return
+    fused = None
+    try:
+        fused = fused_peak(forward, backward, num_fwd_outputs)
+    except Exception as error:
+        name = type(error).__name__
+        log.warning("no estimate of the peak with fused kernels: %s: %s", name, error)
+    saved_report.record_plan(*split, PeakPlan, peak=chosen.peak._replace(fused=fused))
 
 
 def build_curve(

@@ -70,12 +70,11 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<cod
 class PlannedValue:
     """One node of the forward: saved for the backward, or computed again there.
 
-    ``shape`` holds symbols as their names, and ``nbytes`` is the partitioner's own
-    estimate for them; of an operator with several results, ``shape`` and ``dtype`` are
-    the first one's and ``nbytes`` is for all.  ``runtime`` (in the estimator's unit) is
-    that of an item of the knapsack.  ``source`` is the innermost line of the user's
-    code.  ``why`` is "input", "view of input" (memory that is alive anyway), "user" (a
-    checkpoint policy), or what decided: "knapsack", "min cut" or "budget 0".
+    ``shape`` holds symbols as their names; of an operator with several results, it and
+    ``dtype`` are the first one's and ``nbytes`` is for all.  ``runtime`` (in the
+    estimator's unit) is that of an item of the knapsack, ``source`` the innermost line
+    of the user's code.  ``why`` is "input", "view of input", "user" (a checkpoint
+    policy), or what decided: "knapsack", "min cut" or "budget 0".
     """
 
     name: str
@@ -299,33 +298,15 @@ def record_plan(
     forward: GraphModule,
     backward: GraphModule,
     num_fwd_outputs: int,
+    kind: type[Plan] = Plan,
+    **more: Any,
 ) -> None:
-    """Keep the plan of a joint graph that was split, and trace it."""
-    keep_plan(describe_plan(chosen, forward, backward, num_fwd_outputs))
+    """Keep the plan of a joint graph that was split as the last one, and trace it.
 
-
-def keep_plan(plan: Plan) -> None:
-    """Make this the last plan, and trace it."""
-    global _hits_before_last
-    _plans.append(plan)
-    _hits_before_last = _cache_hits()
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
-        payload_fn=lambda: json.dumps(plan.as_dict()),
-    )
-
-
-def describe_plan(
-    chosen: ChosenPlan,
-    forward: GraphModule,
-    backward: GraphModule,
-    num_fwd_outputs: int,
-) -> Plan:
-    """The plan of a joint graph that was split.
-
-    O(nodes): everything is read off now, as the graphs do not outlive the compile.
+    ``more`` are the fields that another ``kind`` of plan has.  O(nodes): all is read off
+    now, as the graphs do not outlive the compile.
     """
+    global _hits_before_last
     from torch._functorch.partitioners import _size_of
     from torch._inductor.fx_utils import get_node_storage
 
@@ -384,7 +365,7 @@ def describe_plan(
         if not is_view(node) and node.target is not operator.getitem
     ]
     estimator = config.activation_memory_budget_runtime_estimator
-    return Plan(
+    plan = kind(
         graph=get_aot_graph_name(),
         budget=chosen.budget,
         saved=tuple(describe(node, True) for node in saved),
@@ -394,6 +375,14 @@ def describe_plan(
         activation_bytes=activation_bytes(placeholders, saved),
         limits=chosen.limits,
         knapsack=solved,
+        **more,
+    )
+    _plans.append(plan)
+    _hits_before_last = _cache_hits()
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
+        payload_fn=lambda: json.dumps(plan.as_dict()),
     )
 
 
