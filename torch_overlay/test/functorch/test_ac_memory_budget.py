@@ -34,6 +34,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import custom_graph_pass
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_log
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -344,6 +345,10 @@ class TestPlans(TestCase):
         self.assertEqual(cost(aten.mm.default, x, x), (2 * moved, 2 * 8**3, False))
         x.meta["val"] = torch.empty(1024, 1024, device="meta")
         self.assertEqual(cost(aten.mm.default, x, x)[0], 2 * 1024**3)
+        # A symbolic size counts as its hint.
+        graph = make_fx(torch.sin, tracing_mode="symbolic")(torch.empty(8, 8)).graph
+        (sine,) = graph.find_nodes(op="call_function", target=aten.sin.default)
+        self.assertEqual(roofline(sine), 2 * moved)
 
     def test_roofline_is_an_estimator(self):
         joint = Joint(chain, CHAIN)
