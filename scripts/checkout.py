@@ -104,8 +104,6 @@ else:
 
 def installed_wheel(python: str) -> Wheel:
     """Ask ``python`` for its torch and parse the RECORD that pip wrote."""
-    if os.sep in python:
-        python = os.path.abspath(python)
     try:
         answer = json.loads(run_python(python, PROBE))
     except (OSError, RuntimeError) as error:

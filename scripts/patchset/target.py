@@ -36,8 +36,10 @@ def run_python(python: str, code: str, first_on_path: Optional[Path] = None) -> 
     }
     if first_on_path is not None:
         environment["PYTHONPATH"] = str(first_on_path)
+    # A path is one from here; a bare name is looked up.
+    program = os.path.abspath(python) if os.sep in python else python
     done = subprocess.run(
-        [python, "-c", code],
+        [program, "-c", code],
         cwd="/",
         env=environment,
         capture_output=True,
