@@ -58,7 +58,7 @@ except ImportError:  # Before 2.11, a solver could be any callable.
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ChosenPlan", "Knapsack", "ask_solver", "choose_plan"]
+__all__ = ["ChosenPlan", "Knapsack", "choose_plan"]
 
 # The name that asks for a lower budget where a lower one is the better trade.
 _KNEE = "dynamic_memory_budget_dp"
