@@ -65,7 +65,8 @@ def loss_of(case: Case) -> Loss:
 
 def compiled(case: Case, on: bool, backend: str = OPERATORS) -> Loss:
     """The same loss, compiled by a first step."""
-    call = torch.compile(loss_of(case), backend=backend, fullgraph=True)
+    # Or the shapes of another case would make the sizes of this one symbolic.
+    call = torch.compile(loss_of(case), backend=backend, fullgraph=True, dynamic=False)
     with config.patch(drop_unread_arguments=on):
         call().backward()
     gradients(trained(case))
