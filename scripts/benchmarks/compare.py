@@ -26,13 +26,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-    knapsack,
-    knapsack_exact,
-)
+from torch._functorch._activation_checkpointing import knapsack
 from upstream import untouched_knapsack
 
-from benchmarks import corpus, fresh, options
+from benchmarks import corpus, fresh, options, solvers
 from benchmarks.results import environment, fail, markdown, measured_on, Row
 
 
@@ -161,7 +158,7 @@ def bound(task: fresh.Task, problem: Instance) -> float:
     """No feasible answer is worth more."""
     if task["family"] == CORPUS:
         return corpus.optima()[task["instance"], problem[2]]
-    return float(knapsack_exact.solve_knapsack(*problem).upper_bound)
+    return float(solvers.exact().solve_knapsack(*problem).upper_bound)
 
 
 # --------------------------------------------------------- in a fresh process
