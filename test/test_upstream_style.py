@@ -26,7 +26,7 @@ def test_in_the_patched_checkout(test):
     ran = next(line for line in words if line.startswith("Ran "))
     assert int(ran.split()[1]) > 0
     assert any(line.endswith(module) for line in said)
-    assert (CHECKOUT / test).read_text().startswith('# Owner(s): ["module: ')
+    assert (CHECKOUT / test).read_text().startswith('# Owner(s): ["')
 
 
 def test_it_is_the_checkouts_torch():

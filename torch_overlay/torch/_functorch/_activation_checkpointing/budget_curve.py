@@ -103,12 +103,9 @@ def budget_curve(
     As in the partitioner, a cut that fits comes before the knapsack.  The points are by
     rising budget, each with another set of saved items or another cut.
 
-    Args:
-        posed: the knapsack at the budget asked for.
-        solver: answers it at other budgets.
-        cut_bytes: size of what is saved if these items may be recomputed.
-        limits: the bytes that budgets 0 and 1 stand for.
-        cheap: sizes of what the cuts save that the partitioner tries first, in order.
+    ``solver`` answers ``posed`` at other budgets, ``cut_bytes`` is the size of what is
+    saved if these items may be recomputed, and ``cheap`` are the sizes of what the cuts
+    save that the partitioner tries first, in order.
     """
     count = len(posed.memory)
 
@@ -135,8 +132,7 @@ def budget_curve(
 def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
     """Write a curve as a plot (SVG), and its points beside it (JSON).
 
-    The files are ``memory_budget_pareto[_rank_R]_GRAPH.svg`` and ``.json``, in
-    ``config.memory_budget_pareto_dir`` or the working directory; a warning on the log
+    They lie in ``config.memory_budget_pareto_dir`` or the working directory; a warning
     names them.  Without matplotlib only the points are written, and the warning says so.
     """
     estimator = config.activation_memory_budget_runtime_estimator
@@ -199,10 +195,9 @@ def _draw(
 def knee_budget(memory: list[float], runtimes: list[float], asked: float) -> float:
     """The budget, up to ``asked``, at the knee of runtime against memory.
 
-    Of 100 at even distances it is the one whose exact solution is nearest to the
-    origin, with the memory saved and the runtime recomputed both scaled to [0, 1]; the
-    smallest of several.  Where all solutions have the same memory or the same runtime
-    there is no knee, and the answer is ``asked``.  The log says which budget it is.
+    Of 100 at even distances it is the smallest whose exact solution is nearest to the
+    origin, with the memory saved and the runtime recomputed both scaled to [0, 1]; it is
+    ``asked`` where all solutions have the same memory or the same runtime.
     """
     start = min(_SMALLEST_KNEE, asked)
     step = (asked - start) / _KNEE_STEPS

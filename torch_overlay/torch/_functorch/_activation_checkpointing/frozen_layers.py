@@ -12,7 +12,7 @@ made in the backward and alive during one operator.  It has the argument's sizes
 dtype and device, by which kernels choose their algorithm and the layout of their results.
 
 What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
-its place.
+its place, and computed beside it.  Inductor is left to order its kernels itself.
 
 When in doubt the argument stays: the operator is not in the table, its mask is no
 constant, a masked-off output is used, the argument is needed in the backward anyway,
@@ -85,12 +85,8 @@ UNREAD_ARGUMENTS: dict[Any, Rule] = {
     aten.avg_pool3d_backward.default: Rule("self"),
     aten._adaptive_avg_pool2d_backward.default: Rule("self"),
     aten._adaptive_avg_pool3d_backward.default: Rule("self"),
-    aten.reflection_pad1d_backward.default: Rule("self"),
     aten.reflection_pad2d_backward.default: Rule("self"),
-    aten.reflection_pad3d_backward.default: Rule("self"),
-    aten.replication_pad1d_backward.default: Rule("self"),
     aten.replication_pad2d_backward.default: Rule("self"),
-    aten.replication_pad3d_backward.default: Rule("self"),
     aten.nll_loss_backward.default: Rule("self"),
     aten.nll_loss2d_backward.default: Rule("self"),
 }
@@ -130,10 +126,9 @@ def drop_unread_arguments(
 ) -> None:
     """Replaces unread arguments in the backward of ``joint_module``, in place.
 
-    Inputs whose indices are in ``static_lifetime_input_indices`` (parameters and
-    buffers) are alive anyway and stay.  With ``for_inductor`` the stand-ins get the
-    layouts that inductor is going to choose.  Linear in the size of the graph.  Where
-    the search fails, the graph stays as it is, with a warning.
+    Parameters and buffers (``static_lifetime_input_indices``) are alive anyway and stay.
+    With ``for_inductor`` the stand-ins get the layouts that inductor is going to choose.
+    Linear in the graph's size.  Where the search fails, a warning tells.
     """
     if not config.drop_unread_arguments:  # type: ignore[attr-defined]
         return
@@ -152,6 +147,9 @@ def drop_unread_arguments(
     for stand_in in stand_ins:
         node = _make_stand_in(stand_in)
         stand_in.user.replace_input_with(stand_in.argument, node)
+    if not for_inductor:
+        dropped = {stand_in.argument for stand_in in stand_ins}
+        _compute_early(joint_module.graph, backward, dropped)
     if stand_ins:
         joint_module.recompile()
     log.debug("%d unread arguments dropped", len(stand_ins))
@@ -275,3 +273,26 @@ def _make_stand_in(stand_in: StandIn) -> fx.Node:
     node.meta.update({key: user.meta[key] for key in _META if key in user.meta})
     node.meta["val"] = look
     return node
+
+
+def _compute_early(
+    graph: fx.Graph, backward: Collection[fx.Node], dropped: set[fx.Node]
+) -> None:
+    """Moves what the backward makes of dropped values up to where these are made.
+
+    A forward that saves a ReLU's mask in place of its result would otherwise compute
+    all masks at its end, and keep every result alive until then.
+    """
+    read, in_backward = set(dropped), False
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        in_backward = in_backward or node in backward
+        if node in backward or read.isdisjoint(node.all_input_nodes):
+            continue
+        if not in_backward:
+            if getattr(node.target, "is_view", False):
+                read.add(node)
+        elif not node.is_impure():
+            latest = max(node.all_input_nodes)
+            if latest.op != "placeholder":
+                latest.append(node)
+                read.add(node)

@@ -39,14 +39,9 @@ def fused_peak(
 ) -> int:
     """The most bytes live in either graph if kernels are made of their operators.
 
-    Args:
-        forward, backward: as the partitioner makes them, with a ``val`` in every node's
-            meta.
-        num_fwd_outputs: how many outputs of the forward are not saved values; these
-            stay live through the backward.
-
-    Parameters and inputs do not count, nor what a kernel allocates for itself.
-    O(nodes + edges), edges through what is computed in its readers included.
+    The first ``num_fwd_outputs`` outputs of the forward are no saved values; they stay
+    live through the backward.  Parameters and inputs do not count, nor what a kernel
+    allocates for itself.  O(nodes + edges), those through inlined results included.
     """
     first, second = Storages(forward.graph), Storages(backward.graph)
     given = {

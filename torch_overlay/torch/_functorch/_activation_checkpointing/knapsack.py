@@ -111,10 +111,9 @@ def ilp_knapsack(
 ) -> tuple[float, list[int], list[int]]:
     """Solve the knapsack as an integer program with ``scipy.optimize.milp``.
 
-    Identical items share one integer variable, sizes and runtimes are scaled to
-    at most 1, and the program's floating point answer is only a proposal: it is
-    rounded, cut back to the capacity and filled up with whatever still fits.
-    Saves at least as much as :func:`greedy_knapsack`.
+    Identical items share one integer variable.  The program's floating point answer
+    is only a proposal: it is rounded, cut back to the capacity and filled up with
+    whatever still fits.  Saves at least as much as :func:`greedy_knapsack`.
 
     Raises RuntimeError if scipy is not installed, or finds no answer.
 

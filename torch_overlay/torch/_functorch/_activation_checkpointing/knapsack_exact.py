@@ -6,9 +6,8 @@ and a runtime that recomputing it would cost, the memory budget is the
 on the true sizes: the set never weighs more than the budget (by ``math.fsum``)
 and is optimal, or comes with a proven upper bound.
 
-A table over quantized sizes cannot do that: sizes inside one graph span nine orders
-of magnitude.  What real graphs do have is few *distinct* items: layers repeat, so
-hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
+Sizes inside one graph span nine orders of magnitude, too many for a table, but layers
+repeat: hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
 
 1. Equal items become classes, and floats integers, without loss; byte counts seen
    through a rounded division become byte counts again, so that equal sums are ties.

@@ -12,8 +12,7 @@ storage counts once, whole, however many views it has.  Parameters and inputs ar
 anyway and do not count, nor does what a kernel allocates for itself.
 
 The backward runs its own operators in their order, and each repeated one right before
-the first that needs it, as ``reordering_to_mimic_autograd_engine`` emits them.  What was
-traced in the backward without need of a tangent runs where it was traced.
+the first that needs it.  What was traced in it without need of a tangent stays there.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .random_ops import is_replayed, must_run_once
 from .rerun_cost import concrete, is_view
@@ -110,11 +110,8 @@ class Storages:
     held[node]: those that whoever reads the node reads.
     reads[node], writes[node]: those that a node reads, and those that it allocates.
 
-    Args:
-        graph: with a ``val`` in every node's meta.
-        given_sizes: nodes that no storage need be live for if their value is a size.
-
-    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
+    No storage need be live for a size that one of ``given_sizes`` is.  O(nodes + edges).
+    Raises CannotPlan for values that have no storage to count.
     """
 
     def __init__(self, graph: fx.Graph, given_sizes: Container[fx.Node] = ()) -> None:
@@ -191,10 +188,7 @@ class JointGraph:
     forward_steps: how many steps the forward has at most.
     steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
 
-    Args:
-        graph: the joint graph, with a ``val`` in every node's meta.
-        node_info: the partitioner's classification of its nodes.
-        num_fwd_outputs: how many of its outputs are the forward's.
+    The first ``num_fwd_outputs`` outputs of the graph are the forward's.
 
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
@@ -220,6 +214,7 @@ class JointGraph:
             for s in self._storages.writes[node]:
                 self.nbytes[s] = 0
         backward = self._classify()
+        self.forward_steps = len(self._early)
         # These are kept by whoever called the forward.
         returned = self._read_by(_nodes(results[:num_fwd_outputs]))
         self.outputs = {s for s in returned if self.births[s] >= 0}
@@ -232,10 +227,6 @@ class JointGraph:
         }
         self._choose_what_to_save()
         self._choose_what_to_repeat(overwritten)
-
-    @property
-    def forward_steps(self) -> int:
-        return len(self._early)
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The storages that saving these nodes keeps."""
@@ -367,6 +358,7 @@ class JointGraph:
             )
             for node, reads in zip(self.nodes, self.reads)
         ]
+        self._prefer_small_results()
         self._needs = [
             tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
         ]
@@ -376,6 +368,30 @@ class JointGraph:
             op >= 0 and s not in self.outputs and nbytes > 0
             for s, (op, nbytes) in enumerate(zip(self.producer, self.nbytes))
         ]
+
+    def _prefer_small_results(self) -> None:
+        """Of an operator that must run once, keep what is made of it if it is smaller.
+
+        That is dropout's mask, where the random numbers have no other use.
+        """
+        readers: list[set[int]] = [set() for _ in self.nbytes]
+        for o, reads in enumerate(self.reads):
+            for s in reads:
+                readers[s].add(o)
+        for o, (node, writes) in enumerate(zip(self.nodes, self.writes)):
+            users = {user for s in writes for user in readers[s]}
+            if (
+                self.repeatable[o]
+                or node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+                or not self._read_in_backward.isdisjoint(writes)
+                or len(users) != 1
+            ):
+                continue
+            (user,) = users
+            made = self.writes[user]
+            saveable = all(self.saved_as[s] is not None for s in made)
+            if saveable and self.size(made) <= self.size(writes):
+                self.repeatable[user] = False
 
     @property
     def lower_bound(self) -> int:

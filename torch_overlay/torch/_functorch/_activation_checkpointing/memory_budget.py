@@ -1,9 +1,8 @@
 """What the partitioner saves for the backward under an activation memory budget.
 
-A budget is a fraction of the *range*: the bytes of the plan that runs fastest less
-those of the inputs.  Budget 1 is the plan that runs fastest, budget 0 saves the inputs
-and what must not be computed twice.  In between, :func:`choose_plan` takes the first of
-these that is within the budget:
+A budget is a fraction of the *range*: the bytes of the plan that runs fastest (budget
+1) less those of the inputs.  Budget 0 also saves what must not be computed twice.  In
+between, :func:`choose_plan` takes the first of these that is within the budget:
 
 1.  a min cut that recomputes more, and one that recomputes all that is cheap;
 2.  a knapsack.  What even the second cut does not recompute are its *items*, each with
@@ -63,8 +62,7 @@ __all__ = ["ChosenPlan", "Knapsack", "choose_plan"]
 # The name that asks for a lower budget where a lower one is the better trade.
 _KNEE = "dynamic_memory_budget_dp"
 
-# Over the budget by less than this fraction of it is no news: sizes are estimates,
-# and an allocator rounds each of them up.
+# Over the budget by less than this is no news: an allocator rounds sizes up.
 _TOLERANCE = 0.01
 
 # A solver that adds sizes one by one may be off by as much and mean no harm.
@@ -379,7 +377,6 @@ def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
 def check_budget_options(memory_budget: float) -> None:
     """Refuse a budget outside [0, 1], and a solver or an estimator that is unknown.
 
-    ``memory_budget`` is the one for the graph at hand; the rest is in the config.
     Raises RuntimeError with the value and with what would be valid.
     """
     try:

@@ -12,22 +12,17 @@ Peaks are those of :mod:`.liveness`: without parameters and inputs, which no pla
 
 The search, on integers alone and without a min cut of its own:
 
-1.  *Checkpoints.*  Between some operators of the forward few bytes are live, in a
-    transformer between its layers.  A plan that saves what crosses some of these
-    places repeats one segment at a time.  A segment's own peak hardly depends on the
-    others, so it is measured once for each pair of places, and dynamic programming
-    finds the checkpoints with the lowest peak, or those that save least below a peak.
-2.  *Items.*  What a segment repeats may be saved as well.  An item that is saved is live
-    until its segment's turn, so it adds to the peaks of the segments whose turn comes
-    earlier.  Items join by falling cost per byte where these have room.
-3.  Every plan is evaluated on the whole graph; what does worse than another in both
-    peak and cost is dropped.  The rest is the curve: it does not depend on the budget,
-    so a smaller budget never has a higher peak, and further budgets cost nothing.
-
-The plans of upstream's min cuts are on the curve too, so none is better than it.
-
-Checkpoints in a chain by dynamic programming: Beaumont et al., "Optimal checkpointing
-for heterogeneous chains", 2019.
+1.  *Checkpoints.*  A plan that saves what crosses some narrow places of the forward,
+    between a transformer's layers say, repeats one segment at a time.  A segment's own
+    peak hardly depends on the others, so it is measured once, and dynamic programming
+    finds the checkpoints with the lowest peak, or those that save least below a peak
+    (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019).
+2.  *Items.*  What a segment repeats may be saved as well, which adds to the peaks of
+    the segments whose turn comes earlier.  Items join by falling cost per byte where
+    these have room.
+3.  Every plan, those of upstream's min cuts too, is evaluated on the whole graph.  Those
+    that no other beats in both peak and cost are the curve.  It does not depend on the
+    budget, so a smaller one never has a higher peak.
 """
 
 from __future__ import annotations
@@ -41,8 +36,7 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
 
-from . import memory_budget as by_saved_bytes
-from . import saved_report
+from . import memory_budget, saved_report
 from .fused_peak import fused_peak
 from .liveness import Evaluation, JointGraph
 from .memory_budget import activation_bytes, ChosenPlan
@@ -94,11 +88,9 @@ class PlannedPeak(NamedTuple):
 
 
 class Curve:
-    """The plans that no other plan beats in both peak and cost, by rising peak.
+    """Of ``plans``, those that no other beats in both peak and cost, by rising peak.
 
-    Args:
-        plans: all that were found.
-        fastest: the plan of budget 1.
+    ``fastest`` is the plan of budget 1.
     """
 
     def __init__(self, plans: Iterable[PlannedPeak], fastest: PlannedPeak) -> None:
@@ -174,20 +166,15 @@ class PeakPlan(saved_report.Plan):
 def choose_plan(
     joint_graph: fx.Graph,
     node_info: NodeInfo,
-    memory_budget: float,
+    budget: float,
     num_fwd_outputs: int,
 ) -> ChosenPlan:
     """What to save, by what ``config.activation_memory_budget_target`` means.
 
-    Args:
-        joint_graph, node_info: as the partitioner has them.
-        memory_budget: the budget of this graph.
-        num_fwd_outputs: how many outputs of the graph are the forward's.
-
-    The plan is one for saved bytes where the target is "saved", where the budget is 1,
-    and where no other can be made, which a warning tells.
-
-    Raises RuntimeError for a target or a number of bytes that means nothing.
+    The first ``num_fwd_outputs`` outputs are the forward's.  The plan is one for saved
+    bytes where the target is "saved", where the budget is 1, and where no other can be
+    made, which a warning tells.  Raises RuntimeError for a target or a number of bytes
+    that means nothing.
     """
     limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
     target = config.activation_memory_budget_target  # type: ignore[attr-defined]
@@ -201,25 +188,25 @@ def choose_plan(
             f"activation_memory_peak_bytes is {limit!r}; it has to be a positive number "
             "of bytes, or None"
         )
-    by_budget = limit is None and (target == "saved" or memory_budget == 1)
+    by_budget = limit is None and (target == "saved" or budget == 1)
     # A budget that is none gets the error of one for saved bytes.
-    if by_budget or not 0 <= memory_budget <= 1:
-        return by_saved_bytes.choose_plan(joint_graph, node_info, memory_budget)
-    fastest = by_saved_bytes.choose_plan(joint_graph, node_info, 1).saved_values
+    if by_budget or not 0 <= budget <= 1:
+        return memory_budget.choose_plan(joint_graph, node_info, budget)
+    fastest = memory_budget.choose_plan(joint_graph, node_info, 1).saved_values
     try:
         graph, curve = build_curve(joint_graph, node_info, num_fwd_outputs, fastest)
-        asked = curve.allowed(memory_budget) if limit is None else limit
+        asked = curve.allowed(budget) if limit is None else limit
         plan = curve.within(asked)
         saved = graph.saved_values(graph.evaluate(plan.storages).saved)
     except Exception as error:
         log.warning(
             "no plan by peak memory, so the budget of %s is one of saved bytes for this "
             "graph: %s: %s",
-            memory_budget,
+            budget,
             type(error).__name__,
             error,
         )
-        return by_saved_bytes.choose_plan(joint_graph, node_info, memory_budget)
+        return memory_budget.choose_plan(joint_graph, node_info, budget)
     if plan.peak > asked:
         log.warning(
             "activation_memory_peak_bytes is %d, but the lowest peak found is %d bytes "
@@ -229,7 +216,7 @@ def choose_plan(
         )
     return _ChosenByPeak(
         saved,
-        memory_budget,
+        budget,
         "peak",
         activation_bytes(node_info.inputs, saved),
         peak=Peak(asked, plan.peak, curve.floor, curve.fastest.peak),
@@ -267,7 +254,7 @@ def build_curve(
     ``fastest`` is what the plan of budget 1 saves.
     """
     graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
-    cheapest, expensive = by_saved_bytes.cheapest_cut(joint_graph, node_info)
+    cheapest, expensive = memory_budget.cheapest_cut(joint_graph, node_info)
     return graph, search(graph, cheapest, expensive, fastest)
 
 
@@ -302,7 +289,7 @@ def search(
         expensive: the nodes whose recomputation has a cost.
         fastest: what the plan of budget 1 saves.
 
-    Some hundred evaluations, and O(places * _SPAN) for a dynamic program.
+    Some hundred evaluations, and O(places * _SPAN) for dynamic programming.
     """
     plans = _Plans(graph, _costs(graph, expensive))
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
@@ -399,8 +386,7 @@ class _Plans:
 def _places(graph: JointGraph) -> list[list[int]]:
     """Steps of the forward after which few bytes cross to later ones.
 
-    These are local minima of the crossing bytes; one list of them for each share of
-    ``_SHARES``, where they differ.  O(steps + storages).
+    Local minima, a list for each share of ``_SHARES``.  O(steps + storages).
     """
     steps = graph.forward_steps
     change = [0] * (steps + 1)

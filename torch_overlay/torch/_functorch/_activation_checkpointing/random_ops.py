@@ -81,9 +81,8 @@ def must_run_once(node: fx.Node) -> bool:
 def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
     """Every node that may run again, or None where saving the inputs is enough.
 
-    The inputs are not enough where the backward depends on a forward node that must
-    run once. The nodes are then the ``dont_ban`` of the min cut that saves least.
-    Every node's ``dist_from_bw`` must be set.
+    The nodes are the ``dont_ban`` of the min cut that saves least. Every node's
+    ``dist_from_bw`` must be set.
     """
     computed = [node for node in joint_graph.nodes if node.op != "placeholder"]
     again = OrderedSet(node for node in computed if not must_run_once(node))

@@ -1,8 +1,7 @@
 """What it costs to run a node of the forward again.
 
-The partitioner's estimator "flops" counts arithmetic and nothing else, so whatever has
-no FLOP formula is free.  That is nearly true where a compiler fuses it with its
-neighbours.  The estimator "roofline" also counts the bytes that a node moves, as the
+By the estimator "flops", whatever has no FLOP formula is free, which is nearly true
+where a compiler fuses it.  "roofline" also counts the bytes that a node moves, as the
 arithmetic that an accelerator would have done meanwhile (Williams, Waterman and
 Patterson, "Roofline: an insightful visual performance model", 2009).
 """

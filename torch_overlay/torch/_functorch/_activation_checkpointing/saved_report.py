@@ -7,9 +7,8 @@ prints the plan of the graph compiled last; :func:`last_plan` returns the same a
 :func:`plans` those of several graphs, and every plan goes to the structured trace as
 the artifact ``activation_memory_plan``.
 
-A plan describes the two graphs that the partitioner hands on: what is really saved, not
-what a solver proposed.  It keeps no graph or tensor alive, and what costs time (proof,
-grouping, text) waits until somebody asks.
+A plan describes the two graphs that the partitioner hands on.  It keeps no graph or
+tensor alive, and what costs time (proof, grouping, text) waits until somebody asks.
 """
 
 from __future__ import annotations
@@ -245,8 +244,7 @@ def plans() -> list[Plan]:
 def last_plan() -> Plan:
     """The plan of the graph compiled last.
 
-    Raises LookupError where there is none: nothing was partitioned, or what was
-    compiled last came from the compile cache, which keeps no plans.
+    Raises LookupError where there is none: the compile cache keeps no plans.
     """
     hits = _cache_hits()
     since = hits - _hits_before_last if hits >= _hits_before_last else hits
@@ -271,12 +269,9 @@ def print_saved_values(
 ) -> None:
     """Print what a plan saves and recomputes, and why.
 
-    Args:
-        plan: one of :func:`plans`; by default the last one, or a line that says why
-            there is none.
-        rows: how many rows a list may have, one for all values that differ in nothing
-            but their name; a line says what was left out.
-        file: where to print, ``sys.stdout`` by default.
+    ``plan`` is one of :func:`plans`, by default the last; where there is none, a line
+    says why.  A list has at most ``rows`` rows, each for all values that differ in
+    nothing but their name, and says what it leaves out.
     """
     if plan is None:
         try:
