@@ -56,9 +56,10 @@ ensure_environment() {
   base=$(base_python)
   echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
   "$base" -m venv --clear "$VENV"
-  # Most of torch's modules are never imported here; bytecode of all takes half a minute.
+  # pip would make the bytecode on one core; trees that tests link or copy need it.
   unconstrained_pip install --quiet --no-compile \
     "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
+  "$PYTHON" -m compileall -q -j 0 "$VENV/lib" >/dev/null || true
   echo "$wanted" >"$VENV/.complete"
 }
 
