@@ -5,8 +5,7 @@ several operators, and what is used inside of one alone is never stored.
 :func:`fused_peak` computes a pointwise operator in whatever reads it, if all of that can
 be fused, and takes what is left through memory.
 
-Inductor also fuses operators that read the same, which raises a peak, writes results
-over arguments, which lowers it, and stores what it would have to compute too often.
+Inductor also fuses operators that read the same, and writes results over arguments.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from .rerun_cost import is_view
 if TYPE_CHECKING:
     from collections.abc import Container
 
+    from torch._functorch.partitioners import OpTypes
+
 __all__ = ["fused_peak"]
 
 aten = torch.ops.aten
@@ -40,8 +41,7 @@ def fused_peak(
     """The most bytes live in either graph if kernels are made of their operators.
 
     The first ``num_fwd_outputs`` outputs of the forward are no saved values; they stay
-    live through the backward.  Parameters and inputs do not count, nor what a kernel
-    allocates for itself.  O(nodes + edges), those through inlined results included.
+    live through the backward.  Parameters, inputs and scratch memory do not count.
     """
     first, second = Storages(forward.graph), Storages(backward.graph)
     given = {
@@ -97,6 +97,8 @@ def _kernels(
     graph: fx.Graph, storages: Storages, kept: Container[int]
 ) -> list[tuple[set[int], tuple[int, ...]]]:
     """What is read and written by each operator that has a kernel of its own."""
+    from torch._functorch.partitioners import get_default_op_list
+
     operators = [
         node
         for node in graph.nodes
@@ -108,7 +110,8 @@ def _kernels(
     for node in operators:
         for s in storages.reads[node]:
             readers[s].append(node)
-    pointwise = {node for node in operators if _is_pointwise(node)}
+    op_types = get_default_op_list()
+    pointwise = {node for node in operators if _is_pointwise(node, op_types)}
     fusible = pointwise.union(filter(_is_reduction, operators))
     inlined: set[int] = set()
     for node in operators:
@@ -140,9 +143,7 @@ def _is_reduction(node: fx.Node) -> bool:
     return torch.Tag.reduction in getattr(node.target, "tags", ())
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    from torch._functorch.partitioners import get_default_op_list
-
+def _is_pointwise(node: fx.Node, op_types: OpTypes) -> bool:
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -150,6 +151,6 @@ def _is_pointwise(node: fx.Node) -> bool:
         and (
             torch.Tag.pointwise in target.tags
             or target.overloadpacket in _POINTWISE
-            or get_default_op_list().is_fusible(node)
+            or op_types.is_fusible(node)
         )
     )

@@ -298,8 +298,7 @@ def record_plan(
 ) -> None:
     """Keep the plan of a joint graph that was split as the last one, and trace it.
 
-    ``more`` are the fields that another ``kind`` of plan has.  O(nodes): all is read off
-    now, as the graphs do not outlive the compile.
+    ``more`` are the fields that another ``kind`` of plan has.  O(nodes).
     """
     global _hits_before_last
     from torch._functorch.partitioners import _size_of
