@@ -22,6 +22,6 @@ EOF
 take_torch "$@"
 cd "$REPO"
 # One thread in each process; what is slow is shared out as processes fall idle.
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 processes=(-n logical --maxprocesses 4 --dist worksteal)
 exec "$REPO/scripts/run_patched.sh" python -m pytest "${processes[@]}" "${rest[@]}"

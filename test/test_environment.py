@@ -1,13 +1,17 @@
-"""The project's own pip calls on a machine whose configuration forbids a release."""
+"""What the scripts set up: pip's calls on a machine with a cap, and the checkout."""
 
 import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
+import torch
 from patchset import releases
-from patchset.patch import REPOSITORY
+from patchset.patch import KNAPSACK, REPOSITORY
+from patchset.series import SERIES
+from patchset.upstream_checks import run_test
 
 
 CAPPED = "this_is_capped"
@@ -95,3 +99,22 @@ def test_release_that_cannot_be_had_is_skipped_and_counted(machine):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 tests skipped: torch 2.98.0 could not be had" in done.stdout
     assert "1 passed, 2 skipped" in done.stdout
+
+
+CHECKOUT = Path(torch.__file__).parents[1]
+OVERLAY = REPOSITORY / "torch_overlay"
+
+
+def test_tests_run_by_the_checkouts_torch():
+    assert CHECKOUT.is_relative_to(REPOSITORY / "build")
+    for path in {KNAPSACK, *(path for patch in SERIES for path in patch.files)}:
+        assert (CHECKOUT / path).read_bytes() == (OVERLAY / path).read_bytes(), path
+
+
+def test_overlay_tests_run_as_upstreams_do():
+    for path in OVERLAY.glob("test/**/test_*.py"):
+        text = path.read_text()
+        assert text.startswith('# Owner(s): ["')
+        assert text.endswith('if __name__ == "__main__":\n    run_tests()\n')
+    done = run_test(["test/functorch/test_ac_config_solver_name.py"], CHECKOUT)
+    assert done.returncode == 0 and "Ran 1 test" in done.stdout, done.stdout
