@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|compare|curves|frozen|peak|compile|techniques|capture [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|compile|techniques|capture [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | frozen | peak | compile | techniques | capture) ;;
+  solvers | compare | curves | kept | frozen | peak | compile | techniques | capture) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -16,6 +16,8 @@ $usage
                to a million items: time, memory, value, budget kept (twenty minutes)
   curves       what the Pareto plot does on two joint graphs, side by side with the untouched
                wheel, and what recording a plan costs (some minutes)
+  kept         what plans keep for the backward and compute again, on twenty nets and models,
+               beside upstream's (half an hour)
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
                as it was, and what that costs (ten minutes)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
@@ -26,7 +28,7 @@ $usage
                yours: peak memory against step time (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
-Each has --help, and all but capture --json FILE, to store what they print. The first five
+Each has --help, and all but capture --json FILE, to store what they print. The first six
 have --check, for the counts that must hold.
 EOF2
     exit

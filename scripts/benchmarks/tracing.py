@@ -10,7 +10,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, ExitStack
+from contextlib import contextmanager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Optional
@@ -21,8 +21,10 @@ import torch._dynamo.backends.debugging
 import torch._inductor.compile_fx
 import torch.nn.functional as F
 from torch import nn, Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
+from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -74,24 +76,50 @@ def trace(
         traced(state, *inputs)
 
 
+class _Kept(BaseException):
+    """A compiler has what it was started for. Nothing between the two catches it."""
+
+
 class Joint:
-    """The joint graph of fake tensors, to be partitioned again and again."""
+    """The joint graph of fake tensors, to be partitioned again and again.
+
+    Of a module that only Dynamo can trace with ``dynamo``.
+    """
 
     graph: torch.fx.GraphModule
     inputs: Any
     options: dict[str, Any]
 
     def __init__(
-        self, mode: FakeTensorMode, module: nn.Module, inputs: tuple[Tensor, ...]
+        self,
+        mode: FakeTensorMode,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        dynamo: bool = False,
     ) -> None:
         split = partitioners.min_cut_rematerialization_partition
 
         def keep(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-            self.graph, self.inputs = copy.deepcopy(graph), inputs
-            self.options = options
+            self.inputs, self.options = inputs, options
+            if dynamo:
+                # Dynamo has a mode of its own.
+                with V.set_fake_mode(detect_fake_mode(inputs)):
+                    self.graph = joint_graph_passes(graph)
+                raise _Kept
+            self.graph = copy.deepcopy(graph)
             return split(graph, inputs, **options)
 
-        trace(mode, module, inputs, keep)
+        if not dynamo:
+            trace(mode, module, inputs, keep)
+            return
+        backend = aot_autograd(
+            fw_compiler=lambda graph, _: graph,
+            partition_fn=keep,
+            decompositions=select_decomp_table(),
+        )
+        torch._dynamo.reset()
+        with mode, CUDAAttention(), suppress(_Kept):
+            torch.compile(module, backend=backend, fullgraph=True)(*inputs)
 
     def partition(self, split: Callable[..., Any]) -> Any:
         """What a partitioner makes of a copy: forward and backward."""

@@ -17,6 +17,11 @@ _DOCUMENTED = (
     "    1) The __call__() method contains the implementation of the knapsack solver.\n"
 )
 
+IMPORT = "from ._activation_checkpointing.memory_budget import choose_plan\n"
+CHOICE = """\
+    plan = choose_plan(joint_graph, node_info, memory_budget, num_fwd_outputs)
+"""
+
 
 def _drop(lines: str) -> Edit:
     return Edit(PARTITIONERS, anchor=lines, replacement="")
@@ -46,6 +51,7 @@ its FLOP.
     sources=(
         module_path("memory_budget"),
         module_path("budget_curve"),
+        module_path("liveness"),
         module_path("rerun_cost"),
     ),
     edits=(
@@ -93,8 +99,14 @@ its FLOP.
             PARTITIONERS,
             anchor="from ._activation_checkpointing.knapsack_evaluator import "
             "KnapsackEvaluator\n",
-            replacement="from ._activation_checkpointing.memory_budget import "
-            "choose_plan\n",
+            replacement=IMPORT
+            + "from ._activation_checkpointing.rerun_cost import is_costly\n",
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor="op_types.is_compute_intensive(node)",
+            replacement="op_types.is_compute_intensive(node) or is_costly(node)",
+            inside="should_ban_recomputation",
         ),
         Edit(
             PARTITIONERS,
@@ -115,17 +127,16 @@ its FLOP.
                 "cc082be51f7a97b7",
                 "c3e5cfa93d4aad1b",
             ),
-            replacement=f"""\
-def {CHOOSE}(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    memory_budget: float = 1,
-) -> list[fx.Node]:
-    return choose_plan(joint_graph, node_info, memory_budget).saved_values
-
-
-""",
+            replacement="",
             inside=CHOOSE,
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor="    saved_values = choose_saved_values_set(\n",
+            through="    )\n",
+            digests=("2682dbbcfdd08e77",),
+            replacement=f"{CHOICE}    saved_values = plan.saved_values\n",
+            inside="min_cut_rematerialization_partition",
         ),
     ),
     since=(2, 10),

@@ -7,7 +7,7 @@ from ..patch import (
     PARTITIONERS,
     Patch,
 )
-from . import saved_report
+from . import memory_budget, saved_report
 
 
 _ESTIMATOR = "# This controls how we estimate the runtime when deciding"
@@ -33,7 +33,6 @@ warning says why and the graph gets the plan for saved bytes.
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",
     sources=(
-        module_path("liveness"),
         module_path("fused_peak"),
         module_path("peak_budget"),
     ),
@@ -67,9 +66,10 @@ activation_memory_peak_bytes: int | None = None
             replacement="from ._activation_checkpointing import "
             "peak_budget, random_ops\n",
         ),
+        Edit(PARTITIONERS, anchor=memory_budget.IMPORT, replacement=""),
         Edit(
             PARTITIONERS,
-            anchor=saved_report.CHOICE,
+            anchor=memory_budget.CHOICE,
             replacement="""\
     plan = peak_budget.choose_plan(
         joint_graph, node_info, memory_budget, num_fwd_outputs

@@ -9,7 +9,6 @@ _SPLIT = (
 )
 _PARTITION = "min_cut_rematerialization_partition"
 IMPORT = "from ._activation_checkpointing import random_ops, saved_report\n"
-CHOICE = "    plan = choose_plan(joint_graph, node_info, memory_budget)\n"
 RECORD = "saved_report.record_plan("
 
 PATCH = Patch(
@@ -32,14 +31,6 @@ numbers are kept, and a graph that came from the compile cache is marked as such
             PARTITIONERS,
             anchor=random_ops.IMPORT,
             replacement=IMPORT,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="    saved_values = choose_saved_values_set(\n",
-            through="    )\n",
-            digests=("2682dbbcfdd08e77",),
-            replacement=f"{CHOICE}    saved_values = plan.saved_values\n",
-            inside=_PARTITION,
         ),
         Edit(
             PARTITIONERS,

@@ -25,7 +25,7 @@ from .rerun_cost import RUNTIME_UNITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .memory_budget import Knapsack
+    from .memory_budget import ChosenPlan
 
     Solution = tuple[float, list[int], list[int]]
     Solver = Callable[[list[float], list[float], float], Solution]
@@ -44,29 +44,42 @@ _SMALLEST_KNEE = 0.001
 
 
 class Range(NamedTuple):
-    """The bytes that budgets 0 and 1 stand for: what a budget is a fraction of.
+    """The bytes of activations that the plans of budgets 0 and 1 keep.
 
-    Whatever is made of them goes through gigabytes, as it always has: the same
-    roundings in another order could decide a tie differently.
+    They are whole storages without those of the inputs, so a budget is a fraction of
+    what a plan can change.
     """
 
     low: int
     high: int
 
-    def size(self, nbytes: int) -> float:
+    def size(self, nbytes: float) -> float:
         """``nbytes`` in the unit of a budget."""
-        return nbytes / 1e9 / (self.high / 1e9 - self.low / 1e9)
+        return nbytes / (self.high - self.low)
 
     def budget(self, nbytes: int) -> float:
-        """The budget that is used up by saving ``nbytes``, inputs included."""
-        low = self.low / 1e9
-        return (nbytes / 1e9 - low) / (self.high / 1e9 - low)
+        """The budget that is used up by keeping ``nbytes``."""
+        return self.size(nbytes - self.low)
+
+    def allowed(self, budget: float) -> int:
+        """The bytes that a plan may keep under ``budget``.
+
+        A budget of 0.7 is a little less than seven tenths, which must not cost a byte.
+        """
+        return self.low + math.floor(budget * (self.high - self.low) * (1 + 2.0**-50))
+
+    def capacity(self, budget: float) -> float:
+        """What a solver may fill with sizes: what is allowed, and half a byte.
+
+        Sizes are rounded, so what fits to the byte might not fit into less.
+        """
+        return self.size(self.allowed(budget) - self.low + 0.5)
 
 
 class CurvePoint(NamedTuple):
     """A plan, and the smallest of the tried budgets that leads to it.
 
-    ``saved_bytes`` includes the inputs, and ``ratio`` is the same in the unit of the
+    ``saved_bytes`` are of activations, and ``ratio`` is the same in the unit of the
     budget.  ``recomputed_runtime`` is that of items, in the estimator's unit.
     """
 
@@ -92,9 +105,9 @@ def solve_budgets(
 
 
 def budget_curve(
-    posed: Knapsack,
+    asked: ChosenPlan,
+    plan_at: Callable[[float, list[int]], ChosenPlan],
     solver: Solver,
-    cut_bytes: Callable[[tuple[int, ...]], int],
     limits: Range,
     cheap: Sequence[int],
 ) -> list[CurvePoint]:
@@ -103,38 +116,44 @@ def budget_curve(
     As in the partitioner, a cut that fits comes before the knapsack.  The points are by
     rising budget, each with another set of saved items or another cut.
 
-    ``solver`` answers ``posed`` at other budgets, ``cut_bytes`` is the size of what is
-    saved if these items may be recomputed, and ``cheap`` are the sizes of what the cuts
-    save that the partitioner tries first, in order.
+    ``solver`` answers the knapsack of the plan ``asked`` at other budgets, ``plan_at``
+    makes a plan of a budget and an answer, and ``cheap`` is what the cuts keep that the
+    partitioner tries first, in order.
     """
-    count = len(posed.memory)
+    posed = asked.knapsack
+    assert posed is not None
 
-    def point(budget: float, nbytes: int, recomputed: Sequence[int]) -> CurvePoint:
-        runtime = math.fsum(posed.runtimes[i] for i in recomputed)
-        ratio = limits.budget(nbytes)
-        return CurvePoint(budget, nbytes, ratio, runtime, count - len(recomputed))
+    def point(budget: float, nbytes: int, saved: Sequence[int]) -> CurvePoint:
+        again = {*range(len(posed.memory))} - {*saved}
+        runtime = math.fsum(posed.runtimes[i] for i in again)
+        return CurvePoint(budget, nbytes, limits.budget(nbytes), runtime, len(saved))
 
+    every = range(len(posed.memory))
     steps = (step / _CURVE_STEPS for step in range(1, _CURVE_STEPS))
     budgets = sorted({posed.budget, *steps})
-    asked = [b for b in budgets if all(b <= limits.budget(size) for size in cheap)]
-    points = [point(0.0, limits.low, range(count))]
-    solutions = solve_budgets(solver, posed.memory, posed.runtimes, asked)
-    for budget, (_, _, recomputed) in zip(asked, solutions):
-        nbytes = cut_bytes(tuple(sorted(recomputed)))
-        points.append(point(budget, nbytes, recomputed))
-    for budget in budgets[len(asked) :]:
-        fits = next(size for size in cheap if limits.budget(size) < budget)
-        points.append(point(budget, fits, []))
-    points.append(point(1.0, limits.high, []))
+    tried = [b for b in budgets if limits.allowed(b) < min(cheap)]
+    capacities = list(map(limits.capacity, tried))
+    solutions = solve_budgets(solver, posed.memory, posed.runtimes, capacities)
+    points = [point(0.0, limits.low, [])]
+    for budget, (_, saved, _) in zip(tried, solutions):
+        plan = plan_at(budget, saved)
+        assert plan.knapsack is not None
+        points.append(point(budget, plan.activation_bytes, plan.knapsack.saved))
+    for budget in budgets[len(tried) :]:
+        fits = next(size for size in cheap if size <= limits.allowed(budget))
+        points.append(point(budget, fits, every))
+    points.append(point(1.0, limits.high, every))
     return [p for i, p in enumerate(points) if i == 0 or p[1:] != points[i - 1][1:]]
 
 
-def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
-    """Write a curve as a plot (SVG), and its points beside it (JSON).
+def write_budget_curve(asked: ChosenPlan, points: list[CurvePoint]) -> None:
+    """Write the curve around a plan as a plot (SVG), and its points beside it (JSON).
 
     They lie in ``config.memory_budget_pareto_dir`` or the working directory; a warning
     names them.  Without matplotlib only the points are written, and the warning says so.
     """
+    posed = asked.knapsack
+    assert posed is not None
     estimator = config.activation_memory_budget_runtime_estimator
     graph = get_aot_graph_name()
     folder = config.memory_budget_pareto_dir or os.getcwd()
@@ -177,7 +196,7 @@ def _draw(
     figure.suptitle("Memory budget of {graph}, {items} items, {solver}".format(**curve))
     above, below = figure.subplots(2, 1, sharex=True)
     above.set_ylabel(f"recomputed in the backward [{curve['runtime_unit']}]")
-    below.set_ylabel("saved for the backward, inputs included [B]")
+    below.set_ylabel("activations kept for the backward [B]")
     below.set_xlabel("memory budget (0: inputs only, 1: fastest plan)")
     allowed = [points[0].saved_bytes, points[-1].saved_bytes]
     below.plot([0, 1], allowed, ":", label="allowed")

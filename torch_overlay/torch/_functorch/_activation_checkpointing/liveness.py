@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .random_ops import is_replayed, must_run_once
+from .random_ops import is_overwritten, is_replayed, must_run_once
 from .rerun_cost import concrete, is_view
 
 
@@ -232,6 +232,11 @@ class JointGraph:
         """The storages that saving these nodes keeps."""
         return {s for node in nodes for s in self._storages.own.get(node, ())}
 
+    def saveable(self, nodes: Iterable[fx.Node]) -> list[int]:
+        """Of these storages, those that some node can be saved for."""
+        found = self.storages(nodes)
+        return [s for s in sorted(found) if self.saved_as[s] is not None]
+
     def size(self, storages: Iterable[int]) -> int:
         """Bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
@@ -345,7 +350,10 @@ class JointGraph:
             s
             for node, held in self._storages.held.items()
             if (node in self._forward and _is_mutable(node))
-            or (node.op == "placeholder" and node.meta.get("desc") in overwritten)
+            or (
+                node.op == "placeholder"
+                and (is_overwritten(node) or node.meta.get("desc") in overwritten)
+            )
             for s in held
         }
         self.repeatable = [
@@ -425,16 +433,9 @@ class JointGraph:
             return self.evaluate_all(first) + self.evaluate_all(others)
         count = len(plans)
         everyone = (1 << count) - 1
-        # Which plans have a storage saved.
-        saved = [0] * len(self.nbytes)
-        for plan, chosen in enumerate(plans):
-            for s in chosen:
-                if self.saved_as[s] is not None:
-                    saved[s] |= 1 << plan
-        for s in self.outputs:
-            if self.saved_as[s] is not None:
-                saved[s] = everyone
-        repeats, repeated = self._repeat(saved, everyone)
+        saved = self.saved_by(plans)
+        _, repeated = self.follow(saved, everyone)
+        repeats = self._repeats_by_step(saved, repeated, everyone)
         step_peaks, kept = self._backward_peaks(repeats, saved, count)
         return [
             Evaluation(forward, backward, 1 << plan, repeats, repeated, kept)
@@ -443,15 +444,28 @@ class JointGraph:
             )
         ]
 
-    def _repeat(
-        self, saved: list[int], everyone: int
-    ) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """What is repeated for each step, and by whom.
+    def saved_by(self, plans: Sequence[Iterable[int]]) -> list[int]:
+        """The plans that save each storage, as masks; a plan is a set of storages."""
+        saved = [0] * len(self.nbytes)
+        for plan, chosen in enumerate(plans):
+            for s in chosen:
+                if self.saved_as[s] is not None:
+                    saved[s] |= 1 << plan
+        for s in self.outputs:
+            if self.saved_as[s] is not None:
+                saved[s] = (1 << len(plans)) - 1
+        return saved
 
-        Adds to ``saved`` what cannot be repeated.
+    def follow(self, saved: list[int], everyone: int) -> tuple[list[int], list[int]]:
+        """The plans that need each storage in the backward, and that repeat each operator.
+
+        ``saved`` has a mask for each storage and ``everyone`` is the mask of all plans,
+        of which there may be any number.  Adds to ``saved`` what cannot be repeated; a
+        plan keeps what it saves and needs.  O(operators + edges), on integers of a bit
+        for each plan.  Raises CannotPlan as :meth:`evaluate` does.
         """
         # The hot loops of a search: local names, and no tuples to build.
-        producer, needs = self.producer, self._needs
+        needs = self._needs
         needed = [0] * len(self.nbytes)
         for s in self._read_in_backward:
             needed[s] = everyone
@@ -471,7 +485,14 @@ class JointGraph:
                 repeated[op] = plans
                 for s in needs[op]:
                     needed[s] |= plans
-        left = repeated.copy()
+        return needed, repeated
+
+    def _repeats_by_step(
+        self, saved: Sequence[int], repeated: Sequence[int], everyone: int
+    ) -> list[list[tuple[int, int]]]:
+        """What is repeated for each step, in order, and by whom."""
+        producer, needs = self.producer, self._needs
+        left = list(repeated)
         repeats: list[list[tuple[int, int]]] = []
         for step in self.steps:
             found: dict[int, int] = {}
@@ -486,7 +507,7 @@ class JointGraph:
                     for read in needs[op]:
                         pending.append((read, plans))
             repeats.append(sorted(found.items()))
-        return repeats, repeated
+        return repeats
 
     def _backward_peaks(
         self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int

@@ -1,17 +1,22 @@
 """What the partitioner saves for the backward under an activation memory budget.
 
-A budget is a fraction of the *range*: the bytes of the plan that runs fastest (budget
-1) less those of the inputs.  Budget 0 also saves what must not be computed twice.  In
-between, :func:`choose_plan` takes the first of these that is within the budget:
+With a budget b, the forward leaves at most
+
+    low + b * (high - low)
+
+bytes alive for the backward: storages, whole, without parameters and inputs.  ``high``
+is what the plan of budget 1 keeps, which runs fastest, and ``low`` what that of budget 0
+keeps: what must not be computed twice, nothing in most graphs.  (Upstream means sums of
+sizes, in which views count again, and lets a plan that saves fewer of the inputs save
+other values for them.)  In between, :func:`choose_plan` takes the first of these that is
+within the budget:
 
 1.  a min cut that recomputes more, and one that recomputes all that is cheap;
 2.  a knapsack.  What even the second cut does not recompute are its *items*, each with
     a size in the unit of the budget and the runtime of computing it again.  A solver
-    picks those to save, and one more min cut may recompute the others.
-
-A plan may weigh more than its budget: a cut is credited with inputs that it does not
-save, though nobody frees them, and the last min cut minimises weights that grow with the
-distance from the backward, not bytes.  The warning compares the activations alone.
+    picks those to save.  One more min cut may recompute the others, and save other
+    values in their place: where those are more bytes than allowed, or more has to run
+    again, nothing but the solver's items is saved.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import math
 import operator
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Optional, TYPE_CHECKING
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
 from torch._functorch._activation_checkpointing.ac_logging_utils import (
@@ -36,7 +41,8 @@ from torch.utils._ordered_set import OrderedSet
 from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
 from .knapsack import KNAPSACK_SOLVERS
 from .knapsack_exact import exact_knapsack, solve_knapsack
-from .random_ops import must_run_once, NEVER, recomputable_nodes
+from .liveness import CannotPlan, JointGraph
+from .random_ops import is_overwritten, must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, rerun_cost, RUNTIME_UNITS
 
 
@@ -62,8 +68,8 @@ __all__ = ["ChosenPlan", "Knapsack", "choose_plan"]
 # The name that asks for a lower budget where a lower one is the better trade.
 _KNEE = "dynamic_memory_budget_dp"
 
-# Over the budget by less than this is no news: an allocator rounds sizes up.
-_TOLERANCE = 0.01
+# Plans whose recomputed runtimes differ by less are as fast, by any estimator.
+_NOISE = 1e-3
 
 # A solver that adds sizes one by one may be off by as much and mean no harm.
 _SUM_SLACK = 1e-9
@@ -83,10 +89,14 @@ _ALL_CHEAP = tuple(_BANS)[:4]
 
 @dataclass(frozen=True)
 class Knapsack:
-    """What a solver was asked, in the unit of the budget, and the items it saved."""
+    """What a solver was asked, in the unit of the budget, and the items it saved.
+
+    ``capacity`` is what the budget allows to the byte: see :class:`.Range`.
+    """
 
     solver: str
     budget: float
+    capacity: float
     memory: list[float]
     runtimes: list[float]
     saved: list[int]
@@ -102,7 +112,7 @@ class Knapsack:
     @functools.cached_property
     def upper_bound(self) -> float:
         """No set within the budget is worth more: proven by the exact solver."""
-        return solve_knapsack(self.memory, self.runtimes, self.budget).upper_bound
+        return solve_knapsack(self.memory, self.runtimes, self.capacity).upper_bound
 
 
 @dataclass(frozen=True)
@@ -113,9 +123,9 @@ class ChosenPlan:
         saved_values: the nodes to save, inputs among them.
         budget: the budget asked for.
         decided_by: "budget 0", "min cut" or "knapsack".
-        activation_bytes: what the saved values weigh beyond inputs and views of them.
-        limits: the bytes that budgets 0 and 1 stand for, inputs included; None where
-            the plan was found without them.
+        activation_bytes: what the saved values keep beyond inputs and views of them.
+        limits: what the plans of budgets 0 and 1 keep; None where the plan was found
+            without them.
         knapsack: what was solved, None where no solver was asked.
         items: the node of each item of the knapsack.
     """
@@ -129,41 +139,63 @@ class ChosenPlan:
     items: Sequence[fx.Node] = ()
 
 
-def choose_plan(
-    joint_graph: fx.Graph, node_info: NodeInfo, memory_budget: float
-) -> ChosenPlan:
-    """What to save under ``memory_budget``, with a warning where it weighs more.
+class _Item(NamedTuple):
+    """Something to save or to recompute.
 
-    Every node's ``dist_from_bw`` must be set.  Makes at most four min cuts, and 32 more
-    where the budget's curve is plotted.
+    Args:
+        node: what is told about it.
+        ops: the nodes that need not run again if it is saved.
+        storages: what to keep for that, by the graph's model, and their bytes.
+        runtime: what it costs to run the nodes again.
+    """
+
+    node: fx.Node
+    ops: tuple[fx.Node, ...]
+    storages: frozenset[int]
+    nbytes: int
+    runtime: float
+
+
+def choose_plan(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    memory_budget: float,
+    num_fwd_outputs: int,
+) -> ChosenPlan:
+    """What to save under ``memory_budget``; the module's docstring has what it means.
+
+    The first ``num_fwd_outputs`` outputs of the graph are the forward's.  Every node's
+    ``dist_from_bw`` must be set.  Makes at most four min cuts, and 32 more where the
+    budget's curve is plotted.  Warns where a plan keeps more than it may: one that a
+    custom solver insists on, or where no model of the graph can be made.
 
     Raises RuntimeError for a budget outside [0, 1], and for a solver or an estimator in
     the config that is unknown, whether this graph needs them or not.
     """
     check_budget_options(memory_budget)
-    graph = _Graph(joint_graph, node_info)
-    weigh = functools.partial(activation_bytes, node_info.inputs)
-    if memory_budget == 0 and (least := graph.least()) is not None:
-        return ChosenPlan(least, memory_budget, "budget 0", weigh(least))
+    graph = _Graph(joint_graph, node_info, num_fwd_outputs)
+    if memory_budget == 0:
+        least = graph.least()
+        return ChosenPlan(least, memory_budget, "budget 0", graph.kept_bytes(least))
     fastest, _ = graph.cut()
-    plan = ChosenPlan(fastest, memory_budget, "min cut", weigh(fastest))
+    kept = graph.kept_bytes(fastest)
+    plan = ChosenPlan(fastest, memory_budget, "min cut", kept)
     if memory_budget == 1:
         return plan
-    limits = Range(_nbytes(node_info.inputs), _nbytes(fastest))
+    limits = Range(graph.kept_bytes(graph.least()), kept)
     plan = replace(plan, limits=limits)
-    whole = limits.high - limits.low
-    if whole <= 0:
+    if limits.high <= limits.low:
         return plan
     plan = graph.within(limits, plan)
-    plan = replace(plan, activation_bytes=weigh(plan.saved_values))
-    if plan.activation_bytes > memory_budget * whole * (1 + _TOLERANCE):
+    allowed = limits.allowed(memory_budget)
+    if plan.activation_bytes > allowed:
         log.warning(
-            "%s saves %d bytes of activations (a budget of %.4g), more than the %d that "
-            "its budget of %.4g allows; a lower one saves less",
+            "%s keeps %d bytes of activations (a budget of %.4g), more than the %d that "
+            "its budget of %.4g allows",
             get_aot_graph_name(),
             plan.activation_bytes,
-            plan.activation_bytes / whole,
-            int(memory_budget * whole),
+            limits.budget(plan.activation_bytes),
+            allowed,
             memory_budget,
         )
     return plan
@@ -173,145 +205,286 @@ def cheapest_cut(
     joint_graph: fx.Graph, node_info: NodeInfo
 ) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
     """What a min cut saves that recomputes all that is cheap, and what is not cheap."""
-    return _Graph(joint_graph, node_info).cut(_ALL_CHEAP)
+    return _min_cut(joint_graph, node_info, _ALL_CHEAP)
 
 
-def _nbytes(nodes: Iterable[fx.Node]) -> int:
-    from torch._functorch.partitioners import _size_of
+def _min_cut(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    allowed: Sequence[str] = (),
+    dont_ban: Optional[OrderedSet[fx.Node]] = None,
+) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
+    """The values that a min cut saves, and the nodes that it would not recompute.
 
-    return sum(map(_size_of, nodes))
+    Without ``allowed``, bans of the config that do not hold, it runs fastest.
+    """
+    from torch._functorch.partitioners import MinCutOptions, solve_min_cut
+
+    if config.aggressive_recomputation:
+        allowed = _ALL_CHEAP
+    bans = {
+        ban: getattr(config, option) and ban not in allowed
+        for ban, option in _BANS.items()
+    }
+    return solve_min_cut(joint_graph, node_info, MinCutOptions(**bans), dont_ban)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A joint graph, and the cuts of it."""
+    """A joint graph, and the plans for it."""
 
     joint: fx.Graph
     info: NodeInfo
+    num_fwd_outputs: int
+
+    @functools.cached_property
+    def model(self) -> Optional[JointGraph]:
+        """What each plan keeps and repeats; None where that cannot be said."""
+        try:
+            return JointGraph(self.joint, self.info, self.num_fwd_outputs)
+        except CannotPlan as error:
+            log.warning("the budget is kept by estimate in this graph: %s", error)
+            return None
 
     def cut(
         self,
         allowed: Sequence[str] = (),
         dont_ban: Optional[OrderedSet[fx.Node]] = None,
     ) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
-        """The values that a min cut saves, and the nodes that it would not recompute.
+        return _min_cut(self.joint, self.info, allowed, dont_ban)
 
-        Without ``allowed``, bans of the config that do not hold, it runs fastest.
-        """
-        from torch._functorch.partitioners import MinCutOptions, solve_min_cut
+    def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
+        return activation_bytes(self.info.inputs, saved)
 
-        if config.aggressive_recomputation:
-            allowed = _ALL_CHEAP
-        bans = {
-            ban: getattr(config, option) and ban not in allowed
-            for ban, option in _BANS.items()
-        }
-        return solve_min_cut(self.joint, self.info, MinCutOptions(**bans), dont_ban)
-
-    def least(self) -> Optional[list[fx.Node]]:
-        """What budget 0 saves; None where it is to be planned like any other budget."""
+    def least(self) -> list[fx.Node]:
+        """What budget 0 saves: the inputs, and what must not be computed twice."""
         again = recomputable_nodes(self.joint)
-        if again is not None:
-            return self.cut((), again)[0]
         # The backward can compute nothing from an input that was overwritten by then.
-        overwritten = "aot_runtime_epilogue_input_mutation"
-        if any(node.meta.get(overwritten, False) for node in self.info.inputs):
-            return None
-        return self.info.inputs
+        if again is None and not any(map(is_overwritten, self.info.inputs)):
+            return self.info.inputs
+        if self.model is not None:
+            try:
+                return self.model.saved_values(self.model.evaluate(()).saved)
+            except CannotPlan as error:
+                log.warning("budget 0 is one for a min cut in this graph: %s", error)
+        return self.cut((), again)[0]
 
     def within(self, limits: Range, fastest: ChosenPlan) -> ChosenPlan:
         """The plan of a budget between 0 and 1; the module's docstring has the steps."""
-        more, _ = self.cut(_CHEAP)
-        if limits.budget(_nbytes(more)) < fastest.budget:
-            return replace(fastest, saved_values=more)
-        most, banned = self.cut(_ALL_CHEAP)
-        items = self.items(banned)
-        if limits.budget(_nbytes(most)) < fastest.budget or not items:
-            return replace(fastest, saved_values=most)
+        budget = fastest.budget
+        cheap = []
+        for bans in (_CHEAP, _ALL_CHEAP):
+            most, banned = self.cut(bans)
+            cheap.append(self.kept_bytes(most))
+            plan = replace(fastest, saved_values=most, activation_bytes=cheap[-1])
+            if cheap[-1] <= limits.allowed(budget):
+                return plan
+        items = self.items(most, banned)
+        if not items:
+            return plan
 
-        @functools.cache
-        def cut(recomputed: tuple[int, ...]) -> list[fx.Node]:
-            return self.cut(_ALL_CHEAP, OrderedSet(items[i] for i in recomputed))[0]
-
-        ask = functools.partial(ask_solver, self, items)
-        memory = [limits.size(_nbytes([node])) for node in items]
-        runtimes = [rerun_cost(node) for node in items]
-        with no_dispatch():
-            _, saved, recomputed = ask(memory, runtimes, fastest.budget)
+        memory = [limits.size(item.nbytes) for item in items]
+        runtimes = [item.runtime for item in items]
         name: Any = config.activation_memory_budget_solver
         name = name if isinstance(name, str) else type(name).__name__
-        solved = Knapsack(name, fastest.budget, memory, runtimes, list(saved))
-        cheap = (_nbytes(more), _nbytes(most))
-        plan = replace(
-            fastest,
-            saved_values=cut(tuple(sorted(recomputed))),
-            decided_by="knapsack",
-            knapsack=solved,
-            items=items,
-        )
+        cut = functools.cache(lambda nodes: self.cut(_ALL_CHEAP, OrderedSet(nodes))[0])
+
+        def plan_at(budget: float, saved: list[int]) -> ChosenPlan:
+            if name in ("exact", _KNEE):
+                saved = _lightest(memory, runtimes, saved)
+            again = [i for i in range(len(items)) if i not in {*saved}]
+            cut_values = cut(tuple(node for i in again for node in items[i].ops))
+            allowed = limits.allowed(budget)
+            values, kept = self.cheapest(cut_values, items, saved, allowed)
+            capacity = limits.capacity(budget)
+            return replace(
+                fastest,
+                saved_values=values,
+                decided_by="knapsack",
+                activation_bytes=kept,
+                knapsack=Knapsack(name, budget, capacity, memory, runtimes, saved),
+                items=[item.node for item in items],
+            )
+
+        ask = functools.partial(ask_solver, self, [item.node for item in items])
+        with no_dispatch():
+            _, saved, _ = ask(memory, runtimes, limits.capacity(budget))
+        plan = plan_at(budget, list(saved))
         if config.visualize_memory_budget_pareto:
             # The knee search is shown by the curve that it searches.
             solver = {**KNAPSACK_SOLVERS, _KNEE: exact_knapsack}.get(name, ask)
-            points = budget_curve(
-                solved, solver, lambda items: _nbytes(cut(items)), limits, cheap
-            )
-            write_budget_curve(solved, points)
-        self.trace(plan, solved, limits, cheap, recomputed)
+            write_budget_curve(plan, budget_curve(plan, plan_at, solver, limits, cheap))
+        self.trace(plan, items, limits, cheap)
         return plan
 
-    def items(self, banned: Iterable[fx.Node]) -> list[fx.Node]:
-        """The nodes that a solver decides about, largest first.
+    def cheapest(
+        self,
+        cut: list[fx.Node],
+        items: Sequence[_Item],
+        saved_items: Sequence[int],
+        allowed: int,
+    ) -> tuple[list[fx.Node], int]:
+        """What the cut saves, or the items alone, and how many bytes that keeps.
 
-        They reach the backward, share no memory with an input, and may run again.
+        The cut's values where they are within what is allowed and no more runs again.
+        """
+        kept, model = self.kept_bytes(cut), self.model
+        if model is None:
+            return cut, kept
+        alone = (s for i in saved_items for s in items[i].storages)
+        plans = [model.storages(cut), {*alone}]
+        saved = model.saved_by(plans)
+        try:
+            needed, repeated = model.follow(saved, 3)
+            storages = {s for s, by in enumerate(saved) if by & needed[s] & 2}
+            values = model.saved_values(storages)
+        except CannotPlan as error:
+            log.warning("the budget is kept by estimate in this graph: %s", error)
+            return cut, kept
+        runs = dict(zip(model.nodes, repeated))
+        runtimes = [
+            math.fsum(
+                rerun_cost(node)
+                for item in items
+                for node in item.ops
+                if runs.get(node, 0) & plan
+            )
+            for plan in (1, 2)
+        ]
+        kept_alone = self.kept_bytes(values)
+        if kept <= allowed and (runtimes[0] <= runtimes[1] or kept_alone > allowed):
+            return cut, kept
+        return min(
+            (values, kept_alone), (cut, kept), key=lambda plan: plan[1] > allowed
+        )
+
+    def items(self, most: list[fx.Node], banned: Iterable[fx.Node]) -> list[_Item]:
+        """What a solver decides about, largest first.
+
+        The nodes reach the backward, share no memory with an input, and may run again.
         """
         from torch._functorch.partitioners import _size_of, is_non_builtin_to_include
         from torch._inductor.fx_utils import get_node_storage
 
         inputs = {get_node_storage(node) for node in self.info.inputs}
-        items = [
-            node
-            for node in banned
-            if node.dist_from_bw < NEVER  # type: ignore[attr-defined]
-            and (
-                get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
-            )
-            and not must_run_once(node)
-        ]
-        return sorted(items, key=_size_of, reverse=True)
+        items = []
+        for node in banned:
+            if (
+                node.dist_from_bw < NEVER  # type: ignore[attr-defined]
+                and (
+                    get_node_storage(node) not in inputs
+                    or is_non_builtin_to_include(node)
+                )
+                and not must_run_once(node)
+            ):
+                storages: Iterable[int] = ()
+                nbytes = _size_of(node)
+                if self.model is not None:
+                    storages = self.model.saveable([node])
+                    nbytes = self.model.size(storages)
+                runtime = rerun_cost(node)
+                items.append(_Item(node, (node,), frozenset(storages), nbytes, runtime))
+        # A solver of the user's own knows the nodes.
+        if isinstance(config.activation_memory_budget_solver, str):
+            items = self.joined(items, most)
+        return sorted(items, key=lambda item: item.nbytes, reverse=True)
+
+    def joined(self, items: list[_Item], most: list[fx.Node]) -> list[_Item]:
+        """The items, with those in one that something smaller can be kept for.
+
+        That is the sum of several products, say.  ``most`` is what to save so that no
+        item runs again, and the items that run if a value of it is left out are those
+        that the value is kept for.  O(operators + edges), on a bit for each value.
+        """
+        model = self.model
+        if model is None:
+            return items
+        values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
+        everyone = (1 << len(values)) - 1
+        saved = [everyone * by for by in model.saved_by([values])]
+        for value, s in enumerate(values):
+            saved[s] ^= 1 << value
+        try:
+            _, repeated = model.follow(saved, everyone)
+        except CannotPlan:
+            return items
+        runs = dict(zip(model.nodes, repeated))
+        # Values that an item needs both of belong together.
+        groups: list[tuple[int, list[_Item]]] = []
+        left = []
+        for item in items:
+            mask, group = runs.get(item.node, 0), [item]
+            if not mask:
+                left.append(item)
+                continue
+            for other in [other for other in groups if other[0] & mask]:
+                groups.remove(other)
+                mask |= other[0]
+                group = other[1] + group
+            groups.append((mask, group))
+        for mask, group in groups:
+            kept = [s for value, s in enumerate(values) if mask >> value & 1]
+            nbytes = model.size(kept)
+            if nbytes > min(item.nbytes for item in group) or (
+                len(group) == 1 and nbytes == group[0].nbytes
+            ):
+                left += group
+                continue
+            node = model.saved_as[max(kept, key=model.nbytes.__getitem__)]
+            assert node is not None
+            ops = tuple(item.node for item in group)
+            runtime = math.fsum(item.runtime for item in group)
+            left.append(_Item(node, ops, frozenset(kept), nbytes, runtime))
+        return left
 
     def trace(
         self,
         plan: ChosenPlan,
-        solved: Knapsack,
+        items: Sequence[_Item],
         limits: Range,
-        cheap: tuple[int, int],
-        recomputed: Sequence[int],
+        cheap: Sequence[int],
     ) -> None:
         """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
         from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
 
-        if not AOT_PARTITIONER_DEBUG:
+        solved = plan.knapsack
+        if not AOT_PARTITIONER_DEBUG or solved is None:
             return
         told: dict[str, Any] = {
             "joint_graph": self.joint,
             "all_recomputable_banned_nodes": plan.items,
             "saved_node_idxs": solved.saved,
-            "recomputable_node_idxs": recomputed,
+            "recomputable_node_idxs": sorted({*range(len(items))} - {*solved.saved}),
             "expected_runtime": solved.value,
-            "memories_banned_nodes": [_nbytes([node]) for node in plan.items],
+            "memories_banned_nodes": [item.nbytes for item in items],
             "normalized_memories_banned_nodes": solved.memory,
             "runtimes_banned_nodes": solved.runtimes,
             "min_cut_saved_values": plan.saved_values,
             "memory_budget": plan.budget,
             "min_act_size": limits.low / 1e9,
             "max_act_size": limits.high / 1e9,
-            "saved_values_act_size": _nbytes(plan.saved_values) / 1e9,
+            "saved_values_act_size": plan.activation_bytes / 1e9,
             "more_aggressive_saved_values_mem_ratio": limits.budget(cheap[0]),
             "aggressive_recomputation_saved_values_mem_ratio": limits.budget(cheap[1]),
         }
         # Before 2.13 it takes the first nine of these.
         taken = inspect.signature(create_structured_trace_for_min_cut_info).parameters
         create_structured_trace_for_min_cut_info(**{name: told[name] for name in taken})
+
+
+def _lightest(
+    memory: list[float], runtimes: list[float], saved: list[int]
+) -> list[int]:
+    """The items to save that weigh least of all that recompute no more, but for noise.
+
+    To save few bytes is to recompute many: a knapsack of runtimes, worth their bytes.
+    """
+    recomputed = {*range(len(memory))} - {*saved}
+    capacity = math.fsum(runtimes[i] for i in recomputed) * (1 + _NOISE)
+    with no_dispatch():
+        _, again, rest = exact_knapsack(runtimes, memory, capacity)
+    lighter = math.fsum(memory[i] for i in again)
+    return sorted(rest) if lighter > math.fsum(memory[i] for i in recomputed) else saved
 
 
 def ask_solver(

@@ -188,11 +188,17 @@ def choose_plan(
             f"activation_memory_peak_bytes is {limit!r}; it has to be a positive number "
             "of bytes, or None"
         )
+
+    def plan_saved_bytes(budget: float) -> ChosenPlan:
+        return memory_budget.choose_plan(
+            joint_graph, node_info, budget, num_fwd_outputs
+        )
+
     by_budget = limit is None and (target == "saved" or budget == 1)
     # A budget that is none gets the error of one for saved bytes.
     if by_budget or not 0 <= budget <= 1:
-        return memory_budget.choose_plan(joint_graph, node_info, budget)
-    fastest = memory_budget.choose_plan(joint_graph, node_info, 1).saved_values
+        return plan_saved_bytes(budget)
+    fastest = plan_saved_bytes(1).saved_values
     try:
         graph, curve = build_curve(joint_graph, node_info, num_fwd_outputs, fastest)
         asked = curve.allowed(budget) if limit is None else limit
@@ -206,7 +212,7 @@ def choose_plan(
             type(error).__name__,
             error,
         )
-        return memory_budget.choose_plan(joint_graph, node_info, budget)
+        return plan_saved_bytes(budget)
     if plan.peak > asked:
         log.warning(
             "activation_memory_peak_bytes is %d, but the lowest peak found is %d bytes "

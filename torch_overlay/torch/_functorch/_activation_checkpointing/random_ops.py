@@ -14,6 +14,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
+from torch._functorch import config
 from torch._functorch._aot_autograd.utils import is_with_effects
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
@@ -66,15 +67,29 @@ def is_replayed(node: fx.Node) -> bool:
 def must_run_once(node: fx.Node) -> bool:
     """Whether ``node``, if the forward runs it, must not be run by the backward too.
 
-    True for random and effectful nodes and for those tagged ``MUST_SAVE``, False for
-    a node that is replayed.
+    True for random and effectful nodes, for collectives and for those tagged
+    ``MUST_SAVE``, False for a node that is replayed.
     """
     if is_replayed(node):
         return False
     return (
         node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+        or is_collective(node)
         or is_with_effects(node)
         or is_random(node)
+    )
+
+
+def is_overwritten(placeholder: fx.Node) -> bool:
+    """Whether an input is overwritten between the forward and the backward."""
+    return bool(placeholder.meta.get("aot_runtime_epilogue_input_mutation", False))
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node communicates: every min cut saves it, so a plan has to as well."""
+    return (
+        getattr(node.target, "namespace", "") == "_c10d_functional"
+        and not config.unsafe_allow_optimization_of_collectives
     )
 
 

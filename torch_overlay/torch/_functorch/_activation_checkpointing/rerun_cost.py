@@ -1,14 +1,16 @@
 """What it costs to run a node of the forward again.
 
-By the estimator "flops", whatever has no FLOP formula is free, which is nearly true
-where a compiler fuses it.  "roofline" also counts the bytes that a node moves, as the
-arithmetic that an accelerator would have done meanwhile (Williams, Waterman and
-Patterson, "Roofline: an insightful visual performance model", 2009).
+By the estimator "flops", an operator costs its FLOP.  One without a formula costs the
+bytes that it moves, as FLOP: next to nothing beside a product, and never nothing.  What
+a custom operator costs is said by ``torch.utils.flop_counter.register_flop_formula``.
+"roofline" counts the bytes of all of them as the arithmetic that an accelerator would
+have done meanwhile (Williams, Waterman and Patterson, "Roofline: an insightful visual
+performance model", 2009).
 """
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, Callable, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     import torch.fx as fx
 
 
-__all__ = ["flops", "is_view", "rerun_cost", "roofline"]
+aten = torch.ops.aten
+
+__all__ = ["flops", "is_costly", "is_view", "rerun_cost", "roofline"]
 
 # The estimators that have a name, and what each counts.
 RUNTIME_UNITS = {
@@ -37,17 +41,34 @@ FLOP_PER_BYTE = 100
 # What a symbolic size without any hint counts as, as in the partitioner.
 _NO_HINT = 4096
 
+# Products of matrices that the flop counter has no formula for; not in every release.
+_GROUPED = [
+    getattr(aten, name)
+    for name in ("_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(aten, name)
+]
+
+# The namespaces of operators that a compiler knows.
+_BUILTIN = ("aten", "prims", "prim", "rngprims", "inductor_prims", "_c10d_functional")
+
 # Results of these share their argument's memory, which their schema does not tell.
-_ALIASING = (torch.ops.aten._unsafe_view.default,)
+_ALIASING = (aten._unsafe_view.default,)
 
 
 def rerun_cost(node: fx.Node) -> float:
-    """The runtime of a node, by the estimator that the config names."""
+    """The runtime of a node, by the estimator that the config names; at least 1 FLOP."""
     from torch._functorch.partitioners import estimate_runtime
 
-    if config.activation_memory_budget_runtime_estimator == "roofline":
+    estimator = config.activation_memory_budget_runtime_estimator
+    if estimator == "roofline":
         return roofline(node)
-    return estimate_runtime(node)
+    if estimator != "flops":
+        return estimate_runtime(node)
+    known = flops(node)
+    if not known and not isinstance(node.target, torch._ops.OpOverload):
+        # What a higher-order operator runs has formulas.
+        known = estimate_runtime(node)
+    return max(known, _bytes_moved(node), 1)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -62,12 +83,24 @@ def concrete(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if size.node.has_hint() else _NO_HINT
 
 
+def is_costly(node: fx.Node) -> bool:
+    """Whether a node does work that no compiler fuses into what reads it.
+
+    That is an operator with a FLOP formula, and one that the compiler knows nothing
+    about: of a user's library, or a kernel of a user's own.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _formula(node) is not None or target.namespace not in _BUILTIN
+    return target is torch.ops.higher_order.triton_kernel_wrapper_functional
+
+
 def flops(node: fx.Node) -> int:
     """Floating-point operations of a node, 0 where no formula is known for it.
 
-    The formulas are those of ``torch.utils.flop_counter``.
+    The formulas are those of ``torch.utils.flop_counter``, and a few that it lacks.
     """
-    formula = flop_registry.get(getattr(node.target, "_overloadpacket", node.target))
+    formula = _formula(node)
     if formula is None:
         return 0
     arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
@@ -77,11 +110,32 @@ def flops(node: fx.Node) -> int:
 
 def roofline(node: fx.Node) -> int:
     """The larger of a node's FLOP and what its bytes are worth; at least 1."""
+    return max(flops(node), FLOP_PER_BYTE * _bytes_moved(node), 1)
+
+
+def _bytes_moved(node: fx.Node) -> int:
+    """The bytes of a node's arguments and results, 0 for a view."""
+    if is_view(node):
+        return 0
     values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
     values.append(node.meta.get("val"))
-    moved = sum(
+    return sum(
         concrete(leaf.numel()) * leaf.dtype.itemsize
         for leaf in tree_leaves(values)
         if isinstance(leaf, torch.Tensor)
     )
-    return max(flops(node), 0 if is_view(node) else FLOP_PER_BYTE * moved, 1)
+
+
+def _formula(node: fx.Node) -> Optional[Callable[..., Any]]:
+    packet = getattr(node.target, "_overloadpacket", node.target)
+    if packet in flop_registry:
+        return flop_registry[packet]
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return flop_registry[aten._scaled_dot_product_flash_attention]
+    return _grouped_product if packet in _GROUPED else None
+
+
+def _grouped_product(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+    """FLOP of ``_grouped_mm``, whose groups share out one of the three sizes."""
+    groups = first.shape[0] if first.dim() == 3 and second.dim() == 2 else 1
+    return 2 * first.numel() // groups * second.shape[-1]

@@ -90,9 +90,9 @@ class PlannedValue:
 class Plan:
     """What the partitioner decided for one graph.
 
-    ``limits`` are the bytes that budgets 0 and 1 stand for, and ``knapsack`` is what a
-    solver was asked; None where the partitioner needed neither.  ``activation_bytes``
-    is what is saved beyond inputs and views of them, with aliases counted once.
+    ``activation_bytes`` is what is kept beyond inputs and views of them: storages, whole.
+    ``limits`` are those of the plans of budgets 0 and 1, and ``knapsack`` is what a
+    solver was asked; None where the partitioner needed neither.
     ``views`` counts the recomputed nodes that are not listed, as they cost nothing.
     """
 
@@ -117,12 +117,9 @@ class Plan:
     def used(self) -> Optional[float]:
         """The share of the range that is really saved, to compare with ``budget``."""
         if self.limits is None:
-            # Budget 0 may have to save what must not be computed twice; as it asks for
-            # no other plan, nobody knows what share of the range that is.
-            known = self.budget == 1 or (self.budget == 0 and not self.activation_bytes)
-            return self.budget if known else None
+            return self.budget if self.budget in (0, 1) else None
         low, high = self.limits
-        return (self.saved_bytes - low) / (high - low) if low < high else None
+        return (self.activation_bytes - low) / (high - low) if low < high else None
 
     def chosen_by(self) -> str:
         """What decided, in words."""
@@ -150,7 +147,7 @@ class Plan:
         saved = (
             f"{len(self.saved)} values, {format_bytes(self.saved_bytes)} "
             f"(activations: {len(self.saved) - len(inputs)}, "
-            f"{format_bytes(self.saved_bytes - sum(inputs))}; "
+            f"{format_bytes(self.activation_bytes)} kept; "
             f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})"
         )
         recomputed = f"{len(self.recomputed)} operators and {self.views} views"
@@ -222,7 +219,7 @@ class Plan:
 
 def _verdict(knapsack: Knapsack) -> str:
     """How good a solver's answer is, in words."""
-    over = knapsack.weight - knapsack.budget
+    over = knapsack.weight - knapsack.capacity
     if over > 0:
         return f"over the budget by {over:.3g}"
     gap = knapsack.upper_bound - knapsack.value
@@ -280,7 +277,12 @@ def print_saved_values(
             print(error.args[0], file=file)
             return
         if len(_plans) > 1:
-            print(f"the last of {len(_plans)} graphs, plans() has all", file=file)
+            kept = format_bytes(sum(each.activation_bytes for each in _plans))
+            print(
+                f"the last of {len(_plans)} graphs, which keep {kept} of activations "
+                "together; plans() has all",
+                file=file,
+            )
     print(plan.format(rows), file=file)
 
 
