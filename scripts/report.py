@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import quickstart
-from benchmarks import compare, compile, curves, marks, peak, techniques
+from benchmarks import compare, compile, curves, kept, marks, peak, techniques
 from benchmarks.results import markdown
 
 
@@ -51,6 +51,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart": quickstart.page,
     "solvers": marks.page,
     "curves": curves.page,
+    "kept": kept.page,
     "frozen": marks.page,
     "peak": peak.page,
     "releases": releases,

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch._functorch.config as config
 from torch._functorch import partitioners
-from torch._functorch._activation_checkpointing.rerun_cost import concrete, flops
 from torch.utils._pytree import tree_leaves
 from upstream import untouched_knapsack, untouched_partitioners
 
@@ -28,7 +27,7 @@ from benchmarks import fresh, nets, options
 from benchmarks.marks import failed, Mark, table
 from benchmarks.models import MODELS
 from benchmarks.results import environment, markdown, measured_on, Row
-from benchmarks.tracing import Joint
+from benchmarks.tracing import Joint, overlay
 
 
 NETS = (*(net.name for net in nets.SMALL), *MODELS)
@@ -45,7 +44,7 @@ def measure(task: fresh.Task) -> Row:
     name = task["net"]
     joint = Joint(*{**nets.NETS, **MODELS}[name].fake(), dynamo=name in MODELS)
     theirs = untouched_partitioners()
-    theirs.dp_knapsack = untouched_knapsack().dp_knapsack
+    vars(theirs)["dp_knapsack"] = untouched_knapsack().dp_knapsack
 
     def ours(budget: float) -> tuple[int, float]:
         return split(joint, partitioners, budget)
@@ -94,11 +93,12 @@ def storages(values: Sequence[Any]) -> dict[int, int]:
         value = node.meta["val"] if isinstance(node, torch.fx.Node) else None
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            found[storage._cdata] = concrete(storage.nbytes())
+            found[storage._cdata] = storage.nbytes()
     return found
 
 
 def counted(module: torch.fx.GraphModule) -> int:
+    flops = overlay("rerun_cost").flops
     return sum(flops(n) for n in module.graph.nodes if n.op == "call_function")
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +30,13 @@ import torch._functorch.config as config
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch._functorch import partitioners
+from upstream import untouched_partitioners
 
 from benchmarks import fresh, nets, options
 from benchmarks.live_bytes import record_step
 from benchmarks.marks import failed, Mark, table
 from benchmarks.results import environment, markdown, measured_on, Row, save
-from benchmarks.tracing import CountedFlops, cpu_attention_counted, Joint
+from benchmarks.tracing import CountedFlops, cpu_attention_counted, Joint, overlay
 from benchmarks.training import gradients, relative_error
 
 
@@ -68,12 +68,6 @@ def measure(task: fresh.Task) -> Row:
         if task["kind"] == "planning":
             return measure_planning(task)
         return measure_steps(task)
-
-
-def overlay(module: str) -> Any:
-    """A module of the patched checkout's; the untouched wheel has none."""
-    package = "torch._functorch._activation_checkpointing"
-    return importlib.import_module(f"{package}.{module}")
 
 
 def planned_peak() -> Any:
@@ -182,11 +176,15 @@ def measure_inductor(task: fresh.Task) -> Row:
 def measure_planning(task: fresh.Task) -> Row:
     """CPU seconds of the whole partitioner, by upstream's algorithm and by ours."""
     joint = Joint(*nets.find(task["net"]).fake())
+    theirs = untouched_partitioners()
     times: dict[str, list[float]] = {}
     nodes = len(joint.graph.graph.nodes)
     for _ in range(REPEATS if nodes < 10_000 else 1):
         for budget in task["budgets"]:
-            for target, solver in (("saved", "dp"), ("peak", "exact")):
+            for target, solver, module in (
+                ("saved", "dp", theirs),
+                ("peak", "exact", partitioners),
+            ):
                 graph = copy.deepcopy(joint.graph)
                 with config.patch(
                     activation_memory_budget=budget,
@@ -198,7 +196,7 @@ def measure_planning(task: fresh.Task) -> Row:
                     gc.collect()
                     gc.disable()
                     start = time.process_time()
-                    partitioners.min_cut_rematerialization_partition(
+                    module.min_cut_rematerialization_partition(
                         graph, joint.inputs, **joint.options
                     )
                     seconds = time.process_time() - start

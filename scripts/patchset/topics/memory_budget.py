@@ -8,6 +8,7 @@ from ..patch import (
     Patch,
     SOLVER_CLASS,
 )
+from . import random_ops
 from .random_ops import CHOOSE
 from .solver_by_name import DISPATCH, NEW_IMPORT
 
@@ -17,7 +18,8 @@ _DOCUMENTED = (
     "    1) The __call__() method contains the implementation of the knapsack solver.\n"
 )
 
-IMPORT = "from ._activation_checkpointing.memory_budget import choose_plan\n"
+IMPORT = "from ._activation_checkpointing import random_ops, rerun_cost\n"
+CHOICE_IMPORT = "from ._activation_checkpointing.memory_budget import choose_plan\n"
 CHOICE = """\
     plan = choose_plan(joint_graph, node_info, memory_budget, num_fwd_outputs)
 """
@@ -31,16 +33,21 @@ PATCH = Patch(
     name="memory-budget",
     subject="Choose what an activation memory budget saves in a module of its own",
     why="""\
-choose_saved_values_set does everything in 260 lines. It accepts a budget of NaN, does
-not notice a misspelt solver until a graph needs one, and never reports a plan that is
-over its budget. The Pareto plot bisects with a knapsack and a min cut per point (438
+choose_saved_values_set does everything in 260 lines, and its plans are over their
+budget in half of all cases: the min cut after the knapsack saves other values than the
+solver chose. It accepts a budget of NaN and does not notice a misspelt solver until a
+graph needs one. What has no FLOP formula (a custom operator, a grouped product) is
+recomputed first, however long it takes. The Pareto plot bisects with a knapsack and a min cut per point (438
 knapsacks for a net of 15 items), and the knee search of dynamic_memory_budget_dp solves
 a hundred knapsacks one by one and may exceed small budgets. A custom solver gets the
 sizes but not the runtimes, and nothing checks its answer.
 
-The new module does the same in small steps and returns one value: what to save, what
-decided it, the range, the knapsack and what the plan weighs. Options are checked before
-the first cut, and a warning gives both numbers where a plan is over its budget. Plot and
+The new module works in small steps and returns one value: what to save, what decided
+it, the range, the knapsack and what the plan keeps. A model of the graph's storages tells
+what each plan keeps and recomputes, and where the cut's is over the budget, or recomputes
+more, nothing but the solver's items is saved. Items that a smaller value can be kept for
+are one item. A budget is kept to the byte, and what fits to the byte is saved. Operators
+cost at least the bytes that they move. Options are checked before the first cut. Plot and
 knee search solve all their budgets in one call, and each set of items is cut once. A
 custom solver with a parameter named runtimes gets them, and its lists have to name every
 item once. The estimator "roofline" counts the bytes that recomputation moves as well as
@@ -55,6 +62,16 @@ its FLOP.
         module_path("rerun_cost"),
     ),
     edits=(
+        Edit(
+            CONFIG,
+            anchor="# NOTE: This *cannot* be treated as\n",
+            replacement="""\
+# What counts are the bytes that the forward leaves alive for the backward: storages,
+# whole, without parameters and inputs. They are at most low + budget * (high - low),
+# where low and high are what budgets 0 and 1 keep: see
+# torch/_functorch/_activation_checkpointing/memory_budget.py.
+""",
+        ),
         Edit(
             CONFIG,
             anchor=_TESTING,
@@ -99,13 +116,14 @@ its FLOP.
             PARTITIONERS,
             anchor="from ._activation_checkpointing.knapsack_evaluator import "
             "KnapsackEvaluator\n",
-            replacement=IMPORT
-            + "from ._activation_checkpointing.rerun_cost import is_costly\n",
+            replacement=CHOICE_IMPORT,
         ),
+        Edit(PARTITIONERS, anchor=random_ops.IMPORT, replacement=IMPORT),
         Edit(
             PARTITIONERS,
             anchor="op_types.is_compute_intensive(node)",
-            replacement="op_types.is_compute_intensive(node) or is_costly(node)",
+            replacement="op_types.is_compute_intensive(node) "
+            "or rerun_cost.is_costly(node)",
             inside="should_ban_recomputation",
         ),
         Edit(
@@ -142,10 +160,12 @@ its FLOP.
     since=(2, 10),
     landed=((PARTITIONERS, "memory_budget import choose_plan"),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
-    evidence=(("solvers", "99 budgets"),),
+    evidence=(("kept", "share kept"), ("kept", "forwards"), ("solvers", "99 budgets")),
     risks="""\
-Plans of named solvers do not change, bit for bit; where no item is left for a knapsack,
-every release takes the cut that 2.14 takes. A budget out of range, a wrong name
+Plans change where they were over the budget or recomputed more than they had to; where
+no item is left for a knapsack, every release takes the cut that 2.14 takes. A share is
+one of the bytes really kept, which differs from the sums of sizes that it was one of.
+A budget out of range, a wrong name
 and a custom solver's answer that names an index twice or not at all used to pass
 unnoticed and now raise. The knee search takes the exact solver's budgets.
 """,

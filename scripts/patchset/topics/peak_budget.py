@@ -64,9 +64,9 @@ activation_memory_peak_bytes: int | None = None
             PARTITIONERS,
             anchor=saved_report.IMPORT,
             replacement="from ._activation_checkpointing import "
-            "peak_budget, random_ops\n",
+            "peak_budget, random_ops, rerun_cost\n",
         ),
-        Edit(PARTITIONERS, anchor=memory_budget.IMPORT, replacement=""),
+        Edit(PARTITIONERS, anchor=memory_budget.CHOICE_IMPORT, replacement=""),
         Edit(
             PARTITIONERS,
             anchor=memory_budget.CHOICE,

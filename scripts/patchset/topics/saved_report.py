@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from ..patch import Edit, PARTITIONERS, Patch, REPORT
-from . import random_ops
+from . import memory_budget
 
 
 _SPLIT = (
     "    if AOT_PARTITIONER_DEBUG:\n        # Calculate sorted sizes of saved values\n"
 )
 _PARTITION = "min_cut_rematerialization_partition"
-IMPORT = "from ._activation_checkpointing import random_ops, saved_report\n"
+IMPORT = "from ._activation_checkpointing import random_ops, rerun_cost, saved_report\n"
 RECORD = "saved_report.record_plan("
 
 PATCH = Patch(
@@ -29,7 +29,7 @@ numbers are kept, and a graph that came from the compile cache is marked as such
     edits=(
         Edit(
             PARTITIONERS,
-            anchor=random_ops.IMPORT,
+            anchor=memory_budget.IMPORT,
             replacement=IMPORT,
         ),
         Edit(

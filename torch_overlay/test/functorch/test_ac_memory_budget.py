@@ -23,10 +23,8 @@ from torch._functorch._activation_checkpointing.budget_curve import (
 )
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
-from torch._functorch._activation_checkpointing.liveness import (
-    CannotPlan,
-    JointGraph,
-)
+from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
+from torch._functorch._activation_checkpointing.random_ops import must_run_once
 from torch._functorch._activation_checkpointing.rerun_cost import (
     FLOP_PER_BYTE,
     flops,
@@ -47,7 +45,8 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.checkpoint import checkpoint, CheckpointPolicy
+from torch.utils.flop_counter import flop_registry, FlopCounterMode
 
 
 SOLVER = "activation_memory_budget_solver"
@@ -547,6 +546,26 @@ class TestWhatFits(TestCase):
         found = self.step(function, three, 16 / 40, solver)
         self.assertEqual(found, (12, 2 * 2 * 6 + 4 * 4 * 4))
 
+    def test_attention_and_a_checkpoint_of_the_users_own(self):
+        """A region that its user checkpoints is repeated at every budget."""
+
+        def attend(query, key, value):
+            scores = (query @ key.mT).softmax(-1)
+            return (scores @ value).sin()
+
+        def function(query, key, value):
+            inner = checkpoint(attend, query, key, value, use_reentrant=False)
+            return attend(inner, key, value).sum()
+
+        inputs = self.matrices(*[(1, 1)] * 3)
+        products = [
+            self.step(function, inputs, budget, "exact")[1]
+            for budget in (0.0, 0.3, 0.6, 1.0)
+        ]
+        self.assertEqual(products, sorted(products, reverse=True))
+        # Eager mode repeats the region's two products as well, and saves the others.
+        self.assertEqual((products[0], products[-1]), (2, 0))
+
     def test_equal_layers_at_every_share(self):
         for count in range(1, 40):
             for kept in range(1, count):
@@ -556,6 +575,94 @@ class TestWhatFits(TestCase):
                 for name in ("exact", "greedy", "dp"):
                     _, saved, _ = KNAPSACK_SOLVERS[name](sizes, [1.0] * count, capacity)
                     self.assertEqual(len(saved), kept, f"{name} {kept}/{count}")
+
+
+class TestCosts(TestCase):
+    """What the estimator "flops" takes an operator for, and which are recomputed freely."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+
+        @torch.library.custom_op("test_ac_memory_budget::slow", mutates_args=())
+        def slow(x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        @slow.register_fake
+        def _(x):
+            return torch.empty_like(x)
+
+        slow.register_autograd(
+            lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+        cls.slow = slow
+        cls.packet = torch.ops.test_ac_memory_budget.slow
+
+    def plan(self, budget):
+        def function(x, first, second):
+            return torch.tanh(self.slow((x @ first).sin()) @ second).sum()
+
+        return Joint(function, [(8, 16), (16, 16), (16, 16)]).plan(budget)
+
+    def test_a_custom_operator_costs_the_bytes_that_it_moves(self):
+        plan = self.plan(0.01)
+        costs = {
+            str(node.target): cost
+            for node, cost in zip(plan.items, plan.knapsack.runtimes)
+        }
+        name = "test_ac_memory_budget.slow.default"
+        moved = 2 * 8 * 16 * 4
+        self.assertEqual(costs, {name: moved, "aten.mm.default": 2 * 8 * 16 * 16})
+
+    def test_a_custom_operator_says_what_it_costs(self):
+        formulas = {self.packet: lambda *args, **kwargs: 12345}
+        with patch.dict(flop_registry, formulas):
+            plan = self.plan(0.01)
+        self.assertIn(12345, plan.knapsack.runtimes)
+
+    def test_a_grouped_product_costs_what_its_groups_do(self):
+        if not hasattr(torch.ops.aten, "_grouped_mm"):
+            self.skipTest("this release has none")
+        offsets = torch.tensor([16, 48, 64], dtype=torch.int32)
+        for first, second, flop in (
+            ((64, 32), (3, 32, 16), 2 * 64 * 32 * 16),
+            ((32, 64), (64, 16), 2 * 32 * 64 * 16),
+            ((3, 8, 32), (32, 64), 2 * 8 * 32 * 64),
+            ((3, 8, 32), (3, 32, 16), 3 * 2 * 8 * 32 * 16),
+        ):
+            graph = torch.fx.Graph()
+            nodes = []
+            for shape in (first, second):
+                nodes.append(graph.placeholder("x"))
+                nodes[-1].meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+            given = None if len(first) == len(second) == 3 else offsets
+            node = graph.call_function(
+                torch.ops.aten._grouped_mm.default, (*nodes, given)
+            )
+            node.meta["val"] = torch.empty(1)
+            self.assertTrue(is_costly(node))
+            self.assertEqual(flops(node), flop)
+
+    def test_collectives_run_once(self):
+        wait = torch.ops._c10d_functional.wait_tensor.default
+        graph = torch.fx.Graph()
+        node = graph.call_function(wait, (graph.placeholder("x"),))
+        self.assertTrue(must_run_once(node))
+        with config.patch(unsafe_allow_optimization_of_collectives=True):
+            self.assertFalse(must_run_once(node))
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        self.assertFalse(must_run_once(node))
+
+    def test_of_plans_as_fast_the_lightest_is_taken(self):
+        """Ten FLOP of two hundred million do not decide for an eighth of the bytes."""
+        memory, runtimes = [0.5, 0.375, 0.25], [1e8 + 10, 1e8, 1e7]
+        self.assertEqual(memory_budget._lightest(memory, runtimes, [0]), [1])
+        self.assertEqual(memory_budget._lightest(memory, runtimes, [0, 2]), [1, 2])
+        # A hundredth is no noise.
+        runtimes[0] = 1.02e8
+        self.assertEqual(memory_budget._lightest(memory, runtimes, [0]), [0])
+        self.assertEqual(memory_budget._lightest([], [], []), [])
 
 
 class TestCustomSolver(TestCase):

@@ -5,7 +5,6 @@ import random
 import unittest.mock
 
 import networkx as nx
-
 import torch
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -444,7 +444,7 @@ class PeakBudgetTest(TestCase):
                     return peak_budget.choose_plan(joint, info, budget, outputs)
 
             def without(budget):
-                return memory_budget.choose_plan(joint, info, budget)
+                return memory_budget.choose_plan(joint, info, budget, outputs)
 
             with patch.object(peak_budget, "choose_plan", original):
                 return ask(plan, without)

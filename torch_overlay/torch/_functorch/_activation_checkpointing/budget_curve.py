@@ -25,7 +25,7 @@ from .rerun_cost import RUNTIME_UNITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .memory_budget import ChosenPlan
+    from .memory_budget import Knapsack
 
     Solution = tuple[float, list[int], list[int]]
     Solver = Callable[[list[float], list[float], float], Solution]
@@ -105,8 +105,8 @@ def solve_budgets(
 
 
 def budget_curve(
-    asked: ChosenPlan,
-    plan_at: Callable[[float, list[int]], ChosenPlan],
+    posed: Knapsack,
+    kept_at: Callable[[float, list[int]], tuple[Knapsack, int]],
     solver: Solver,
     limits: Range,
     cheap: Sequence[int],
@@ -116,12 +116,10 @@ def budget_curve(
     As in the partitioner, a cut that fits comes before the knapsack.  The points are by
     rising budget, each with another set of saved items or another cut.
 
-    ``solver`` answers the knapsack of the plan ``asked`` at other budgets, ``plan_at``
-    makes a plan of a budget and an answer, and ``cheap`` is what the cuts keep that the
-    partitioner tries first, in order.
+    ``solver`` answers ``posed`` at other budgets, ``kept_at`` tells of a budget and an
+    answer what is saved in the end and the bytes that this keeps, and ``cheap`` is what
+    the cuts keep that the partitioner tries first, in order.
     """
-    posed = asked.knapsack
-    assert posed is not None
 
     def point(budget: float, nbytes: int, saved: Sequence[int]) -> CurvePoint:
         again = {*range(len(posed.memory))} - {*saved}
@@ -136,9 +134,8 @@ def budget_curve(
     solutions = solve_budgets(solver, posed.memory, posed.runtimes, capacities)
     points = [point(0.0, limits.low, [])]
     for budget, (_, saved, _) in zip(tried, solutions):
-        plan = plan_at(budget, saved)
-        assert plan.knapsack is not None
-        points.append(point(budget, plan.activation_bytes, plan.knapsack.saved))
+        solved, kept = kept_at(budget, saved)
+        points.append(point(budget, kept, solved.saved))
     for budget in budgets[len(tried) :]:
         fits = next(size for size in cheap if size <= limits.allowed(budget))
         points.append(point(budget, fits, every))
@@ -146,14 +143,12 @@ def budget_curve(
     return [p for i, p in enumerate(points) if i == 0 or p[1:] != points[i - 1][1:]]
 
 
-def write_budget_curve(asked: ChosenPlan, points: list[CurvePoint]) -> None:
-    """Write the curve around a plan as a plot (SVG), and its points beside it (JSON).
+def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
+    """Write a curve as a plot (SVG), and its points beside it (JSON).
 
     They lie in ``config.memory_budget_pareto_dir`` or the working directory; a warning
     names them.  Without matplotlib only the points are written, and the warning says so.
     """
-    posed = asked.knapsack
-    assert posed is not None
     estimator = config.activation_memory_budget_runtime_estimator
     graph = get_aot_graph_name()
     folder = config.memory_budget_pareto_dir or os.getcwd()

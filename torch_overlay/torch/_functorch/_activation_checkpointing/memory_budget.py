@@ -144,16 +144,18 @@ class _Item(NamedTuple):
 
     Args:
         node: what is told about it.
-        ops: the nodes that need not run again if it is saved.
+        ops: the nodes that need not run again if it is saved, with their runtimes.
         storages: what to keep for that, by the graph's model, and their bytes.
-        runtime: what it costs to run the nodes again.
     """
 
     node: fx.Node
-    ops: tuple[fx.Node, ...]
+    ops: dict[fx.Node, float]
     storages: frozenset[int]
     nbytes: int
-    runtime: float
+
+    @property
+    def runtime(self) -> float:
+        return math.fsum(self.ops.values())
 
 
 def choose_plan(
@@ -262,12 +264,13 @@ class _Graph:
         # The backward can compute nothing from an input that was overwritten by then.
         if again is None and not any(map(is_overwritten, self.info.inputs)):
             return self.info.inputs
+        found = [self.cut((), again)[0]]
         if self.model is not None:
             try:
-                return self.model.saved_values(self.model.evaluate(()).saved)
+                found.append(self.model.saved_values(self.model.evaluate(()).saved))
             except CannotPlan as error:
                 log.warning("budget 0 is one for a min cut in this graph: %s", error)
-        return self.cut((), again)[0]
+        return min(found, key=self.kept_bytes)
 
     def within(self, limits: Range, fastest: ChosenPlan) -> ChosenPlan:
         """The plan of a budget between 0 and 1; the module's docstring has the steps."""
@@ -289,32 +292,38 @@ class _Graph:
         name = name if isinstance(name, str) else type(name).__name__
         cut = functools.cache(lambda nodes: self.cut(_ALL_CHEAP, OrderedSet(nodes))[0])
 
-        def plan_at(budget: float, saved: list[int]) -> ChosenPlan:
+        def solved_at(
+            budget: float, saved: list[int]
+        ) -> tuple[Knapsack, int, list[fx.Node]]:
             if name in ("exact", _KNEE):
                 saved = _lightest(memory, runtimes, saved)
             again = [i for i in range(len(items)) if i not in {*saved}]
-            cut_values = cut(tuple(node for i in again for node in items[i].ops))
-            allowed = limits.allowed(budget)
-            values, kept = self.cheapest(cut_values, items, saved, allowed)
-            capacity = limits.capacity(budget)
-            return replace(
-                fastest,
-                saved_values=values,
-                decided_by="knapsack",
-                activation_bytes=kept,
-                knapsack=Knapsack(name, budget, capacity, memory, runtimes, saved),
-                items=[item.node for item in items],
-            )
+            values = cut(tuple(node for i in again for node in items[i].ops))
+            allowed, capacity = limits.allowed(budget), limits.capacity(budget)
+            values, kept = self.cheapest(values, items, saved, allowed)
+            solved = Knapsack(name, budget, capacity, memory, runtimes, saved)
+            return solved, kept, values
 
         ask = functools.partial(ask_solver, self, [item.node for item in items])
         with no_dispatch():
             _, saved, _ = ask(memory, runtimes, limits.capacity(budget))
-        plan = plan_at(budget, list(saved))
+        solved, kept, values = solved_at(budget, list(saved))
+        plan = replace(
+            fastest,
+            saved_values=values,
+            decided_by="knapsack",
+            activation_bytes=kept,
+            knapsack=solved,
+            items=[item.node for item in items],
+        )
         if config.visualize_memory_budget_pareto:
             # The knee search is shown by the curve that it searches.
             solver = {**KNAPSACK_SOLVERS, _KNEE: exact_knapsack}.get(name, ask)
-            write_budget_curve(plan, budget_curve(plan, plan_at, solver, limits, cheap))
-        self.trace(plan, items, limits, cheap)
+            points = budget_curve(
+                solved, lambda *at: solved_at(*at)[:2], solver, limits, cheap
+            )
+            write_budget_curve(solved, points)
+        self.trace(plan, solved, items, limits, cheap)
         return plan
 
     def cheapest(
@@ -344,9 +353,9 @@ class _Graph:
         runs = dict(zip(model.nodes, repeated))
         runtimes = [
             math.fsum(
-                rerun_cost(node)
+                runtime
                 for item in items
-                for node in item.ops
+                for node, runtime in item.ops.items()
                 if runs.get(node, 0) & plan
             )
             for plan in (1, 2)
@@ -382,8 +391,8 @@ class _Graph:
                 if self.model is not None:
                     storages = self.model.saveable([node])
                     nbytes = self.model.size(storages)
-                runtime = rerun_cost(node)
-                items.append(_Item(node, (node,), frozenset(storages), nbytes, runtime))
+                ops = {node: rerun_cost(node)}
+                items.append(_Item(node, ops, frozenset(storages), nbytes))
         # A solver of the user's own knows the nodes.
         if isinstance(config.activation_memory_budget_solver, str):
             items = self.joined(items, most)
@@ -430,16 +439,16 @@ class _Graph:
             ):
                 left += group
                 continue
-            node = model.saved_as[max(kept, key=model.nbytes.__getitem__)]
-            assert node is not None
-            ops = tuple(item.node for item in group)
-            runtime = math.fsum(item.runtime for item in group)
-            left.append(_Item(node, ops, frozenset(kept), nbytes, runtime))
+            largest = max(kept, key=model.nbytes.__getitem__)
+            node = model.saved_as[largest] or group[0].node
+            ops = {op: runtime for item in group for op, runtime in item.ops.items()}
+            left.append(_Item(node, ops, frozenset(kept), nbytes))
         return left
 
     def trace(
         self,
         plan: ChosenPlan,
+        solved: Knapsack,
         items: Sequence[_Item],
         limits: Range,
         cheap: Sequence[int],
@@ -447,8 +456,7 @@ class _Graph:
         """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
         from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
 
-        solved = plan.knapsack
-        if not AOT_PARTITIONER_DEBUG or solved is None:
+        if not AOT_PARTITIONER_DEBUG:
             return
         told: dict[str, Any] = {
             "joint_graph": self.joint,

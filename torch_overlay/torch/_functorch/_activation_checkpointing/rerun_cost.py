@@ -10,7 +10,7 @@ performance model", 2009).
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
@@ -64,7 +64,7 @@ def rerun_cost(node: fx.Node) -> float:
         return roofline(node)
     if estimator != "flops":
         return estimate_runtime(node)
-    known = flops(node)
+    known: float = flops(node)
     if not known and not isinstance(node.target, torch._ops.OpOverload):
         # What a higher-order operator runs has formulas.
         known = estimate_runtime(node)
@@ -126,7 +126,7 @@ def _bytes_moved(node: fx.Node) -> int:
     )
 
 
-def _formula(node: fx.Node) -> Optional[Callable[..., Any]]:
+def _formula(node: fx.Node) -> Any:
     packet = getattr(node.target, "_overloadpacket", node.target)
     if packet in flop_registry:
         return flop_registry[packet]
