@@ -199,7 +199,10 @@ class JointGraph:
         (output,) = graph.find_nodes(op="output")
         results = tree_leaves(output.args)
         self._forward = set(node_info.required_fw_nodes)
-        self._tangents_closure = node_info.tangents_closure
+        # In 2.10, these are the same.
+        self._tangents_closure = getattr(
+            node_info, "tangents_closure", node_info.required_bw_nodes
+        )
         self._bwd_outputs = _nodes(results[num_fwd_outputs:])
         self._storages = Storages(graph, self._forward)
         self.nbytes = self._storages.nbytes

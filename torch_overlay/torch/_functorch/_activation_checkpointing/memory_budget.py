@@ -244,8 +244,9 @@ class _Graph:
         """What each plan keeps and repeats; None where that cannot be said."""
         try:
             return JointGraph(self.joint, self.info, self.num_fwd_outputs)
-        except CannotPlan as error:
-            log.warning("the budget is kept by estimate in this graph: %s", error)
+        except Exception as error:
+            name = type(error).__name__
+            log.warning("this graph's budget is kept by estimate: %s: %s", name, error)
             return None
 
     def cut(
@@ -348,7 +349,7 @@ class _Graph:
             storages = {s for s, by in enumerate(saved) if by & needed[s] & 2}
             values = model.saved_values(storages)
         except CannotPlan as error:
-            log.warning("the budget is kept by estimate in this graph: %s", error)
+            log.warning("this graph's budget is kept by estimate: %s", error)
             return cut, kept
         runs = dict(zip(model.nodes, repeated))
         runtimes = [
