@@ -349,7 +349,8 @@ recomputed in the backward
         self.assertRaisesRegex(LookupError, "no graph has been partitioned", last_plan)
         self.assertIn("no graph has been partitioned", printed())
 
-    def test_a_cache_hit_is_said(self):
+    def test_the_cache_keeps_the_plan(self):
+        other = {"activation_memory_budget": 0.5}
         torch.manual_seed(0)
         inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
 
@@ -367,15 +368,19 @@ recomputed in the backward
             torch._dynamo.reset()
             torch.compile(products)(*inputs).sum().backward()
             self.assertEqual(counters["aot_autograd"]["autograd_cache_hit"], 1)
-            self.assertEqual(len(plans()), 1)
-            with self.assertRaisesRegex(LookupError, "1 graph.* came from the compile"):
+            self.assertEqual(len(plans()), 2)
+            self.assertEqual(last_plan(), plans()[0])
+            # An entry made before this was kept has none.
+            with patch.object(saved_report, "keep_plan"), config.patch(**other):
+                for hits in (1, 2):
+                    torch._dynamo.reset()
+                    torch.compile(products)(*inputs).sum().backward()
+                    found = counters["aot_autograd"]["autograd_cache_hit"]
+                    self.assertEqual(found, hits)
+            self.assertEqual(len(plans()), 3)
+            with self.assertRaisesRegex(LookupError, "came from the compile cache"):
                 last_plan()
             self.assertIn("enable_autograd_cache = False", printed())
-            with config.patch(enable_autograd_cache=False):
-                torch._dynamo.reset()
-                torch.compile(products)(*inputs).sum().backward()
-            self.assertEqual(len(plans()), 2)
-            self.assertEqual(last_plan(), plans()[1])
 
     def test_the_plan_is_traced(self):
         seen = []

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional, TextIO, TYPE_CHECKING
 
 import torch
-from torch._dynamo.utils import counters
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._logging._internal import trace_structured
@@ -229,36 +228,52 @@ def _verdict(knapsack: Knapsack) -> str:
     return f"at most {part:.2g} of the runtime below the optimum"
 
 
-_plans: deque[Plan] = deque(maxlen=_KEPT)
-_hits_before_last = 0
+# None for a graph from the compile cache whose plan did not come with it.
+_plans: deque[Optional[Plan]] = deque(maxlen=_KEPT)
 
 
 def plans() -> list[Plan]:
-    """The plans of the graphs partitioned last, 16 at most, oldest first."""
-    return list(_plans)
+    """The plans of the graphs compiled last, 16 at most, oldest first."""
+    return [plan for plan in _plans if plan is not None]
 
 
 def last_plan() -> Plan:
-    """The plan of the graph compiled last.
+    """The plan of the graph compiled last, or of that compile if it was cached.
 
-    Raises LookupError where there is none: the compile cache keeps no plans.
+    Raises LookupError where there is none.
     """
-    hits = _cache_hits()
-    since = hits - _hits_before_last if hits >= _hits_before_last else hits
-    if since:
-        kept = f" plans() has the {len(_plans)} made before." if _plans else ""
-        raise LookupError(
-            f"no plan to show: {since} graph(s) came from the compile cache, so nothing "
-            "was partitioned. Set torch._functorch.config.enable_autograd_cache = False "
-            f"and compile anew.{kept}"
-        )
     if not _plans:
         raise LookupError(
             "no plan to show: no graph has been partitioned in this process. Call a "
             "compiled function on inputs that require gradients; the backends eager and "
             "aot_eager do not partition by the budget"
         )
+    if _plans[-1] is None:
+        kept = f" plans() has {len(plans())} made before." if plans() else ""
+        raise LookupError(
+            "no plan to show: the graph came from the compile cache, which had none for "
+            "it. Set torch._functorch.config.enable_autograd_cache = False and compile "
+            f"anew.{kept}"
+        )
     return _plans[-1]
+
+
+def keep_plan(metadata: Any) -> None:
+    """Put the plan of a graph that was just split into what is cached of the graph.
+
+    ``metadata`` is the graph's ViewAndMutationMeta.
+    """
+    plan = _plans[-1] if _plans else None
+    if plan is not None and plan.graph == get_aot_graph_name():
+        metadata.activation_memory_plan = plan
+
+
+def recall_plan(metadata: Any) -> None:
+    """Take the plan of a graph from the compile cache for that of the last one."""
+    plan = getattr(metadata, "activation_memory_plan", None)
+    # Without a backward there is no plan.
+    if plan is not None or metadata.num_symints_saved_for_bw is not None:
+        _plans.append(plan)
 
 
 def print_saved_values(
@@ -276,18 +291,14 @@ def print_saved_values(
         except LookupError as error:
             print(error.args[0], file=file)
             return
-        if len(_plans) > 1:
-            kept = format_bytes(sum(each.activation_bytes for each in _plans))
+        if len(plans()) > 1:
+            kept = format_bytes(sum(each.activation_bytes for each in plans()))
             print(
-                f"the last of {len(_plans)} graphs, which keep {kept} of activations "
+                f"the last of {len(plans())} graphs, which keep {kept} of activations "
                 "together; plans() has all",
                 file=file,
             )
     print(plan.format(rows), file=file)
-
-
-def _cache_hits() -> int:
-    return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def record_plan(
@@ -302,7 +313,6 @@ def record_plan(
 
     ``more`` are the fields that another ``kind`` of plan has.  O(nodes).
     """
-    global _hits_before_last
     from torch._functorch.partitioners import _size_of
     from torch._inductor.fx_utils import get_node_storage
 
@@ -374,7 +384,6 @@ def record_plan(
         **more,
     )
     _plans.append(plan)
-    _hits_before_last = _cache_hits()
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
