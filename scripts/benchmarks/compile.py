@@ -68,10 +68,14 @@ def measure(task: fresh.Task) -> Row:
 
 def page(data: dict[str, Any]) -> str:
     lines = []
+    before: dict[str, float] = {}
     for row in data["rows"]:
         if "error" in row:
-            lines.append([row["model"], row["variant"], row["error"], *[""] * 8])
+            lines.append([row["model"], row["variant"], row["error"], *[""] * 9])
             continue
+        parts = ("min_cut_s", "knapsack_s", "partition_rest_s")
+        partition = sum(row[part] for part in parts)
+        ratio = partition / before.setdefault(row["model"], partition)
         used = row["used"] / row["budget"] if row["used"] is not None else None
         text = "-" if used is None else f"{used:.4f}"
         lines.append(
@@ -83,13 +87,14 @@ def page(data: dict[str, Any]) -> str:
                 *(f"{row[key]:.2f}" for key in ("trace_s", "min_cut_s")),
                 f"{row['knapsack_s'] * 1e3:.1f}",
                 f"{row['partition_rest_s']:.2f}",
+                f"{partition:.2f}" + f" ({ratio:.2f}x)" * (row["variant"] == "after"),
                 f"{row['total_s']:.1f}",
                 f"{row['knapsack_s'] / row['total_s']:.3%}",
                 f"**{text}**" if row["over"] else text,
             ]
         )
     heading = ["model", "", "joint nodes", "items", "trace s", "min cuts s"]
-    heading += ["knapsack ms", "rest s", "total s"]
+    heading += ["knapsack ms", "rest s", "all of the partition s", "total s"]
     return (
         markdown([*heading, "knapsack / total", "used / budget"], lines)
         + (

@@ -308,7 +308,7 @@ class TestPlans(TestCase):
             saved.pop(storage, None)
         return sum(saved.values())
 
-    @parametrize("solver", ["exact", "greedy", "dp"])
+    @parametrize("solver", ["exact", "greedy"])
     def test_a_budget_is_kept_where_the_cut_would_not_keep_it(self, solver):
         encoder = Encoder()
         over = []
@@ -464,11 +464,11 @@ class TestPlans(TestCase):
 class TestWhatFits(TestCase):
     """What fits into a budget to the byte is saved, in the step that runs."""
 
-    def step(self, function, inputs, budget, solver, **settings):
+    def step(self, function, inputs, budget):
         """What autograd holds and the backward repeats, in squares and products of them."""
         torch._dynamo.reset()
-        settings.update(activation_memory_budget=budget, **{SOLVER: solver})
         counts = []
+        settings = {"activation_memory_budget": budget, SOLVER: "exact"}
         with config.patch(settings):
             call = torch.compile(function, backend="aot_eager_decomp_partition")
             for run in (function, call):
@@ -491,8 +491,7 @@ class TestWhatFits(TestCase):
             for rows, columns in shapes
         ]
 
-    @parametrize("solver", ["exact", "dp"])
-    def test_an_even_chain_saves_a_product_per_tenth(self, solver):
+    def test_an_even_chain_saves_a_product_per_tenth(self):
         def function(x, *weights):
             x = x.cos()
             for weight in weights:
@@ -503,12 +502,11 @@ class TestWhatFits(TestCase):
         for tenths in range(11):
             # From half on only cosines are repeated, at 1 nothing is.
             products = min(tenths, 5)
-            found = self.step(function, inputs, tenths / 10, solver)
+            found = self.step(function, inputs, tenths / 10)
             kept = 10 if tenths == 10 else products
             self.assertEqual(found, (kept, 5 - products), f"{tenths} tenths")
 
-    @parametrize("solver", ["exact", "dp"])
-    def test_products_of_many_sizes_fill_the_budget(self, solver):
+    def test_products_of_many_sizes_fill_the_budget(self):
         def function(x, *weights):
             return sum((x @ weight).cos().sum() for weight in weights)
 
@@ -519,11 +517,10 @@ class TestWhatFits(TestCase):
             inputs = self.matrices((1, 1), *((1, width) for width in widths))
             for squares in fillable:
                 budget = squares / sum(widths)
-                kept, _ = self.step(function, inputs, budget, solver)
+                kept, _ = self.step(function, inputs, budget)
                 self.assertEqual(kept, squares)
 
-    @parametrize("solver", ["exact", "dp"])
-    def test_the_cheaper_product_is_repeated(self, solver):
+    def test_the_cheaper_product_is_repeated(self):
         def function(*matrices):
             pairs = zip(*[iter(matrices)] * 2)
             return sum((x @ weight).cos().sum() for x, weight in pairs)
@@ -538,12 +535,12 @@ class TestWhatFits(TestCase):
             )
 
         # Both are as large, and one costs half as much.
-        found = self.step(function, inputs((1, 4), (2, 2)), 0.5, solver)
+        found = self.step(function, inputs((1, 4), (2, 2)), 0.5)
         self.assertEqual(found, (4, 4))
         three = inputs((4, 4), (6, 2), (2, 6))
-        self.assertEqual(self.step(function, three, 28 / 40, solver), (28, 2 * 2 * 6))
+        self.assertEqual(self.step(function, three, 28 / 40), (28, 2 * 2 * 6))
         # The smaller one that fits is worth more than the larger one.
-        found = self.step(function, three, 16 / 40, solver)
+        found = self.step(function, three, 16 / 40)
         self.assertEqual(found, (12, 2 * 2 * 6 + 4 * 4 * 4))
 
     def test_attention_and_a_checkpoint_of_the_users_own(self):
@@ -559,8 +556,7 @@ class TestWhatFits(TestCase):
 
         inputs = self.matrices(*[(1, 1)] * 3)
         products = [
-            self.step(function, inputs, budget, "exact")[1]
-            for budget in (0.0, 0.3, 0.6, 1.0)
+            self.step(function, inputs, budget)[1] for budget in (0.0, 0.3, 0.6, 1.0)
         ]
         self.assertEqual(products, sorted(products, reverse=True))
         # Eager mode repeats the region's two products as well, and saves the others.
