@@ -54,15 +54,14 @@ def measure(task: fresh.Task) -> Row:
     for budget in task["budgets"]:
         kept, again = ours(budget)
         their_kept, their_again = split(joint, theirs, budget)
-        their_share = (their_kept - low) / (high - low)
-        # What ours recomputes where it may keep as much.
-        same = ours(their_share)[1] if 0 <= their_share <= 1 else None
+        # What ours recomputes where it may keep as much, beyond what it has to.
+        same = ours(min(their_kept / (high - low), 1.0))[1]
         steps.append(
             {
                 "budget": budget,
                 "share": (kept - low) / (high - low),
                 "recomputed": again,
-                "upstream_share": their_share,
+                "upstream_share": (their_kept - low) / (high - low),
                 "upstream_recomputed": their_again,
                 "recomputed_at_upstreams": same,
             }
@@ -119,7 +118,6 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     compared = [
         (s["recomputed_at_upstreams"] - s["upstream_recomputed"], net, s["budget"])
         for net, s in steps
-        if s["recomputed_at_upstreams"] is not None
     ]
     count = f"{len(steps)} plans of {len(good)} nets"
     for what, worst, mark, most in (
@@ -154,9 +152,8 @@ def shares(step: Row) -> str:
 
 
 def recomputed(step: Row) -> str:
-    same = step["recomputed_at_upstreams"]
-    ours = "-" if same is None else f"{same:.3f}"
-    return f"{ours} / {step['upstream_recomputed']:.3f}"
+    ours, theirs = step["recomputed_at_upstreams"], step["upstream_recomputed"]
+    return f"{ours:.3f} / {theirs:.3f}"
 
 
 def page(data: dict[str, Any]) -> str:
@@ -167,8 +164,8 @@ def page(data: dict[str, Any]) -> str:
         "0.001):\n\n"
         + by_budget(good, shares)
         + "\nForwards computed again, ours / upstream's, where ours may keep what "
-        "upstream's plan of that budget keeps (-: less than ours of budget 0, as "
-        "upstream's draws dropout's masks again, which makes wrong gradients):\n\n"
+        "upstream's plan of that budget keeps, and dropout's masks besides (upstream's "
+        "draws them again, which makes wrong gradients):\n\n"
         + by_budget(good, recomputed)
         + f"\nFake tensors, graphs as for a GPU, one graph. {measured_on(data['environment'])}"
     )

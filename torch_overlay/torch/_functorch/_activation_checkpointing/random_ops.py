@@ -64,6 +64,17 @@ def is_replayed(node: fx.Node) -> bool:
     return not (is_higher_order and _runs_random(origin))
 
 
+def subgraphs(node: fx.Node) -> list[fx.Graph]:
+    """The graphs that the call of a higher-order operator runs."""
+    module = node.graph.owning_module
+    attributes = [
+        operator.attrgetter(str(argument.target))(module)
+        for argument in node.all_input_nodes
+        if argument.op == "get_attr" and module is not None
+    ]
+    return [each.graph for each in attributes if isinstance(each, fx.GraphModule)]
+
+
 def must_run_once(node: fx.Node) -> bool:
     """Whether ``node``, if the forward runs it, must not be run by the backward too.
 
@@ -153,15 +164,4 @@ def _runs_random(node: fx.Node) -> bool:
         return False
     if any(isinstance(a, torch._ops.OpOverload) and _is_seeded(a) for a in node.args):
         return True
-    module = node.graph.owning_module
-    attributes = [
-        operator.attrgetter(str(argument.target))(module)
-        for argument in node.all_input_nodes
-        if argument.op == "get_attr" and module is not None
-    ]
-    return any(
-        is_random(inner)
-        for attribute in attributes
-        if isinstance(attribute, fx.GraphModule)
-        for inner in attribute.graph.nodes
-    )
+    return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)

@@ -1,8 +1,9 @@
 """What it costs to run a node of the forward again.
 
-By the estimator "flops", an operator costs its FLOP.  One without a formula costs the
-bytes that it moves, as FLOP: next to nothing beside a product, and never nothing.  What
-a custom operator costs is said by ``torch.utils.flop_counter.register_flop_formula``.
+By the estimator "flops", an operator costs its FLOP.  One that no compiler fuses and
+that has no formula costs the bytes that it moves, as FLOP: little beside a product, and
+never nothing.  What a custom operator costs is said by
+``torch.utils.flop_counter.register_flop_formula``.  All others, sums say, cost 1.
 "roofline" counts the bytes of all of them as the arithmetic that an accelerator would
 have done meanwhile (Williams, Waterman and Patterson, "Roofline: an insightful visual
 performance model", 2009).
@@ -16,6 +17,8 @@ import torch
 from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from .random_ops import subgraphs
 
 
 if TYPE_CHECKING:
@@ -64,11 +67,7 @@ def rerun_cost(node: fx.Node) -> float:
         return roofline(node)
     if estimator != "flops":
         return estimate_runtime(node)
-    known: float = flops(node)
-    if not known and not isinstance(node.target, torch._ops.OpOverload):
-        # What a higher-order operator runs has formulas.
-        known = estimate_runtime(node)
-    return max(known, _bytes_moved(node), 1)
+    return max(flops(node), _bytes_moved(node) if is_costly(node) else 1)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -92,17 +91,20 @@ def is_costly(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return _formula(node) is not None or target.namespace not in _BUILTIN
-    return target is torch.ops.higher_order.triton_kernel_wrapper_functional
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def flops(node: fx.Node) -> int:
     """Floating-point operations of a node, 0 where no formula is known for it.
 
-    The formulas are those of ``torch.utils.flop_counter``, and a few that it lacks.
+    The formulas are those of ``torch.utils.flop_counter``, and a few that it lacks.  A
+    higher-order operator without one does what is in its graphs.
     """
     formula = _formula(node)
     if formula is None:
-        return 0
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            return 0
+        return sum(flops(inner) for graph in subgraphs(node) for inner in graph.nodes)
     arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs = arguments
     return concrete(formula(*args, **kwargs, out_val=node.meta["val"]))
