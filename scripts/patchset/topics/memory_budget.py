@@ -33,9 +33,9 @@ PATCH = Patch(
     name="memory-budget",
     subject="Choose what an activation memory budget saves in a module of its own",
     why="""\
-choose_saved_values_set does everything in 260 lines, and its plans are over their
-budget in half of all cases: the min cut after the knapsack saves other values than the
-solver chose. It accepts a budget of NaN and does not notice a misspelt solver until a
+choose_saved_values_set does everything in 260 lines, and its plans may be over their
+budget (a U-Net keeps .593 at .5), as the min cut after the knapsack saves other values
+than the solver chose. It accepts a budget of NaN and does not notice a misspelt solver until a
 graph needs one. What has no FLOP formula (a custom operator, a grouped product) is
 recomputed first, however long it takes. The Pareto plot bisects with a knapsack and a min cut per point (438
 knapsacks for a net of 15 items), and the knee search of dynamic_memory_budget_dp solves
