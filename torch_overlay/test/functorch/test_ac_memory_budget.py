@@ -831,6 +831,17 @@ class TestKnee(TestCase):
             self.assertLessEqual(knee, asked)
             self.assertGreaterEqual(knee, min(asked, 1e-3))
 
+    def test_a_hundred_budgets_from_a_thousandth_on_are_tried(self):
+        solve, tried = budget_curve.solve_budgets, []
+
+        def watched(solver, memory, runtimes, budgets):
+            tried.extend(budgets)
+            return solve(solver, memory, runtimes, budgets)
+
+        with patch.object(budget_curve, "solve_budgets", watched):
+            self.knee([0.1] * 4, [100.0, 10.0, 1.0, 1.0], 0.4)
+        self.assertEqual((len(tried), tried[0], tried[-1]), (100, 0.001, 0.4))
+
     def test_is_the_solution_nearest_to_the_origin(self):
         def on_unit(values):
             low, high = min(values), max(values)
