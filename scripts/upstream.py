@@ -40,5 +40,9 @@ def untouched_knapsack() -> ModuleType:
 
 
 def untouched_partitioners() -> ModuleType:
+    """The wheel's partitioner, with the wheel's default solver."""
     # Its relative imports need the package that it belongs to.
-    return untouched(PARTITIONERS, "torch._functorch.untouched_partitioners")
+    module = untouched(PARTITIONERS, "torch._functorch.untouched_partitioners")
+    # But what they find there is the running torch's.
+    vars(module)["dp_knapsack"] = untouched_knapsack().dp_knapsack
+    return module

@@ -40,7 +40,7 @@ def text(module, joint, budget, aggressive=False):
     with fconfig.patch(
         activation_memory_budget=budget,
         aggressive_recomputation=aggressive,
-        # Upstream knows no "exact"; both modules get the same function for this.
+        # Upstream knows no "exact".
         activation_memory_budget_solver="dp",
         # A pass of another topic, which changes plans where losses are averaged.
         drop_unread_arguments=False,

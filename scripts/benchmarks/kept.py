@@ -21,7 +21,7 @@ import torch
 import torch._functorch.config as config
 from torch._functorch import partitioners
 from torch.utils._pytree import tree_leaves
-from upstream import untouched_knapsack, untouched_partitioners
+from upstream import untouched_partitioners
 
 from benchmarks import fresh, nets, options
 from benchmarks.marks import failed, Mark, table
@@ -44,7 +44,6 @@ def measure(task: fresh.Task) -> Row:
     name = task["net"]
     joint = Joint(*{**nets.NETS, **MODELS}[name].fake(), dynamo=name in MODELS)
     theirs = untouched_partitioners()
-    vars(theirs)["dp_knapsack"] = untouched_knapsack().dp_knapsack
 
     def ours(budget: float) -> tuple[int, float]:
         return split(joint, partitioners, budget)

@@ -1,7 +1,7 @@
 """Models of the Hugging Face libraries, from configurations: random weights, no download.
 
 `MODELS` has each under its name, in train mode with its own dropout, with a batch. They
-are as wide as the published ones and have few layers, for fake tensors.
+have few layers, most of them at the widths of a published model, for fake tensors.
 """
 
 from __future__ import annotations

@@ -46,8 +46,9 @@ The new module works in small steps and returns one value: what to save, what de
 it, the range, the knapsack and what the plan keeps. A model of the graph's storages tells
 what each plan keeps and recomputes, and where the cut's is over the budget, or recomputes
 more, nothing but the solver's items is saved. Items that a smaller value can be kept for
-are one item. A budget is kept to the byte, and what fits to the byte is saved. Operators
-cost at least the bytes that they move. Options are checked before the first cut. Plot and
+are one item. A budget is kept to the byte, and what fits to the byte is saved. What no
+compiler fuses costs at least the bytes that it moves. Options are checked before the first
+cut. Plot and
 knee search solve all their budgets in one call, and each set of items is cut once. A
 custom solver with a parameter named runtimes gets them, and its lists have to name every
 item once. The estimator "roofline" counts the bytes that recomputation moves as well as

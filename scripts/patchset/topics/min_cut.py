@@ -9,9 +9,9 @@ PATCH = Patch(
     why="""\
 Before 2.15 networkx finds the min cuts, four of them for a memory budget, and its default
 algorithm, preflow-push, takes a quarter of a compile for them. Boykov and Kolmogorov's
-was made for graphs like these, sparse and with terminals on most nodes, and is two to
-three times as fast here. networkx has it too, and the cut is the same: it is the one
-nearest to the sink, whichever flow leads to it.
+was made for graphs like these, sparse and with terminals on most nodes, and makes the
+partitioner's cuts up to twice as fast. networkx has it too, and the cut is the same: it
+is the one nearest to the sink, whichever flow leads to it.
 """,
     test="test/functorch/test_ac_min_cut.py",
     edits=(

@@ -311,13 +311,13 @@ class _Graph:
         ask = functools.partial(ask_solver, self, [item.node for item in items])
         # What must not run twice may be kept in more bytes than budget 0 needs for it.
         over = 0
+        is_custom = not isinstance(config.activation_memory_budget_solver, str)
         for _ in range(_TRIES):
             capacity = max(limits.capacity(budget) - limits.size(over), 0.0)
             with no_dispatch():
                 _, saved, _ = ask(memory, runtimes, capacity)
             solved, kept, values = solved_at(budget, list(saved))
             excess = kept - limits.allowed(budget)
-            is_custom = not isinstance(config.activation_memory_budget_solver, str)
             if excess <= 0 or is_custom or self.model is None:
                 break
             over += excess
