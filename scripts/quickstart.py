@@ -109,13 +109,14 @@ def measure(
     return row, instance
 
 
-def compare(name: str, solve: Callable[..., Any], instance: Instance) -> Row:
-    """Give a solver from outside the running torch the recorded instance."""
+def compare(
+    name: str, budget: float, solve: Callable[..., Any], instance: Instance
+) -> Row:
+    """Give a solver from outside the running torch the instance of that budget."""
     start = time.process_time()
     saved = solve(instance.memory, instance.runtimes, instance.budget)[1]
     found = choice(name, instance, saved, time.process_time() - start)
-    row = {"solver": name, "budget": instance.budget}
-    return {**row, "choice": found, "measured": None}
+    return {"solver": name, "budget": budget, "choice": found, "measured": None}
 
 
 def run(solvers: Sequence[str], backend: str) -> Iterator[Row]:
@@ -137,7 +138,7 @@ def run(solvers: Sequence[str], backend: str) -> Iterator[Row]:
         for name, function in UPSTREAM.items():
             solve = getattr(untouched_knapsack(), function, None)
             if instance is not None and solve is not None:
-                yield compare(name, solve, instance)
+                yield compare(name, budget, solve, instance)
 
 
 # ------------------------------------------------------------------- report
