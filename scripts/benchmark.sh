@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|compile|techniques|capture [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|compile|estimators|techniques|capture [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | kept | frozen | peak | compile | techniques | capture) ;;
+  solvers | compare | curves | kept | frozen | peak | step | compile | estimators | techniques | capture) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -22,13 +22,16 @@ $usage
                as it was, and what that costs (ten minutes)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
                gradients, planning time (an hour)
+  step         a budget for the whole training step where blocks are compiled one by one, beside
+               what budgets and checkpoints of single blocks reach (an hour)
   compile      where the partitioner's time goes, before and after the set, on models of
                real size (half an hour)
+  estimators   which runtime estimator's plans train fastest on inductor (half an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
                yours: peak memory against step time (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
-Each has --help, and all but capture --json FILE, to store what they print. The first six
+Each has --help, and all but capture --json FILE, to store what they print. The first seven
 have --check, for the counts that must hold.
 EOF2
     exit

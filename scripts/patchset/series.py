@@ -21,6 +21,7 @@ from .topics import (
     random_ops,
     saved_report,
     solver_by_name,
+    step_budget,
 )
 
 
@@ -39,6 +40,7 @@ SERIES = tuple(
         mask_vectors,
         buffer_reuse,
         peak_budget,
+        step_budget,
         exact_by_default,
         config_solver_name,
     )

@@ -5,6 +5,9 @@ from ..patch import CONFIG, Edit, GRAPH_COMPILE, module_path, Patch
 
 _COMPILERS = "        inference_compiler = fw_compiler\n"
 _CONFIG = "from .. import config\n"
+IMPORT = (
+    "from .._activation_checkpointing.frozen_layers import without_unread_arguments\n"
+)
 
 PATCH = Patch(
     name="frozen-layers",
@@ -40,9 +43,7 @@ drop_unread_arguments = True
         Edit(
             GRAPH_COMPILE,
             anchor=_CONFIG,
-            replacement=_CONFIG
-            + "from .._activation_checkpointing.frozen_layers import "
-            "without_unread_arguments\n",
+            replacement=_CONFIG + IMPORT,
         ),
         Edit(
             GRAPH_COMPILE,

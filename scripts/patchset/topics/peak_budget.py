@@ -10,7 +10,14 @@ from ..patch import (
 from . import memory_budget, saved_report
 
 
-_ESTIMATOR = "# This controls how we estimate the runtime when deciding"
+ESTIMATOR = "# This controls how we estimate the runtime when deciding"
+IMPORT = "from ._activation_checkpointing import peak_budget, random_ops, rerun_cost\n"
+CHOICE = """\
+    plan = peak_budget.choose_plan(
+        joint_graph, node_info, memory_budget, num_fwd_outputs
+    )
+"""
+RECORD = "peak_budget.record_plan("
 
 PATCH = Patch(
     name="peak-budget",
@@ -34,7 +41,9 @@ warning says why and the graph gets the plan for saved bytes.
     test="test/functorch/test_ac_peak_budget.py",
     sources=(
         module_path("fused_peak"),
+        module_path("memory_policy"),
         module_path("peak_budget"),
+        "test/functorch/test_ac_memory_policy.py",
     ),
     needs=("saved-report",),
     evidence=(
@@ -45,7 +54,7 @@ warning says why and the graph gets the plan for saved bytes.
     edits=(
         Edit(
             CONFIG,
-            anchor=_ESTIMATOR,
+            anchor=ESTIMATOR,
             replacement="""\
 # What the budget bounds. "saved": the bytes saved for the backward, as a share of
 # those between the inputs and the plan that runs fastest. "peak": the peak of live
@@ -57,30 +66,29 @@ activation_memory_budget_target = "saved"
 # its target; a graph that cannot gets the lowest peak found, and a warning.
 activation_memory_peak_bytes: int | None = None
 
+# How many calls of a graph wait for their backward at once, as where each block of a
+# model is compiled by itself, for the target "peak" and a peak in bytes; None: one.
+activation_memory_graph_calls: int | None = None
+
 """
-            + _ESTIMATOR,
+            + ESTIMATOR,
         ),
         Edit(
             PARTITIONERS,
             anchor=saved_report.IMPORT,
-            replacement="from ._activation_checkpointing import "
-            "peak_budget, random_ops, rerun_cost\n",
+            replacement=IMPORT,
         ),
         Edit(PARTITIONERS, anchor=memory_budget.CHOICE_IMPORT, replacement=""),
         Edit(
             PARTITIONERS,
             anchor=memory_budget.CHOICE,
-            replacement="""\
-    plan = peak_budget.choose_plan(
-        joint_graph, node_info, memory_budget, num_fwd_outputs
-    )
-""",
+            replacement=CHOICE,
             inside="min_cut_rematerialization_partition",
         ),
         Edit(
             PARTITIONERS,
             anchor=saved_report.RECORD,
-            replacement="peak_budget.record_plan(",
+            replacement=RECORD,
             inside="min_cut_rematerialization_partition",
         ),
     ),

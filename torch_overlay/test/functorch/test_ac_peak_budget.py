@@ -517,7 +517,7 @@ class PeakBudgetTest(TestCase):
 
     def test_items_join_by_density_where_there_is_room(self):
         def ask(graph, cheapest, expensive, fastest):
-            plans = peak_budget._Plans(graph, peak_budget._costs(graph, expensive))
+            plans = peak_budget.Plans(graph, peak_budget.rerun_costs(graph, expensive))
             nothing = frozenset()
             evaluation = plans.evaluate([nothing])[nothing]
             # All is repeated for one step, so the forward's peak is all that grows.
@@ -607,7 +607,7 @@ class PeakBudgetTest(TestCase):
                     plan(0.3, **{option: estimator})
 
         def searched(graph, cheapest, expensive, fastest):
-            by_name.append(peak_budget._costs(graph, expensive))
+            by_name.append(peak_budget.rerun_costs(graph, expensive))
             return search(graph, cheapest, expensive, fastest)
 
         by_name = []

@@ -17,6 +17,7 @@ the first that needs it.  What was traced in it without need of a tangent stays 
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from torch._functorch.partitioners import NodeInfo
 
@@ -185,6 +186,7 @@ class JointGraph:
     saved_as[s]: the node to save in order to keep storage s, None where none can be.
     births[s], deaths[s]: the forward's steps that allocate it and read it last, or -1.
     outputs: the storages that the forward returns, which stay live in any plan.
+    tangents: the inputs of the backward alone.
     forward_steps: how many steps the forward has at most.
     steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
 
@@ -207,12 +209,15 @@ class JointGraph:
         self._storages = Storages(graph, self._forward)
         self.nbytes = self._storages.nbytes
         self._tangent_bytes = 0
+        self._released: tuple[int, ...] = ()
+        self.tangents: set[fx.Node] = set()
         self._calls: list[fx.Node] = []
         for node in graph.nodes:
             if node.op == "call_function":
                 self._calls.append(node)
                 continue
             if self._is_tangent(node):
+                self.tangents.add(node)
                 self._tangent_bytes += self.size(self._storages.writes[node])
             for s in self._storages.writes[node]:
                 self.nbytes[s] = 0
@@ -321,8 +326,11 @@ class JointGraph:
         for s in own - returned:
             dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
         self.steps: list[_Step] = []
-        live = most = self._tangent_bytes + self.size(self.outputs)
+        # The last step in which the backward's own operators read a storage.
+        self._own_reads: dict[int, int] = {}
+        live = most = self.held_by_caller
         for at, (late, reads, writes) in enumerate(steps):
+            self._own_reads.update(dict.fromkeys(reads, len(self.steps)))
             before = live
             live += self.size(writes)
             made = tuple(s for s in reads if self.producer[s] >= 0)
@@ -405,6 +413,11 @@ class JointGraph:
                 self.repeatable[user] = False
 
     @property
+    def held_by_caller(self) -> int:
+        """Bytes of the tangents and of what the forward returned, in any step's peak."""
+        return self._tangent_bytes + self.size(self.outputs)
+
+    @property
     def lower_bound(self) -> int:
         """Bytes that no plan's peak is below: what single steps need in any case."""
         during = (
@@ -414,6 +427,29 @@ class JointGraph:
         since = (step.own_since for step in self.steps)
         (forward,) = self._forward_peaks([0] * len(self.nbytes), 1)
         return max(forward, *during, *since)
+
+    def releasing(self, inputs: Mapping[int, int]) -> JointGraph:
+        """The same where the backward alone holds some inputs, until their last use.
+
+        ``inputs`` has their storages, which then count, and their bytes.
+        """
+        graph = copy.copy(self)
+        graph._released = tuple(inputs)
+        graph.nbytes = list(self.nbytes)
+        graph._freeable = list(self._freeable)
+        reads = [list(step.reads) for step in self.steps]
+        for s, nbytes in inputs.items():
+            graph.nbytes[s], graph._freeable[s] = nbytes, nbytes > 0
+            if s in self._own_reads:
+                reads[self._own_reads[s]].append(s)
+        graph.steps = [
+            step._replace(reads=tuple(own)) for step, own in zip(self.steps, reads)
+        ]
+        graph._touches = [
+            touches + tuple(s for s in read if s in inputs)
+            for touches, read in zip(self._touches, self.reads)
+        ]
+        return graph
 
     # --------------------------------------------------------------- evaluating
 
@@ -532,6 +568,8 @@ class JointGraph:
                 for s in self.writes[op]:
                     phase.change(saved[s] & plans, -self.nbytes[s])
             phase.moment(at, step.own_since)
+        for s in self._released:
+            phase.change(phase.touched[s], self.nbytes[s])
         kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
         for s, plans in enumerate(kept):
             if plans and s not in self.outputs:

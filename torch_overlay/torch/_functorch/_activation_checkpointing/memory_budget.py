@@ -63,7 +63,7 @@ except ImportError:  # Before 2.11, a solver could be any callable.
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ChosenPlan", "Knapsack", "choose_plan"]
+__all__ = ["ChosenPlan", "Knapsack", "Planner", "choose_plan"]
 
 # The name that asks for a lower budget where a lower one is the better trade.
 _KNEE = "dynamic_memory_budget_dp"
@@ -178,7 +178,7 @@ def choose_plan(
     the config that is unknown, whether this graph needs them or not.
     """
     check_budget_options(memory_budget)
-    graph = _Graph(joint_graph, node_info, num_fwd_outputs)
+    graph = Planner(joint_graph, node_info, num_fwd_outputs)
     if memory_budget == 0:
         least = graph.least()
         return ChosenPlan(least, memory_budget, "budget 0", graph.kept_bytes(least))
@@ -206,36 +206,8 @@ def choose_plan(
     return plan
 
 
-def cheapest_cut(
-    joint_graph: fx.Graph, node_info: NodeInfo
-) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
-    """What a min cut saves that recomputes all that is cheap, and what is not cheap."""
-    return _min_cut(joint_graph, node_info, _ALL_CHEAP)
-
-
-def _min_cut(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    allowed: Sequence[str] = (),
-    dont_ban: Optional[OrderedSet[fx.Node]] = None,
-) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
-    """The values that a min cut saves, and the nodes that it would not recompute.
-
-    Without ``allowed``, bans of the config that do not hold, it runs fastest.
-    """
-    from torch._functorch.partitioners import MinCutOptions, solve_min_cut
-
-    if config.aggressive_recomputation:
-        allowed = _ALL_CHEAP
-    bans = {
-        ban: getattr(config, option) and ban not in allowed
-        for ban, option in _BANS.items()
-    }
-    return solve_min_cut(joint_graph, node_info, MinCutOptions(**bans), dont_ban)
-
-
 @dataclass(frozen=True)
-class _Graph:
+class Planner:
     """A joint graph, and the plans for it."""
 
     joint: fx.Graph
@@ -257,7 +229,23 @@ class _Graph:
         allowed: Sequence[str] = (),
         dont_ban: Optional[OrderedSet[fx.Node]] = None,
     ) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
-        return _min_cut(self.joint, self.info, allowed, dont_ban)
+        """The values that a min cut saves, and the nodes that it would not recompute.
+
+        Without ``allowed``, bans of the config that do not hold, it runs fastest.
+        """
+        from torch._functorch.partitioners import MinCutOptions, solve_min_cut
+
+        if config.aggressive_recomputation:
+            allowed = _ALL_CHEAP
+        bans = {
+            ban: getattr(config, option) and ban not in allowed
+            for ban, option in _BANS.items()
+        }
+        return solve_min_cut(self.joint, self.info, MinCutOptions(**bans), dont_ban)
+
+    def cheapest_cut(self) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
+        """What a cut saves that recomputes all that is cheap, and what is not cheap."""
+        return self.cut(_ALL_CHEAP)
 
     def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
         return activation_bytes(self.info.inputs, saved)
@@ -512,7 +500,7 @@ def _lightest(
 
 
 def ask_solver(
-    graph: _Graph,
+    graph: Planner,
     items: list[fx.Node],
     memory: list[float],
     runtimes: list[float],

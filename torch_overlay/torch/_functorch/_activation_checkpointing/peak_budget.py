@@ -10,6 +10,8 @@ where the floor is the lowest peak that was found, and what is then recomputed c
 little as was found.  ``config.activation_memory_peak_bytes`` asks for a number of bytes.
 Peaks are those of :mod:`.liveness`: without parameters and inputs, which no plan changes.
 
+``config.activation_memory_graph_calls`` calls of the graph keep what they save at once.
+
 The search, on integers alone and without a min cut of its own:
 
 1.  *Checkpoints.*  A plan that saves what crosses some narrow places of the forward,
@@ -39,7 +41,7 @@ from torch._functorch import config
 from . import memory_budget, saved_report
 from .fused_peak import fused_peak
 from .liveness import Evaluation, JointGraph
-from .memory_budget import activation_bytes, ChosenPlan
+from .memory_budget import activation_bytes, ChosenPlan, Planner
 from .random_ops import must_run_once
 from .rerun_cost import flops, rerun_cost, roofline
 
@@ -59,9 +61,12 @@ __all__ = [
     "Peak",
     "PeakPlan",
     "PlannedPeak",
+    "Plans",
     "build_curve",
     "choose_plan",
+    "find_plans",
     "record_plan",
+    "rerun_costs",
     "search",
 ]
 
@@ -260,11 +265,12 @@ def build_curve(
     ``fastest`` is what the plan of budget 1 saves.
     """
     graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
-    cheapest, expensive = memory_budget.cheapest_cut(joint_graph, node_info)
+    planner = Planner(joint_graph, node_info, num_fwd_outputs)
+    cheapest, expensive = planner.cheapest_cut()
     return graph, search(graph, cheapest, expensive, fastest)
 
 
-def _costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:
+def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:
     """What it costs to repeat each operator, by the estimator of the config.
 
     As for the knapsack, only what a min cut does not recompute freely has a cost,
@@ -287,7 +293,18 @@ def search(
     expensive: OrderedSet[fx.Node],
     fastest: Sequence[fx.Node],
 ) -> Curve:
-    """Find the plans that trade peak for recomputation best.
+    """The plans that trade peak for recomputation best, of those of `find_plans`."""
+    plans = find_plans(graph, cheapest, expensive, fastest)
+    return Curve(plans.found.values(), next(iter(plans.found.values())))
+
+
+def find_plans(
+    graph: JointGraph,
+    cheapest: Sequence[fx.Node],
+    expensive: OrderedSet[fx.Node],
+    fastest: Sequence[fx.Node],
+) -> Plans:
+    """Evaluate plans for many peaks; the first is that of budget 1.
 
     Args:
         graph: the model to evaluate plans on.
@@ -297,8 +314,9 @@ def search(
 
     Some hundred evaluations, and O(places * _SPAN) for dynamic programming.
     """
-    plans = _Plans(graph, _costs(graph, expensive))
+    plans = Plans(graph, rerun_costs(graph, expensive))
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
+    plans.evaluate(bases)
     for places in _places(graph):
         chain = _Chain(plans, places)
         peak, lowest = chain.lowest()
@@ -318,32 +336,39 @@ def search(
     more: list[frozenset[int]] = []
     for base, evaluation in evaluated.items():
         more += plans.with_items(base, evaluation, targets)
-    plans.evaluate(chosen for chosen in more if chosen not in plans.found)
-    return Curve(plans.found.values(), top)
+    plans.evaluate(more)
+    return plans
 
 
-class _Plans:
-    """All plans that were evaluated."""
+class Plans:
+    """All plans that were evaluated, by the storages to save."""
 
     def __init__(self, graph: JointGraph, cost: Sequence[float]) -> None:
         self.graph = graph
         self.cost = cost
         self.expensive = [op for op, each in enumerate(cost) if each]
         self.found: dict[frozenset[int], PlannedPeak] = {}
+        self.evaluations: dict[frozenset[int], Evaluation] = {}
 
     def evaluate(
         self, choices: Iterable[frozenset[int]]
     ) -> dict[frozenset[int], Evaluation]:
         """Evaluate plans together, equal ones once."""
-        distinct = list(dict.fromkeys(choices))
-        evaluated = dict(zip(distinct, self.graph.evaluate_all(distinct)))
-        for chosen, evaluation in evaluated.items():
+        wanted = dict.fromkeys(choices)
+        new = [chosen for chosen in wanted if chosen not in self.evaluations]
+        # The other calls of the graph only keep what waits for their backward.
+        others = (config.activation_memory_graph_calls or 1) - 1  # type: ignore[attr-defined]
+        for chosen, evaluation in zip(new, self.graph.evaluate_all(new)):
+            self.evaluations[chosen] = evaluation
             repeated, bit = evaluation.repeated, evaluation.bit
             cost = math.fsum(
                 self.cost[op] for op in self.expensive if repeated[op] & bit
             )
-            self.found[chosen] = PlannedPeak(evaluation.peak, cost, chosen)
-        return evaluated
+            peak = evaluation.peak
+            if others:
+                peak += others * self.graph.size(evaluation.saved - self.graph.outputs)
+            self.found[chosen] = PlannedPeak(peak, cost, chosen)
+        return {chosen: self.evaluations[chosen] for chosen in wanted}
 
     def with_items(
         self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]
@@ -426,7 +451,7 @@ class _Chain:
     places i and j, without what the checkpoints up to i keep.
     """
 
-    def __init__(self, plans: _Plans, places: Sequence[int]) -> None:
+    def __init__(self, plans: Plans, places: Sequence[int]) -> None:
         self.plans = plans
         graph = self.graph = plans.graph
         self.end = len(places) + 1

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from ..patch import Edit, GRAPH_COMPILE, module_path, PARTITIONERS, Patch
+from . import frozen_layers, peak_budget
+
+
+_STAGE = "return aot_stage2_autograd("
+
+PATCH = Patch(
+    name="step-budget",
+    subject="One activation memory budget for a training step",
+    why="""\
+A budget is set for a graph, and training runs out of memory in a step. Most training
+stacks compile each block by itself, or break the graph: what each call keeps is live
+at once, and a plan for the peak of one block makes the step's peak worse.
+
+StepBudget is a context manager around a training step. The first step runs by lean
+plans and is recorded: the calls of each graph, and what eager code holds between
+them. Then one or two plans are chosen for each graph, so that no moment of the step
+is above the peak asked and little is computed again, and the graphs are split and
+compiled anew from their joint graphs. Steps that differ from the one recorded are
+noticed and learned anew.
+""",
+    test="test/functorch/test_ac_step_budget.py",
+    sources=(module_path("step_budget"), module_path("step_plan")),
+    needs=("peak-budget", "frozen-layers"),
+    edits=(
+        Edit(
+            PARTITIONERS,
+            anchor=peak_budget.IMPORT,
+            replacement="from ._activation_checkpointing import "
+            "random_ops, rerun_cost, step_budget\n",
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=peak_budget.CHOICE,
+            replacement=peak_budget.CHOICE.replace("peak_budget.", "step_budget."),
+            inside="min_cut_rematerialization_partition",
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor=peak_budget.RECORD,
+            replacement="step_budget.record_plan(",
+            inside="min_cut_rematerialization_partition",
+        ),
+        Edit(
+            GRAPH_COMPILE,
+            anchor=frozen_layers.IMPORT,
+            replacement=frozen_layers.IMPORT
+            + "from .._activation_checkpointing.step_budget import for_step\n",
+        ),
+        Edit(
+            GRAPH_COMPILE,
+            anchor=_STAGE,
+            replacement="return for_step(aot_stage2_autograd)(",
+            inside="aot_stage2_compile",
+        ),
+    ),
+    since=(2, 13),
+    landed=((PARTITIONERS, "step_budget.choose_plan("),),
+    risks="""\
+Opt-in: nothing changes outside of a StepBudget. Peaks are those of operators; inductor's
+kernels hold less. What an allocator loses to fragmentation is not counted.
+""",
+    kind="new features",
+)

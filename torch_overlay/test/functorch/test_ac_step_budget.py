@@ -1,0 +1,450 @@
+# Owner(s): ["module: functorch"]
+"""A budget for a training step whose parts are compiled by themselves.
+
+Every peak is measured on the running step: storages are followed by weak references,
+inside of the graphs too.
+"""
+
+import contextlib
+import gc
+import logging
+import unittest
+import weakref
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._functorch import config
+from torch._functorch._activation_checkpointing import saved_report, step_budget
+from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+
+AOT = "aot_eager_decomp_partition"
+WIDTH, BATCH = 64, 256
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        inner = F.gelu(self.up(self.norm(x)))
+        return x + self.down(F.dropout(inner, self.dropout, self.training))
+
+
+class Net(nn.Module):
+    """Blocks, compiled one by one, between parts that run in eager mode."""
+
+    def __init__(self, blocks=4, backend=AOT, dropout=0.0, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 8)
+        if backend is not None:
+            for block in self.blocks:
+                block.compile(backend=backend, **options)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), x.detach()[:, :8].argmax(1))
+
+
+def batch(rows=BATCH, seed=1):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of storages that were live at once beyond those at the start."""
+
+    def __init__(self, there):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {}
+        for tensor in there:
+            self.follow(tensor, given=True)
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def follow(self, tensor, given=False):
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        nbytes = storage.nbytes()
+
+        def died(_):
+            del self.known[key]
+            self.live -= nbytes
+
+        self.known[key] = weakref.ref(storage, died)
+        self.live += 0 if given else nbytes
+        self.peak = max(self.peak, self.live)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for value in tree_leaves((args, kwargs)):
+            # What a function makes of a Python number is new.
+            if isinstance(value, torch.Tensor) and "lift_fresh" not in str(func):
+                self.follow(value, given=True)
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.follow(value)
+        return result
+
+
+def train(model, *batches):
+    for each in batches:
+        model(each).backward()
+
+
+def steps(budget, model, *batches, train=train, count=2):
+    """Some steps; returns the gradients of the last one."""
+    for _ in range(count):
+        model.zero_grad()
+        torch.manual_seed(0)
+        with budget:
+            train(model, *batches)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def measured(budget, model, *batches, train=train):
+    """The peak of one more step."""
+    model.zero_grad()
+    gc.collect()
+    torch.manual_seed(0)
+    with budget, LiveBytes([*model.parameters(), *batches]) as recorder:
+        train(model, *batches)
+    return recorder.peak
+
+
+def unbudgeted(model, *batches, train=train):
+    with config.patch(enable_autograd_cache=False):
+        return steps(contextlib.nullcontext(), model, *batches, train=train)
+
+
+class StepBudgetTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+
+    def check(self, make, *batches, train=train, shares=(0.0, 0.3), close=0.04):
+        """Peaks, gradients and the order of shares; returns the plans."""
+        before = unbudgeted(make(), *batches, train=train)
+        peaks, plans = [], []
+        for share in shares:
+            torch._dynamo.reset()
+            model, budget = make(), StepBudget(share=share)
+            gradients = steps(budget, model, *batches, train=train)
+            self.assertEqual(gradients, before, rtol=0, atol=0)
+            with self.assertNoLogs("torch._functorch", "WARNING"):
+                peaks.append(measured(budget, model, *batches, train=train))
+            plan = budget.plan
+            self.assertLessEqual(peaks[-1], 1.005 * plan.allowed)
+            self.assertLessEqual(
+                abs(peaks[-1] - plan.predicted_peak), close * peaks[-1]
+            )
+            plans.append(plan)
+        self.assertEqual(peaks, sorted(peaks))
+        self.assertEqual(len({plan.floor for plan in plans}), 1)
+        return plans
+
+    def test_blocks(self):
+        plans = self.check(Net, batch())
+        self.assertLess(plans[0].floor, 0.9 * plans[0].unbudgeted)
+        (use,) = plans[0].graphs
+        self.assertEqual((use.calls, use.alive), (4, 4))
+
+    def test_dropout(self):
+        self.check(lambda: Net(dropout=0.2), batch())
+
+    def test_accumulation(self):
+        self.check(Net, batch(), batch(seed=2))
+
+    def test_micro_batches_in_flight(self):
+        def train(model, *batches):
+            # As pipelines do it: one forward, one backward, two in flight.
+            waiting = []
+            for each in batches:
+                waiting.append(model(each))
+                if len(waiting) == 2:
+                    waiting.pop(0).backward()
+            waiting.pop().backward()
+
+        plans = self.check(Net, *(batch(seed=s) for s in range(3)), train=train)
+        self.assertEqual(plans[0].graphs[0].alive, 8)
+
+    def test_checkpointed_blocks(self):
+        class Checkpointed(Net):
+            def forward(self, x):
+                x = self.embed(x)
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=False)
+                return self.head(x).square().mean()
+
+        self.check(Checkpointed, batch(), close=0.1)
+
+    def test_two_kinds_of_graphs(self):
+        class Two(Net):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU())
+                self.head.append(nn.Linear(512, 8))
+                self.head.compile(backend=AOT)
+
+        plans = self.check(Two, batch())
+        self.assertEqual(len(plans[0].graphs), 2)
+
+    def test_graph_break(self):
+        def make():
+            model = Net(backend=None)
+            forward = model.blocks[2].forward
+
+            def broken(x):
+                torch._dynamo.graph_break()
+                return forward(x)
+
+            model.blocks[2].forward = broken
+            model.compile(backend=AOT)
+            return model
+
+        self.assertGreater(len(self.check(make, batch())[0].graphs), 1)
+
+    def test_one_graph(self):
+        def make():
+            model = Net(backend=None)
+            model.compile(backend=AOT)
+            return model
+
+        self.check(make, batch())
+
+    def test_optimizer_states_are_there_from_the_second_step_on(self):
+        model, budget = Net(), StepBudget(share=0.2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+
+        def train(model, x):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps(budget, model, batch(), train=train, count=3)
+        states = [v for state in optimizer.state.values() for v in state.values()]
+        given = sum(t.nbytes for t in (*model.parameters(), *states))
+        # And the batch, and what the learning rate was multiplied by.
+        self.assertLessEqual(abs(budget.plan.given - given), batch().nbytes + 4096)
+
+    def test_gradients_that_stay(self):
+        model, budget = Net(), StepBudget(share=0.0)
+        for _ in range(3):
+            with budget:
+                train(model, batch())
+        grads = [p.grad for p in model.parameters()]
+        with budget, LiveBytes([*model.parameters(), *grads]) as recorder:
+            train(model, batch())
+        predicted = budget.plan.predicted_peak
+        self.assertLessEqual(abs(recorder.peak - predicted), 0.04 * predicted)
+
+    @parametrize("limit", ("peak_bytes", "device_bytes"))
+    def test_bytes(self, limit):
+        reference = StepBudget(share=0.4)
+        steps(reference, Net(), batch())
+        asked = reference.plan.allowed
+        given = reference.plan.given if limit == "device_bytes" else 0
+        torch._dynamo.reset()
+        model, budget = Net(), StepBudget(**{limit: asked + given})
+        steps(budget, model, batch())
+        self.assertEqual(budget.plan.allowed, asked + given)
+        self.assertLessEqual(measured(budget, model, batch()), asked)
+        self.assertEqual(budget.plan.cost, reference.plan.cost)
+
+    def test_bytes_that_cannot_be(self):
+        model, budget = Net(), StepBudget(peak_bytes=1000)
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(budget, model, batch(), count=3)
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn(
+            "the step's peak of 1,000 B is not kept: the lowest", logs.output[0]
+        )
+        self.assertEqual(budget.plan.predicted_peak, budget.plan.floor)
+
+    def test_compiles_once_and_once_more(self):
+        model, budget = Net(), StepBudget(share=0.3)
+        counters.clear()
+        made = []
+        with config.patch(joint_custom_pass=lambda graph, _: made.append(1) or graph):
+            steps(budget, model, batch(), count=1)
+            self.assertEqual(len(made), 1)
+            steps(budget, model, batch(), count=1)
+            most = len(made)
+            self.assertLessEqual(most, 3)
+            steps(budget, model, batch(), count=3)
+        self.assertEqual(len(made), most)
+        self.assertEqual(counters["stats"]["unique_graphs"], 1)
+
+    def test_first_step_is_lean(self):
+        model, budget = Net(), StepBudget(share=1.0)
+        first = measured(budget, model, batch())
+        steps(budget, model, batch())
+        self.assertLessEqual(first, 1.1 * budget.plan.floor)
+
+    @parametrize("dynamic", (False, True))
+    def test_larger_batch_is_learned(self, dynamic):
+        model, budget = Net(dynamic=dynamic), StepBudget(share=0.2)
+        steps(budget, model, batch())
+        before = budget.plan
+        large = batch(3 * BATCH)
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(budget, model, large, count=1)
+        self.assertIn("the next step is learned anew", logs.output[0])
+        steps(budget, model, large)
+        self.assertGreater(budget.plan.allowed, 2 * before.allowed)
+        peak = measured(budget, model, large)
+        self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
+        self.assertLessEqual(abs(budget.plan.predicted_peak - peak), 0.1 * peak)
+
+    def test_more_calls_are_learned(self):
+        model, budget = Net(), StepBudget(share=0.2)
+        steps(budget, model, batch())
+        model.blocks.append(model.blocks[0])
+        with self.assertLogs("torch._functorch", "WARNING"):
+            steps(budget, model, batch(), count=1)
+        steps(budget, model, batch())
+        self.assertEqual(budget.plan.graphs[0].calls, 5)
+
+    def test_region_budget(self):
+        region = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
+        if region is None:
+            self.skipTest("this release has no budgets for regions")
+
+        class Region(Block):
+            def forward(self, x):
+                with region(0.0):
+                    return super().forward(x)
+
+        def make():
+            model = Net(backend=None)
+            for k, block in enumerate(model.blocks):
+                block.__class__ = Region if k % 2 else Block
+                block.compile(backend=AOT)
+            return model
+
+        uses = self.check(make, batch(), shares=(1.0,))[0].graphs
+        self.assertEqual([use.cost > 0 for use in uses], [False, True])
+
+    @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
+    def test_inductor(self):
+        with fresh_cache():
+            model = Net(backend="inductor", dropout=0.1)
+            wanted = unbudgeted(model, batch())
+            for share in (0.5, 0.0):
+                torch._dynamo.reset()
+                with fresh_cache():
+                    model, budget = (
+                        Net(backend="inductor", dropout=0.1),
+                        StepBudget(share),
+                    )
+                    self.assertEqual(
+                        steps(budget, model, batch()), wanted, rtol=1e-5, atol=1e-6
+                    )
+                    self.assertGreater(budget.plan.graphs[0].cost, 0)
+
+    def test_outside_of_a_step(self):
+        model, budget = Net(), StepBudget(share=0.5)
+        steps(budget, model, batch())
+        steps(contextlib.nullcontext(), model, batch())
+        with torch.no_grad():
+            model(batch())
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            steps(budget, model, batch())
+
+    def test_failed_step(self):
+        model, budget = Net(), StepBudget(share=0.5)
+        with self.assertRaisesRegex(ZeroDivisionError, ""), budget:
+            model(batch())
+            1 / 0
+        steps(budget, model, batch())
+        self.assertIsNotNone(budget.plan)
+
+    def test_what_means_nothing(self):
+        for message, options in (
+            ("share is 2; it has to be a number from 0 to 1", {"share": 2}),
+            ("share is 'x'", {"share": "x"}),
+            ("peak_bytes is 0; it has to be a positive", {"peak_bytes": 0}),
+            ("device_bytes is 1.5", {"device_bytes": 1.5}),
+            ("give one of", {"share": 0.5, "peak_bytes": 1}),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                StepBudget(**options)
+        if not torch.accelerator.is_available():
+            with self.assertRaisesRegex(ValueError, "give share, peak_bytes or"):
+                StepBudget()
+        running = self.assertRaisesRegex(RuntimeError, "running already")
+        with StepBudget(share=0.5), running, StepBudget(share=0.5):
+            pass
+
+    @parametrize("calls", (None, 4))
+    def test_without_a_step_budget(self, calls):
+        step_budget._warn_of_calls.cache_clear()
+        options = {
+            "activation_memory_budget_target": "peak",
+            "activation_memory_budget": 0.0,
+            "activation_memory_graph_calls": calls,
+            "enable_autograd_cache": False,
+        }
+        with (
+            self.assertLogs("torch._functorch", "WARNING") as logs,
+            config.patch(options),
+        ):
+            logging.getLogger("torch._functorch").warning("the first")
+            model = Net()
+            steps(contextlib.nullcontext(), model, batch())
+            peak = measured(contextlib.nullcontext(), model, batch())
+        self.assertEqual(len(logs.output), 2 if calls is None else 1)
+        if calls is None:
+            self.assertIn("2 calls of 1 graphs wait", logs.output[1])
+        budget = StepBudget(share=0.0)
+        torch._dynamo.reset()
+        steps(budget, model, batch())
+        if calls:
+            self.assertLessEqual(peak, 1.05 * budget.plan.floor)
+        else:
+            self.assertGreater(peak, 1.05 * budget.plan.floor)
+
+    def test_nothing_compiled(self):
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(StepBudget(share=0.5), Net(backend=None), batch())
+        self.assertIn("no graph was compiled", logs.output[0])
+
+    def test_report(self):
+        model, budget = Net(), StepBudget(share=0.3)
+        self.assertIn("no plan before the second step", str(budget))
+        steps(budget, model, batch())
+        self.assertIn("StepBudget: ", str(budget))
+        self.assertIn("first", str(budget))
+        self.assertIn("step budget", saved_report.last_plan().chosen_by())
+
+
+instantiate_parametrized_tests(StepBudgetTest)
+
+
+if __name__ == "__main__":
+    run_tests()

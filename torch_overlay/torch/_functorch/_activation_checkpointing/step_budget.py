@@ -1,0 +1,918 @@
+"""One activation memory budget for a training step, however it is compiled.
+
+    >>> budget = StepBudget(share=0.2)
+    >>> for batch in data:
+    ...     with budget:
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()
+    >>> print(budget)
+
+A budget of a graph says little about a step that runs several, or one many times: what
+each call keeps for its backward is live at once.  The first step runs by lean plans and
+is recorded: the calls of each graph, and the bytes that eager code holds meanwhile.  When
+the second one starts, :class:`.StepCurve` chooses a plan or two for each graph, and they
+are split and compiled anew from the joint graphs that were traced.  From then on steps
+are compared with the one recorded; where one differs, the next is recorded again.
+
+Counted are the storages on the device that training runs on.  What a kernel allocates
+for itself does not count, nor what an allocator loses to fragmentation.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import logging
+import math
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+from torch._functorch import config
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._guards import compile_context, CompileContext, tracing, TracingContext
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from . import memory_budget, peak_budget, saved_report
+from .memory_budget import activation_bytes, ChosenPlan
+from .rerun_cost import concrete
+from .saved_report import format_bytes
+from .step_plan import (
+    calls_assumed,
+    Choice,
+    GraphPlan,
+    GraphPlans,
+    Moment,
+    plan_graph,
+    StepCurve,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch.fx as fx
+    from torch._functorch.partitioners import NodeInfo
+    from torch.fx import GraphModule
+
+
+log = logging.getLogger(__name__)
+
+__all__ = ["GraphUse", "StepBudget", "StepSummary"]
+
+# The budget whose step is running.
+_active: Optional[StepBudget] = None
+
+# Where the autograd node of a compiled backward has its call.
+_CALL = "activation memory budget: call"
+
+# The graph that is being compiled, for `choose_plan`.
+_compiling: Optional[_Graph] = None
+
+
+class GraphUse(NamedTuple):
+    """A graph in a step, and its plans: bytes, and cost in the estimator's unit.
+
+    ``calls`` is how many a step makes, ``alive`` how many of them wait for their
+    backward at once.  Those in the first ``split`` slots keep ``kept[0]`` bytes each
+    and have ``transient[0]`` more live while they run, the others ``kept[-1]`` and
+    ``transient[-1]``.
+    """
+
+    name: str
+    calls: int
+    alive: int
+    split: int
+    kept: tuple[int, ...]
+    transient: tuple[int, ...]
+    cost: float
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What a step's plan is to keep to: bytes, and cost in the estimator's unit.
+
+    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the plans of
+    budget 1.  They are beyond the ``given`` bytes that are there when a step starts,
+    but for a budget of ``device_bytes``, which means all.
+    """
+
+    allowed: int
+    predicted_peak: int
+    floor: int
+    unbudgeted: int
+    given: int
+    cost: float
+    graphs: tuple[GraphUse, ...]
+
+
+class StepBudget:
+    """A bound for the peak of each training step that runs within ``with budget:``.
+
+    Args:
+        share: of the way from the step's lowest peak to that without a budget, from 0
+            to 1.
+        peak_bytes: most live bytes beyond those that are there when the step starts
+            (parameters, optimizer states, the batch, gradients that are not None).
+        device_bytes: most live bytes in all; without any of the three, the memory of the
+            device.
+
+    ``plan`` is the :class:`StepSummary` of the steps from the second on, None before.
+    Raises ValueError for values that mean nothing.
+    """
+
+    def __init__(
+        self,
+        share: Optional[float] = None,
+        *,
+        peak_bytes: Optional[int] = None,
+        device_bytes: Optional[int] = None,
+    ) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        self.device = accelerator if accelerator is not None else torch.device("cpu")
+        asked = {"peak_bytes": peak_bytes, "device_bytes": device_bytes}
+        given = {name: value for name, value in asked.items() if value is not None}
+        if len(given) + (share is not None) > 1:
+            raise ValueError("give one of share, peak_bytes and device_bytes")
+        if share is not None and not (
+            isinstance(share, (int, float)) and 0 <= share <= 1
+        ):
+            raise ValueError(f"share is {share!r}; it has to be a number from 0 to 1")
+        for name, value in given.items():
+            if type(value) is not int or value <= 0:
+                raise ValueError(
+                    f"{name} is {value!r}; it has to be a positive number of bytes"
+                )
+        if share is None and not given:
+            if accelerator is None:
+                raise ValueError(
+                    "there is no device whose memory is the default; give share, "
+                    "peak_bytes or device_bytes"
+                )
+            device_bytes = torch.get_device_module(self.device).mem_get_info()[1]
+        self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
+        self.plan: Optional[StepSummary] = None
+        self._graphs: dict[_Graph, _Slots] = {}
+        self._recorder: Optional[_Recorder] = None
+        self._recorded: Optional[_Recorder] = None
+        self._seen: list[Any] = []
+        self._expected: Optional[list[Any]] = None
+        self._context = ExitStack()
+        self._warned = False
+
+    # ---------------------------------------------------------------- the steps
+
+    def __enter__(self) -> StepBudget:
+        global _active
+        if _active is not None:
+            raise RuntimeError("a step of a StepBudget is running already")
+        if self._recorded is not None:
+            # What only garbage holds is not there in the next step.
+            gc.collect()
+            self._make_plan(self._recorded)
+            self._recorded = None
+        for slots in self._graphs.values():
+            slots.taken.clear()
+        self._seen = []
+        _active = self
+        # The plans of a step are not those that a cache has for its graphs.
+        self._context.enter_context(config.patch(enable_autograd_cache=False))
+        if self._expected is None:
+            for slots in self._graphs.values():
+                slots.calls, slots.choice, slots.scale, slots.size = [], None, 0.0, 0
+            self._recorder = _Recorder(self.device)
+            self._context.enter_context(self._recorder)
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        global _active
+        _active = None
+        recorder, self._recorder = self._recorder, None
+        self._context.close()
+        if kind is not None:
+            return
+        if recorder is not None:
+            self._recorded, self._expected = recorder, self._seen
+            if not self._graphs:
+                self._warn(
+                    "no graph was compiled in this step; what was compiled before can be "
+                    "compiled again after torch.compiler.reset()"
+                )
+        elif self._seen != self._expected:
+            log.warning(
+                "this step made other calls of compiled graphs than the one that its "
+                "plan was made for, so %s may not be kept; the next step is learned anew",
+                self._asked(),
+            )
+            self._expected = None
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s is not kept: %s", self._asked(), reason)
+
+    def _asked(self) -> str:
+        if self.share is not None:
+            return f"the step's share of {self.share:g}"
+        if self.peak_bytes is not None:
+            return f"the step's peak of {format_bytes(self.peak_bytes)}"
+        return f"the step's {format_bytes(self.device_bytes or 0)} of the device"
+
+    # ---------------------------------------------------------------- the plan
+
+    def _make_plan(self, recorder: _Recorder) -> None:
+        used = [(graph, s) for graph, s in self._graphs.items() if s.calls]
+        for graph, _ in used:
+            if graph.fault:
+                self._warn(f"{graph.name} has no plan for a step: {graph.fault}")
+        number = {graph: g for g, (graph, _) in enumerate(used)}
+        graphs = [graph.plans for graph, _ in used]
+        curve = StepCurve(
+            graphs,
+            [slots.calls for _, slots in used],
+            recorder.moments(number),
+            [slots.scale for _, slots in used],
+        )
+        given = recorder.given_later()
+        beyond = 0
+        if self.share is not None:
+            room = curve.unbudgeted.peak - curve.floor
+            allowed = curve.floor + math.floor(self.share * room)
+        elif self.peak_bytes is not None:
+            allowed = self.peak_bytes
+        else:
+            beyond = given
+            allowed = (self.device_bytes or 0) - given
+        plan = curve.within(allowed)
+        if plan.peak > allowed:
+            self._warn(
+                f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and the "
+                "step runs by the plan of that"
+            )
+        uses = []
+        for (graph, slots), choice in zip(used, plan.choices):
+            slots.choice = choice
+            chosen = [graph.plans.plans[p] for p in dict.fromkeys(choice[:2])]
+            calls = slots.calls
+            costs = [
+                calls[i] * graph.plans.plans[choice[i >= choice[2]]].cost
+                for i in range(len(calls))
+            ]
+            uses.append(
+                GraphUse(
+                    graph.name,
+                    sum(calls),
+                    len(calls),
+                    choice[2],
+                    tuple(each.kept for each in chosen),
+                    tuple(
+                        max(each.forward, each.backward) - each.kept for each in chosen
+                    ),
+                    math.fsum(costs),
+                )
+            )
+        self.plan = StepSummary(
+            allowed + beyond,
+            plan.peak + beyond,
+            curve.floor + beyond,
+            curve.unbudgeted.peak + beyond,
+            given,
+            plan.cost,
+            tuple(uses),
+        )
+        log.info("%s", self)
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return f"StepBudget: {self._asked()}; no plan before the second step"
+        plan = self.plan
+        sizes = map(
+            format_bytes,
+            (plan.predicted_peak, plan.allowed, plan.floor, plan.unbudgeted),
+        )
+        what = "in all" if self.device_bytes else "beyond what is there at the start"
+        lines = [
+            "StepBudget: {} predicted, {} allowed (floor: {}, no budget: {}; {})".format(
+                *sizes, what
+            ),
+            f"at the start of a step: {format_bytes(plan.given)}",
+        ]
+        table = [("graph", "calls", "at once", "kept by each", "more while it runs")]
+        for use in plan.graphs:
+            counts = [str(use.alive)]
+            if len(use.kept) > 1:
+                counts = [f"first {use.split}", f"other {use.alive - use.split}"]
+            for i, count in enumerate(counts):
+                name, calls = (use.name, str(use.calls)) if i == 0 else ("", "")
+                kept, more = format_bytes(use.kept[i]), format_bytes(use.transient[i])
+                table.append((name, calls, count, kept, more))
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join(lines)
+
+    # ----------------------------------------------------------- what graphs tell
+
+    def _begin(self, graph: _Graph, size: int) -> tuple[_Call, int]:
+        """A call of a graph starts: which one, and by which plan."""
+        slots = self._graphs.setdefault(graph, _Slots())
+        is_held = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        # A checkpoint runs a call twice, and both have to save the same.
+        slot = 0
+        while is_held and slot in slots.taken:
+            slot += 1
+        if is_held:
+            slots.taken.add(slot)
+        call = _Call(graph, slot, is_held)
+        self._seen.append(("F", graph, slot, size))
+        if self._recorder is not None:
+            slots.calls += [0] * (slot + 1 - len(slots.calls))
+            slots.calls[slot] += 1
+            slots.scale = max(slots.scale, size / graph.size if graph.size else 1.0)
+            slots.size = max(slots.size, size)
+        choice = slots.choice
+        if choice is None or slot >= len(slots.calls) or size > slots.size:
+            return call, graph.lean
+        return call, choice[slot >= choice[2]]
+
+    def _end(self, call: _Call) -> None:
+        """Nothing is kept for the call any more."""
+        if not call.ended:
+            call.ended = True
+            if call.is_held:
+                self._graphs[call.graph].taken.discard(call.slot)
+
+
+@dataclass
+class _Slots:
+    """The calls of a graph in a step; ``choice`` is that of its plans, if there is one."""
+
+    calls: list[int] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
+    choice: Optional[Choice] = None
+    # Of a graph for several shapes: what its plans' bytes are to be multiplied by.
+    scale: float = 0.0
+    size: int = 0
+
+
+@dataclass(eq=False)
+class _Call:
+    """A forward that ran and its backward, and the storages that it read and returned."""
+
+    graph: _Graph
+    slot: int
+    is_held: bool
+    ended: bool = False
+    outputs: list[Optional[int]] = field(default_factory=list)
+    inputs: list[Optional[int]] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------- recording
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows storages through a step, except those inside of compiled graphs.
+
+    The log has a tuple for each change: ("+", storage, bytes, whether
+    gradients were recorded), ("-", storage), ("=", storage, bytes more), and ("F" or "B", call), ("f" or "b", call) around what a
+    compiled graph does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device.type
+        self.log: list[tuple[Any, ...]] = []
+        self.given = 0
+        self.inside = 0
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        self.nbytes: list[int] = []
+        self.is_given: list[bool] = []
+        self.at_start = _allocated(device)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **kwargs)
+        # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
+        if func is not torch.ops.aten.lift_fresh.default:
+            self.meet((args, kwargs))
+        result = func(*args, **kwargs)
+        self.made(result)
+        return result
+
+    def meet(self, values: Any) -> None:
+        """What is not known of these was there before the step."""
+        for storage in self._storages(values):
+            self._follow(storage, is_given=True)
+
+    def made(self, values: Any) -> list[Optional[int]]:
+        """Number the storages of each of these values."""
+        return [
+            next((self._follow(s) for s in self._storages([value])), None)
+            for value in tree_leaves(values)
+        ]
+
+    def mark(self, what: str, call: _Call) -> None:
+        # Sizes that changed in place, as those of gathered parameters do.
+        for _, reference in list(self._live.values()):
+            storage = reference()
+            if storage is not None:
+                self._follow(storage)
+        self.log.append((what, call))
+
+    def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
+        for value in tree_leaves(values):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if hasattr(value, "__tensor_flatten__"):
+                names, _ = value.__tensor_flatten__()
+                yield from self._storages([getattr(value, name) for name in names])
+            elif value.layout is torch.strided and value.device.type == self.device:
+                if value.requires_grad and value.is_leaf:
+                    self._leaves[id(value)] = value
+                yield value.untyped_storage()
+
+    def _follow(self, storage: torch.UntypedStorage, is_given: bool = False) -> int:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._live:
+            s, _ = self._live[key]
+            if nbytes != self.nbytes[s]:
+                self.log.append(("=", s, nbytes - self.nbytes[s]))
+                self.nbytes[s] = nbytes
+            return s
+        s = len(self.nbytes)
+        self.nbytes.append(nbytes)
+        self.is_given.append(is_given)
+
+        def died(_: Any) -> None:
+            del self._live[key]
+            self.log.append(("-", s))
+
+        self._live[key] = s, weakref.ref(storage, died)
+        if is_given:
+            self.given += nbytes
+        else:
+            self.log.append(("+", s, nbytes, torch.is_grad_enabled()))
+        return s
+
+    def given_later(self) -> int:
+        """The bytes that are there when the next step starts."""
+        alive = (s for s, _ in self._live.values() if not self.is_given[s])
+        return (self.at_start or self.given) + sum(self.nbytes[s] for s in alive)
+
+    def moments(self, number: dict[_Graph, int]) -> list[Moment]:
+        """The step as the next one is going to be.
+
+        An optimizer's state that is still there then is not made anew, and a gradient
+        only until it is added to the one that is there.
+        """
+        remaining = {s for s, _ in self._live.values()}
+        gradients = {
+            self._live[storage._cdata][0]
+            for leaf in list(self._leaves.values())
+            for storage in self._storages([leaf.grad])
+            if storage._cdata in self._live
+        }
+        last = max((i for i, e in enumerate(self.log) if e[0] in "fb"), default=0)
+        # What dies while a backward runs was held for that alone.
+        dying: dict[_Call, set[int]] = {}
+        running: set[int] = set()
+        for what, who, *_ in self.log:
+            if what == "B":
+                running = dying[who] = set()
+            elif what == "b":
+                running = set()
+            elif what == "-":
+                running.add(who)
+        found: list[Moment] = []
+        live = passing = most = 0
+        there: dict[int, int] = {}
+        alive: dict[_Call, None] = {}
+
+        def where(calls: Iterable[_Call]) -> tuple[Any, ...]:
+            calls = list(calls)
+            unheld = frozenset(
+                (number[call.graph], call.slot, index, self.nbytes[s])
+                for call in calls
+                for index, s in enumerate(call.outputs)
+                if s is not None and s not in there and index in call.graph.may_save
+            )
+            held = frozenset((number[call.graph], call.slot) for call in calls)
+            return held, unheld
+
+        for at, (what, who, *more) in enumerate(self.log):
+            if what in ("+", "-", "="):
+                if what == "+":
+                    nbytes, is_differentiated = more
+                    if who in gradients:
+                        passing += nbytes
+                    elif is_differentiated or who not in remaining or at < last:
+                        live += nbytes
+                        there[who] = nbytes
+                else:
+                    passing = 0
+                    if what == "=" and (who in there or self.is_given[who]):
+                        live += more[0]
+                        there[who] = there.get(who, 0) + more[0]
+                    elif what == "-" and self.is_given[who]:
+                        live -= self.nbytes[who]
+                    elif what == "-":
+                        live -= there.pop(who, 0)
+                most = max(most, live + passing)
+                continue
+            passing = 0
+            if what in "FB":
+                held, unheld = where(alive)
+                found.append(Moment(most, held, None, unheld))
+                event = number[who.graph], who.slot, what
+                if what == "B":
+                    held, unheld = where({**alive, who: None})
+                released = frozenset(
+                    index
+                    for index, s in enumerate(who.inputs)
+                    if what == "B" and s in there and s in dying.get(who, ())
+                )
+                found.append(Moment(live, held, event, unheld, released))
+            elif what == "f" and who.is_held:
+                alive[who] = None
+            else:
+                alive.pop(who, None)
+            most = live
+        found.append(Moment(most, *_swapped(where(alive))))
+        return found
+
+
+def _swapped(where: tuple[Any, ...]) -> tuple[Any, ...]:
+    held, unheld = where
+    return held, None, unheld
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes that the device's allocator has handed out, 0 where nobody counts them."""
+    if device.type == "cpu":
+        return 0
+    return int(torch.get_device_module(device).memory_allocated())
+
+
+# --------------------------------------------------------------------- graphs
+
+
+class _Graph:
+    """A joint graph that was compiled in a step, and what was made of it by each plan."""
+
+    def __init__(self, compile_graph: Callable[..., Any], *arguments: Any) -> None:
+        self._compile_graph = compile_graph
+        self._state, self._capture, self._partition, *self._compilers = arguments
+        self.name = get_aot_graph_name()
+        self.plans = GraphPlans([GraphPlan(0, 0, 0, 0.0, frozenset(), frozenset())], 0)
+        self.lean = 0
+        self.fault = "its backend does not split it by a budget"
+        self._chosen = 0
+        self._variants: dict[int, Callable[..., Any]] = {}
+        self._contexts = TracingContext.try_get(), CompileContext.try_get()
+        self._config = config.get_config_copy()
+        self._num_fwd_outputs = 0
+        # Arguments whose size is a symbol, and their bytes by the hints.
+        self._symbolic = [
+            i
+            for i, each in enumerate(self._state.flat_args)
+            if isinstance(each, torch.Tensor) and not isinstance(each.numel(), int)
+        ]
+        self.size = sum(
+            concrete(self._state.flat_args[i].untyped_storage().nbytes())
+            for i in self._symbolic
+        )
+
+    @property
+    def may_save(self) -> frozenset[int]:
+        """The outputs of the forward that some plan saves."""
+        return frozenset().union(*(plan.outputs for plan in self.plans.plans))
+
+    def first(self) -> Any:
+        """Compile by the lean plan; returns what AOTAutograd wants in return."""
+        run, metadata = self._compiled(self.lean)
+        self._variants[self.lean] = run
+
+        def call(args: list[Any]) -> Any:
+            return self._call(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call, metadata
+
+    def _call(self, args: list[Any]) -> Any:
+        budget = _active
+        if budget is None:
+            return self._variant(self.lean)(args)
+        size = sum(args[i].untyped_storage().nbytes() for i in self._symbolic)
+        call, plan = budget._begin(self, size)
+        run = self._variant(plan)
+        self._running = call
+        try:
+            result = run(args)
+        except BaseException:
+            budget._end(call)
+            raise
+        node = _backward_of(result)
+        if node is None:
+            budget._end(call)
+        else:
+            node.metadata[_CALL] = call
+
+            def died(_: Any, recorder: Any = budget._recorder) -> None:
+                if not call.ended:
+                    budget._end(call)
+                    if recorder is not None:
+                        recorder.log.append(("x", call))
+
+            call.node = weakref.ref(node, died)  # type: ignore[attr-defined]
+        return result
+
+    def _variant(self, plan: int) -> Callable[..., Any]:
+        if plan not in self._variants:
+            from torch._inductor.virtualized import V
+
+            traced, compiled = self._contexts
+            with (
+                tracing(traced),
+                compile_context(compiled),
+                V.set_fake_mode(traced and traced.fake_mode),
+                config.patch(self._config),
+                torch.enable_grad(),
+            ):
+                self._variants[plan], _ = self._compiled(plan)
+        return self._variants[plan]
+
+    def _compiled(self, plan: int) -> Any:
+        """Split and compile a copy of the joint graph."""
+        global _compiling
+        state, capture = copy.copy(self._state), copy.copy(self._capture)
+        # Splitting a graph writes down in there what it finds.
+        state.fw_metadata = metadata = copy.copy(state.fw_metadata)
+        for name, value in vars(metadata).items():
+            if isinstance(value, (dict, list)):
+                setattr(metadata, name, copy.copy(value))
+        state.aot_config = replace(state.aot_config, cache_info=None)
+        with unset_fake_temporarily():
+            capture.graph_module = copy.deepcopy(capture.graph_module)
+        capture.updated_flat_args = tuple(map(list, capture.updated_flat_args))
+        forward, backward = self._compilers
+        self._chosen = plan
+        before, _compiling = _compiling, self
+        try:
+            return self._compile_graph(
+                state,
+                capture,
+                self._partition,
+                _marked(forward, self._forward),
+                _marked(backward, self._backward),
+            )
+        finally:
+            _compiling = before
+
+    def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
+        recorder = _active._recorder if _active is not None else None
+        if recorder is None:
+            return run(args)
+        call = self._running
+        recorder.meet(args)
+        call.inputs = recorder.made(args[: self.plans.primals])
+        recorder.mark("F", call)
+        recorder.inside += 1
+        try:
+            results = run(args)
+        finally:
+            recorder.inside -= 1
+            recorder.mark("f", call)
+        call.outputs = recorder.made(list(results[: self._num_fwd_outputs]))
+        return results
+
+    def _backward(self, run: Callable[..., Any], args: list[Any]) -> Any:
+        node: Any = torch._C._current_autograd_node()
+        call = node.metadata.get(_CALL) if node is not None else None
+        budget = _active
+        if budget is None or call is None:
+            return run(args)
+        budget._seen.append(("B", self, call.slot))
+        recorder = budget._recorder
+        if recorder is None:
+            results = run(args)
+        else:
+            tangents = [each for each in args if isinstance(each, torch.Tensor)]
+            call.inputs += recorder.made(
+                tangents[len(tangents) - self.plans.tangents :]
+            )
+            del tangents
+            recorder.mark("B", call)
+            recorder.inside += 1
+            try:
+                results = run(args)
+            finally:
+                recorder.inside -= 1
+                recorder.mark("b", call)
+            recorder.made(list(results))
+        budget._end(call)
+        return results
+
+    # ----------------------------------------------------------------- its plans
+
+    def choose(
+        self,
+        joint_graph: fx.Graph,
+        node_info: NodeInfo,
+        budget: float,
+        num_fwd_outputs: int,
+    ) -> ChosenPlan:
+        """What to save by the plan that is being compiled."""
+        if self.plans.model is None:
+            self._num_fwd_outputs = num_fwd_outputs
+            try:
+                self._find_plans(joint_graph, node_info, budget, num_fwd_outputs)
+            except Exception as error:
+                self.fault = f"{type(error).__name__}: {error}"
+                return peak_budget.choose_plan(
+                    joint_graph, node_info, budget, num_fwd_outputs
+                )
+        model: Any = self.plans.model
+        evaluation = model.evaluate(self.plans.plans[self._chosen].storages)
+        wanted = {node.name for node in model.saved_values(evaluation.saved)}
+        saved = [node for node in joint_graph.nodes if node.name in wanted]
+        if len(saved) != len(wanted):
+            raise RuntimeError(f"{self.name} was traced into another graph")
+        return _ChosenForStep(
+            saved, budget, "step", activation_bytes(node_info.inputs, saved)
+        )
+
+    def _find_plans(
+        self,
+        joint_graph: fx.Graph,
+        node_info: NodeInfo,
+        budget: float,
+        num_fwd_outputs: int,
+    ) -> None:
+        # A budget that the user gave to a region of the model stays.
+        is_only = budget != config.activation_memory_budget
+        chosen = memory_budget.choose_plan(
+            joint_graph, node_info, budget if is_only else 1, num_fwd_outputs
+        )
+        self.plans = plan_graph(
+            joint_graph, node_info, num_fwd_outputs, chosen.saved_values, is_only
+        )
+        self.fault = ""
+        self.lean = self._chosen = self.plans.leanest(calls_assumed())
+
+
+@dataclass(frozen=True)
+class _ChosenForStep(ChosenPlan):
+    """What to save by a step's plan; ``decided_by`` is "step"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlanOfGraph(saved_report.Plan):
+    """A plan that was made for a whole step."""
+
+    @property
+    def used(self) -> Optional[float]:
+        return None
+
+    def chosen_by(self) -> str:
+        return "step budget: one plan of this graph for a whole training step"
+
+
+def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """A compiler whose results are called by ``run``."""
+
+    def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        compiled = compile_graph(graph, inputs)
+        if not getattr(compiled, "_boxed_call", False):
+            unboxed = compiled
+            compiled = lambda args: unboxed(*args)  # noqa: E731
+
+        def call(args: list[Any]) -> Any:
+            return run(compiled, args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    return compile_marked
+
+
+def _backward_of(result: Any) -> Any:
+    """The node of the compiled backward that made one of these outputs, or None."""
+    node: Any
+    pending = [
+        (value.grad_fn, 3)
+        for value in tree_leaves(result)
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]
+    while pending:
+        node, depth = pending.pop(0)
+        if hasattr(node, "_forward_cls") and hasattr(node._forward_cls, "_aot_id"):
+            if _CALL not in node.metadata:
+                return node
+        elif depth:
+            pending += [(n, depth - 1) for n, _ in node.next_functions if n is not None]
+    return None
+
+
+# ------------------------------------------------- plans for the peak of one graph
+
+# The graph and the kept bytes of each call whose backward is still to come.
+_waiting: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _warn_of_calls() -> None:
+    """That a budget of one graph says nothing about a step with several calls."""
+    graphs = {graph for graph, _ in _waiting.values()}
+    kept = sum(nbytes for _, nbytes in _waiting.values())
+    log.warning(
+        "%d calls of %d graphs wait for their backward at once and keep %s together, but "
+        "each graph's peak was planned for by itself. StepBudget plans for a training "
+        "step; activation_memory_graph_calls says how many calls of a graph there are",
+        len(_waiting),
+        len(graphs),
+        format_bytes(kept),
+    )
+
+
+def _counted(compile_graph: Callable[..., Any], *arguments: Any) -> Any:
+    """Compile a graph, and warn when its calls are not the only ones alive."""
+    *others, backward = arguments
+
+    def run_backward(run: Callable[..., Any], args: list[Any]) -> Any:
+        _waiting.pop(torch._C._current_autograd_node(), None)
+        return run(args)
+
+    run, metadata = compile_graph(*others, _marked(backward, run_backward))
+    plan = next(iter(saved_report.plans()[-1:]), None)
+    told = (plan.graph, plan.activation_bytes) if plan is not None else ("", 0)
+
+    def call(args: list[Any]) -> Any:
+        result = run(args)
+        node = _backward_of(result)
+        if node is not None:
+            _waiting[node] = told
+            if len(_waiting) > 1:
+                _warn_of_calls()
+        return result
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call, metadata
+
+
+# ------------------------------------------------------------ AOTAutograd's hooks
+
+
+def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
+
+    def compile_for_step(*arguments: Any) -> Any:
+        if _active is not None:
+            return _Graph(compile_graph, *arguments).first()
+        options: Any = config
+        if options.activation_memory_graph_calls is None and (
+            options.activation_memory_budget_target == "peak"
+            or options.activation_memory_peak_bytes is not None
+        ):
+            return _counted(compile_graph, *arguments)
+        return compile_graph(*arguments)
+
+    return compile_for_step
+
+
+def choose_plan(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    budget: float,
+    num_fwd_outputs: int,
+) -> ChosenPlan:
+    """What to save: by a step's plan, or else by :func:`.peak_budget.choose_plan`."""
+    choose = peak_budget.choose_plan if _compiling is None else _compiling.choose
+    return choose(joint_graph, node_info, budget, num_fwd_outputs)
+
+
+def record_plan(
+    chosen: ChosenPlan,
+    forward: GraphModule,
+    backward: GraphModule,
+    num_fwd_outputs: int,
+) -> None:
+    """Keep the plan of a joint graph that was split; see :mod:`.saved_report`."""
+    split = chosen, forward, backward, num_fwd_outputs
+    if isinstance(chosen, _ChosenForStep):
+        saved_report.record_plan(*split, StepPlanOfGraph)
+    else:
+        peak_budget.record_plan(*split)
