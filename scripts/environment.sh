@@ -67,8 +67,13 @@ ensure_environment() {
 # The default checkout: the wheel's Python tree, its binaries linked in, the set applied.
 ensure_patched_checkout() {
   ensure_environment
-  "$PYTHON" "$REPO/scripts/checkout.py" assemble "$CHECKOUT" >&2
-  APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2
+  mkdir -p "$REPO/build"
+  # Commands that start together take turns.
+  {
+    flock 9
+    "$PYTHON" "$REPO/scripts/checkout.py" assemble "$CHECKOUT" >&2
+    APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2
+  } 9>"$REPO/build/.lock"
 }
 
 # run_patchset MODULE ARGUMENTS: a command of scripts/patchset, by $APPLY_PYTHON or python3.

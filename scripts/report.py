@@ -1,8 +1,8 @@
-"""Writes the tables of the README and of docs/, and the figure, from the stored results.
+"""Writes the tables of the README and of docs/, and the figures, from the stored results.
 
 ``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and ``<!-- report end -->`` and
 is made from ``results/NAME.json`` by the benchmark of that name, as it prints it; the README's ``headline``
-from the techniques. The figure stands beside its result, ``results/peak.json``.
+from the techniques, and the RFC's from those of the step. A figure stands beside its result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any, Optional
 
 import quickstart
-from benchmarks import compare, compile, curves, kept, marks, peak, techniques
+from benchmarks import (
+    compare,
+    compile,
+    curves,
+    estimators,
+    kept,
+    marks,
+    peak,
+    step,
+    techniques,
+)
 from benchmarks.results import markdown
 
 
@@ -54,6 +64,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "kept": kept.page,
     "frozen": marks.page,
     "peak": peak.page,
+    "step": step.page,
+    "step_summary": step.summary,
+    "estimators": estimators.page,
     "releases": releases,
     "compare": compare.page,
     "compile": compile.page,
@@ -62,8 +75,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def result_of(table: str) -> str:
-    return "techniques" if table == "headline" else table
+# The tables that are made from another's results.
+PARTS = {"headline": "techniques", "step_summary": "step"}
+FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "peak": peak.plot,
+    "step": step.plot,
+}
 
 
 def load(name: str) -> Any:
@@ -78,7 +95,9 @@ def load(name: str) -> Any:
 
 def rendered(text: str) -> str:
     def fill(match: re.Match[str]) -> str:
-        return match[1] + TABLES[match[2]](load(result_of(match[2]))) + match[3]
+        return (
+            match[1] + TABLES[match[2]](load(PARTS.get(match[2], match[2]))) + match[3]
+        )
 
     return BLOCK.sub(fill, text)
 
@@ -93,12 +112,13 @@ def main(arguments: Optional[list[str]] = None) -> int:
         after = rendered(before)
         if before != after:
             stale[page] = after
-    stored = RESULTS / "peak.svg"
-    with tempfile.TemporaryDirectory() as folder:
-        peak.plot(load("peak"), Path(folder, "peak.json"))
-        drawn = Path(folder, stored.name).read_text()
-    if not stored.exists() or drawn != stored.read_text():
-        stale[stored] = drawn
+    for name, plot in FIGURES.items():
+        stored = RESULTS / f"{name}.svg"
+        with tempfile.TemporaryDirectory() as folder:
+            plot(load(name), Path(folder, f"{name}.json"))
+            drawn = Path(folder, stored.name).read_text()
+        if not stored.exists() or drawn != stored.read_text():
+            stale[stored] = drawn
     for page, text in stale.items():
         if check:
             print(f"{page.name} is not what results/ gives")

@@ -31,7 +31,7 @@ def test_every_result_is_shown():
     }
     assert shown == report.TABLES.keys()
     stored = {place.stem for place in report.RESULTS.glob("*.json")}
-    assert stored == {report.result_of(table) for table in shown}
+    assert stored == {report.PARTS.get(table, table) for table in shown}
 
 
 def test_check_sees_another_figure_and_another_result(copies, capsys):

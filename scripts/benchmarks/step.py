@@ -91,9 +91,9 @@ class Training:
     def measured(self, budget: Any) -> tuple[int, int, list[Tensor]]:
         """Peak, flops and gradients of one more step."""
         gc.collect()
-        with CountedFlops() as flops:
-            with CountedStorages([*self.parameters, *self.inputs]) as live:
-                self.run(budget)
+        live = CountedStorages([*self.parameters, *self.inputs])
+        with CountedFlops() as flops, live:
+            self.run(budget)
         return live.peak, flops.flops, gradients(self.parameters)
 
     def allocated(self, budget: Any) -> int:

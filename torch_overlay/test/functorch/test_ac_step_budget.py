@@ -147,7 +147,7 @@ class StepBudgetTest(TestCase):
         super().setUp()
         torch._dynamo.reset()
 
-    def check(self, make, *batches, train=train, shares=(0.0, 0.3), close=0.04):
+    def check(self, make, *batches, train=train, shares=(0.2,), close=0.01):
         """Peaks, gradients and the order of shares; returns the plans."""
         before = unbudgeted(make(), *batches, train=train)
         peaks, plans = [], []
@@ -169,7 +169,7 @@ class StepBudgetTest(TestCase):
         return plans
 
     def test_blocks(self):
-        plans = self.check(Net, batch())
+        plans = self.check(Net, batch(), shares=(0.0, 0.4, 1.0))
         self.assertLess(plans[0].floor, 0.9 * plans[0].unbudgeted)
         (use,) = plans[0].graphs
         self.assertEqual((use.calls, use.alive), (4, 4))
@@ -204,15 +204,16 @@ class StepBudgetTest(TestCase):
         self.check(Checkpointed, batch(), close=0.1)
 
     def test_two_kinds_of_graphs(self):
-        class Two(Net):
-            def __init__(self):
-                super().__init__()
-                self.head = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU())
-                self.head.append(nn.Linear(512, 8))
-                self.head.compile(backend=AOT)
+        def make():
+            model = Net(3)
+            model.blocks.append(Block(4 * WIDTH))
+            model.blocks.insert(3, nn.Linear(WIDTH, 4 * WIDTH))
+            model.blocks.append(nn.Linear(4 * WIDTH, WIDTH))
+            model.blocks[4].compile(backend=AOT)
+            return model
 
-        plans = self.check(Two, batch())
-        self.assertEqual(len(plans[0].graphs), 2)
+        (plan,) = self.check(make, batch())
+        self.assertEqual([use.calls for use in plan.graphs], [3, 1])
 
     def test_graph_break(self):
         def make():
@@ -261,7 +262,7 @@ class StepBudgetTest(TestCase):
         with budget, LiveBytes([*model.parameters(), *grads]) as recorder:
             train(model, batch())
         predicted = budget.plan.predicted_peak
-        self.assertLessEqual(abs(recorder.peak - predicted), 0.04 * predicted)
+        self.assertLessEqual(abs(recorder.peak - predicted), 0.01 * predicted)
 
     @parametrize("limit", ("peak_bytes", "device_bytes"))
     def test_bytes(self, limit):
@@ -353,19 +354,13 @@ class StepBudgetTest(TestCase):
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
     def test_inductor(self):
         with fresh_cache():
-            model = Net(backend="inductor", dropout=0.1)
-            wanted = unbudgeted(model, batch())
-            for share in (0.5, 0.0):
-                torch._dynamo.reset()
-                with fresh_cache():
-                    model, budget = (
-                        Net(backend="inductor", dropout=0.1),
-                        StepBudget(share),
-                    )
-                    self.assertEqual(
-                        steps(budget, model, batch()), wanted, rtol=1e-5, atol=1e-6
-                    )
-                    self.assertGreater(budget.plan.graphs[0].cost, 0)
+            model, budget = Net(2, "inductor", dropout=0.1), StepBudget(share=0.0)
+            gradients = steps(budget, model, batch())
+            self.assertGreater(budget.plan.graphs[0].cost, 0)
+        torch._dynamo.reset()
+        with fresh_cache():
+            wanted = unbudgeted(Net(2, "inductor", dropout=0.1), batch())
+        self.assertEqual(gradients, wanted, rtol=1e-5, atol=1e-6)
 
     def test_outside_of_a_step(self):
         model, budget = Net(), StepBudget(share=0.5)
@@ -378,9 +373,9 @@ class StepBudgetTest(TestCase):
 
     def test_failed_step(self):
         model, budget = Net(), StepBudget(share=0.5)
-        with self.assertRaisesRegex(ZeroDivisionError, ""), budget:
+        with self.assertRaisesRegex(RuntimeError, "failed"), budget:
             model(batch())
-            1 / 0
+            raise RuntimeError("failed")
         steps(budget, model, batch())
         self.assertIsNotNone(budget.plan)
 
@@ -424,10 +419,7 @@ class StepBudgetTest(TestCase):
         budget = StepBudget(share=0.0)
         torch._dynamo.reset()
         steps(budget, model, batch())
-        if calls:
-            self.assertLessEqual(peak, 1.05 * budget.plan.floor)
-        else:
-            self.assertGreater(peak, 1.05 * budget.plan.floor)
+        self.assertEqual(peak > 1.05 * budget.plan.floor, calls is None)
 
     def test_nothing_compiled(self):
         with self.assertLogs("torch._functorch", "WARNING") as logs:

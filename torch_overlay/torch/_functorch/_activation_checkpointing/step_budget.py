@@ -68,6 +68,10 @@ __all__ = ["GraphUse", "StepBudget", "StepSummary"]
 # The budget whose step is running.
 _active: Optional[StepBudget] = None
 
+# Of what eager code has live at most, what a step may leave behind and still be recorded
+# but once.
+_NEW = 0.01
+
 # Where the autograd node of a compiled backward has its call.
 _CALL = "activation memory budget: call"
 
@@ -164,6 +168,7 @@ class StepBudget:
         self._expected: Optional[list[Any]] = None
         self._context = ExitStack()
         self._warned = False
+        self._is_first = True
 
     # ---------------------------------------------------------------- the steps
 
@@ -174,8 +179,13 @@ class StepBudget:
         if self._recorded is not None:
             # What only garbage holds is not there in the next step.
             gc.collect()
-            self._make_plan(self._recorded)
-            self._recorded = None
+            recorder, self._recorded = self._recorded, None
+            # Buffers that the first step makes once and for all are there in a second.
+            if self._is_first and recorder.left_behind() > _NEW * recorder.peak:
+                self._expected = None
+            else:
+                self._make_plan(recorder)
+            self._is_first = False
         for slots in self._graphs.values():
             slots.taken.clear()
         self._seen = []
@@ -440,10 +450,13 @@ class _Recorder(TorchDispatchMode):
             if hasattr(value, "__tensor_flatten__"):
                 names, _ = value.__tensor_flatten__()
                 yield from self._storages([getattr(value, name) for name in names])
-            elif value.layout is torch.strided and value.device.type == self.device:
-                if value.requires_grad and value.is_leaf:
-                    self._leaves[id(value)] = value
-                yield value.untyped_storage()
+            elif value.layout is torch.strided:
+                storage = value.untyped_storage()
+                # A fake tensor's device is another than that of its storage.
+                if storage.device.type == self.device:
+                    if value.requires_grad and value.is_leaf:
+                        self._leaves[id(value)] = value
+                    yield storage
 
     def _follow(self, storage: torch.UntypedStorage, is_given: bool = False) -> int:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -470,15 +483,34 @@ class _Recorder(TorchDispatchMode):
 
     def given_later(self) -> int:
         """The bytes that are there when the next step starts."""
-        alive = (s for s, _ in self._live.values() if not self.is_given[s])
-        return (self.at_start or self.given) + sum(self.nbytes[s] for s in alive)
+        left = (s for s, _ in self._live.values() if not self.is_given[s])
+        return (self.at_start or self.given) + sum(self.nbytes[s] for s in left)
 
-    def moments(self, number: dict[_Graph, int]) -> list[Moment]:
-        """The step as the next one is going to be.
+    @property
+    def peak(self) -> int:
+        """The most that eager code had live."""
+        live = most = 0
+        for what, who, *more in self.log:
+            if what in ("+", "="):
+                live += more[0]
+            elif what == "-":
+                live -= self.nbytes[who]
+            most = max(most, live)
+        return most
 
-        An optimizer's state that is still there then is not made anew, and a gradient
-        only until it is added to the one that is there.
-        """
+    def left_behind(self) -> int:
+        """The bytes that it left, gradients and the optimizer's states apart."""
+        remaining, gradients, last = self._remaining()
+        return sum(
+            nbytes
+            for at, (what, who, *more) in enumerate(self.log)
+            if what == "+" and who in remaining - gradients
+            for nbytes, is_differentiated in (more,)
+            if is_differentiated or at < last
+        )
+
+    def _remaining(self) -> tuple[set[int], set[int], int]:
+        """What is still there, the gradients among it, and the last event."""
         remaining = {s for s, _ in self._live.values()}
         gradients = {
             self._live[storage._cdata][0]
@@ -487,6 +519,15 @@ class _Recorder(TorchDispatchMode):
             if storage._cdata in self._live
         }
         last = max((i for i, e in enumerate(self.log) if e[0] in "fb"), default=0)
+        return remaining, gradients, last
+
+    def moments(self, number: dict[_Graph, int]) -> list[Moment]:
+        """The step as the next one is going to be.
+
+        An optimizer's state that is still there then is not made anew, and a gradient
+        only until it is added to the one that is there.
+        """
+        remaining, gradients, last = self._remaining()
         # What dies while a backward runs was held for that alone.
         dying: dict[_Call, set[int]] = {}
         running: set[int] = set()

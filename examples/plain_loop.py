@@ -1,0 +1,40 @@
+"""A training loop whose blocks are compiled one by one, in a fifth of the room.
+
+scripts/run_patched.sh python examples/plain_loop.py
+"""
+
+import torch
+from torch import nn
+from torch._functorch._activation_checkpointing.step_budget import StepBudget
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(6)), nn.Linear(128, 10))
+    for block in model[:-1]:
+        # Or inductor, the default, which needs a compiler.
+        block.compile(backend="aot_eager_decomp_partition")
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = StepBudget(share=0.2)
+    for _ in range(4):
+        batch, labels = torch.randn(1024, 128), torch.randint(10, (1024,))
+        with budget:
+            loss = nn.functional.cross_entropy(model(batch), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(budget)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Hugging Face's Trainer, each block of the model compiled by itself, in a budget.
+
+scripts/run_patched.sh python examples/trainer.py
+"""
+
+import tempfile
+from typing import Any
+
+import torch
+from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+
+class BudgetedSteps(TrainerCallback):
+    def __init__(self, budget: StepBudget) -> None:
+        self.budget = budget
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.budget.__enter__()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.budget.__exit__(None, None, None)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=128,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager_decomp_partition")
+    tokens = torch.randint(128, (16, 64))
+    data = [{"input_ids": each, "labels": each} for each in tokens]
+    budget = StepBudget(share=0.2)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=4,
+            max_steps=4,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+        )
+        callbacks = [BudgetedSteps(budget)]
+        Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
+    print(budget)
+
+
+if __name__ == "__main__":
+    main()
