@@ -26,7 +26,7 @@ $usage
                what budgets and checkpoints of single blocks reach (an hour)
   compile      where the partitioner's time goes, before and after the set, on models of
                real size (half an hour)
-  estimators   which runtime estimator's plans train fastest on inductor (half an hour)
+  estimators   which runtime estimator's plans train fastest on inductor (a quarter of an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
                yours: peak memory against step time (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)

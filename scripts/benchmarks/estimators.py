@@ -1,6 +1,6 @@
 """Measures which runtime estimator's plans train fastest, on inductor's kernels.
 
-    scripts/benchmark.sh estimators                     five nets (half an hour)
+    scripts/benchmark.sh estimators                     three nets (a quarter of an hour)
     scripts/benchmark.sh estimators --json results/estimators.json
 
 Each estimator plans for the same budgets and targets. The compiled steps (forward and
@@ -25,7 +25,7 @@ from benchmarks import fresh, nets, options
 from benchmarks.results import environment, markdown, measured_on, Row
 
 
-NETS = ("gpt2", "vit", "moe", "resnet50", "bert")
+NETS = ("gpt2", "vit", "resnet50")
 # "profile" runs each operator on CUDA.
 ESTIMATORS = ("flops", "roofline", "profile")[: 2 + torch.cuda.is_available()]
 TARGETS = ("saved", "peak")

@@ -572,7 +572,7 @@ class JointGraph:
             phase.change(phase.touched[s], self.nbytes[s])
         kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
         for s, plans in enumerate(kept):
-            if plans and s not in self.outputs:
+            if plans and s not in self.outputs and s not in self._released:
                 phase.change(plans, self.nbytes[s])
         return phase.peaks(count), kept
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["GraphPlan", "GraphPlans", "Moment", "StepCurve", "plan_graph"]
 
 # Budgets of saved bytes whose knapsacks become plans.
-_BUDGETS = [k / 24 for k in range(24)]
+_BUDGETS = [k / 48 for k in range(48)]
 # Plans of one graph that may be paired, and slots at which pairs change, at most.
 _PAIRED, _SPLITS = 16, 32
 # Peaks between the floor and the fastest that are planned for.
@@ -291,9 +291,7 @@ class StepCurve:
     ) -> tuple[list[Choice], torch.Tensor, list[float]]:
         """The choices for a graph, what each has live at every moment, and its cost."""
         slots = len(calls)
-        chosen = list(range(len(graph.plans)))
-        if slots > 1:
-            chosen = _hull(graph, slots)
+        paired = _hull(graph, slots) if slots > 1 else []
         # What slots below k have live, by plan and k.
         shape = (slots + 1, len(self.moments), len(graph.plans))
         live = torch.zeros(shape, dtype=torch.float64)
@@ -321,11 +319,11 @@ class StepCurve:
         live = live.cumsum(0).permute(2, 0, 1)
         made = [0, *itertools.accumulate(calls)]
         splits = sorted({round(k * slots / _SPLITS) for k in range(1, _SPLITS)})
-        choices = [(p, p, slots) for p in chosen]
+        choices = [(p, p, slots) for p in range(len(graph.plans))]
         choices += [
             (p, q, k)
-            for p in chosen
-            for q in chosen
+            for p in paired
+            for q in paired
             if p != q
             for k in splits
             if 0 < k < slots
@@ -337,14 +335,15 @@ class StepCurve:
             math.fsum((made[k] * cost[p], (made[-1] - made[k]) * cost[q]))
             for p, q, k in choices
         ]
-        if len(self.rest) and len(choices) > len(chosen):
+        if paired:
             # Whatever the other graphs do, these are the ones that may be of use.
             measures = (
                 vectors.amax(1),
                 (vectors + self.rest).amax(1),
                 vectors[:, int((live[:, -1].amax(0) + self.rest).argmax())],
             )
-            good = sorted({i for m in measures for i in _staircase(m.tolist(), costs)})
+            found = {i for m in measures for i in _staircase(m.tolist(), costs)}
+            good = sorted(found | {graph.fastest})
             choices = [choices[i] for i in good]
             vectors, costs = vectors[good], [costs[i] for i in good]
         return choices, vectors, costs
@@ -352,7 +351,7 @@ class StepCurve:
     def _search(self, graphs: Sequence[GraphPlans]) -> list[StepPlan]:
         """States on the way from the fastest plans to the lowest peak; that is first."""
         fastest = [
-            next(i for i, c in enumerate(choices) if c[:2] == (plans.fastest,) * 2)
+            [choice[:2] for choice in choices].index((plans.fastest, plans.fastest))
             for plans, (choices, _, _) in zip(graphs, self.options)
         ]
         costs = [torch.tensor(c, dtype=torch.float64) for _, _, c in self.options]
