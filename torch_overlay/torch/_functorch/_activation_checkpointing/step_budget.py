@@ -68,8 +68,7 @@ __all__ = ["GraphUse", "StepBudget", "StepSummary"]
 # The budget whose step is running.
 _active: Optional[StepBudget] = None
 
-# Of what eager code has live at most, what a step may leave behind and still be recorded
-# but once.
+# Of what eager code makes, what a step may leave behind and be recorded only once.
 _NEW = 0.01
 
 # Where the autograd node of a compiled backward has its call.
@@ -181,7 +180,7 @@ class StepBudget:
             gc.collect()
             recorder, self._recorded = self._recorded, None
             # Buffers that the first step makes once and for all are there in a second.
-            if self._is_first and recorder.left_behind() > _NEW * recorder.peak:
+            if self._is_first and recorder.left_behind() > _NEW * recorder.made_bytes:
                 self._expected = None
             else:
                 self._make_plan(recorder)
@@ -487,16 +486,9 @@ class _Recorder(TorchDispatchMode):
         return (self.at_start or self.given) + sum(self.nbytes[s] for s in left)
 
     @property
-    def peak(self) -> int:
-        """The most that eager code had live."""
-        live = most = 0
-        for what, who, *more in self.log:
-            if what in ("+", "="):
-                live += more[0]
-            elif what == "-":
-                live -= self.nbytes[who]
-            most = max(most, live)
-        return most
+    def made_bytes(self) -> int:
+        """The bytes of all that eager code made."""
+        return sum(more[0] for what, _, *more in self.log if what == "+")
 
     def left_behind(self) -> int:
         """The bytes that it left, gradients and the optimizer's states apart."""
@@ -541,6 +533,7 @@ class _Recorder(TorchDispatchMode):
         found: list[Moment] = []
         live = passing = most = 0
         there: dict[int, int] = {}
+        beyond: dict[int, int] = {}
         alive: dict[_Call, None] = {}
 
         def where(calls: Iterable[_Call]) -> tuple[Any, ...]:
@@ -565,13 +558,17 @@ class _Recorder(TorchDispatchMode):
                         there[who] = nbytes
                 else:
                     passing = 0
-                    if what == "=" and (who in there or self.is_given[who]):
-                        live += more[0]
-                        there[who] = there.get(who, 0) + more[0]
-                    elif what == "-" and self.is_given[who]:
-                        live -= self.nbytes[who]
-                    elif what == "-":
-                        live -= there.pop(who, 0)
+                    # What was there may have been made out of sight: nothing is gained
+                    # when it goes, and nothing lost when it is back.
+                    before = there.get(who, 0)
+                    beyond[who] = beyond.get(who, before) + (
+                        more[0] if more else -before
+                    )
+                    after = max(beyond[who], 0) if what == "=" else 0
+                    live += after - before
+                    there[who] = after
+                    if what == "-":
+                        del there[who]
                 most = max(most, live + passing)
                 continue
             passing = 0
