@@ -62,5 +62,10 @@ noticed and learned anew.
 Opt-in: nothing changes outside of a StepBudget. Peaks are those of operators; inductor's
 kernels hold less. What an allocator loses to fragmentation is not counted.
 """,
+    evidence=(
+        ("step", "peak / allowed"),
+        ("step", "peak at a share"),
+        ("step", "gradients"),
+    ),
     kind="new features",
 )
