@@ -9,8 +9,9 @@
 
 A budget of a graph says little about a step that runs several, or one many times: what
 each call keeps for its backward is live at once.  The first step runs by lean plans and
-is recorded: the calls of each graph, and the bytes that eager code holds meanwhile.  When
-the second one starts, :class:`.StepCurve` chooses a plan or two for each graph, and they
+is recorded: the calls of each graph, and the bytes that eager code holds meanwhile (and
+the second one too, where the first leaves more behind than gradients).  When the next
+starts, :class:`.StepCurve` chooses a plan or two for each graph, and they
 are split and compiled anew from the joint graphs that were traced.  From then on steps
 are compared with the one recorded; where one differs, the next is recorded again.
 
@@ -589,13 +590,9 @@ class _Recorder(TorchDispatchMode):
             else:
                 alive.pop(who, None)
             most = live
-        found.append(Moment(most, *_swapped(where(alive))))
+        held, unheld = where(alive)
+        found.append(Moment(most, held, None, unheld))
         return found
-
-
-def _swapped(where: tuple[Any, ...]) -> tuple[Any, ...]:
-    held, unheld = where
-    return held, None, unheld
 
 
 def _allocated(device: torch.device) -> int:
@@ -634,7 +631,7 @@ class _Graph:
             for i in self._symbolic
         )
 
-    @property
+    @functools.cached_property
     def may_save(self) -> frozenset[int]:
         """The outputs of the forward that some plan saves."""
         return frozenset().union(*(plan.outputs for plan in self.plans.plans))
