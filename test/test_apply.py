@@ -269,6 +269,7 @@ def test_what_needs_a_patch_is_left_out_with_it(release_tree):
         "memory-budget": "it needs random-ops",
         "saved-report": "it needs memory-budget",
         "peak-budget": "it needs saved-report",
+        "step-budget": "it needs peak-budget",
     }
     assert not result.conflicts
 

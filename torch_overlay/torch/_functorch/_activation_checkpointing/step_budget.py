@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
     from torch.fx import GraphModule
+    from typing_extensions import Self
 
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class StepBudget:
 
     # ---------------------------------------------------------------- the steps
 
-    def __enter__(self) -> StepBudget:
+    def __enter__(self) -> Self:
         global _active
         if _active is not None:
             raise RuntimeError("a step of a StepBudget is running already")
@@ -885,21 +886,19 @@ def _warn_of_calls() -> None:
 
 def _counted(compile_graph: Callable[..., Any], *arguments: Any) -> Any:
     """Compile a graph, and warn when its calls are not the only ones alive."""
-    *others, backward = arguments
-
-    def run_backward(run: Callable[..., Any], args: list[Any]) -> Any:
-        _waiting.pop(torch._C._current_autograd_node(), None)
-        return run(args)
-
-    run, metadata = compile_graph(*others, _marked(backward, run_backward))
+    run, metadata = compile_graph(*arguments)
     plan = next(iter(saved_report.plans()[-1:]), None)
     told = (plan.graph, plan.activation_bytes) if plan is not None else ("", 0)
 
+    @functools.wraps(run)
     def call(args: list[Any]) -> Any:
         result = run(args)
         node = _backward_of(result)
         if node is not None:
             _waiting[node] = told
+            node.metadata[_CALL] = None
+            reference = weakref.ref(node)
+            node.register_prehook(lambda _: _waiting.pop(reference(), None) and None)
             if len(_waiting) > 1:
                 _warn_of_calls()
         return result
