@@ -56,11 +56,11 @@ from .step_plan import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from typing_extensions import Self
 
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
     from torch.fx import GraphModule
-    from typing_extensions import Self
 
 
 log = logging.getLogger(__name__)
