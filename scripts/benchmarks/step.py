@@ -117,7 +117,7 @@ def measure_operators(task: fresh.Task) -> Row:
     StepBudget = overlay("step_budget").StepBudget
     training = Training(name, OPERATORS)
     with CountedFlops() as counter, torch.no_grad():
-        training.module.get_submodule("")(*training.inputs)
+        training.module(*training.inputs)
     forward = counter.flops
     training.warmed(nullcontext(), 1)
     plain_peak, _, wanted = training.measured(nullcontext())

@@ -213,10 +213,14 @@ class Planner:
     joint: fx.Graph
     info: NodeInfo
     num_fwd_outputs: int
+    # Of a caller who has it already.
+    made_model: Optional[JointGraph] = None
 
     @functools.cached_property
     def model(self) -> Optional[JointGraph]:
         """What each plan keeps and repeats; None where that cannot be said."""
+        if self.made_model is not None:
+            return self.made_model
         try:
             return JointGraph(self.joint, self.info, self.num_fwd_outputs)
         except Exception as error:

@@ -27,7 +27,7 @@ import gc
 import logging
 import math
 import weakref
-from contextlib import ExitStack
+from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
@@ -380,6 +380,8 @@ class _Call:
     ended: bool = False
     outputs: list[Optional[int]] = field(default_factory=list)
     inputs: list[Optional[int]] = field(default_factory=list)
+    # Kept, so that it tells when the node goes without having run.
+    node: Optional[weakref.ref[Any]] = None
 
 
 # ------------------------------------------------------------------- recording
@@ -435,6 +437,17 @@ class _Recorder(TorchDispatchMode):
             next((self._follow(s) for s in self._storages([value])), None)
             for value in tree_leaves(values)
         ]
+
+    @contextmanager
+    def around(self, what: str, call: _Call) -> Iterator[None]:
+        """What runs within is a compiled graph's, "F" or "B"."""
+        self.mark(what, call)
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            self.mark(what.lower(), call)
 
     def mark(self, what: str, call: _Call) -> None:
         # Sizes that changed in place, as those of gathered parameters do.
@@ -673,7 +686,7 @@ class _Graph:
                     if recorder is not None:
                         recorder.log.append(("x", call))
 
-            call.node = weakref.ref(node, died)  # type: ignore[attr-defined]
+            call.node = weakref.ref(node, died)
         return result
 
     def _variant(self, plan: int) -> Callable[..., Any]:
@@ -725,13 +738,8 @@ class _Graph:
         call = self._running
         recorder.meet(args)
         call.inputs = recorder.made(args[: self.plans.primals])
-        recorder.mark("F", call)
-        recorder.inside += 1
-        try:
+        with recorder.around("F", call):
             results = run(args)
-        finally:
-            recorder.inside -= 1
-            recorder.mark("f", call)
         call.outputs = recorder.made(list(results[: self._num_fwd_outputs]))
         return results
 
@@ -751,13 +759,8 @@ class _Graph:
                 tangents[len(tangents) - self.plans.tangents :]
             )
             del tangents
-            recorder.mark("B", call)
-            recorder.inside += 1
-            try:
+            with recorder.around("B", call):
                 results = run(args)
-            finally:
-                recorder.inside -= 1
-                recorder.mark("b", call)
             recorder.made(list(results))
         budget._end(call)
         return results

@@ -153,8 +153,8 @@ def plan_graph(
     where calls wait for each other, what a call keeps counts for more than its own peak.
     Raises as :class:`.JointGraph` does.
     """
-    planner = Planner(joint_graph, node_info, num_fwd_outputs)
     graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
+    planner = Planner(joint_graph, node_info, num_fwd_outputs, graph)
     cheapest, expensive = planner.cheapest_cut()
     if is_only:
         plans = Plans(graph, rerun_costs(graph, expensive))
