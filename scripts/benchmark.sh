@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|compile|estimators|techniques|capture [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|compile|estimators|techniques|capture [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | kept | frozen | peak | step | compile | estimators | techniques | capture) ;;
+  solvers | compare | curves | kept | frozen | peak | step | schedule | compile | estimators | techniques | capture) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -24,6 +24,8 @@ $usage
                gradients, planning time (an hour)
   step         a budget for the whole training step where blocks are compiled one by one, beside
                what budgets and checkpoints of single blocks reach (an hour)
+  schedule     what inductor's schedules for a GPU hold at real size, beside what was estimated;
+               needs no GPU, but a torch built with CUDA (an hour)
   compile      where the partitioner's time goes, before and after the set, on models of
                real size (half an hour)
   estimators   which runtime estimator's plans train fastest on inductor (a quarter of an hour)

@@ -506,35 +506,23 @@ UNEVEN = [
 MLP_UNEVEN = Net("mlp-uneven", lambda: (MLP(UNEVEN, 64, 0.0), features((64, 160), 64)))
 
 BF16 = torch.bfloat16
+LLAMA3_8B = Shape(4096, 32, 8, 14336, 32, 128256, batch=2, tokens=4096, rotary=True)
+LLAMA3_70B = Shape(8192, 64, 8, 28672, 80, 128256, batch=1, tokens=8192, rotary=True)
+GPT2_XL = ClassicShape(
+    1600, 25, 6400, 48, 50257, 1024, 0.1, causal=True, joined=True, gelu="tanh"
+)
+BERT_LARGE = ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False)
+VIT_LARGE = ClassicShape(1024, 16, 4096, 24, 1000, 196)
 REAL = (
-    decoder(
-        "llama3-8b",
-        Shape(4096, 32, 8, 14336, 32, 128256, batch=2, tokens=4096, rotary=True),
-        BF16,
-    ),
-    decoder(
-        "llama3-70b",
-        Shape(8192, 64, 8, 28672, 80, 128256, batch=1, tokens=8192, rotary=True),
-        BF16,
-    ),
+    decoder("llama3-8b", LLAMA3_8B, BF16),
+    decoder("llama3-70b", LLAMA3_70B, BF16),
     decoder(
         "moe-8x7b",
         Shape(4096, 32, 8, 14336, 32, 32000, 1, 4096, rotary=True, experts=8),
         BF16,
     ),
-    classic(
-        "gpt2-xl",
-        ClassicShape(
-            1600, 25, 6400, 48, 50257, 1024, 0.1, causal=True, joined=True, gelu="tanh"
-        ),
-        8,
-        BF16,
-    ),
-    classic(
-        "bert-large",
-        ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False),
-        32,
-    ),
+    classic("gpt2-xl", GPT2_XL, 8, BF16),
+    classic("bert-large", BERT_LARGE, 32),
     Net("resnet152", lambda: (ResNet((3, 8, 36, 3), 64, 1000), images(64, 224, 1000))),
     Net("unet-512", lambda: (UNet(64, 4, 21), images(8, 512, 21, (512, 512)))),
 )

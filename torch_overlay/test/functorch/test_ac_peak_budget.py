@@ -821,12 +821,44 @@ class PeakBudgetTest(TestCase):
         # The difference is computed in the product's kernel, the maxima before it.
         self.assertLess(self.fused(normed), 2.1)
 
+    def test_results_are_written_over_arguments(self):
+        def chain(length):
+            return lambda x, w: (
+                functools.reduce(lambda h, _: h.sin(), range(length), x @ w),
+            )
+
+        self.assertEqual(self.fused(chain(2)), 1)
+        # Too long for one kernel, whose two halves hold what is between them.
+        self.assertEqual(self.fused(chain(40)), 2)
+
+        def scattered(x, w):
+            rows = torch.arange(len(x))
+            return (torch.zeros_like(x).index_put((rows,), x @ w),)
+
+        # The zeros are made where they are written to.
+        self.assertLess(self.fused(scattered), 2.1)
+
+    def test_what_takes_many_reads_is_stored_for_later_readers(self):
+        def two_readers(terms):
+            def forward(x, w):
+                parts = [x @ w for _ in range(terms)]
+                total = functools.reduce(torch.mul, parts)
+                return ((total.cos() @ w) * total.sin(),)
+
+            return forward
+
+        # The factors are read again behind the product, which is beside its argument.
+        self.assertEqual(self.fused(two_readers(3)), 5)
+        # There are as many when their product takes the place of one.
+        self.assertEqual(self.fused(two_readers(5)), 5)
+
     def test_the_result_is_live_in_the_backward(self):
         phases = (lambda x, w: (x @ w,)), (lambda x, w: (x.sum(),))
         self.assertEqual(self.fused(*phases), 3)
         self.assertEqual(self.fused(*phases, returned=0), 2)
-        # What the backward is given, and what it makes of it.
-        self.assertEqual(self.fused(phases[0], lambda x, w: (x.sin(),)), 4)
+        # What the backward makes of what it is given takes the place of that.
+        self.assertEqual(self.fused(phases[0], lambda x, w: (x.sin(),)), 3)
+        self.assertEqual(self.fused(phases[0], lambda x, w: (x @ w,)), 4)
 
     def test_an_estimate_that_fails(self):
         with (

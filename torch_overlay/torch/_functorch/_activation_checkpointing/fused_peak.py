@@ -1,18 +1,27 @@
-"""What a backend that fuses keeps live, from the two graphs that it is given.
+"""What inductor's kernels keep live, from the two graphs that it is given.
 
 :mod:`.liveness` counts what runs operator by operator.  Inductor makes kernels of
 several operators, and what is used inside of one alone is never stored.
-:func:`fused_peak` computes a pointwise operator in whatever reads it, if all of that can
-be fused, and takes what is left through memory.
+:func:`fused_peak` follows the rules that decide what is stored:
 
-Inductor also fuses operators that read the same, and writes results over arguments.
+-   A pointwise operator is computed in whatever reads it, if all of that can be fused.
+    Where several operators read it and it takes many reads or operators itself, it is
+    stored, if something that cannot be fused runs between them; and also, and early,
+    if a kernel before it reads the same.
+-   A kernel writes its result over an argument of the same shape that nobody reads
+    later, unless it has so many operators that inductor cuts it in two.
+-   A scatter writes over what it scatters to, and a product that is only added to
+    something waits for that.
+
+Not followed are the order that inductor's scheduler chooses, and the fusion of kernels
+that have nothing but inputs in common.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -33,6 +42,33 @@ aten = torch.ops.aten
 
 # Pointwise for inductor, though their schema has no tag for it.
 _POINTWISE = (aten.embedding, aten.expand, aten.gather, aten.index, aten.full)
+_SCATTERS = (
+    aten._unsafe_index_put,
+    aten._unsafe_masked_index_put_accumulate,
+    aten.index_add,
+    aten.index_copy,
+    aten.index_put,
+    aten.scatter,
+    aten.scatter_add,
+    aten.scatter_reduce,
+    aten.select_scatter,
+    aten.slice_scatter,
+)
+# What inductor computes again for each reader, by default, reads at most so many
+# buffers and has at most so many operators and reads.
+_MOST_READS = 4
+_MOST_OPERATORS = 30
+# Kernels that read smaller storages in common are not taken for related.
+_LARGE = 1 << 20
+
+
+class _Kernel(NamedTuple):
+    """The storages that it reads and allocates; ``operators`` has one more for each
+    read, and is 0 where nothing can be fused."""
+
+    reads: set[int]
+    writes: list[int]
+    operators: int
 
 
 def fused_peak(
@@ -72,9 +108,8 @@ def _peak(graph: fx.Graph, storages: Storages, given: Container[int]) -> int:
     """The most that is live in any kernel; ``given`` are keys that do not count."""
     nbytes = storages.nbytes
     kept = set(storages.reads[graph.output_node()])
-    run = _kernels(graph, storages, kept)
-    last = {s: at for at, (reads, writes) in enumerate(run) for s in (*reads, *writes)}
-    dying: dict[int, int] = defaultdict(int)
+    kernels = _kernels(graph, storages, kept)
+    last = {s: at for at, k in enumerate(kernels) for s in (*k.reads, *k.writes)}
     live = 0
     for node in graph.find_nodes(op="placeholder"):
         for s in storages.writes[node]:
@@ -82,21 +117,40 @@ def _peak(graph: fx.Graph, storages: Storages, given: Container[int]) -> int:
                 last.pop(s, None)
             else:
                 live += nbytes[s]
-    for s, at in last.items():
-        if s not in kept:
-            dying[at] += nbytes[s]
+    shapes = _shapes(graph, storages)
     peak = live
-    for at, (_, writes) in enumerate(run):
+    for at, (reads, writes, operators) in enumerate(kernels):
+        dying = [s for s in reads.union(writes) if last.get(s) == at and s not in kept]
+        overwritten: set[int] = set()
+        if 0 < operators <= _MOST_OPERATORS:
+            for s in writes:
+                for r in sorted(reads.intersection(dying) - overwritten):
+                    if shapes.get(r) == shapes.get(s):
+                        overwritten.add(r)
+                        break
         live += sum(nbytes[s] for s in writes)
-        peak = max(peak, live)
-        live -= dying[at]
+        # What is written over is live before and after, as another.
+        reused = sum(nbytes[s] for s in overwritten)
+        peak = max(peak, live - reused)
+        live -= sum(nbytes[s] for s in dying)
     return peak
+
+
+def _shapes(graph: fx.Graph, storages: Storages) -> dict[int, tuple[Any, ...]]:
+    """The number of elements and the type of what was first put into each storage."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            for s in storages.own[node]:
+                found.setdefault(s, (value.numel(), value.dtype))
+    return found
 
 
 def _kernels(
     graph: fx.Graph, storages: Storages, kept: Container[int]
-) -> list[tuple[set[int], tuple[int, ...]]]:
-    """What is read and written by each operator that has a kernel of its own."""
+) -> list[_Kernel]:
+    """In the graph's order, each where the operator is that gives its result."""
     from torch._functorch.partitioners import get_default_op_list
 
     operators = [
@@ -113,30 +167,82 @@ def _kernels(
     op_types = get_default_op_list()
     pointwise = {node for node in operators if _is_pointwise(node, op_types)}
     fusible = pointwise.union(filter(_is_reduction, operators))
-    inlined: set[int] = set()
+    products: set[fx.Node] = set()
     for node in operators:
         if node.target is aten.mm.default:
             (s,) = storages.writes[node]
             users = readers[s]
             # Adding to a product becomes addmm, which is no kernel to fuse with.
             if s not in kept and [user.target for user in users] == [aten.add.Tensor]:
-                inlined.add(s)
+                products.add(node)
                 fusible.difference_update(users)
-    for node in pointwise & fusible:
-        for s in storages.writes[node]:
-            if s not in kept and readers[s] and fusible.issuperset(readers[s]):
-                inlined.add(s)
-    run: list[tuple[set[int], tuple[int, ...]]] = []
-    # What is read in order to compute an inlined result.
+    # How many operators that cannot be fused come before each one.
+    barriers: dict[fx.Node, int] = {}
+    count = 0
+    for node in operators:
+        barriers[node] = count
+        count += node not in fusible
+
+    kernels: list[_Kernel] = []
+    # What is read in order to compute a result that is not stored, and by which.
     sources: dict[int, set[int]] = {}
+    computed_by: dict[int, set[fx.Node]] = {}
     for node in operators:
         reads = {r for s in storages.reads[node] for r in sources.get(s, (s,))}
-        writes = storages.writes[node]
-        if inlined.isdisjoint(writes):
-            run.append((reads, writes))
+        parts = {node}.union(*(computed_by.get(s, ()) for s in storages.reads[node]))
+        weight = len(parts) + len(reads)
+        writes = list(storages.writes[node])
+        kernel = _Kernel(reads, writes, weight if node in fusible else 0)
+        is_stored = node not in products
+        if node in pointwise and node in fusible and len(writes) == 1:
+            (s,) = writes
+            users = readers[s]
+            is_stored = (
+                s in kept
+                or not users
+                or not all(u in fusible or _scatters_to(u, s, storages) for u in users)
+            )
+            is_large = len(reads) > _MOST_READS or weight > _MOST_OPERATORS
+            if not is_stored and len(users) > 1 and is_large:
+                is_stored = barriers[users[0]] < barriers[users[-1]]
+                related = None if is_stored else _related(kernel, kernels, storages)
+                if related is not None:
+                    # It is computed there, if not all at once with its readers.
+                    at, earlier = related
+                    kernels[at] = _Kernel(
+                        earlier.reads | reads, earlier.writes + writes, weight
+                    )
+                    continue
+        if is_stored:
+            kernels.append(kernel)
         else:
             sources.update(dict.fromkeys(writes, reads))
-    return run
+            computed_by.update(dict.fromkeys(writes, parts))
+    return kernels
+
+
+def _related(
+    kernel: _Kernel, kernels: list[_Kernel], storages: Storages
+) -> Optional[tuple[int, _Kernel]]:
+    """The first kernel that has all large storages which this one reads, if any."""
+    large = {s for s in kernel.reads if storages.nbytes[s] >= _LARGE}
+    for at, other in enumerate(kernels):
+        if large and other.operators and large <= other.reads.union(other.writes):
+            return at, other
+    return None
+
+
+def _scatters_to(node: fx.Node, s: int, storages: Storages) -> bool:
+    """Whether a node is a scatter to this storage, which it then writes over."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.overloadpacket in _SCATTERS
+        and all(
+            (s in storages.held[source]) == (source is node.args[0])
+            for source in node.all_input_nodes
+        )
+    )
 
 
 def _is_reduction(node: fx.Node) -> bool:

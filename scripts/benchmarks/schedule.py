@@ -1,0 +1,377 @@
+"""What inductor's schedules for a GPU hold, at real size, on a machine that needs none.
+
+    scripts/benchmark.sh schedule                       ten nets (an hour)
+    scripts/benchmark.sh schedule --model gpt2-xl-4 --gpu rtx4090
+    scripts/benchmark.sh schedule --model my_module:my_function
+    scripts/benchmark.sh schedule --check               on the CPU alone, as CI does
+
+Forward and backward of fake tensors are compiled for a GPU up to its kernels, and the
+generated wrappers run with kernels that do nothing: what they allocate and free is
+what a step would. Bytes are without parameters and inputs. Upstream's plans are those
+of the untouched wheel. For a GPU torch has to be built with CUDA; TORCH_VERSION=2.15.0
+in front of the command takes a wheel that is. The exit status is 1 only if a replay for
+the CPU differs from what its allocator noted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as config
+from matplotlib.figure import Figure
+from torch import fx, nn
+from torch._inductor import config as inductor_config
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks import fresh, models, nets, options
+from benchmarks.live_bytes import record_step
+from benchmarks.marks import failed, Mark, table
+from benchmarks.nets import BF16, classic, decoder, images, Net, Shape
+from benchmarks.replay import compile_for, GPUS, Live
+from benchmarks.results import environment, markdown, measured_on, Row, save
+from benchmarks.tracing import overlay
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=1024,
+        d_ff=4096,
+        num_heads=16,
+        num_layers=2,
+        num_decoder_layers=2,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config), models.tokens(config.vocab_size, 8, 512)
+
+
+# Four layers each, but for what has no like layers, and one of sixteen.
+LLAMA_2048 = Shape(2048, 16, 16, 5504, 16, 32000, 4, 2048, rotary=True)
+NETS: dict[str, Net] = {
+    net.name: net
+    for net in (
+        decoder("llama3-8b-4", replace(nets.LLAMA3_8B, layers=4, batch=1), BF16),
+        decoder("llama3-70b-4", replace(nets.LLAMA3_70B, layers=4, tokens=4096), BF16),
+        decoder("llama-2048-16", LLAMA_2048, BF16),
+        classic("gpt2-xl-4", replace(nets.GPT2_XL, layers=4), 8, BF16),
+        decoder(
+            "qwen-moe-4",
+            Shape(
+                *(2048, 16, 4, 1408, 4, 32000, 2, 2048),
+                rotary=True,
+                experts=16,
+                experts_per_token=4,
+            ),
+            BF16,
+        ),
+        Net(
+            "vit-l-4",
+            lambda: (
+                nets.ViT(replace(nets.VIT_LARGE, layers=4), 16),
+                images(64, 224, 1000),
+            ),
+            BF16,
+        ),
+        classic("bert-large-4", replace(nets.BERT_LARGE, layers=4), 32, BF16),
+        Net(
+            "resnet50-224",
+            lambda: (nets.ResNet((3, 4, 6, 3), 64, 1000), images(64, 224, 1000)),
+            BF16,
+        ),
+        Net(
+            "unet-256",
+            lambda: (nets.UNet(64, 4, 21), images(8, 256, 21, (256, 256))),
+            BF16,
+        ),
+        models._model(t5, BF16),
+    )
+}
+BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
+KINDS = ("upstream", "saved", "peak")
+ON_CPU = ("vit", "gpt2", "mlp-dropout", "unet", "llama-8")
+CHECKED = ("vit",)
+CPU_BUDGET = 0.2
+PLOTTED = (1.0, 0.2, 0.0)
+LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
+# What is at the peak: so many of the largest.
+SHOWN = 8
+# Scalars, such as the loss, which the allocator rounds up.
+SCALARS = 64
+
+
+# -------------------------------------------------------------- in a process
+
+
+def find(name: str) -> Net:
+    return NETS[name] if name in NETS else nets.find(name)
+
+
+def measure(task: fresh.Task) -> Row:
+    torch.set_num_threads(1)
+    if task["kind"] == "allocator":
+        return measure_on_cpu(task)
+    return {"steps": [measure_plan(task, budget) for budget in task["budgets"]]}
+
+
+def budgeted(budget: float, target: str) -> Any:
+    aimed = {} if target == "upstream" else {"activation_memory_budget_target": target}
+    return config.patch(activation_memory_budget=budget, **aimed)
+
+
+def measure_plan(task: fresh.Task, budget: float) -> Row:
+    """The schedule's peak, and what was known of it before it was scheduled."""
+    mode, module, inputs = find(task["net"]).fake()
+    with budgeted(budget, task["kind"]), mode:
+        step = compile_for(GPUS[task["gpu"]], module, inputs)
+    found = step.replay()
+    forward, backward, _ = step.split
+    row: Row = {
+        "budget": budget,
+        "peak": found.peak,
+        "phase": "forward" if found.peaks[0] == found.peak else "backward",
+        "flops": flops(forward.graph) + flops(backward.graph),
+        "live": [live._asdict() for live in found.live[:SHOWN]],
+        "curve": found.curve,
+    }
+    if task["kind"] != "upstream":
+        row["estimated"] = overlay("fused_peak").fused_peak(*step.split)
+        planned = getattr(overlay("saved_report").last_plan(), "peak", None)
+        row["operators"] = planned and planned.predicted
+    return row
+
+
+def flops(graph: fx.Graph) -> int:
+    total = 0
+    for node in graph.nodes:
+        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if node.op == "call_function" and formula is not None:
+            args, kwargs, value = tree_map(
+                lambda x: x.meta["val"] if isinstance(x, fx.Node) else x,
+                (node.args, node.kwargs, node.meta["val"]),
+            )
+            total += formula(*args, **kwargs, out_val=value)
+    return total
+
+
+def measure_on_cpu(task: fresh.Task) -> Row:
+    """The replay for the CPU beside what its allocator notes of the step itself."""
+    net = find(task["net"])
+    with budgeted(CPU_BUDGET, "peak"):
+        mode, fake, inputs = net.fake()
+        with mode:
+            replayed = compile_for(None, fake, inputs).replay().peak
+        torch._dynamo.reset()
+        module, inputs = net.make()
+        with inductor_config.patch(force_disable_caches=True):
+            compiled = torch.compile(module)
+            compiled(*inputs).backward()
+    module.zero_grad()
+    forward = functools.partial(compiled, *inputs)
+    live = record_step(forward, module.parameters(), inputs, allocator=True)
+    return {"replayed": replayed, "allocated": live.own_peak}
+
+
+# -------------------------------------------------------------------- marks
+
+
+def plans_of(rows: Sequence[Row], kind: str) -> dict[str, list[Row]]:
+    good = [row for row in rows if row["kind"] == kind and "error" not in row]
+    return {row["net"]: row["steps"] for row in good}
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    cpu = [row for row in rows if row["kind"] == "allocator" and "error" not in row]
+    if cpu:
+        apart = max(abs(row["allocated"] - row["replayed"]) for row in cpu)
+        yield Mark(
+            "replay of the CPU's wrapper against its allocator, inductor",
+            f"{apart} bytes apart at most, {len(cpu)} nets",
+            f"{SCALARS} bytes, as scalars",
+            apart <= SCALARS,
+        )
+    ours = {kind: plans_of(rows, kind) for kind in KINDS[1:]}
+    estimates = [
+        (abs(step["estimated"] / step["peak"] - 1), net, kind, step["budget"])
+        for kind, plans in ours.items()
+        for net, steps in plans.items()
+        for step in steps
+    ]
+    if not estimates:
+        return
+    for most, share in ((0.05, 0.9), (0.1, 1.0)):
+        good = sum(apart <= most for apart, *_ in estimates)
+        yield Mark(
+            f"estimates within {most:.0%} of the schedule's peak",
+            f"{good} of {len(estimates)} plans; worst: {max(estimates)[0]:.1%} "
+            f"({', '.join(map(str, max(estimates)[1:]))})",
+            f"{share:.0%} of them",
+            good >= share * len(estimates),
+            enforced=False,
+        )
+    rises = [
+        (low["peak"] / high["peak"] - 1, net, low["budget"])
+        for net, steps in ours["peak"].items()
+        for high, low in zip(steps, steps[1:])
+    ]
+    if rises:
+        rise, net, budget = max(rises)
+        yield Mark(
+            "peak of the schedule / that at the next larger budget, target peak",
+            f"{rise:+.1%} at most ({net} at {budget:g})",
+            "never higher",
+            rise <= 0.0005,
+            enforced=False,
+        )
+    shares = list(beside(plans_of(rows, "upstream"), ours["peak"]))
+    if shares:
+        worst, net, budget = max(shares)
+        good = sum(share <= 1.0005 for share, *_ in shares)
+        yield Mark(
+            "lowest peak of ours / upstream's, at no more flops than upstream's plan",
+            f"never higher in {good} of {len(shares)} plans; worst {worst:.2f} ({net} "
+            f"at {budget:g})",
+            "never higher",
+            good == len(shares),
+            enforced=False,
+        )
+
+
+def beside(
+    upstream: dict[str, list[Row]], ours: dict[str, list[Row]]
+) -> Iterator[tuple[float, str, float]]:
+    """For upstream's plans: our lowest peak at no more flops, as a share of theirs."""
+    for net in upstream.keys() & ours.keys():
+        for theirs in upstream[net]:
+            allowed = theirs["flops"] * (1 + 1e-5)
+            peaks = [step["peak"] for step in ours[net] if step["flops"] <= allowed]
+            if peaks:
+                yield min(peaks) / theirs["peak"], net, theirs["budget"]
+
+
+# ------------------------------------------------------------------- report
+
+
+def peaks(rows: Sequence[Row]) -> str:
+    """Megabytes by budget, and how far the estimate was off."""
+    plans = {kind: plans_of(rows, kind) for kind in KINDS}
+    lines = []
+    for net in dict.fromkeys(row["net"] for row in rows if row["kind"] in KINDS):
+        for kind in KINDS:
+            steps = plans[kind].get(net)
+            if steps is None:
+                continue
+            line = [net, kind]
+            for step in steps:
+                text = f"{step['peak'] / 1e6:,.0f}"
+                if "estimated" in step:
+                    off = step["estimated"] / step["peak"] - 1
+                    text += f" ({off:+.1%})"
+                line.append(text)
+            lines.append(line)
+    budgets = [f"{step['budget']:g}" for row in rows for step in row.get("steps", ())]
+    return markdown(["net", "plans", *dict.fromkeys(budgets)], lines)
+
+
+def places(rows: Sequence[Row]) -> str:
+    """What is live at the peaks of the smallest and the largest budget."""
+    lines = []
+    for row in rows:
+        if row["kind"] == "peak" and "error" not in row:
+            for step in row["steps"]:
+                live = [Live(**each) for each in step["live"][:3]]
+                named = (f"{x.nbytes / 1e6:,.0f} MB {x.line or x.name}" for x in live)
+                lines.append(
+                    [row["net"], f"{step['budget']:g}", step["phase"], ", ".join(named)]
+                )
+    return markdown(["net", "budget", "peak in the", "largest values there"], lines)
+
+
+def page(data: dict[str, Any]) -> str:
+    rows = data["measured"]
+    text = table([mark._asdict() for mark in judged(rows)])
+    if any(row["kind"] in KINDS for row in rows):
+        names = {GPUS[row["gpu"]].name for row in rows if row.get("gpu")}
+        text += (
+            f"\nPeaks of inductor's schedule for {' and '.join(sorted(names))}, forward "
+            "and backward of one graph, MB by budget; in brackets how far the estimate "
+            "is off.\n\n" + peaks(rows)
+        )
+    if (
+        any(row["kind"] == "peak" for row in rows)
+        and len({r["net"] for r in rows}) == 1
+    ):
+        text += "\nWhere the peak is:\n\n" + places(rows)
+    return text + "\n" + measured_on(data["environment"])
+
+
+def plot(data: dict[str, Any], result: Path) -> None:
+    """Live bytes over the step, under three budgets; written beside ``result``."""
+    rows = [r for r in data["measured"] if r["kind"] == "peak" and "error" not in r]
+    if not rows:
+        return
+    figure = Figure(figsize=(8, 4), dpi=110)
+    axis = figure.subplots()
+    for step in rows[0]["steps"]:
+        if step["budget"] in PLOTTED:
+            curve = [nbytes / 1e6 for nbytes in step["curve"]]
+            where = [at / len(curve) for at in range(len(curve))]
+            axis.plot(where, curve, linewidth=1, label=f"budget {step['budget']:g}")
+    axis.set_title(f"{rows[0]['net']}, inductor's schedule", fontsize=9)
+    axis.set_xlabel("allocations of forward and backward, from first to last")
+    axis.set_ylabel("live MB, without parameters and inputs")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    save(figure, result, data["environment"])
+
+
+def model(text: str) -> str:
+    return text if text in NETS else options.net(text)
+
+
+def main() -> int:
+    parser = options.parser(__doc__, check="the CPU's replay alone, as CI does")
+    parser.add_argument(
+        "--model",
+        type=model,
+        nargs="+",
+        help=f"these alone: {', '.join(NETS)}, or your own as module:function",
+    )
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100")
+    arguments = parser.parse_args()
+    tasks: list[fresh.Task] = [
+        {"net": net, "kind": "allocator", "gpu": None}
+        for net in (CHECKED if arguments.check else ON_CPU)
+        if not arguments.model
+    ]
+    if not arguments.check:
+        if torch.version.cuda is None:
+            parser.error(
+                f"torch {torch.__version__} was built without CUDA, which schedules for "
+                "a GPU need; try TORCH_VERSION=2.15.0 scripts/benchmark.sh schedule"
+            )
+        tasks += [
+            {
+                "net": net,
+                "kind": kind,
+                "gpu": arguments.gpu,
+                "budgets": BUDGETS,
+                "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
+            }
+            for net in arguments.model or NETS
+            for kind in KINDS
+        ]
+    rows = fresh.run(__name__, tasks, LIMITS)
+    data = {"environment": environment(), "measured": rows}
+    fresh.finish(arguments.json, data, page)
+    if arguments.json:
+        plot(data, arguments.json)
+    marks = list(judged(rows))
+    return int(failed(marks) or any("error" in row for row in rows))
