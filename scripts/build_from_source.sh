@@ -10,8 +10,8 @@ usage: scripts/build_from_source.sh [OPTIONS] CHECKOUT
 
 Applies the patch set to CHECKOUT, a clone of PyTorch with its submodules, compiles it for
 the CPU (no GPU, C++ tests, FBGEMM, XNNPACK, QNNPACK or Kineto), installs it as editable
-into an environment of its own, CHECKOUT/build/venv, and runs test/functorch/test_ac*.py
-there: the set's tests, and upstream's of activation checkpointing. That takes hours, at
+into an environment of its own, CHECKOUT/build/venv, and runs test/functorch/test_ac_*.py
+there: the tests that the set brings, beside upstream's. That takes hours, at
 the lowest priority. Stopped or killed and started again, it goes on where it was, with
 the options of the first time.
 
@@ -46,7 +46,7 @@ done
 
 if [ "$debian" ]; then
   [ -z "$tree" ] || refuse "--debian brings its own source; leave $tree out"
-  root=$REPO/build/from-source/chroot
+  root=$(realpath -m "$REPO/build/from-source/chroot")
   python3 "$REPO/scripts/debian_source.py" "$root" || exit 2
   tree=$root/src/pytorch inside=/src/pytorch
   # The mount is gone with the last process that sees it.
@@ -90,10 +90,11 @@ run() {
   nice -n 19 ionice -c 3 "${enter[@]}" env -u TMPDIR -C "$inside" \
     PATH="$inside/build/venv/bin:$PATH" "$@" &
   pid=$!
-  meter $pid >/dev/null 2>&1 9>&- &
-  wait $pid
+  meter "$pid" >/dev/null 2>&1 9>&- &
+  wait "$pid"
 }
 
+# shellcheck disable=SC2317
 record() {
   local to_compile compiled wall cpu origin
   to_compile=$(grep -c '^build .*\.o: ' "$tree/build/build.ninja" || true)
@@ -112,8 +113,10 @@ pathlib.Path(place).write_text(json.dumps(data, indent=1) + "\n")
 END
 }
 
+# Runs when this ends, however.
+# shellcheck disable=SC2317
 finish() {
-  kill $pid 2>/dev/null || true
+  kill "$pid" 2>/dev/null || true
   [ -z "$json" ] || [ ! -f "$state/configured" ] || record
 }
 trap finish EXIT
@@ -153,11 +156,12 @@ if [ ! -f "$state/configured" ]; then
 fi
 
 run ninja -C build -j "$jobs" install
-run python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+run env PIP_CONSTRAINT=/dev/null python -m pip install --quiet --no-index --no-deps \
+  --no-build-isolation --editable .
 
-echo "the tests that the set brings, and upstream's of the same"
+echo "the tests that the set brings"
 rm -rf "$state/compiled"
 run env CI= TORCHINDUCTOR_CACHE_DIR="$inside/build/from-source/compiled" \
-  sh -c 'python -m pytest test/functorch/test_ac*.py' > >(tee "$state/tests") || failed=1
+  sh -c 'python -m pytest test/functorch/test_ac_*.py' > >(tee "$state/tests") || failed=1
 tests=$(tail -1 "$state/tests" | tr -d =)
 exit "${failed:-0}"

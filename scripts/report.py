@@ -57,6 +57,10 @@ def releases(data: dict[str, Any]) -> str:
     )
 
 
+def source_build(data: dict[str, Any]) -> str:
+    return markdown(list(data), [list(data.values())])
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart": quickstart.page,
     "solvers": marks.page,
@@ -68,6 +72,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "estimators": estimators.page,
     "step_summary": step.summary,
     "releases": releases,
+    "source_build": source_build,
     "compare": compare.page,
     "compile": compile.page,
     "techniques": techniques.page,
