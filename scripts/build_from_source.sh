@@ -159,9 +159,11 @@ run ninja -C build -j "$jobs" install
 run env PIP_CONSTRAINT=/dev/null python -m pip install --quiet --no-index --no-deps \
   --no-build-isolation --editable .
 
-echo "the tests that the set brings"
+echo "the tests that the set brings:"
 rm -rf "$state/compiled"
+failed=0
 run env CI= TORCHINDUCTOR_CACHE_DIR="$inside/build/from-source/compiled" \
-  sh -c 'python -m pytest test/functorch/test_ac_*.py' > >(tee "$state/tests") || failed=1
+  sh -c 'python -m pytest test/functorch/test_ac_*.py' >"$state/tests" 2>&1 || failed=1
+cat "$state/tests"
 tests=$(tail -1 "$state/tests" | tr -d =)
-exit "${failed:-0}"
+exit $failed

@@ -112,6 +112,7 @@ def chroot(root: Path) -> Path:
         for archive in CACHE.glob("pytorch_*"):
             shutil.copy(archive, root / "src")
     apt = ("chroot", root, "apt-get", "--yes", "--no-install-recommends")
+    _run("chroot", root, "dpkg", "--configure", "-a")  # For what a kill left half done.
     _run(*apt, "update")
     _run(*apt, "build-dep", f"/src/{description.name}")
     modules = (f"python3-{name}" for name in (*IMPORTED.split(), "venv"))
