@@ -120,7 +120,7 @@ finish() {
   [ -z "$json" ] || [ ! -f "$state/configured" ] || record
 }
 trap finish EXIT
-trap 'exit 1' HUP INT TERM
+trap 'trap "" HUP INT TERM; exit 1' HUP INT TERM
 
 # 3: applied to a tree that is no known release, verified by its structure.
 "$REPO/scripts/apply_patch.sh" "$tree" || [ $? = 3 ] || exit 1
