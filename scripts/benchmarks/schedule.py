@@ -3,7 +3,6 @@
     scripts/benchmark.sh schedule                       ten nets (an hour)
     scripts/benchmark.sh schedule --model gpt2-xl-4 --gpu rtx4090
     scripts/benchmark.sh schedule --model my_module:my_function
-    scripts/benchmark.sh schedule --check               on the CPU alone, as CI does
 
 Forward and backward of fake tensors are compiled for a GPU up to its kernels, and the
 generated wrappers run with kernels that do nothing: what they allocate and free is
@@ -97,7 +96,6 @@ NETS: dict[str, Net] = {
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 KINDS = ("upstream", "saved", "peak")
 ON_CPU = ("vit", "gpt2", "mlp-dropout", "unet", "llama-8")
-CHECKED = ("vit",)
 CPU_BUDGET = 0.2
 PLOTTED = (1.0, 0.2, 0.0)
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
@@ -337,7 +335,7 @@ def model(text: str) -> str:
 
 
 def main() -> int:
-    parser = options.parser(__doc__, check="the CPU's replay alone, as CI does")
+    parser = options.parser(__doc__)
     parser.add_argument(
         "--model",
         type=model,
@@ -346,28 +344,27 @@ def main() -> int:
     )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100")
     arguments = parser.parse_args()
+    if torch.version.cuda is None:
+        parser.error(
+            f"torch {torch.__version__} was built without CUDA, which schedules for a "
+            "GPU need; try TORCH_VERSION=2.15.0 scripts/benchmark.sh schedule"
+        )
     tasks: list[fresh.Task] = [
         {"net": net, "kind": "allocator", "gpu": None}
-        for net in (CHECKED if arguments.check else ON_CPU)
+        for net in ON_CPU
         if not arguments.model
     ]
-    if not arguments.check:
-        if torch.version.cuda is None:
-            parser.error(
-                f"torch {torch.__version__} was built without CUDA, which schedules for "
-                "a GPU need; try TORCH_VERSION=2.15.0 scripts/benchmark.sh schedule"
-            )
-        tasks += [
-            {
-                "net": net,
-                "kind": kind,
-                "gpu": arguments.gpu,
-                "budgets": BUDGETS,
-                "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
-            }
-            for net in arguments.model or NETS
-            for kind in KINDS
-        ]
+    tasks += [
+        {
+            "net": net,
+            "kind": kind,
+            "gpu": arguments.gpu,
+            "budgets": BUDGETS,
+            "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
+        }
+        for net in arguments.model or NETS
+        for kind in KINDS
+    ]
     rows = fresh.run(__name__, tasks, LIMITS)
     data = {"environment": environment(), "measured": rows}
     fresh.finish(arguments.json, data, page)

@@ -1,0 +1,78 @@
+"""What the replay of inductor's wrappers and the judgement of schedules say."""
+
+import copy
+
+import pytest
+import torch
+from benchmarks import replay, schedule
+
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def test_a_replay_for_the_cpu_is_what_its_allocator_notes():
+    found = schedule.measure({"net": "mlp-dropout", "kind": "allocator", "gpu": None})
+    assert abs(found["replayed"] - found["allocated"]) <= schedule.SCALARS
+    marks = list(schedule.judged([{"net": "x", "kind": "allocator", **found}]))
+    assert [mark.passed for mark in marks] == [True]
+    found["replayed"] += 1000
+    marks = list(schedule.judged([{"net": "x", "kind": "allocator", **found}]))
+    assert [mark.passed for mark in marks] == [False]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+def test_a_schedule_for_a_gpu():
+    """Half of eight equal layers kept, on a GPU that need not be there."""
+    task = {"net": "mlp-dropout", "kind": "peak", "gpu": "h100", "budgets": [1.0, 0.0]}
+    most, least = schedule.measure(task)["steps"]
+    assert least["peak"] < most["peak"] and least["flops"] > most["flops"]
+    for step in (most, least):
+        assert step["estimated"] == pytest.approx(step["peak"], rel=0.1)
+        assert max(step["curve"]) == step["peak"]
+        assert all(live["line"].startswith("nets.py:") for live in step["live"])
+
+
+def test_without_cuda(monkeypatch, capsys):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr("sys.argv", ["benchmark.sh schedule"])
+    with pytest.raises(SystemExit):
+        schedule.main()
+    assert (
+        "TORCH_VERSION=2.15.0 scripts/benchmark.sh schedule" in capsys.readouterr().err
+    )
+    with pytest.raises(RuntimeError, match="built without CUDA"):
+        replay.compile_for(replay.GPUS["h100"], torch.nn.Identity(), ())
+
+
+ROWS = [
+    {
+        "net": "x",
+        "kind": kind,
+        "gpu": "h100",
+        "steps": [
+            {"budget": b, "peak": peak, "flops": f, "estimated": peak, "live": []}
+            for b, peak, f in ((1.0, 100, 10), (0.0, 50, 14))
+        ],
+    }
+    for kind in schedule.KINDS
+]
+
+
+@pytest.mark.parametrize(
+    "kind, entry, value, what",
+    [
+        (None, None, None, None),
+        ("saved", "estimated", 56, "estimates within 5%"),
+        ("peak", "peak", 101, "peak of the schedule / that at the next larger budget"),
+        ("peak", "flops", 15, "lowest peak of ours / upstream's"),
+    ],
+)
+def test_each_mark_fails_where_it_should(kind, entry, value, what):
+    rows = copy.deepcopy(ROWS)
+    for row in rows:
+        if row["kind"] == kind:
+            row["steps"][1][entry] = value
+    marks = {mark.what.split(",")[0]: mark.passed for mark in schedule.judged(rows)}
+    failed = [each for each, passed in marks.items() if not passed]
+    assert len(marks) == 4
+    assert (what is None and not failed) or any(what in each for each in failed)
