@@ -33,6 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 AOT = "aot_eager_decomp_partition"
 WIDTH, BATCH = 64, 256
+region = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
+needs_regions = unittest.skipIf(region is None, "this release has none")
 
 
 class Block(nn.Module):
@@ -331,11 +333,8 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertEqual(budget.plan.graphs[0].calls, 5)
 
+    @needs_regions
     def test_region_budget(self):
-        region = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
-        if region is None:
-            self.skipTest("this release has no budgets for regions")
-
         class Region(Block):
             def forward(self, x):
                 with region(0.0):
@@ -350,6 +349,22 @@ class StepBudgetTest(TestCase):
 
         uses = self.check(make, batch(), shares=(1.0,))[0].graphs
         self.assertEqual([use.cost > 0 for use in uses], [False, True])
+
+    @needs_regions
+    def test_tangent_given_up_before_anything_is_repeated(self):
+        class NormBehind(Block):
+            def forward(self, x):
+                with region(0.5):
+                    return self.norm(x + self.down(self.up(x).relu()))
+
+        def make():
+            model = Net(2, backend=None)
+            for block in model.blocks:
+                block.__class__ = NormBehind
+                block.compile(backend=AOT)
+            return model
+
+        self.check(make, batch(), shares=(1.0,), close=0)
 
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
     def test_inductor(self):

@@ -55,8 +55,9 @@ class CannotPlan(Exception):
 class Evaluation(NamedTuple):
     """What a plan costs.
 
-    Steps are those of the backward that read what the forward made, each with what is
-    repeated for it, and with what runs since the one before.  A bit of a mask is a plan.
+    Steps are those of the backward that read what the forward made, or an input for the
+    last time, each with what is repeated for it, and with what runs since the one
+    before.  A bit of a mask is a plan.
 
     Args:
         forward_peak: most live bytes while the forward runs.
@@ -89,7 +90,7 @@ class Evaluation(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step of the backward that reads what the forward made, or follows on ``late``.
+    """A step of the backward, as an :class:`Evaluation` has them, or after ``late``.
 
     Those are results of operators without tangents that were traced here, and run here
     if the plan repeats them.  ``own_*`` are the live bytes that the backward alone made:
@@ -318,6 +319,7 @@ class JointGraph:
     def _lay_out_backward(self, steps: Sequence[_BackwardStep]) -> None:
         """Work out what does not depend on the plan: the backward's own storages."""
         own = {s for _, _, writes in steps for s in writes}
+        inputs = {s for s, op in enumerate(self.producer) if op < 0} - own
         last = {
             s: at for at, (_, reads, writes) in enumerate(steps) for s in reads + writes
         }
@@ -334,7 +336,8 @@ class JointGraph:
             before = live
             live += self.size(writes)
             made = tuple(s for s in reads if self.producer[s] >= 0)
-            if made or late or at == len(steps) - 1:
+            is_last = any(s in inputs and last[s] == at for s in reads)
+            if made or late or is_last or at == len(steps) - 1:
                 self.steps.append(_Step(late, made, most, before, live))
                 most = 0
             else:
@@ -531,7 +534,8 @@ class JointGraph:
     ) -> list[list[tuple[int, int]]]:
         """What is repeated for each step, in order, and by whom."""
         producer, needs = self.producer, self._needs
-        left = list(repeated)
+        # No operator makes an input, whose producer is -1.
+        left = [*repeated, 0]
         repeats: list[list[tuple[int, int]]] = []
         for step in self.steps:
             found: dict[int, int] = {}
