@@ -4,6 +4,7 @@
     scripts/benchmark.sh step --check               a small one, as CI does
     scripts/benchmark.sh step --net my_models:make  your own
     scripts/benchmark.sh step --json results/step.json
+    scripts/benchmark.sh step --net bert --json results/step.json   one net's rows anew
 
 Each net's blocks are compiled one by one; what is between them runs in eager mode. The
 step runs by a StepBudget at several shares, and beside that with each block's own budget
@@ -18,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -203,6 +205,8 @@ def planning_watched() -> Iterator[list[float]]:
     def timed(at: int, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # A collection that happens to fall into it takes longer than planning.
+            gc.collect()
             start = time.process_time()
             try:
                 return function(*args, **kwargs)
@@ -424,6 +428,12 @@ def plot(data: dict[str, Any], result: Path) -> None:
     save(figure, result, data["environment"])
 
 
+def merged(stored: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """The stored rows in their order, those of a net and backend measured anew replaced."""
+    found = {(row["net"], row["backend"]): row for row in (*stored, *new)}
+    return list(found.values())
+
+
 def main() -> int:
     parser = options.parser(__doc__, check="one net, two shares, as CI does")
     parser.add_argument("--net", type=options.net, help="one alone, or module:function")
@@ -442,6 +452,8 @@ def main() -> int:
             for name in names
         ]
     rows = fresh.run(__name__, tasks, LIMITS)
+    if arguments.net and arguments.json is not None and arguments.json.exists():
+        rows = merged(json.loads(arguments.json.read_text())["measured"], rows)
     marks = list(judged(rows))
     data = {
         "environment": environment(),
