@@ -3,19 +3,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
-# The release's own torch, for its behaviour; the command itself runs on the default one.
-command_python=$PYTHON
-case " $* " in
-  *" --structure-only "* | *" --help "* | *" -h "*) ;;
-  *)
-    for word in "$@"; do
-      case $word in
-        [0-9]*.[0-9]*)
-          use_torch "$word"
-          ensure_environment
-          ;;
-      esac
-    done
-    ;;
-esac
-PYTHONPATH=$REPO/scripts exec "$command_python" -m patchset.refresh "$@"
+cd "$REPO"
+# One thread in each process; the processes are one per core.
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+PYTHONPATH=$REPO/scripts exec "$PYTHON" -m patchset.refresh "$@"

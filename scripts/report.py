@@ -50,10 +50,12 @@ def releases(data: dict[str, Any]) -> str:
             tested = " ✓" if (found["without"], found["with"]) == (False, True) else ""
             cells.append(short.get(found["state"], found["state"]) + tested)
         rows.append([patch, *cells])
+    dates = [{cell["date"] for cell in row.values()} - {None} for row in data.values()]
+    rows.append(["tested", *(min(found, default="-") for found in dates)])
     return markdown(["patch", *data], rows) + (
-        "\napplies: the edits fit and the result compiles. ✓: the patch's own test was "
-        "run there, fails without it and passes with it. faulty: upstream has it, with "
-        "its fault. -: not for this release.\n"
+        "\napplies: the edits fit and the result compiles. ✓: the patch's own tests were "
+        "run by that release's torch, fail without it and pass with it. faulty: upstream "
+        "has it, with its fault. -: not for this release.\n"
     )
 
 

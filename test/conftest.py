@@ -34,7 +34,7 @@ def pytest_addoption(parser):
         "--all-releases",
         action="store_true",
         help=f"tests per release on all {len(RELEASES)}, not just {', '.join(TRIED)}; "
-        "fetches about 600 MB more",
+        "fetches about 400 MB more",
     )
 
 

@@ -196,7 +196,24 @@ def test_reverse_refuses(root):
 # ------------------------------------------------- trees that are no release
 
 
-@pytest.mark.parametrize("version", ["2.13.0a0", "2.6.0a0"])
+@pytest.mark.parametrize("version", ["2.13.1", "2.8.0"])
+def test_files_of_a_known_release_whatever_the_version(root, version):
+    (root / "version.txt").write_text(version + "\n")
+    result = run(root)
+    assert result.code == 0 and result.report["in_manifest"]
+    assert result.report["release"] == "2.13.0"
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.8.0a0+git1", "2.5.1"])
+def test_a_release_that_is_not_offered(root, version):
+    (root / "version.txt").write_text(version + "\n")
+    edit(root / PARTITIONERS, "import os\n", "import os  # a local change\n")
+    for action in ((), ("--check",), ("--status",)):
+        words = f"not for PyTorch {version}"
+        refuses(2, words, *action, root, tree=root)
+
+
+@pytest.mark.parametrize("version", ["2.13.0a0", "2.6.0a0", "2.99.0a0"])
 def test_unknown_base_is_checked_by_structure(root, version):
     """Where the version misleads, as on main, the edits that fit are taken."""
     (root / "version.txt").write_text(version + "\n")

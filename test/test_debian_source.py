@@ -20,8 +20,9 @@ def test_source_tree(tmp_path, capsys):
     assert (root / "test/functorch/test_ac.py").is_file()
 
     assert apply.main(["--status", str(root)]) == 0
-    assert "every file as released" in capsys.readouterr().out
+    assert "every file as in 2.6.0" in capsys.readouterr().out
     assert apply.main([str(root)]) == 0
+    assert "2.6.0 is too old for cache-key, memory-budget, " in capsys.readouterr().out
     assert contents(root)["test/functorch/test_ac_knapsack_solvers.py"]
     assert apply.main(["--reverse", str(root)]) == 0
     assert snapshot(root) == before

@@ -1,7 +1,6 @@
 """A release that comes out is taken in: proven on history, and on trees made up from it."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +104,9 @@ def test_behaviour_decides(state, without, with_it, verdict, asks):
         assert asks in finding.question
 
 
-def test_a_test_that_another_patch_makes_pass_gets_no_tick(release_tree, monkeypatch):
+def test_a_test_that_another_patch_makes_pass_gets_no_tick(
+    release_tree, monkeypatch, tmp_path
+):
     """The same test for the patch that mends something, and for one on top of it."""
     release = torch.__version__.partition("+")[0]
     release_tree(release)
@@ -121,8 +122,15 @@ def test_a_test_that_another_patch_makes_pass_gets_no_tick(release_tree, monkeyp
     monkeypatch.setattr(refresh, "tree", release_tree)
     monkeypatch.setattr(refresh, "FORMS", {"mends": mends, "idle": idle})
     before = snapshot(Path(torch.__file__).parent / "_functorch")
-    ticked, unticked = refresh.examine(release, sys.executable)
+    monkeypatch.setattr(refresh, "RESULTS", tmp_path / "releases.json")
+    refresh.RESULTS.write_text("{}")
+    ticked, unticked = refresh.check(release)
     assert (ticked.without, ticked.with_it, ticked.question) == (False, True, None)
     assert (unticked.without, unticked.with_it) == (True, True)
     assert "make the test stricter" in unticked.question
     assert snapshot(Path(torch.__file__).parent / "_functorch") == before
+
+    # What was run on the same files is not run again.
+    monkeypatch.setattr(refresh, "isolated", None)
+    assert refresh.check(release) == [ticked, unticked]
+    assert list(json.loads(refresh.RESULTS.read_text())) == [release]

@@ -40,11 +40,12 @@ DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST = range(4)
 
 EPILOG = """\
 exit codes:
-  0  done, or already in the wanted state
+  0  done, or already in the wanted state: every file that the set touches was, to
+     the byte, as in a release that it was tested on
   1  conflict: nothing was written; the message names file and reason
-  2  bad call, or TARGET is not a PyTorch tree
-  3  applied (or, with --check, would apply) to a tree that is no known release:
-     verified by structure only, not by checksum
+  2  bad call, or TARGET is no PyTorch tree, or of a release that the set is not for
+  3  applied (or, with --check, would apply) to any other tree, such as a commit of
+     main: verified by structure only, not by checksum
 
 examples:
   scripts/apply_patch.sh --status ~/pytorch        what each patch would do
@@ -91,7 +92,7 @@ class Report:
         if self.target is not None:
             kind = "installed torch" if self.target.installed else "checkout"
             known = (
-                "every file as released"
+                f"every file as in {self.release}"
                 if self.in_manifest
                 else f"no known release; edits for {self.release}"
             )
@@ -206,6 +207,10 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     report.take(result)
     if result.conflicts:
         raise Conflict("\nconflict: ".join(result.conflicts))
+    if result.lacks:
+        report.messages.append(
+            f"PyTorch {result.release} is too old for {', '.join(result.lacks)}"
+        )
     if options.commit:
         check_committable(target, result.changes)
     pending = _pending(target, journal, result.changes)

@@ -17,7 +17,7 @@ from typing import Optional
 
 from .patch import Edit, MANIFEST, minor, OVERLAY, Patch, RELEASES
 from .series import SERIES
-from .target import Conflict, Target
+from .target import BadCall, Conflict, NEEDS, Target
 from .transaction import Change, digest, Journal
 
 
@@ -77,6 +77,12 @@ class Survey:
         ]
 
     @property
+    def lacks(self) -> list[str]:
+        """The patches that are for newer releases only."""
+        patches = (p.patch for p in self.patches)
+        return [patch.name for patch in patches if patch.begins_after(self.release)]
+
+    @property
     def changes(self) -> list[Change]:
         """One change per file, in the order in which they must be written.
 
@@ -118,6 +124,8 @@ def survey(
 ) -> Survey:
     """Classify every patch; Conflict where a file may not be touched at all.
 
+    BadCall for a release before the newest known that is not offered, unless the set
+    is there already. Otherwise an unknown tree is tried with every release's edits.
     ``without`` names patches to leave out, ``series`` may be another form of some of
     them.
     """
@@ -128,6 +136,8 @@ def survey(
     if release is not None:
         case = _Case(series, release, known, base, current, without)
         return Survey(release, True, tuple(_classify(case)))
+    if journal is None and _is_dropped(target.version):
+        raise BadCall(f"the set is not for PyTorch {target.version}. {NEEDS}")
     candidates = sorted(RELEASES, key=minor, reverse=True)
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
@@ -157,6 +167,13 @@ def survey_untouched(
     files = {path: target.read(path) for path in series_paths(target, series)}
     case = _Case(series, release, {}, files, files, ())
     return Survey(release, False, tuple(_classify(case)))
+
+
+def _is_dropped(version: str) -> bool:
+    offered = {minor(release) for release in RELEASES}
+    with contextlib.suppress(ValueError):
+        return minor(version) not in offered and minor(version) < max(offered)
+    return False
 
 
 def _base(current: View, journal: Optional[Journal]) -> View:

@@ -160,6 +160,11 @@ class Patch:
             and (edit.until is None or minor(release) <= edit.until)
         ]
 
+    def begins_after(self, release: str) -> bool:
+        """Whether every edit is for later releases only."""
+        begins = [max(edit.since, self.since) for edit in self.edits]
+        return bool(begins) and minor(release) < min(begins)
+
     @property
     def files(self) -> tuple[str, ...]:
         return (*self.sources, self.test)

@@ -4,19 +4,27 @@ Text alone does not tell whether upstream has landed a patch: it may have landed
 version that is still wrong. So each patch's own test is run twice, on the release with
 the patches that this one needs: without it, where the test passes only if the fault is
 gone, and with it, where the test has to pass. No other patch of the set is there.
+The release's own torch runs them, in an environment that is deleted afterwards unless
+it was there before.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from rich.console import Console
 from rich.progress import track
@@ -32,9 +40,16 @@ from .target import find
 from .upstream_checks import run_test
 
 
+# What is stored of a release: a cell per form, as ``Finding.cell`` gives it.
+Row = dict[str, dict[str, Any]]
+
 BUILD = REPOSITORY / "build"
 RESULTS = REPOSITORY / "results" / "releases.json"
 EPILOG = """\
+A release's environment is made for it and deleted afterwards (up to 8 GB), unless it was
+there before. What was stored of the very same files is not run again, so that a call
+that was stopped goes on where it was.
+
 exit codes: 0 taken in, or all as it was; 1 a person must decide, nothing was
 written; 2 bad call, or the release cannot be had
 """
@@ -48,8 +63,9 @@ console = Console()
 class Finding:
     """One of ``FORMS`` against one release.
 
-    ``without`` and ``with_it`` say whether the patch's own test passes on top of what
-    it needs, without it and with it; None: it was not run.
+    ``without`` and ``with_it`` say whether the patch's own tests pass on top of what
+    it needs, without it and with it; None: they were not run. ``tree`` is a digest of
+    what they ran on, ``date`` the day.
     """
 
     name: str
@@ -58,6 +74,8 @@ class Finding:
     detail: str
     without: Optional[bool] = None
     with_it: Optional[bool] = None
+    tree: Optional[str] = None
+    date: Optional[str] = None
 
     @property
     def verdict(self) -> str:
@@ -93,6 +111,44 @@ class Finding:
             return f"{name}: applies, but its test fails: {self.patch.tested}"
         return None
 
+    @property
+    def cell(self) -> dict[str, Any]:
+        return {
+            "state": self.verdict,
+            "without": self.without,
+            "with": self.with_it,
+            "tree": self.tree,
+            "date": self.date,
+        }
+
+
+@contextmanager
+def environment(release: str) -> Iterator[str]:
+    """The Python of an environment with that torch, deleted again if it was made here.
+
+    With its libraries for GPUs it takes up to 8 GB. RuntimeError where it cannot be had.
+    """
+    command = "source scripts/environment.sh && ensure_environment && echo $VENV"
+    here = {**os.environ, "TORCH_VERSION": release}
+    made = not (REPOSITORY / f".venv-{release}" / ".complete").is_file()
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=REPOSITORY,
+        env=here,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"no environment with torch {release}; pip says why above")
+    folder = Path(done.stdout.strip())
+    try:
+        yield str(folder / "bin" / "python")
+    finally:
+        if made and folder.name != ".venv":
+            shutil.rmtree(folder)
+            shutil.rmtree(BUILD / f"untouched-pytorch-{release}", ignore_errors=True)
+
 
 def untouched(release: str, python: str) -> Path:
     """A checkout of the torch that ``python`` has, as it was released."""
@@ -112,10 +168,11 @@ def untouched(release: str, python: str) -> Path:
 def isolated(
     patch: Patch, checkout: Path, release: str, python: str
 ) -> tuple[bool, Optional[bool]]:
-    """Whether the patch's own test passes without it and with it, on what it needs.
+    """Whether the patch's own tests pass without it and with it, on what it needs.
 
     ``checkout`` is the untouched release; it is cloned, and left alone. The second is
-    None where the patch has a conflict there.
+    None where the patch has a conflict there. Of ``patch.files`` the tests beside
+    ``patch.test`` are run with it only.
     """
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         patches = stack(patch)
@@ -128,54 +185,65 @@ def isolated(
             place.parent.mkdir(parents=True, exist_ok=True)
             replace_file(place, content)
 
-        def passes() -> bool:
-            return run_test([patch.test], target.root, python).returncode == 0
-
         for change in (change for step in below for change in step.changes):
             lay(change.path, change.after or b"")
         # The test alone: what it imports is there or it is not.
         lay(patch.test, overlay(patch.test))
-        without = passes()
+        stop = "--failfast"
+        without = run_test([patch.test, stop], target.root, python).returncode == 0
         if top.state == CONFLICTS:
             return without, None
         for change in top.changes:
             lay(change.path, change.after or b"")
-        return without, passes()
+        for test in (path for path in patch.files if path.startswith("test/")):
+            done = run_test([test], target.root, python)
+            if done.returncode:
+                last = done.stdout.strip().splitlines()[-20:]
+                console.print(f"{test} fails on torch {release}:", *last, sep="\n    ")
+                return without, False
+        return without, True
 
 
-def examine(release: str, python: Optional[str]) -> list[Finding]:
-    """Every form of every patch against the release, in the series' order.
-
-    By behaviour where ``python`` has that torch, by text alone where it is None.
-    """
+def by_text(release: str) -> list[Finding]:
+    """Every form of every patch against the release's text, in the series' order."""
     target = find(str(tree(release)))
     of = {s.patch.name: s for s in survey_untouched(target, release).patches}
     findings = []
-    for name, patch in track(FORMS.items(), f"torch {release}", console=console):
-        state = (
-            of.get(name) or survey_untouched(target, release, stack(patch)).patches[-1]
-        )
-        without = with_it = None
-        if python and state.state != ABSENT:
-            checkout = untouched(release, python)
-            without, with_it = isolated(patch, checkout, release, python)
-            console.print(
-                f"{name}: test {WORDS[without]} without, {WORDS[with_it]} with"
-            )
-        findings.append(
-            Finding(name, patch, state.state, state.detail, without, with_it)
-        )
+    for name, patch in FORMS.items():
+        steps = survey_untouched(target, release, stack(patch)).patches
+        state = of.get(name) or steps[-1]
+        tested = hashlib.sha256()
+        for change in (change for step in steps for change in step.changes):
+            tested.update(change.path.encode() + b"\0" + (change.after or b"") + b"\0")
+        digest = tested.hexdigest()[:16]
+        findings.append(Finding(name, patch, state.state, state.detail, tree=digest))
     return findings
 
 
-def environment_of(release: str) -> Optional[str]:
-    """The Python of the environment that was set up with that torch, if any."""
-    for folder in (f".venv-{release}", ".venv"):
-        python = REPOSITORY / folder / "bin" / "python"
-        stamp = REPOSITORY / folder / ".complete"
-        if stamp.is_file() and stamp.read_text().startswith(f"torch=={release} "):
-            return str(python)
-    return None
+def examine(release: str, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """The findings with what the release's own torch makes of them, as each is known."""
+    wanted = [f for f in findings if f.state != ABSENT]
+    if not wanted:
+        return
+
+    with environment(release) as python:
+        checkout = untouched(release, python)
+
+        def tried(finding: Finding) -> Finding:
+            without, with_it = isolated(finding.patch, checkout, release, python)
+            date = datetime.date.today().isoformat()
+            return replace(finding, without=without, with_it=with_it, date=date)
+
+        # Each test is one process of one thread.
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
+            runs = pool.map(tried, wanted)
+            for f in track(runs, f"torch {release}", len(wanted), console=console):
+                said = f"{WORDS[f.without]} without, {WORDS[f.with_it]} with"
+                console.print(f"{f.name}: test {said}")
+                yield f
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def show(release: str, findings: Sequence[Finding]) -> None:
@@ -206,17 +274,36 @@ def take_in(release: str, findings: Sequence[Finding]) -> int:
     return 0
 
 
-def store(found: dict[str, list[Finding]]) -> None:
-    """Write the table "patch x release" for the pages."""
-    rows = {
-        release: {
-            f.name: {"state": f.verdict, "without": f.without, "with": f.with_it}
-            for f in findings
-        }
-        for release, findings in found.items()
-    }
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    console.print(f"wrote {RESULTS.relative_to(REPOSITORY)}; now run scripts/report.sh")
+def recalled(finding: Finding, row: Row) -> Finding:
+    """The finding with what is stored of it, unless its files changed or it failed."""
+    cell = row.get(finding.name, {})
+    if cell.get("tree") != finding.tree or not cell["with"]:
+        return finding
+    return replace(finding, without=cell["without"], with_it=True, date=cell["date"])
+
+
+def check(release: str) -> list[Finding]:
+    """Every form on the release by its own torch, but for what is stored of it.
+
+    Of a known release each finding is stored at once.
+    """
+    stored = json.loads(RESULTS.read_text()).get(release, {})
+    row = {f.name: recalled(f, stored) for f in by_text(release)}
+    for finding in examine(release, [f for f in row.values() if not f.date]):
+        row[finding.name] = finding
+        if release in RELEASES:
+            store(release, [*row.values()])
+    show(release, [*row.values()])
+    return [*row.values()]
+
+
+def store(release: str, findings: Sequence[Finding]) -> None:
+    """Write the release's column of the table "patch x release" for the pages."""
+    rows = json.loads(RESULTS.read_text())
+    rows[release] = {f.name: f.cell for f in findings}
+    kept = sorted(rows.keys() & {*RELEASES, release}, key=minor)
+    text = json.dumps({release: rows[release] for release in kept}, indent=1)
+    replace_file(RESULTS, f"{text}\n".encode())
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
@@ -232,34 +319,36 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="check every release again and store the table for the README; tests run "
-        "where an environment with that torch is set up",
+        help="check every known release again, the newest first, each by its own torch; "
+        "then scripts/report.sh shows the table",
     )
     parser.add_argument(
         "--structure-only",
         action="store_true",
-        help="by text alone: needs no torch of that version",
+        help="VERSION by text alone: needs no torch of that version",
     )
     options = parser.parse_args(arguments)
     if options.all == bool(options.release):
         parser.error("name one VERSION, or --all")
-    releases = RELEASES if options.all else [options.release]
-    found = {}
+    if options.all and options.structure_only:
+        parser.error("--structure-only goes with a VERSION")
     try:
-        for release in sorted(releases, key=minor):  # ValueError: no version
-            python = None if options.structure_only else environment_of(release)
-            found[release] = examine(release, python)
-            show(release, found[release])
+        if options.all:
+            # The newest matter most.
+            found = [finding for r in reversed(RELEASES) for finding in check(r)]
+            return int(any(finding.question for finding in found))
+        minor(options.release)  # ValueError: no version
+        look = by_text if options.structure_only else check
+        findings = look(options.release)
     except ValueError:
         parser.error(f"{options.release!r} is no version such as 2.15.0")
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if not options.all:
-        return take_in(options.release, found[options.release])
-    questions = [f.question for findings in found.values() for f in findings]
-    store(found)
-    return int(any(questions))
+    code = take_in(options.release, findings)
+    if not code and not options.structure_only:
+        store(options.release, findings)
+    return code
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
-from .patch import CONFIG, KNAPSACK, PARTITIONERS
+from .patch import CONFIG, KNAPSACK, PARTITIONERS, RELEASES
 
 
 class BadCall(Exception):
@@ -22,8 +22,9 @@ class Conflict(Exception):
 
 STATE_NAME = ".activation-memory-budget"
 NEEDS = (
-    "TARGET must be the root of a PyTorch checkout (git or unpacked source, 2.6 to "
-    "2.15 or main), or use --installed [--python PY] for an installed torch"
+    f"TARGET must be the root of a PyTorch checkout (git or unpacked source, of "
+    f"{', '.join(RELEASES)} or main), or use --installed [--python PY] for an installed "
+    "torch"
 )
 
 

@@ -54,7 +54,7 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             through="    ilp_knapsack,\n)\n",
             digests=("a5a82a77df22275b", "1c723d8eb237fd0f"),
             replacement=NEW_IMPORT,
-            since=(2, 7),
+            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -63,7 +63,7 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             digests=("0a2098dfac5ac524",),
             replacement=_LOOK_UP,
             inside=DISPATCH,
-            until=(2, 9),
+            until=(2, 6),
         ),
         Edit(
             PARTITIONERS,
@@ -87,7 +87,7 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             anchor=_OLD_ERROR,
             replacement=_unknown_solver("dynamic_memory_budget_dp, or one of your own"),
             inside=DISPATCH,
-            since=(2, 7),
+            since=(2, 10),
         ),
     ),
     landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),

@@ -382,6 +382,8 @@ class RandomOpsTest(TestCase):
 
     @parametrize("name", REGIONS)
     def test_regions(self, name):
+        if name == "checkpointed_subgraph" and torch.__version__ < (2, 12):
+            self.skipTest("before 2.12, AOTAutograd cannot trace it")
         self.check(REGIONS[name])
 
     @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
