@@ -22,7 +22,9 @@ def test_source_tree(tmp_path, capsys):
     assert apply.main(["--status", str(root)]) == 0
     assert "every file as in 2.6.0" in capsys.readouterr().out
     assert apply.main([str(root)]) == 0
-    assert "2.6.0 is too old for cache-key, memory-budget, " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2.6.0 is too old for cache-key, random-ops, memory-budget, " in said
+    assert "dropout gets wrong gradients there" in said
     assert contents(root)["test/functorch/test_ac_knapsack_solvers.py"]
     assert apply.main(["--reverse", str(root)]) == 0
     assert snapshot(root) == before

@@ -208,8 +208,10 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     if result.conflicts:
         raise Conflict("\nconflict: ".join(result.conflicts))
     if result.lacks:
+        names = ", ".join(patch.name for patch in result.lacks)
+        warnings = (f"; {patch.lacking}" for patch in result.lacks if patch.lacking)
         report.messages.append(
-            f"PyTorch {result.release} is too old for {', '.join(result.lacks)}"
+            f"PyTorch {result.release} is too old for {names}{''.join(warnings)}"
         )
     if options.commit:
         check_committable(target, result.changes)

@@ -77,10 +77,10 @@ class Survey:
         ]
 
     @property
-    def lacks(self) -> list[str]:
+    def lacks(self) -> list[Patch]:
         """The patches that are for newer releases only."""
         patches = (p.patch for p in self.patches)
-        return [patch.name for patch in patches if patch.begins_after(self.release)]
+        return [patch for patch in patches if patch.begins_after(self.release)]
 
     @property
     def changes(self) -> list[Change]:

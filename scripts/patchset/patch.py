@@ -124,7 +124,8 @@ class Patch:
     ``landed`` lists (path, text) pairs that are all present where upstream
     already has the feature; ``faults`` is what may still be wrong with it there.
     A patch is for releases from ``since`` on, and where it has edits, for theirs.
-    ``test``, one of the files, fails without the patch; ``sources`` are the others.
+    ``lacking`` warns of what goes wrong on those before. ``test``, one of the files,
+    fails without the patch; ``sources`` are the others.
 
     For the pull request: ``needs`` names the patches that it builds on,
     ``evidence`` the stored results that belong into its text, each as the name of
@@ -142,6 +143,7 @@ class Patch:
     sources: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
     since: tuple[int, int] = (2, 6)
+    lacking: str = ""
     landed: tuple[tuple[str, str], ...] = ()
     faults: tuple[Fault, ...] = ()
     needs: tuple[str, ...] = ()

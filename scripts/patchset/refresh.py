@@ -214,7 +214,10 @@ def by_text(release: str) -> list[Finding]:
         state = of.get(name) or steps[-1]
         tested = hashlib.sha256()
         for change in (change for step in steps for change in step.changes):
-            tested.update(change.path.encode() + b"\0" + (change.after or b"") + b"\0")
+            # The tests of what it needs are not run for it.
+            if not change.path.startswith("test/") or change.path in patch.files:
+                content = change.after or b""
+                tested.update(change.path.encode() + b"\0" + content + b"\0")
         digest = tested.hexdigest()[:16]
         findings.append(Finding(name, patch, state.state, state.detail, tree=digest))
     return findings

@@ -91,7 +91,6 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             replacement="        i for i in recomputable_banned_nodes "
             "if random_ops.must_run_once(i)\n",
             inside=CHOOSE,
-            since=(2, 10),
         ),
         Edit(
             PARTITIONERS,
@@ -102,34 +101,13 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
         return node_info.inputs
 """,
             inside=CHOOSE,
-            since=(2, 10),
             until=(2, 13),
         ),
-        Edit(
-            PARTITIONERS,
-            anchor="                i.dist_from_bw < int(1e9)  # type: ignore[attr-defined]\n",
-            replacement="""\
-                i.dist_from_bw < int(1e9)  # type: ignore[attr-defined]
-                and not random_ops.must_run_once(i)
-""",
-            inside="get_recomputable_banned_nodes",
-            until=(2, 6),
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="    if len(all_recomputable_banned_nodes) == 0:\n"
-            "        return node_info.inputs\n",
-            replacement="""\
-    if len(all_recomputable_banned_nodes) == 0:
-        if any(random_ops.must_run_once(i) for i in banned_nodes):
-            return aggressive_recomputation_saved_values
-        return node_info.inputs
-""",
-            inside=CHOOSE,
-            until=(2, 6),
-        ),
     ),
+    since=(2, 10),
     landed=((PARTITIONERS, "random_ops.must_run_once("),),
+    lacking="below budget 1, dropout gets wrong gradients there, as without the set "
+    "(pytorch/pytorch#190758)",
     risks="""\
 Plans of nets with random ops change: they save a mask or a seed that used to be drawn
 again, with other numbers. Plans of nets without randomness do not change.
