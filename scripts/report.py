@@ -47,15 +47,16 @@ def releases(data: dict[str, Any]) -> str:
     for patch in next(iter(data.values())):
         cells = []
         for found in (patches[patch] for patches in data.values()):
-            tested = " ✓" if (found["without"], found["with"]) == (False, True) else ""
+            outcome = (found["without"], found["with"])
+            tested = {(False, True): " ✓", (False, False): " ✗"}.get(outcome, "")
             cells.append(short.get(found["state"], found["state"]) + tested)
         rows.append([patch, *cells])
     dates = [{cell["date"] for cell in row.values()} - {None} for row in data.values()]
     rows.append(["tested", *(min(found, default="-") for found in dates)])
     return markdown(["patch", *data], rows) + (
         "\napplies: the edits fit and the result compiles. ✓: the patch's own tests were "
-        "run by that release's torch, fail without it and pass with it. faulty: upstream "
-        "has it, with its fault. -: not for this release.\n"
+        "run by that release's torch, fail without it and pass with it; ✗: they fail "
+        "with it. faulty: upstream has it, with its fault. -: not for this release.\n"
     )
 
 

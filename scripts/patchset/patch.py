@@ -172,6 +172,10 @@ class Patch:
         return (*self.sources, self.test)
 
     @property
+    def tests(self) -> tuple[str, ...]:
+        return tuple(path for path in self.files if path.startswith("test/"))
+
+    @property
     def tested(self) -> str:
         """The command that fails without the patch."""
         return f"python {self.test}"

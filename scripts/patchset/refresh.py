@@ -37,6 +37,7 @@ from .patch import minor, Patch, RELEASES, REPOSITORY
 from .releases import tree
 from .series import FORMS, stack
 from .target import find
+from .transaction import Change
 from .upstream_checks import run_test
 
 
@@ -171,8 +172,7 @@ def isolated(
     """Whether the patch's own tests pass without it and with it, on what it needs.
 
     ``checkout`` is the untouched release; it is cloned, and left alone. The second is
-    None where the patch has a conflict there. Of ``patch.files`` the tests beside
-    ``patch.test`` are run with it only.
+    None where the patch has a conflict there. Without it ``patch.test`` alone is run.
     """
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         patches = stack(patch)
@@ -195,11 +195,11 @@ def isolated(
             return without, None
         for change in top.changes:
             lay(change.path, change.after or b"")
-        for test in (path for path in patch.files if path.startswith("test/")):
+        for test in patch.tests:
             done = run_test([test], target.root, python)
             if done.returncode:
                 last = done.stdout.strip().splitlines()[-20:]
-                console.print(f"{test} fails on torch {release}:", *last, sep="\n    ")
+                print(f"{test} fails on torch {release}:", *last, sep="\n    ")
                 return without, False
         return without, True
 
@@ -213,11 +213,10 @@ def by_text(release: str) -> list[Finding]:
         steps = survey_untouched(target, release, stack(patch)).patches
         state = of.get(name) or steps[-1]
         tested = hashlib.sha256()
-        for change in (change for step in steps for change in step.changes):
-            # The tests of what it needs are not run for it.
-            if not change.path.startswith("test/") or change.path in patch.files:
-                content = change.after or b""
-                tested.update(change.path.encode() + b"\0" + content + b"\0")
+        # A wheel's tree has no tests.
+        run = [Change(path, None, overlay(path)) for path in patch.tests]
+        for change in (*run, *(change for step in steps for change in step.changes)):
+            tested.update(change.path.encode() + b"\0" + (change.after or b"") + b"\0")
         digest = tested.hexdigest()[:16]
         findings.append(Finding(name, patch, state.state, state.detail, tree=digest))
     return findings

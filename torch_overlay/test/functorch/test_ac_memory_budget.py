@@ -315,7 +315,7 @@ class TestPlans(TestCase):
         for rows in ((8, 32), (2, 8)):
             joint = Joint(encoder, [(*rows, 32), *encoder.shapes])
             before = 0
-            for budget in (0.1, 0.3, 0.4, 0.5, 0.7):
+            for budget in (0.1, 0.3, 0.4, 0.5, 0.8):
                 with self.assertNoLogs(memory_budget.log, "WARNING"):
                     plan = joint.plan(budget, solver)
                 low, high = plan.limits
