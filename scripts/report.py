@@ -25,6 +25,7 @@ from benchmarks import (
     kept,
     marks,
     peak,
+    schedule,
     step,
     techniques,
 )
@@ -72,6 +73,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "frozen": marks.page,
     "peak": peak.page,
     "step": step.page,
+    "schedule": schedule.page,
     "estimators": estimators.page,
     "step_summary": step.summary,
     "releases": releases,
@@ -88,6 +90,7 @@ PARTS = {"headline": "techniques", "step_summary": "step"}
 FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "peak": peak.plot,
     "step": step.plot,
+    "schedule": schedule.plot,
 }
 
 

@@ -154,7 +154,7 @@ class Model(Net):
             )
 
 
-def _model(make: Callable[[], Any], dtype: torch.dtype) -> Model:
+def hugging_face(make: Callable[[], Any], dtype: torch.dtype) -> Model:
     def build() -> tuple[nn.Module, Inputs]:
         module, inputs = make()
         return LossOf(module.train(), tuple(inputs)), tuple(inputs.values())
@@ -165,15 +165,15 @@ def _model(make: Callable[[], Any], dtype: torch.dtype) -> Model:
 MODELS = {
     model.name: model
     for model in (
-        _model(llama, BF16),
-        _model(lora, BF16),
-        _model(gpt2, torch.float32),
-        _model(bert, torch.float32),
-        _model(t5, torch.float32),
-        _model(whisper, torch.float32),
-        _model(mixtral, BF16),
-        _model(mamba, torch.float32),
-        _model(convnext, torch.float32),
-        _model(swin, torch.float32),
+        hugging_face(llama, BF16),
+        hugging_face(lora, BF16),
+        hugging_face(gpt2, torch.float32),
+        hugging_face(bert, torch.float32),
+        hugging_face(t5, torch.float32),
+        hugging_face(whisper, torch.float32),
+        hugging_face(mixtral, BF16),
+        hugging_face(mamba, torch.float32),
+        hugging_face(convnext, torch.float32),
+        hugging_face(swin, torch.float32),
     )
 }

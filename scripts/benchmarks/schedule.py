@@ -37,7 +37,7 @@ from benchmarks.results import environment, markdown, measured_on, Row, save
 from benchmarks.tracing import overlay
 
 
-def t5() -> tuple[nn.Module, dict[str, Any]]:
+def t5_large() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -90,7 +90,7 @@ NETS: dict[str, Net] = {
             lambda: (nets.UNet(64, 4, 21), images(8, 256, 21, (256, 256))),
             BF16,
         ),
-        models._model(t5, BF16),
+        models.hugging_face(t5_large, BF16),
     )
 }
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
@@ -318,7 +318,7 @@ def plot(data: dict[str, Any], result: Path) -> None:
     figure = Figure(figsize=(8, 4), dpi=110)
     axis = figure.subplots()
     for step in rows[0]["steps"]:
-        if step["budget"] in PLOTTED:
+        if "curve" in step:
             curve = [nbytes / 1e6 for nbytes in step["curve"]]
             where = [at / len(curve) for at in range(len(curve))]
             axis.plot(where, curve, linewidth=1, label=f"budget {step['budget']:g}")
@@ -366,6 +366,11 @@ def main() -> int:
         for kind in KINDS
     ]
     rows = fresh.run(__name__, tasks, LIMITS)
+    drawn = next((row for row in rows if row["kind"] == "peak"), None)
+    for row in rows:
+        for step in row.get("steps", ()):
+            if row is not drawn or step["budget"] not in PLOTTED:
+                del step["curve"]
     data = {"environment": environment(), "measured": rows}
     fresh.finish(arguments.json, data, page)
     if arguments.json:
