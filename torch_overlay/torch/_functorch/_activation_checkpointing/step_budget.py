@@ -138,7 +138,8 @@ class StepBudget:
         peak_bytes: Optional[int] = None,
         device_bytes: Optional[int] = None,
     ) -> None:
-        accelerator = torch.accelerator.current_accelerator()
+        # A build for GPUs names one even where there is none.
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
         asked = {"peak_bytes": peak_bytes, "device_bytes": device_bytes}
         given = {name: value for name, value in asked.items() if value is not None}
