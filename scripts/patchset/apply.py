@@ -41,7 +41,7 @@ DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST = range(4)
 EPILOG = """\
 exit codes:
   0  done, or already in the wanted state: every file that the set touches was, to
-     the byte, as in a release that it was tested on
+     the byte, as in a known release
   1  conflict: nothing was written; the message names file and reason
   2  bad call, or TARGET is no PyTorch tree, or of a release that the set is not for
   3  applied (or, with --check, would apply) to any other tree, such as a commit of
