@@ -64,11 +64,15 @@ def bert() -> tuple[nn.Module, dict[str, Any]]:
     return BertForMaskedLM(config), tokens(config.vocab_size, 8, 256)
 
 
-def t5() -> tuple[nn.Module, dict[str, Any]]:
+def t5(
+    batch: int = 4, length: int = 256, **sizes: int
+) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(num_layers=LAYERS // 2, use_cache=False, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config), tokens(config.vocab_size, 4, 256)
+    config = T5Config(
+        num_layers=LAYERS // 2, use_cache=False, decoder_start_token_id=0, **sizes
+    )
+    return T5ForConditionalGeneration(config), tokens(config.vocab_size, batch, length)
 
 
 def whisper() -> tuple[nn.Module, dict[str, Any]]:

@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 import torch._functorch.config as config
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import nn, Tensor
 from torch._functorch import partitioners
 from upstream import untouched_partitioners
 
@@ -136,32 +136,34 @@ def measure_steps(task: fresh.Task) -> Row:
         return {"steps": list(steps()), **searched}
 
 
+def allocated(module: nn.Module, inputs: nets.Inputs, budget: float) -> int:
+    """The peak of a step by inductor on the CPU, as its allocator notes it."""
+    from torch._inductor import config as inductor_config
+
+    with (
+        budgeted(budget, ours=True),
+        inductor_config.patch(force_disable_caches=True),
+    ):
+        step = torch.compile(module)
+        step(*inputs).backward()
+        module.zero_grad()
+        forward = functools.partial(step, *inputs)
+        live = record_step(forward, module.parameters(), inputs, allocator=True)
+        module.zero_grad()
+    return live.own_peak
+
+
 def measure_inductor(task: fresh.Task) -> Row:
     """What inductor's own kernels have live, and with buffers reused as upstream does."""
-    from torch._inductor import config as inductor_config
     from torch._inductor import memory
 
     module, inputs = nets.find(task["net"]).make()
-
-    def measured(budget: float) -> int:
-        with (
-            budgeted(budget, ours=True),
-            inductor_config.patch(force_disable_caches=True),
-        ):
-            step = torch.compile(module)
-            step(*inputs).backward()
-            module.zero_grad()
-            forward = functools.partial(step, *inputs)
-            live = record_step(forward, module.parameters(), inputs, allocator=True)
-            module.zero_grad()
-        return live.own_peak
-
     steps = []
     for budget in task["budgets"]:
-        found = measured(budget)
+        found = allocated(module, inputs, budget)
         peak = planned_peak()
         with mock.patch.object(memory, "_count_what_is_stored"):
-            before = measured(budget)
+            before = allocated(module, inputs, budget)
         steps.append(
             {
                 "budget": budget,
