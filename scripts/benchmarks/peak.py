@@ -168,7 +168,7 @@ def measure_inductor(task: fresh.Task) -> Row:
             {
                 "budget": budget,
                 "peak": found,
-                "predicted": peak.fused,
+                "predicted": peak.predicted,
                 "reused_as_upstream": before,
             }
         )

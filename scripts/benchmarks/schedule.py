@@ -15,9 +15,11 @@ the CPU differs from what its allocator noted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from matplotlib.figure import Figure
@@ -108,7 +110,11 @@ def measure(task: fresh.Task) -> Row:
 def measure_plan(task: fresh.Task, budget: float) -> Row:
     """The schedule's peak, and what was known of it before it was scheduled."""
     mode, module, inputs = find(task["net"]).fake()
-    with budgeted(budget, ours=task["kind"] == "peak"), mode:
+    with (
+        budgeted(budget, ours=task["kind"] == "peak"),
+        estimated(task["kind"] != "upstream") as estimates,
+        mode,
+    ):
         step = compile_for(GPUS[task["gpu"]], module, inputs)
     found = step.replay()
     forward, backward, _ = step.split
@@ -120,9 +126,29 @@ def measure_plan(task: fresh.Task, budget: float) -> Row:
         "live": [live._asdict() for live in found.live[:SHOWN]],
         "curve": found.curve,
     }
-    if task["kind"] != "upstream":
-        row["estimated"] = overlay("fused_peak").fused_peak(*step.split)
+    if estimates:
+        (row["estimated"],) = estimates
     return row
+
+
+@contextmanager
+def estimated(is_ours: bool) -> Iterator[list[int]]:
+    """What the model of kernels, if there is one, says of plans chosen meanwhile."""
+    if not is_ours:
+        yield []
+        return
+    planner, model = overlay("step_budget"), overlay("fused_peak").FusedJointGraph
+    choose = planner.choose_plan
+    found: list[int] = []
+
+    def choose_and_tell(graph: fx.Graph, info: Any, budget: float, *rest: Any) -> Any:
+        chosen = choose(graph, info, budget, *rest)
+        joint = model(graph, info, rest[0])
+        found.append(joint.evaluate(joint.storages(chosen.saved_values)).peak)
+        return chosen
+
+    with mock.patch.object(planner, choose.__name__, choose_and_tell):
+        yield found
 
 
 def flops(graph: fx.Graph) -> int:

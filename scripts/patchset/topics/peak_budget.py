@@ -14,8 +14,20 @@ ESTIMATOR = "# This controls how we estimate the runtime when deciding"
 IMPORT = "from ._activation_checkpointing import peak_budget, random_ops, rerun_cost\n"
 CHOICE = """\
     plan = peak_budget.choose_plan(
-        joint_graph, node_info, memory_budget, num_fwd_outputs
+        joint_graph, node_info, memory_budget, num_fwd_outputs, fused
     )
+"""
+COMPILE_FX = "torch/_inductor/compile_fx.py"
+INDUCTOR_PARTITION = """\
+            return min_cut_rematerialization_partition(
+                gm,
+                joint_inputs,
+"""
+# Whether inductor compiles the two graphs, which other backends do not say.
+FUSED = """\
+    *,
+    # Whether inductor makes kernels of the two graphs, which hold less than operators.
+    fused: bool = False,
 """
 RECORD = "peak_budget.record_plan("
 
@@ -84,6 +96,26 @@ activation_memory_graph_calls: int | None = None
             anchor=memory_budget.CHOICE,
             replacement=CHOICE,
             inside="min_cut_rematerialization_partition",
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='    compiler="inductor",\n    *,\n',
+            replacement='    compiler="inductor",\n' + FUSED,
+            inside="min_cut_rematerialization_partition",
+            until=(2, 10),
+        ),
+        Edit(
+            PARTITIONERS,
+            anchor='    compiler: str = "inductor",\n    *,\n',
+            replacement='    compiler: str = "inductor",\n' + FUSED,
+            inside="min_cut_rematerialization_partition",
+            since=(2, 11),
+        ),
+        Edit(
+            COMPILE_FX,
+            anchor=INDUCTOR_PARTITION,
+            replacement=INDUCTOR_PARTITION + "                fused=True,\n",
+            inside="partition_fn",
         ),
         Edit(
             PARTITIONERS,

@@ -8,6 +8,7 @@ draws random numbers, fit finite differences of the compiled forward itself.
 
 import functools
 import gc
+import inspect
 import json
 import os
 import random
@@ -34,7 +35,7 @@ from torch._functorch._activation_checkpointing import (
     peak_budget,
     saved_report,
 )
-from torch._functorch._activation_checkpointing.fused_peak import fused_peak
+from torch._functorch._activation_checkpointing.fused_peak import FusedJointGraph
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
 from torch._functorch._activation_checkpointing.peak_budget import PeakPlan
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
@@ -442,7 +443,7 @@ class PeakBudgetTest(TestCase):
     def planned(self, given, ask):
         """Give ``ask`` a function from settings to plans for this joint graph."""
 
-        def planner(joint, info, _, outputs):
+        def planner(joint, info, _, outputs, fused):
             def plan(budget, **options):
                 with configured(budget, **options):
                     return peak_budget.choose_plan(joint, info, budget, outputs)
@@ -788,17 +789,16 @@ class PeakBudgetTest(TestCase):
         with self.assertRaisesRegex(CannotPlan, "x has no storage to count"):
             JointGraph(graph, info, 1)
 
-    def fused(self, forward, backward=None, returned=1):
-        """The peak with kernels, in units of the square inputs' size."""
-        given = [torch.randn(64, 64) for _ in range(2)]
-        graphs = [make_fx(forward, tracing_mode="fake")(*given)]
-        if backward is None:
-            empty = torch.fx.Graph()
-            empty.output(())
-            graphs.append(torch.fx.GraphModule({}, empty))
-        else:
-            graphs.append(make_fx(backward, tracing_mode="fake")(*given))
-        return round(fused_peak(*graphs, returned) / given[0].nbytes, 2)
+    def fused(self, joint):
+        """A joint graph of square inputs with its kernels; the first result is returned."""
+        squares = [torch.randn(64, 64) for _ in inspect.signature(joint).parameters]
+        module = make_fx(joint, tracing_mode="fake")(*squares)
+        info = partitioners.classify_nodes(module, [], 1)
+        return FusedJointGraph(module.graph, info, 1)
+
+    def fused_peak(self, joint):
+        """The peak with kernels if nothing is saved, in units of an input's size."""
+        return round(self.fused(joint).evaluate(()).peak / (4 * 64 * 64), 2)
 
     def test_kernels_store_what_others_read(self):
         def inside(x, w):
@@ -806,26 +806,26 @@ class PeakBudgetTest(TestCase):
             return ((h.sigmoid() * h).exp() @ w,)
 
         # The product, and what takes its place, beside the result.
-        self.assertEqual(self.fused(inside), 2)
+        self.assertEqual(self.fused_peak(inside), 2)
 
         def two_readers(x, w):
             h = x @ w
             return ((h.sin() @ w).sum() + (h @ w).sum(),)
 
-        self.assertEqual(self.fused(two_readers), 3)
+        self.assertEqual(self.fused_peak(two_readers), 3)
 
         def added(x, w):
             h = x @ w
             return (h @ w + h,)
 
-        self.assertEqual(self.fused(added), 2)
+        self.assertEqual(self.fused_peak(added), 2)
 
         def normed(x, w):
             h = x @ w
             return ((h - h.amax(1, keepdim=True)) @ w,)
 
         # The difference is computed in the product's kernel, the maxima before it.
-        self.assertLess(self.fused(normed), 2.1)
+        self.assertLess(self.fused_peak(normed), 2.1)
 
     def test_results_are_written_over_arguments(self):
         def chain(length):
@@ -833,16 +833,16 @@ class PeakBudgetTest(TestCase):
                 functools.reduce(lambda h, _: h.sin(), range(length), x @ w),
             )
 
-        self.assertEqual(self.fused(chain(2)), 1)
+        self.assertEqual(self.fused_peak(chain(2)), 1)
         # Too long for one kernel, whose two halves hold what is between them.
-        self.assertEqual(self.fused(chain(40)), 2)
+        self.assertEqual(self.fused_peak(chain(40)), 2)
 
         def scattered(x, w):
             rows = torch.arange(len(x))
             return (torch.zeros_like(x).index_put((rows,), x @ w),)
 
         # The zeros are made where they are written to.
-        self.assertLess(self.fused(scattered), 2.1)
+        self.assertLess(self.fused_peak(scattered), 2.1)
 
     def test_what_takes_many_reads_is_stored_for_later_readers(self):
         def two_readers(terms):
@@ -854,30 +854,37 @@ class PeakBudgetTest(TestCase):
             return forward
 
         # The factors are read again behind the product, which is beside its argument.
-        self.assertEqual(self.fused(two_readers(3)), 5)
+        self.assertEqual(self.fused_peak(two_readers(3)), 5)
         # There are as many when their product takes the place of one.
-        self.assertEqual(self.fused(two_readers(5)), 5)
+        self.assertEqual(self.fused_peak(two_readers(5)), 5)
 
-    def test_the_result_is_live_in_the_backward(self):
-        phases = (lambda x, w: (x @ w,)), (lambda x, w: (x.sum(),))
-        self.assertEqual(self.fused(*phases), 3)
-        self.assertEqual(self.fused(*phases, returned=0), 2)
-        # What the backward makes of what it is given takes the place of that.
-        self.assertEqual(self.fused(phases[0], lambda x, w: (x.sin(),)), 3)
-        self.assertEqual(self.fused(phases[0], lambda x, w: (x @ w,)), 4)
+    def test_kernels_of_the_backward(self):
+        def pointwise(primals_x, primals_w, tangents_y):
+            h = primals_x @ primals_w
+            return h.sin(), tangents_y * h.cos()
 
-    def test_an_estimate_that_fails(self):
-        with (
-            patch.object(peak_budget, "fused_peak", side_effect=ValueError("no")),
-            self.assertLogs(peak_budget.log, "WARNING") as logged,
-            configured(0.2),
-        ):
-            self.compiled(layers(dense, 1))(*layers(dense, 1).inputs)
-        self.assertIn("ValueError: no", logged.output[0])
-        self.assertIsNone(last_plan().peak.fused)
-        with configured(0.2, target="saved"):
-            self.compiled(layers(dense, 1))(*layers(dense, 1).inputs)
-        self.assertIsNone(last_plan().peak)
+        # Result and tangent, and the product, which the gradient is written over.
+        self.assertEqual(self.fused_peak(pointwise), 3)
+
+        def product(primals_x, primals_w, tangents_y):
+            y, gradient = pointwise(primals_x, primals_w, tangents_y)
+            return y, gradient @ primals_w
+
+        self.assertEqual(self.fused_peak(product), 4)
+
+        def chain(primals_x, primals_w, tangents_y):
+            a = primals_x.sin()
+            b = (a @ primals_w).sin()
+            return (b @ primals_w).sin(), tangents_y * a.cos() * b.cos()
+
+        graph = self.fused(chain)
+        values = [s for s, node in enumerate(graph.saved_as) if node is not None]
+        plans = [{s for s in values if k >> s & 1} for k in range(1 << len(values))]
+        together = graph.evaluate_all(plans)
+        for plan, evaluation in zip(plans, together, strict=True):
+            alone = graph.evaluate(plan)
+            for name in ("forward_peak", "step_peaks", "repeated_by_step", "saved"):
+                self.assertEqual(getattr(evaluation, name), getattr(alone, name))
 
     def test_inductor(self):
         # One kernel each way: compiling them takes longer than all else.
@@ -889,7 +896,12 @@ class PeakBudgetTest(TestCase):
             self.check_gradients_of_this_forward(
                 given, self.compiled(given, "inductor")
             )
-        self.assertGreater(last_plan().peak.fused, 0)
+            kernels = last_plan().peak
+            self.compiled(given)(*given.inputs)
+        operators = last_plan().peak
+        self.assertTrue(kernels.fused)
+        self.assertFalse(operators.fused)
+        self.assertLess(kernels.predicted, operators.predicted)
 
     @unittest.skipUnless(
         torch.distributed.is_available() and torch.distributed.is_gloo_available(),

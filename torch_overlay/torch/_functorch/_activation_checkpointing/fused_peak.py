@@ -1,42 +1,42 @@
-"""What inductor's kernels keep live, from the two graphs that it is given.
+"""What plans keep live where inductor makes kernels of the operators.
 
 :mod:`.liveness` counts what runs operator by operator.  Inductor makes kernels of
 several operators, and what is used inside of one alone is never stored.
-:func:`fused_peak` follows the rules that decide what is stored:
+:class:`FusedJointGraph` evaluates plans by the rules that decide what is stored:
 
 -   A pointwise operator is computed in whatever reads it, if all of that can be fused.
     Where several operators read it and it takes many reads or operators itself, it is
-    stored, if something that cannot be fused runs between them; and also, and early,
-    if a kernel before it reads the same.
+    stored, if something that cannot be fused runs between them, or if a kernel before
+    it reads the same.
 -   A kernel writes its result over an argument of the same shape that nobody reads
     later, unless it has so many operators that inductor cuts it in two.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something waits for that.
 
-Not followed are the order that inductor's scheduler chooses, and the fusion of kernels
-that have nothing but inputs in common.
+Not followed are the order that inductor's scheduler chooses, the fusion of kernels
+that have nothing but inputs in common, and scratch memory.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from .liveness import Storages
+from .liveness import JointGraph, Phase
 from .rerun_cost import is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Iterable, Sequence
+    from typing import Any
 
-    from torch._functorch.partitioners import OpTypes
+    from torch._functorch.partitioners import NodeInfo, OpTypes
 
-__all__ = ["fused_peak"]
+__all__ = ["FusedJointGraph"]
 
 aten = torch.ops.aten
 
@@ -62,187 +62,291 @@ _MOST_OPERATORS = 30
 _LARGE = 1 << 20
 
 
-class _Kernel(NamedTuple):
-    """The storages that it reads and allocates; ``operators`` has one more for each
-    read, and is 0 where nothing can be fused."""
+class _Operator(NamedTuple):
+    """What an operator reads and writes, and its part in a kernel.
 
-    reads: set[int]
-    writes: list[int]
+    Args:
+        nbytes: of what it writes.
+        is_inlined: whether its result is stored only where it is saved.
+        operators: how many operators and reads its kernel has if nothing is saved, at
+            least; 0 where nothing can be fused.
+    """
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    nbytes: int
+    is_inlined: bool
     operators: int
 
 
-def fused_peak(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int
-) -> int:
-    """The most bytes live in either graph if kernels are made of their operators.
+class FusedJointGraph(JointGraph):
+    """A joint graph whose plans are evaluated by what inductor's kernels hold.
 
-    The first ``num_fwd_outputs`` outputs of the forward are no saved values; they stay
-    live through the backward.  Parameters, inputs and scratch memory do not count.
+    Whether a result is stored is decided once, for all plans: in the forward as if
+    nothing was saved, and in the backward as if all of it was repeated, but for the
+    backward's own operators, for which it is as if nothing was.
     """
-    first, second = Storages(forward.graph), Storages(backward.graph)
-    given = {
-        first.keys[s]
-        for node in forward.graph.find_nodes(op="placeholder")
-        for s in first.own[node]
-    }
-    (output,) = forward.graph.find_nodes(op="output")
-    returned = {
-        first.keys[s]: first.nbytes[s]
-        for node in tree_leaves(output.args)[:num_fwd_outputs]
-        if isinstance(node, fx.Node)
-        for s in first.own[node]
-    }
-    saved = {
-        second.keys[s]
-        for node in backward.graph.find_nodes(op="placeholder")
-        for s in second.own[node]
-    }
-    beside = sum(returned[key] for key in returned.keys() - given - saved)
-    return max(
-        _peak(forward.graph, first, given),
-        _peak(backward.graph, second, given) + beside,
-    )
 
+    def __init__(
+        self, graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int
+    ) -> None:
+        super().__init__(graph, node_info, num_fwd_outputs)
+        self._freeable = [
+            nbytes > 0 and s not in self.outputs for s, nbytes in enumerate(self.nbytes)
+        ]
+        # The number of elements and the type of what was first put into each storage.
+        self.shapes: dict[int, tuple[Any, ...]] = {}
+        for node, own in self.values.own.items():
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                for s in own:
+                    self.shapes.setdefault(s, (value.numel(), value.dtype))
+        self._in_backward: dict[fx.Node, _Operator] = {}
+        for chosen in ((), range(len(self.nbytes))):
+            saved = self.saved_by([chosen])
+            _, repeated = self.follow(saved, 1)
+            steps = self._repeats_by_step(saved, repeated, 1)
+            backward = [
+                node
+                for own, ops in zip(self.own_nodes, steps)
+                for node in (*own[:-1], *(self.nodes[op] for op, _ in ops), *own[-1:])
+            ]
+            self._in_backward |= self._operators(backward, self.returned)
+        forward = [node for node, *_, is_required in self._early if is_required]
+        # What only the backward needs is made in the forward, if that saves it.
+        self._in_forward = self._in_backward | self._operators(forward, self.outputs)
 
-def _peak(graph: fx.Graph, storages: Storages, given: Container[int]) -> int:
-    """The most that is live in any kernel; ``given`` are keys that do not count."""
-    nbytes = storages.nbytes
-    kept = set(storages.reads[graph.output_node()])
-    kernels = _kernels(graph, storages, kept)
-    last = {s: at for at, k in enumerate(kernels) for s in (*k.reads, *k.writes)}
-    live = 0
-    for node in graph.find_nodes(op="placeholder"):
-        for s in storages.writes[node]:
-            if storages.keys[s] in given:
-                last.pop(s, None)
-            else:
-                live += nbytes[s]
-    shapes = _shapes(graph, storages)
-    peak = live
-    for at, (reads, writes, operators) in enumerate(kernels):
-        dying = [s for s in reads.union(writes) if last.get(s) == at and s not in kept]
-        overwritten: set[int] = set()
-        if 0 < operators <= _MOST_OPERATORS:
-            for s in writes:
-                for r in sorted(reads.intersection(dying) - overwritten):
-                    if shapes.get(r) == shapes.get(s):
-                        overwritten.add(r)
-                        break
-        live += sum(nbytes[s] for s in writes)
-        # What is written over is live before and after, as another.
-        reused = sum(nbytes[s] for s in overwritten)
-        peak = max(peak, live - reused)
-        live -= sum(nbytes[s] for s in dying)
-    return peak
+    def _operators(
+        self, nodes: Iterable[fx.Node], kept: set[int]
+    ) -> dict[fx.Node, _Operator]:
+        """What becomes of nodes that run in this order; ``kept`` has to be stored."""
+        from torch._functorch.partitioners import get_default_op_list
 
+        op_types = get_default_op_list()
+        values = self.values
+        operators = [
+            node
+            for node in nodes
+            if node.op == "call_function"
+            and node.target is not operator.getitem
+            and not is_view(node)
+        ]
+        readers: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in operators:
+            for s in values.reads[node]:
+                readers[s].append(node)
+        pointwise = {node for node in operators if _is_pointwise(node, op_types)}
+        fusible = pointwise.union(filter(_is_reduction, operators))
+        products: set[fx.Node] = set()
+        for node in operators:
+            if node.target is aten.mm.default:
+                (s,) = values.writes[node]
+                users = readers[s]
+                # Adding to a product becomes addmm, which is no kernel to fuse with.
+                if s not in kept and [u.target for u in users] == [aten.add.Tensor]:
+                    products.add(node)
+                    fusible.difference_update(users)
+        # How many operators that cannot be fused come before each one.
+        barriers: dict[fx.Node, int] = {}
+        count = 0
+        for node in operators:
+            barriers[node] = count
+            count += node not in fusible
 
-def _shapes(graph: fx.Graph, storages: Storages) -> dict[int, tuple[Any, ...]]:
-    """The number of elements and the type of what was first put into each storage."""
-    found: dict[int, tuple[Any, ...]] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            for s in storages.own[node]:
-                found.setdefault(s, (value.numel(), value.dtype))
-    return found
-
-
-def _kernels(
-    graph: fx.Graph, storages: Storages, kept: Container[int]
-) -> list[_Kernel]:
-    """In the graph's order, each where the operator is that gives its result."""
-    from torch._functorch.partitioners import get_default_op_list
-
-    operators = [
-        node
-        for node in graph.nodes
-        if node.op == "call_function"
-        and node.target is not operator.getitem
-        and not is_view(node)
-    ]
-    readers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in operators:
-        for s in storages.reads[node]:
-            readers[s].append(node)
-    op_types = get_default_op_list()
-    pointwise = {node for node in operators if _is_pointwise(node, op_types)}
-    fusible = pointwise.union(filter(_is_reduction, operators))
-    products: set[fx.Node] = set()
-    for node in operators:
-        if node.target is aten.mm.default:
-            (s,) = storages.writes[node]
-            users = readers[s]
-            # Adding to a product becomes addmm, which is no kernel to fuse with.
-            if s not in kept and [user.target for user in users] == [aten.add.Tensor]:
-                products.add(node)
-                fusible.difference_update(users)
-    # How many operators that cannot be fused come before each one.
-    barriers: dict[fx.Node, int] = {}
-    count = 0
-    for node in operators:
-        barriers[node] = count
-        count += node not in fusible
-
-    kernels: list[_Kernel] = []
-    # What is read in order to compute a result that is not stored, and by which.
-    sources: dict[int, set[int]] = {}
-    computed_by: dict[int, set[fx.Node]] = {}
-    for node in operators:
-        reads = {r for s in storages.reads[node] for r in sources.get(s, (s,))}
-        parts = {node}.union(*(computed_by.get(s, ()) for s in storages.reads[node]))
-        weight = len(parts) + len(reads)
-        writes = list(storages.writes[node])
-        kernel = _Kernel(reads, writes, weight if node in fusible else 0)
-        is_stored = node not in products
-        if node in pointwise and node in fusible and len(writes) == 1:
-            (s,) = writes
-            users = readers[s]
-            is_stored = (
-                s in kept
-                or not users
-                or not all(u in fusible or _scatters_to(u, s, storages) for u in users)
+        found: dict[fx.Node, _Operator] = {}
+        # What each kernel reads and writes.
+        kernels: list[set[int]] = []
+        # What is read in order to compute a result that is not stored, and by which.
+        sources: dict[int, set[int]] = {}
+        computed_by: dict[int, set[fx.Node]] = {}
+        for node in operators:
+            read, writes = values.reads[node], values.writes[node]
+            reads = {r for s in read for r in sources.get(s, (s,))}
+            parts = {node}.union(*(computed_by.get(s, ()) for s in read))
+            weight = len(parts) + len(reads)
+            is_inlined = node in products
+            if node in pointwise and node in fusible and len(writes) == 1:
+                (s,) = writes
+                users = readers[s]
+                is_inlined = (
+                    s not in kept
+                    and bool(users)
+                    and all(u in fusible or self._scatters_to(u, s) for u in users)
+                )
+                is_large = len(reads) > _MOST_READS or weight > _MOST_OPERATORS
+                if is_inlined and len(users) > 1 and is_large:
+                    is_inlined = barriers[users[0]] == barriers[
+                        users[-1]
+                    ] and not self._is_related(reads, kernels)
+            if is_inlined:
+                sources.update(dict.fromkeys(writes, reads))
+                computed_by.update(dict.fromkeys(writes, parts))
+            elif node in fusible:
+                kernels.append(reads.union(writes))
+            found[node] = _Operator(
+                read,
+                writes,
+                self.size(writes),
+                is_inlined,
+                weight if node in fusible else 0,
             )
-            is_large = len(reads) > _MOST_READS or weight > _MOST_OPERATORS
-            if not is_stored and len(users) > 1 and is_large:
-                is_stored = barriers[users[0]] < barriers[users[-1]]
-                related = None if is_stored else _related(kernel, kernels, storages)
-                if related is not None:
-                    # It is computed there, if not all at once with its readers.
-                    at, earlier = related
-                    kernels[at] = _Kernel(
-                        earlier.reads | reads, earlier.writes + writes, weight
-                    )
-                    continue
-        if is_stored:
-            kernels.append(kernel)
-        else:
-            sources.update(dict.fromkeys(writes, reads))
-            computed_by.update(dict.fromkeys(writes, parts))
-    return kernels
+        return found
 
+    def _is_related(self, reads: set[int], kernels: list[set[int]]) -> bool:
+        """Whether some kernel has all large storages that are read, if there are any."""
+        large = {s for s in reads if self.nbytes[s] >= _LARGE}
+        return bool(large) and any(map(large.issubset, kernels))
 
-def _related(
-    kernel: _Kernel, kernels: list[_Kernel], storages: Storages
-) -> Optional[tuple[int, _Kernel]]:
-    """The first kernel that has all large storages which this one reads, if any."""
-    large = {s for s in kernel.reads if storages.nbytes[s] >= _LARGE}
-    for at, other in enumerate(kernels):
-        if large and other.operators and large <= other.reads.union(other.writes):
-            return at, other
-    return None
-
-
-def _scatters_to(node: fx.Node, s: int, storages: Storages) -> bool:
-    """Whether a node is a scatter to this storage, which it then writes over."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.overloadpacket in _SCATTERS
-        and all(
-            (s in storages.held[source]) == (source is node.args[0])
-            for source in node.all_input_nodes
+    def _scatters_to(self, node: fx.Node, s: int) -> bool:
+        """Whether a node is a scatter to this storage, which it then writes over."""
+        target = node.target
+        return (
+            isinstance(target, torch._ops.OpOverload)
+            and target.overloadpacket in _SCATTERS
+            and all(
+                (s in self.values.held[source]) == (source is node.args[0])
+                for source in node.all_input_nodes
+            )
         )
-    )
+
+    def _backward_peaks(
+        self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int
+    ) -> tuple[list[list[int]], list[int]]:
+        everyone = (1 << count) - 1
+        phase = _FusedPhase(self, [0] * len(self.nbytes), self._in_backward, saved)
+        for s in self.returned:
+            phase.touched[s] = everyone
+        held = self.held_by_caller
+        for at in reversed(range(len(repeats))):
+            *before, last = self.own_nodes[at]
+            phase.run(last, everyone, at, held)
+            for op, plans in reversed(repeats[at]):
+                phase.run(self.nodes[op], plans, at, held)
+                for s in self.writes[op]:
+                    phase.change(saved[s] & plans, -self.nbytes[s])
+            for node in reversed(before):
+                phase.run(node, everyone, at, held)
+        phase.moment(0, held)
+        for s in self._released:
+            phase.change(phase.touched[s], self.nbytes[s])
+        kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
+        for s, plans in enumerate(kept):
+            if plans and s not in self.outputs and s not in self._released:
+                phase.change(plans, self.nbytes[s])
+        return phase.peaks(count), kept
+
+    def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
+        everyone = (1 << count) - 1
+        phase = _FusedPhase(self, list(kept), self._in_forward, kept)
+        for node, _, writes, _, is_required in reversed(self._early):
+            plans = everyone if is_required else 0
+            for s in writes:
+                plans |= phase.touched[s]
+            phase.run(node, plans, 0, 0)
+        phase.moment(0, 0)
+        return [peak for (peak,) in phase.peaks(count)]
+
+
+class _FusedPhase(Phase):
+    """A phase in which operators run in the kernels of those that read them.
+
+    ``stored`` are the plans that save each storage: it is stored in those in any case.
+    """
+
+    def __init__(
+        self,
+        graph: FusedJointGraph,
+        touched: list[int],
+        operators: dict[fx.Node, _Operator],
+        stored: Sequence[int],
+    ) -> None:
+        super().__init__(graph, touched)
+        self.shapes = graph.shapes
+        self.operators = operators
+        self.stored = stored
+        # What is read in order to compute what is not stored.
+        self.sources = {
+            s: each.reads
+            for each in operators.values()
+            if each.is_inlined
+            for s in each.writes
+        }
+
+    def run(self, node: fx.Node, plans: int, step: int, own: int) -> None:
+        """A kernel with its moment, in these plans; ``own`` as for :meth:`moment`."""
+        operator = self.operators.get(node)
+        if operator is None:
+            return
+        writes = operator.writes
+        if operator.is_inlined:
+            plans &= self.stored[writes[0]]
+        if not plans:
+            return
+        dying = self._read_last(operator.reads, plans)
+        for s in writes:
+            # Nobody reads it.
+            unread = plans & ~self.touched[s]
+            if unread:
+                self.touched[s] |= unread
+                self.change(unread, -self.nbytes[s])
+        reused: list[tuple[int, int]] = []
+        light = self._light(operator, plans) if dying and operator.operators else 0
+        for s in writes:
+            left = light
+            for at, (r, last) in enumerate(dying):
+                if left & last and self.shapes.get(r) == self.shapes.get(s):
+                    reused.append((left & last, r))
+                    dying[at] = r, last & ~left
+                    left &= ~last
+        for r, last in dying:
+            self.change(last, -self.nbytes[r])
+        self.moment(step, own)
+        self.change(plans, operator.nbytes)
+        # What is written over ends before, as another begins.
+        for last, r in reused:
+            self.change(last, -self.nbytes[r])
+
+    def _read_last(self, storages: Iterable[int], plans: int) -> list[tuple[int, int]]:
+        """What a kernel is the last to read, by number, with the plans where it is."""
+        dying: list[tuple[int, int]] = []
+        pending = [(s, plans) for s in storages]
+        while pending:
+            s, plans = pending.pop()
+            last = plans & ~self.touched[s]
+            if not last:
+                continue
+            self.touched[s] |= last
+            if s in self.sources:
+                computed = last & ~self.stored[s]
+                pending += [(r, computed) for r in self.sources[s]]
+                last &= self.stored[s]
+            if last and self.freeable[s]:
+                dying.append((s, last))
+        dying.sort()
+        return dying
+
+    def _light(self, operator: _Operator, plans: int) -> int:
+        """The plans in which a kernel is not too large to write over its arguments."""
+        found: dict[int, int] = {}
+        pending = [(s, plans) for s in operator.reads]
+        while pending:
+            s, reading = pending.pop()
+            seen = found.get(s, 0)
+            new = reading & ~seen
+            if new:
+                found[s] = seen | new
+                computed = new & ~self.stored[s]
+                pending += [(r, computed) for r in self.sources.get(s, ())]
+        # The operator itself is one more.
+        if len(found) < _MOST_OPERATORS:
+            return plans
+        bits = (1 << plan for plan in range(plans.bit_length()))
+        return sum(
+            bit
+            for bit in bits
+            if plans & bit
+            and sum(mask & bit > 0 for mask in found.values()) < _MOST_OPERATORS
+        )
 
 
 def _is_reduction(node: fx.Node) -> bool:

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     from torch._functorch.partitioners import NodeInfo
 
-    # What a step reads and writes, behind what is late.
-    _BackwardStep = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    # What is late, a node of the backward's own, and what that reads and writes.
+    _BackwardStep = tuple[tuple[int, ...], fx.Node, tuple[int, ...], tuple[int, ...]]
 
 
-__all__ = ["CannotPlan", "Evaluation", "JointGraph"]
+__all__ = ["CannotPlan", "Evaluation", "JointGraph", "Phase"]
 
 # Plans that are evaluated together, at most: the bits of an integer with a sign.
 _TOGETHER = 63
@@ -181,15 +181,19 @@ class JointGraph:
     Operators are nodes that allocate, except the backward's own, which need a tangent.
     Those that the forward does not need either run where they are read first.  Public:
 
+    values: the storages of the graph's nodes, those of inputs without bytes.
     nodes[o], reads[o], writes[o]: an operator, and the storages it reads and allocates.
     repeatable[o]: whether the backward may run it.
     nbytes[s], producer[s]: a storage's size, and its operator or -1.
     saved_as[s]: the node to save in order to keep storage s, None where none can be.
     births[s], deaths[s]: the forward's steps that allocate it and read it last, or -1.
     outputs: the storages that the forward returns, which stay live in any plan.
+    returned: those that the backward returns.
     tangents: the inputs of the backward alone.
     forward_steps: how many steps the forward has at most.
     steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
+    own_nodes: for each step, the backward's own nodes from behind the step before to its
+        own, which for the last step is the output.
 
     The first ``num_fwd_outputs`` outputs of the graph are the forward's.
 
@@ -207,8 +211,8 @@ class JointGraph:
             node_info, "tangents_closure", node_info.required_bw_nodes
         )
         self._bwd_outputs = _nodes(results[num_fwd_outputs:])
-        self._storages = Storages(graph, self._forward)
-        self.nbytes = self._storages.nbytes
+        self.values = Storages(graph, self._forward)
+        self.nbytes = self.values.nbytes
         self._tangent_bytes = 0
         self._released: tuple[int, ...] = ()
         self.tangents: set[fx.Node] = set()
@@ -219,10 +223,10 @@ class JointGraph:
                 continue
             if self._is_tangent(node):
                 self.tangents.add(node)
-                self._tangent_bytes += self.size(self._storages.writes[node])
-            for s in self._storages.writes[node]:
+                self._tangent_bytes += self.size(self.values.writes[node])
+            for s in self.values.writes[node]:
                 self.nbytes[s] = 0
-        backward = self._classify()
+        backward = self._classify(output)
         self.forward_steps = len(self._early)
         # These are kept by whoever called the forward.
         returned = self._read_by(_nodes(results[:num_fwd_outputs]))
@@ -239,7 +243,7 @@ class JointGraph:
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The storages that saving these nodes keeps."""
-        return {s for node in nodes for s in self._storages.own.get(node, ())}
+        return {s for node in nodes for s in self.values.own.get(node, ())}
 
     def saveable(self, nodes: Iterable[fx.Node]) -> list[int]:
         """Of these storages, those that some node can be saved for."""
@@ -252,7 +256,7 @@ class JointGraph:
 
     # ------------------------------------------------------------------ reading
 
-    def _classify(self) -> list[_BackwardStep]:
+    def _classify(self, output: fx.Node) -> list[_BackwardStep]:
         """Number the operators that the backward may run, and tell the phases apart."""
         self.nodes: list[fx.Node] = []
         self.reads: list[tuple[int, ...]] = []
@@ -260,9 +264,11 @@ class JointGraph:
         self.producer = [-1] * len(self.nbytes)
         self.births = [-1] * len(self.nbytes)
         self.deaths = [-1] * len(self.nbytes)
-        # What each node that needs no tangent writes, with and without what it reads,
-        # how many bytes that is, and whether the forward runs it in any plan.
-        self._early: list[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = []
+        # Each node that needs no tangent, what it writes, with and without what it
+        # reads, how many bytes that is, and whether the forward runs it in any plan.
+        self._early: list[
+            tuple[fx.Node, tuple[int, ...], tuple[int, ...], int, bool]
+        ] = []
         needed = self._backward_nodes()
         backward: list[_BackwardStep] = []
         late: list[int] = []
@@ -272,9 +278,9 @@ class JointGraph:
             if not required and node not in needed:
                 continue
             started = started or any(map(self._is_tangent, node.all_input_nodes))
-            reads, writes = self._storages.reads[node], self._storages.writes[node]
+            reads, writes = self.values.reads[node], self.values.writes[node]
             if not self._is_early(node):
-                backward.append((tuple(late), reads, writes))
+                backward.append((tuple(late), node, reads, writes))
                 late.clear()
                 continue
             if required:
@@ -282,7 +288,8 @@ class JointGraph:
                     self.births[s] = len(self._early)
                 for s in (*reads, *writes):
                     self.deaths[s] = len(self._early)
-            self._early.append((writes + reads, writes, self.size(writes), required))
+            nbytes = self.size(writes)
+            self._early.append((node, writes + reads, writes, nbytes, required))
             if writes:
                 if started and not required:
                     late += writes
@@ -291,12 +298,12 @@ class JointGraph:
                 self.nodes.append(node)
                 self.reads.append(reads)
                 self.writes.append(writes)
-        backward.append((tuple(late), self._read_by(self._bwd_outputs), ()))
+        backward.append((tuple(late), output, self._read_by(self._bwd_outputs), ()))
         return backward
 
     def _read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The storages that whoever reads these nodes reads."""
-        return tuple(s for node in nodes for s in self._storages.held[node])
+        return tuple(s for node in nodes for s in self.values.held[node])
 
     def _is_tangent(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node in self._tangents_closure
@@ -318,20 +325,24 @@ class JointGraph:
 
     def _lay_out_backward(self, steps: Sequence[_BackwardStep]) -> None:
         """Work out what does not depend on the plan: the backward's own storages."""
-        own = {s for _, _, writes in steps for s in writes}
+        own = {s for *_, writes in steps for s in writes}
         inputs = {s for s, op in enumerate(self.producer) if op < 0} - own
         last = {
-            s: at for at, (_, reads, writes) in enumerate(steps) for s in reads + writes
+            s: at
+            for at, (*_, reads, writes) in enumerate(steps)
+            for s in reads + writes
         }
-        returned = set(self._read_by(self._bwd_outputs))
+        self.returned = set(self._read_by(self._bwd_outputs))
         dying: dict[int, int] = {}
-        for s in own - returned:
+        for s in own - self.returned:
             dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
         self.steps: list[_Step] = []
         # The last step in which the backward's own operators read a storage.
         self._own_reads: dict[int, int] = {}
+        self.own_nodes: list[list[fx.Node]] = [[]]
         live = most = self.held_by_caller
-        for at, (late, reads, writes) in enumerate(steps):
+        for at, (late, node, reads, writes) in enumerate(steps):
+            self.own_nodes[-1].append(node)
             self._own_reads.update(dict.fromkeys(reads, len(self.steps)))
             before = live
             live += self.size(writes)
@@ -339,6 +350,7 @@ class JointGraph:
             is_last = any(s in inputs and last[s] == at for s in reads)
             if made or late or is_last or at == len(steps) - 1:
                 self.steps.append(_Step(late, made, most, before, live))
+                self.own_nodes.append([])
                 most = 0
             else:
                 most = max(most, live)
@@ -351,18 +363,18 @@ class JointGraph:
         for node in self._calls:
             if is_replayed(node):
                 # Nor may a view of it be saved.
-                replayed.update(self._storages.writes[node])
+                replayed.update(self.values.writes[node])
             elif self._is_early(node) and isinstance(
                 node.meta.get("val"), torch.Tensor
             ):
-                (s,) = self._storages.own[node]
+                (s,) = self.values.own[node]
                 if s not in replayed:
                     self.saved_as[s] = self.saved_as[s] or node
 
     def _choose_what_to_repeat(self, overwritten: Iterable[Any]) -> None:
         mutated = {
             s
-            for node, held in self._storages.held.items()
+            for node, held in self.values.held.items()
             if (node in self._forward and _is_mutable(node))
             or (
                 node.op == "placeholder"
@@ -560,7 +572,7 @@ class JointGraph:
         A step starts, then come what is repeated for it and its own moment.
         """
         everyone = (1 << count) - 1
-        phase = _Phase(self, [0] * len(self.nbytes))
+        phase = Phase(self, [0] * len(self.nbytes))
         for at in reversed(range(len(repeats))):
             step = self.steps[at]
             phase.touch(step.reads, everyone)
@@ -587,8 +599,8 @@ class JointGraph:
         something is made of it that is.
         """
         everyone = (1 << count) - 1
-        phase = _Phase(self, list(kept))
-        for touches, writes, nbytes, required in reversed(self._early):
+        phase = Phase(self, list(kept))
+        for _, touches, writes, nbytes, required in reversed(self._early):
             plans = everyone if required else 0
             for s in writes:
                 plans |= phase.touched[s]
@@ -626,10 +638,10 @@ class JointGraph:
                 found.add(node)
             else:
                 pending += node.all_input_nodes
-        return [node for node in self._storages.own if node in found]
+        return [node for node in self.values.own if node in found]
 
 
-class _Phase:
+class Phase:
     """The live bytes of many plans, from the last moment of a phase to the first.
 
     Who touches a storage last frees it; what is touched from the outset is not freed.

@@ -8,7 +8,8 @@ With ``config.activation_memory_budget_target = "peak"`` a budget b asks for at 
 
 where the floor is the lowest peak that was found, and what is then recomputed costs as
 little as was found.  ``config.activation_memory_peak_bytes`` asks for a number of bytes.
-Peaks are those of :mod:`.liveness`: without parameters and inputs, which no plan changes.
+Peaks are those of :mod:`.liveness`, or, where inductor compiles the graphs, those of
+:mod:`.fused_peak`: without parameters and inputs, which no plan changes.
 
 ``config.activation_memory_graph_calls`` calls of the graph keep what they save at once.
 
@@ -39,7 +40,7 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 from torch._functorch import config
 
 from . import memory_budget, saved_report
-from .fused_peak import fused_peak
+from .fused_peak import FusedJointGraph
 from .liveness import Evaluation, JointGraph
 from .memory_budget import activation_bytes, ChosenPlan, Planner
 from .random_ops import must_run_once
@@ -65,6 +66,7 @@ __all__ = [
     "build_curve",
     "choose_plan",
     "find_plans",
+    "joint_model",
     "record_plan",
     "rerun_costs",
     "search",
@@ -125,15 +127,15 @@ class Peak(NamedTuple):
     """What was planned, in bytes without parameters and inputs.
 
     ``allowed`` is what the budget asked for, ``predicted`` the plan's own peak,
-    ``floor`` the lowest that was found, ``fastest`` that of budget 1, all operator by
-    operator; ``fused`` is an estimate for inductor's kernels, None where there is none.
+    ``floor`` the lowest that was found, ``fastest`` that of budget 1; ``fused`` tells
+    that they are estimates for inductor's kernels, not those of operators.
     """
 
     allowed: int
     predicted: int
     floor: int
     fastest: int
-    fused: Optional[int] = None
+    fused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +163,9 @@ class PeakPlan(saved_report.Plan):
             "{1} predicted, {0} allowed (floor: {2}, budget 1: {3}; "
             "parameters and inputs apart)"
         )
-        if self.peak.fused is not None:
-            text += "; {4} estimated for inductor's kernels"
-        sizes = [saved_report.format_bytes(size or 0) for size in self.peak]
+        if self.peak.fused:
+            text += ", of inductor's kernels"
+        sizes = [saved_report.format_bytes(size) for size in self.peak[:4]]
         lines = super().summary()
         return [*lines[:3], ("peak", text.format(*sizes)), *lines[3:]]
 
@@ -173,10 +175,12 @@ def choose_plan(
     node_info: NodeInfo,
     budget: float,
     num_fwd_outputs: int,
+    fused: bool = False,
 ) -> ChosenPlan:
     """What to save, by what ``config.activation_memory_budget_target`` means.
 
-    The first ``num_fwd_outputs`` outputs are the forward's.  The plan is one for saved
+    The first ``num_fwd_outputs`` outputs are the forward's.  With ``fused``, peaks are
+    those of the kernels that inductor makes of the graph's operators.  The plan is one for saved
     bytes where the target is "saved", where the budget is 1, and where no other can be
     made, which a warning tells.  Raises RuntimeError for a target or a number of bytes
     that means nothing.
@@ -205,7 +209,9 @@ def choose_plan(
         return plan_saved_bytes(budget)
     fastest = plan_saved_bytes(1).saved_values
     try:
-        graph, curve = build_curve(joint_graph, node_info, num_fwd_outputs, fastest)
+        graph, curve = build_curve(
+            joint_graph, node_info, num_fwd_outputs, fastest, fused
+        )
         asked = curve.allowed(budget) if limit is None else limit
         plan = curve.within(asked)
         saved = graph.saved_values(graph.evaluate(plan.storages).saved)
@@ -230,7 +236,7 @@ def choose_plan(
         budget,
         "peak",
         activation_bytes(node_info.inputs, saved),
-        peak=Peak(asked, plan.peak, curve.floor, curve.fastest.peak),
+        peak=Peak(asked, plan.peak, curve.floor, curve.fastest.peak, fused),
     )
 
 
@@ -245,13 +251,7 @@ def record_plan(
     if not isinstance(chosen, _ChosenByPeak):
         saved_report.record_plan(*split)
         return
-    fused = None
-    try:
-        fused = fused_peak(forward, backward, num_fwd_outputs)
-    except Exception as error:
-        name = type(error).__name__
-        log.warning("no estimate of the peak with fused kernels: %s: %s", name, error)
-    saved_report.record_plan(*split, PeakPlan, peak=chosen.peak._replace(fused=fused))
+    saved_report.record_plan(*split, PeakPlan, peak=chosen.peak)
 
 
 def build_curve(
@@ -259,15 +259,24 @@ def build_curve(
     node_info: NodeInfo,
     num_fwd_outputs: int,
     fastest: Sequence[fx.Node],
+    fused: bool = False,
 ) -> tuple[JointGraph, Curve]:
     """The model of a joint graph and the curve of its plans, for any number of budgets.
 
-    ``fastest`` is what the plan of budget 1 saves.
+    ``fastest`` is what the plan of budget 1 saves, and ``fused`` as for `choose_plan`.
     """
-    graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
+    graph = joint_model(joint_graph, node_info, num_fwd_outputs, fused)
     planner = Planner(joint_graph, node_info, num_fwd_outputs)
     cheapest, expensive = planner.cheapest_cut()
     return graph, search(graph, cheapest, expensive, fastest)
+
+
+def joint_model(
+    joint_graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int, fused: bool
+) -> JointGraph:
+    """The model of live bytes: by inductor's kernels if ``fused``, else by operators."""
+    model = FusedJointGraph if fused else JointGraph
+    return model(joint_graph, node_info, num_fwd_outputs)
 
 
 def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:

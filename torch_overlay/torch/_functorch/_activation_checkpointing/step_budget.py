@@ -774,17 +774,17 @@ class _Graph:
         node_info: NodeInfo,
         budget: float,
         num_fwd_outputs: int,
+        fused: bool,
     ) -> ChosenPlan:
         """What to save by the plan that is being compiled."""
         if self.plans.model is None:
             self._num_fwd_outputs = num_fwd_outputs
+            asked = joint_graph, node_info, budget, num_fwd_outputs, fused
             try:
-                self._find_plans(joint_graph, node_info, budget, num_fwd_outputs)
+                self._find_plans(*asked)
             except Exception as error:
                 self.fault = f"{type(error).__name__}: {error}"
-                return peak_budget.choose_plan(
-                    joint_graph, node_info, budget, num_fwd_outputs
-                )
+                return peak_budget.choose_plan(*asked)
         model: Any = self.plans.model
         evaluation = model.evaluate(self.plans.plans[self._chosen].storages)
         wanted = {node.name for node in model.saved_values(evaluation.saved)}
@@ -801,6 +801,7 @@ class _Graph:
         node_info: NodeInfo,
         budget: float,
         num_fwd_outputs: int,
+        fused: bool,
     ) -> None:
         # A budget that the user gave to a region of the model stays.
         is_only = budget != config.activation_memory_budget
@@ -808,7 +809,7 @@ class _Graph:
             joint_graph, node_info, budget if is_only else 1, num_fwd_outputs
         )
         self.plans = plan_graph(
-            joint_graph, node_info, num_fwd_outputs, chosen.saved_values, is_only
+            joint_graph, node_info, num_fwd_outputs, chosen.saved_values, is_only, fused
         )
         self.fault = ""
         self.lean = self._chosen = self.plans.leanest(calls_assumed())
@@ -936,10 +937,11 @@ def choose_plan(
     node_info: NodeInfo,
     budget: float,
     num_fwd_outputs: int,
+    fused: bool = False,
 ) -> ChosenPlan:
     """What to save: by a step's plan, or else by :func:`.peak_budget.choose_plan`."""
     choose = peak_budget.choose_plan if _compiling is None else _compiling.choose
-    return choose(joint_graph, node_info, budget, num_fwd_outputs)
+    return choose(joint_graph, node_info, budget, num_fwd_outputs, fused)
 
 
 def record_plan(
