@@ -42,7 +42,8 @@ at once: a small budget has a higher peak than none.
 With activation_memory_budget_target = "peak", budget b bounds the peak by
 floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a number
 of bytes. A model of live bytes, exact for what the two graphs do operator by
-operator, evaluates about a hundred plans: checkpoints by dynamic programming,
+operator and an estimate of what inductor's kernels hold where those are made of
+them, evaluates some hundred plans: checkpoints by dynamic programming,
 expensive operators saved as well where there is room, and the min cuts' own plans.
 The cheapest that fits is taken, so a smaller budget never has a higher peak.
 
