@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from benchmarks import replay, schedule
+from benchmarks import replay, results, schedule
 
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -76,3 +76,10 @@ def test_each_mark_fails_where_it_should(kind, entry, value, what):
     failed = [each for each, passed in marks.items() if not passed]
     assert len(marks) == 4
     assert (what is None and not failed) or any(what in each for each in failed)
+
+
+def test_a_net_measured_anew_replaces_its_rows():
+    stored = [{"net": net, "kind": "peak", "steps": net} for net in "xyz"]
+    new = [{"net": "y", "kind": kind, "steps": kind} for kind in ("peak", "saved")]
+    found = results.merged(stored, new, "net", "kind")
+    assert [row["steps"] for row in found] == ["x", "peak", "z", "saved"]

@@ -52,6 +52,12 @@ def store(path: Path, data: dict[str, Any]) -> None:
     replace(path, json.dumps(data, indent=1) + "\n")
 
 
+def merged(stored: Sequence[Row], new: Sequence[Row], *key: str) -> list[Row]:
+    """The stored rows in their order, those with the key of a new one replaced by it."""
+    found = {tuple(row[name] for name in key): row for row in (*stored, *new)}
+    return list(found.values())
+
+
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table, for a page or for `show`."""
     lines = [heading, ["---"] * len(heading), *rows]

@@ -14,6 +14,7 @@ the CPU differs from what its allocator noted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, images, Net, Shape
 from benchmarks.peak import allocated, budgeted
 from benchmarks.replay import compile_for, GPUS, Live
-from benchmarks.results import environment, markdown, measured_on, Row, save
+from benchmarks.results import environment, markdown, measured_on, merged, Row, save
 from benchmarks.tracing import overlay
 
 
@@ -339,7 +340,7 @@ def main() -> int:
         "--model",
         type=model,
         nargs="+",
-        help=f"these alone: {', '.join(NETS)}, or your own as module:function",
+        help=f"these alone, the others stay in FILE: {', '.join(NETS)}, or your own as module:function",
     )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100")
     arguments = parser.parse_args()
@@ -365,11 +366,14 @@ def main() -> int:
         for kind in KINDS
     ]
     rows = fresh.run(__name__, tasks, LIMITS)
+    if arguments.model and arguments.json is not None and arguments.json.exists():
+        stored = json.loads(arguments.json.read_text())["measured"]
+        rows = merged(stored, rows, "net", "kind", "gpu")
     drawn = next((row for row in rows if row["kind"] == "peak"), None)
     for row in rows:
         for step in row.get("steps", ()):
             if row is not drawn or step["budget"] not in PLOTTED:
-                del step["curve"]
+                step.pop("curve", None)
     data = {"environment": environment(), "measured": rows}
     fresh.finish(arguments.json, data, page)
     if arguments.json:

@@ -38,7 +38,7 @@ from upstream import untouched_partitioners
 from benchmarks import fresh, nets, options
 from benchmarks.live_bytes import allocations, CountedStorages
 from benchmarks.marks import failed, Mark, table
-from benchmarks.results import environment, markdown, measured_on, Row, save
+from benchmarks.results import environment, markdown, measured_on, merged, Row, save
 from benchmarks.techniques import chosen_modules, MODULES
 from benchmarks.tracing import CountedFlops, cpu_attention_counted, overlay
 from benchmarks.training import gradients
@@ -428,12 +428,6 @@ def plot(data: dict[str, Any], result: Path) -> None:
     save(figure, result, data["environment"])
 
 
-def merged(stored: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """The stored rows in their order, those of a net and backend measured anew replaced."""
-    found = {(row["net"], row["backend"]): row for row in (*stored, *new)}
-    return list(found.values())
-
-
 def main() -> int:
     parser = options.parser(__doc__, check="one net, two shares, as CI does")
     parser.add_argument("--net", type=options.net, help="one alone, or module:function")
@@ -453,7 +447,8 @@ def main() -> int:
         ]
     rows = fresh.run(__name__, tasks, LIMITS)
     if arguments.net and arguments.json is not None and arguments.json.exists():
-        rows = merged(json.loads(arguments.json.read_text())["measured"], rows)
+        stored = json.loads(arguments.json.read_text())["measured"]
+        rows = merged(stored, rows, "net", "backend")
     marks = list(judged(rows))
     data = {
         "environment": environment(),
