@@ -78,8 +78,11 @@ def test_each_mark_fails_where_it_should(kind, entry, value, what):
     assert (what is None and not failed) or any(what in each for each in failed)
 
 
-def test_a_net_measured_anew_replaces_its_rows():
+def test_a_net_measured_anew_replaces_its_rows(tmp_path):
     stored = [{"net": net, "kind": "peak", "steps": net} for net in "xyz"]
     new = [{"net": "y", "kind": kind, "steps": kind} for kind in ("peak", "saved")]
-    found = results.merged(stored, new, "net", "kind")
+    path = tmp_path / "result.json"
+    assert results.merged(path, new, "net", "kind") == new
+    results.store(path, {"measured": stored})
+    found = results.merged(path, new, "net", "kind")
     assert [row["steps"] for row in found] == ["x", "peak", "z", "saved"]

@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import matplotlib
 import torch
@@ -52,8 +52,11 @@ def store(path: Path, data: dict[str, Any]) -> None:
     replace(path, json.dumps(data, indent=1) + "\n")
 
 
-def merged(stored: Sequence[Row], new: Sequence[Row], *key: str) -> list[Row]:
-    """The stored rows in their order, those with the key of a new one replaced by it."""
+def merged(path: Optional[Path], new: Sequence[Row], *key: str) -> list[Row]:
+    """The rows stored in a file, in their order, those of a new one's key replaced."""
+    stored: list[Row] = []
+    if path is not None and path.exists():
+        stored = json.loads(path.read_text())["measured"]
     found = {tuple(row[name] for name in key): row for row in (*stored, *new)}
     return list(found.values())
 

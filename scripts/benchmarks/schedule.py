@@ -14,7 +14,6 @@ the CPU differs from what its allocator noted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -366,9 +365,8 @@ def main() -> int:
         for kind in KINDS
     ]
     rows = fresh.run(__name__, tasks, LIMITS)
-    if arguments.model and arguments.json is not None and arguments.json.exists():
-        stored = json.loads(arguments.json.read_text())["measured"]
-        rows = merged(stored, rows, "net", "kind", "gpu")
+    if arguments.model:
+        rows = merged(arguments.json, rows, "net", "kind", "gpu")
     drawn = next((row for row in rows if row["kind"] == "peak"), None)
     for row in rows:
         for step in row.get("steps", ()):
