@@ -872,6 +872,7 @@ class PeakBudgetTest(TestCase):
 
         self.assertEqual(self.fused_peak(product), 4)
 
+    def test_kernels_of_many_plans(self):
         def chain(primals_x, primals_w, tangents_y):
             a = primals_x.sin()
             b = (a @ primals_w).sin()

@@ -27,7 +27,7 @@ import torch
 import torch.fx as fx
 
 from .liveness import JointGraph, Phase
-from .rerun_cost import is_view
+from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ class FusedJointGraph(JointGraph):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 for s in own:
-                    self.shapes.setdefault(s, (value.numel(), value.dtype))
+                    # A guess for a symbolic size, as comparing those would guard.
+                    shape = concrete(value.numel()), value.dtype
+                    self.shapes.setdefault(s, shape)
         self._in_backward: dict[fx.Node, _Operator] = {}
         for chosen in ((), range(len(self.nbytes))):
             saved = self.saved_by([chosen])
