@@ -653,12 +653,12 @@ class TestCosts(TestCase):
     def test_of_plans_as_fast_the_lightest_is_taken(self):
         """Ten FLOP of two hundred million do not decide for an eighth of the bytes."""
         memory, runtimes = [0.5, 0.375, 0.25], [1e8 + 10, 1e8, 1e7]
-        self.assertEqual(memory_budget._lightest(memory, runtimes, [0]), [1])
-        self.assertEqual(memory_budget._lightest(memory, runtimes, [0, 2]), [1, 2])
+        self.assertEqual(memory_budget.lightest(memory, runtimes, [0]), [1])
+        self.assertEqual(memory_budget.lightest(memory, runtimes, [0, 2]), [1, 2])
         # A hundredth is no noise.
         runtimes[0] = 1.02e8
-        self.assertEqual(memory_budget._lightest(memory, runtimes, [0]), [0])
-        self.assertEqual(memory_budget._lightest([], [], []), [])
+        self.assertEqual(memory_budget.lightest(memory, runtimes, [0]), [0])
+        self.assertEqual(memory_budget.lightest([], [], []), [])
 
 
 class TestCustomSolver(TestCase):

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
+aten = torch.ops.aten
 AOT = "aot_eager_decomp_partition"
 WIDTH, BATCH = 64, 256
 region = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
@@ -47,6 +48,23 @@ class Block(nn.Module):
     def forward(self, x):
         inner = F.gelu(self.up(self.norm(x)))
         return x + self.down(F.dropout(inner, self.dropout, self.training))
+
+
+class Gated(nn.Module):
+    """Four products of one size, and two larger ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.products = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        inner = self.norms[0](x)
+        gate, key, value = (product(inner) for product in self.products[:3])
+        mixed = value * torch.sigmoid(gate * key)
+        x = self.norms[1](x + self.products[3](mixed))
+        return x + self.down(F.gelu(self.up(x)))
 
 
 class Net(nn.Module):
@@ -74,11 +92,14 @@ def batch(rows=BATCH, seed=1):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes of storages that were live at once beyond those at the start."""
+    """The most bytes of storages that were live at once beyond those at the start.
+
+    And what its matrix products take.
+    """
 
     def __init__(self, there):
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self.flops = 0
         self.known = {}
         for tensor in there:
             self.follow(tensor, given=True)
@@ -111,6 +132,8 @@ class LiveBytes(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self.follow(value)
+        if func in (aten.mm.default, aten.addmm.default):
+            self.flops += result.numel() * args[-1].shape[0]
         return result
 
 
@@ -129,14 +152,19 @@ def steps(budget, model, *batches, train=train, count=2):
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def measured(budget, model, *batches, train=train):
-    """The peak of one more step."""
+def recorded(budget, model, *batches, train=train):
+    """One more step."""
     model.zero_grad()
     gc.collect()
     torch.manual_seed(0)
     with budget, LiveBytes([*model.parameters(), *batches]) as recorder:
         train(model, *batches)
-    return recorder.peak
+    return recorder
+
+
+def measured(*step, **options):
+    """The peak of one more step."""
+    return recorded(*step, **options).peak
 
 
 def unbudgeted(model, *batches, train=train):
@@ -291,6 +319,25 @@ class StepBudgetTest(TestCase):
             "the step's peak of 1,000 B is not kept: the lowest", logs.output[0]
         )
         self.assertEqual(budget.plan.predicted_peak, budget.plan.floor)
+
+    def test_repeats_no_more_than_blocks_with_budgets_of_saved_bytes(self):
+        def make():
+            model = Net(backend=None)
+            model.blocks = nn.ModuleList(Gated() for _ in range(4))
+            for block in model.blocks:
+                block.compile(backend=AOT)
+            return model
+
+        model = make()
+        with config.patch(activation_memory_budget=0.3):
+            unbudgeted(model, batch())
+        by_blocks = recorded(contextlib.nullcontext(), model, batch())
+        torch._dynamo.reset()
+        model, budget = make(), StepBudget(peak_bytes=by_blocks.peak)
+        steps(budget, model, batch())
+        by_step = recorded(budget, model, batch())
+        self.assertLessEqual(by_step.peak, by_blocks.peak)
+        self.assertLessEqual(by_step.flops, by_blocks.flops)
 
     def test_compiles_once_and_once_more(self):
         model, budget = Net(), StepBudget(share=0.3)

@@ -292,7 +292,7 @@ class Planner:
             budget: float, saved: list[int]
         ) -> tuple[Knapsack, int, list[fx.Node]]:
             if name in ("exact", _KNEE):
-                saved = _lightest(memory, runtimes, saved)
+                saved = lightest(memory, runtimes, saved)
             again = [i for i in range(len(items)) if i not in {*saved}]
             values = cut(tuple(node for i in again for node in items[i].ops))
             allowed, capacity = limits.allowed(budget), limits.capacity(budget)
@@ -488,9 +488,7 @@ class Planner:
         create_structured_trace_for_min_cut_info(**{name: told[name] for name in taken})
 
 
-def _lightest(
-    memory: list[float], runtimes: list[float], saved: list[int]
-) -> list[int]:
+def lightest(memory: list[float], runtimes: list[float], saved: list[int]) -> list[int]:
     """The items to save that weigh least of all that recompute no more, but for noise.
 
     To save few bytes is to recompute many: a knapsack of runtimes, worth their bytes.

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .knapsack_exact import solve_knapsack_budgets
-from .memory_budget import Planner
+from .memory_budget import lightest, Planner
 from .peak_budget import find_plans, joint_model, Plans, rerun_costs
 from .rerun_cost import concrete
 
@@ -202,12 +202,14 @@ def plan_graph(
 
 
 def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:
-    """What to save of a graph's items at many budgets of saved bytes."""
+    """What many budgets of saved bytes save of a graph's items."""
     memory = [float(item.nbytes) for item in items]
     runtimes = [item.runtime for item in items]
     capacities = [math.fsum(memory) * budget for budget in _BUDGETS]
-    for solution in solve_knapsack_budgets(memory, runtimes, capacities):
-        yield frozenset(s for i in solution[1] for s in items[i].storages)
+    solutions = solve_knapsack_budgets(memory, runtimes, capacities)
+    for saved in dict.fromkeys(tuple(solution.saved) for solution in solutions):
+        chosen = lightest(memory, runtimes, [*saved])
+        yield frozenset(s for i in chosen for s in items[i].storages)
 
 
 def _undominated(plans: list[GraphPlan]) -> list[GraphPlan]:
@@ -294,7 +296,6 @@ class StepCurve:
     ) -> tuple[list[Choice], torch.Tensor, list[float]]:
         """The choices for a graph, what each has live at every moment, and its cost."""
         slots = len(calls)
-        paired = _hull(graph, slots) if slots > 1 else []
         # What slots below k have live, by plan and k.
         shape = (slots + 1, len(self.moments), len(graph.plans))
         live = torch.zeros(shape, dtype=torch.float64)
@@ -320,6 +321,10 @@ class StepCurve:
                 else:
                     live[slot + 1, at] += backward(moment.released) - kept
         live = live.cumsum(0).permute(2, 0, 1)
+        paired = []
+        if slots > 1:
+            lowest = int((live[:, -1] + self.rest).amax(1).argmin())
+            paired = _hull(graph, slots, lowest)
         made = [0, *itertools.accumulate(calls)]
         splits = sorted({round(k * slots / _SPLITS) for k in range(1, _SPLITS)})
         choices = [(p, p, slots) for p in range(len(graph.plans))]
@@ -440,10 +445,14 @@ class StepCurve:
                 state[g] = int(torch.where(fits, costs[g], math.inf).argmin())
 
 
-def _hull(graph: GraphPlans, slots: int) -> list[int]:
-    """The plans that are best for some price of memory, by several measures of it."""
+def _hull(graph: GraphPlans, slots: int, lowest: int) -> list[int]:
+    """The plans that are best for some price of memory, by several measures of it.
+
+    And the fastest, the one that is leanest by itself, and that of the step's ``lowest``
+    peak where all calls have the same.
+    """
     plans = graph.plans
-    found = {graph.fastest, graph.leanest(slots), graph.leanest(1)}
+    found = {graph.fastest, graph.leanest(1), lowest}
     for share in (0, 1 / slots, 1):
         weight = [p.kept + share * max(p.forward, p.backward - p.kept) for p in plans]
         steps = _staircase(weight, [p.cost for p in plans])
