@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from benchmarks.live_bytes import allocations, CountedStorages, record_step
+from benchmarks.tracing import CountedFlops
 from torch.utils.checkpoint import checkpoint
 
 
@@ -131,3 +132,25 @@ def test_checkpoint_saves_its_inputs_only():
         weight.grad = None
     assert plain.saved_bytes == 4 * MATRIX
     assert record_step(step, weights, x, allocator=True).saved_bytes == MATRIX
+
+
+def test_dropout_within_a_compiled_checkpoint():
+    """Its operator runs within another, which returns the random state besides."""
+    x, weight = matrices(2)
+
+    def block(x, weight):
+        return torch.nn.functional.dropout(x @ weight, 0.5) @ weight
+
+    def step(x, weight):
+        return checkpoint(block, x, weight, use_reentrant=False).sum()
+
+    step = functools.partial(torch.compile(step, backend=BACKEND), x, weight)
+    step().backward()
+    x.grad = weight.grad = None
+    state = torch.get_rng_state().nbytes
+    assert record_step(step, [x, weight]).saved_bytes == state
+    x.grad = weight.grad = None
+    with CountedFlops() as counter:
+        step().backward()
+    # Two in the forward, again the first, and two for each in the backward.
+    assert counter.flops == 7 * 2 * SIDE**3

@@ -46,8 +46,11 @@ class CountedStorages(TorchDispatchMode):
     ``given`` are the bytes that were there before: those of the tensors ``there``, and
     of every storage that is first met as an argument. ``risen`` is how much more (or
     less) is live now, ``peak`` the most that it ever was. Costs some microseconds per
-    operator.
+    operator. Of a higher-order operator (a random one within a compiled checkpoint) it
+    sees what goes in and what comes out.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, there: Iterable[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

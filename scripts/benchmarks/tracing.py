@@ -201,7 +201,12 @@ def cpu_attention_counted() -> Iterator[None]:
 
 
 class CountedFlops(TorchDispatchMode):
-    """Adds up the flops of all operators that run, in compiled graphs as well."""
+    """Adds up the flops of all operators that run, in compiled graphs as well.
+
+    But for those within higher-order operators.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -215,7 +220,7 @@ class CountedFlops(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
