@@ -397,6 +397,18 @@ class TestPlans(TestCase):
             found = sum(cost for cost, by in zip(costs, runs) if by)
             self.assertLessEqual(found, 1.01 * best, f"budget {percent} %")
 
+    def test_several_results_beside_symbolic_sizes(self):
+        """A size is an input without a storage, and the pair of results has none."""
+        torch._dynamo.reset()
+        backend = "aot_eager_decomp_partition"
+        norm = torch.compile(torch.nn.LayerNorm(16), backend=backend, dynamic=True)
+        settings = {"activation_memory_budget": 0.3, "enable_autograd_cache": False}
+        with (
+            config.patch(settings),
+            self.assertNoLogs(memory_budget.log.name, "WARNING"),
+        ):
+            norm(torch.randn(8, 16, requires_grad=True))
+
     def test_no_item_is_left(self):
         """Where nothing may be recomputed, the cut that recomputes most is taken."""
         joint = Joint(chain, CHAIN)

@@ -383,7 +383,8 @@ class Planner:
         from torch._functorch.partitioners import _size_of, is_non_builtin_to_include
         from torch._inductor.fx_utils import get_node_storage
 
-        inputs = {get_node_storage(node) for node in self.info.inputs}
+        # A size has none, as the pair of results of an operator has none.
+        inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
         items = []
         for node in banned:
             if (
