@@ -97,6 +97,8 @@ class LiveBytes(TorchDispatchMode):
     And what its matrix products take.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, there):
         super().__init__()
         self.live = self.peak = self.flops = 0
@@ -232,6 +234,21 @@ class StepBudgetTest(TestCase):
                 return self.head(x).square().mean()
 
         self.check(Checkpointed, batch(), close=0.1)
+
+    def test_checkpoints_inside_of_compiled_blocks(self):
+        # A random operator that runs twice is inside of a higher-order one.
+        class Checkpointed(Block):
+            def forward(self, x):
+                return checkpoint(super().forward, x, use_reentrant=False)
+
+        def make():
+            model = Net(dropout=0.2, backend=None)
+            for block in model.blocks:
+                block.__class__ = Checkpointed
+                block.compile(backend=AOT)
+            return model
+
+        self.check(make, batch())
 
     def test_two_kinds_of_graphs(self):
         def make():

@@ -396,6 +396,9 @@ class _Recorder(TorchDispatchMode):
     compiled graph does.
     """
 
+    # As a checkpoint inside of a compiled graph makes of random ones.
+    supports_higher_order_operators = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
