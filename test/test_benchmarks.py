@@ -214,6 +214,44 @@ def test_technique_saves_and_recomputes(name, budget, saved, recomputed):
     assert row["peak_bytes"] > 3 * parameters + 16 * 4 + MATRIX + saved
 
 
+def dropped():
+    model, inputs = chain()
+    model.blocks.append(nn.Dropout(0.5))
+    return model, inputs
+
+
+def test_gradients_of_a_random_model_are_compared_with_those_of_budget_1():
+    """A compiled net draws other numbers than eager mode does, a checkpoint the same."""
+    for name, budget in (("compile, exact", 0.55), ("checkpoint", None)):
+        row = technique(name, budget, dropped)
+        assert row["random"] == {"aten.bernoulli_.float": 1}
+        assert row["gradient_error"] == 0, name
+
+
+def test_page_of_a_random_model_and_of_what_failed(monkeypatch, capsys):
+    """An error has the room of a line, and a bar in it divides no cell."""
+    row = {"technique": "compile, exact", "budget": 0.55, "random": {"dropout": 2}}
+    for name in ("peak_bytes", "saved_bytes", "forward_flops", "recomputed_flops"):
+        row[name] = 1e6
+    row.update(step_over_eager=1.0, gradient_error=0.0)
+    wrong = {"technique": "checkpoint", "budget": None, "error": "no (a|b) " * 40}
+    facts = {**results.environment(), "model": "m", "backend": "b", "repeats": 1}
+    monkeypatch.setenv("COLUMNS", "130")
+    results.show(techniques.page({"environment": facts, "rows": [row, wrong]}))
+    printed = capsys.readouterr().out
+    (heads,) = (line for line in printed.splitlines() if "budget  peak" in line)
+    assert heads.split()[-6:] == [
+        "step",
+        "/",
+        "eager",
+        "recomputed",
+        "gradient",
+        "error",
+    ]
+    assert printed.count("(a|b)") == 40
+    assert "Random in a forward: 2 dropout." in printed
+
+
 def test_technique_that_cannot_run_says_why():
     with pytest.raises(ValueError, match="no submodule's name is matched by"):
         technique("checkpoint", function=no_loss)
