@@ -1,7 +1,8 @@
 """Models of the Hugging Face libraries, from configurations: random weights, no download.
 
 `MODELS` has each under its name, in train mode with its own dropout, with a batch. They
-have few layers, most of them at the widths of a published model, for fake tensors.
+have few layers, most of them at the widths of a published model, for fake tensors; a
+maker takes other sizes by the names of the model's configuration.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks.nets import BF16, Inputs, LossOf, Net
 
 
 LAYERS = 4
+Made = tuple[nn.Module, dict[str, Any]]
 
 
 def tokens(vocabulary: int, batch: int, length: int, **more: Tensor) -> dict[str, Any]:
@@ -24,94 +26,91 @@ def tokens(vocabulary: int, batch: int, length: int, **more: Tensor) -> dict[str
     return {"input_ids": ids, "labels": ids.clone(), **more}
 
 
-def llama() -> tuple[nn.Module, dict[str, Any]]:
+def llama(batch: int = 2, length: int = 1024, **sizes: int) -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config), tokens(32000, 2, 1024)
+    published = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    }
+    config = LlamaConfig(**{**published, **sizes}, use_cache=False)
+    return LlamaForCausalLM(config), tokens(config.vocab_size, batch, length)
 
 
-def lora() -> tuple[nn.Module, dict[str, Any]]:
+def lora(**sizes: int) -> Made:
     from peft import get_peft_model, LoraConfig
 
-    model, inputs = llama()
+    model, inputs = llama(**sizes)
     kinds = ["q_proj", "v_proj", "up_proj", "down_proj"]
     config = LoraConfig(r=16, lora_dropout=0.05, target_modules=kinds)
     return get_peft_model(model, config), inputs
 
 
-def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+def gpt2(batch: int = 4, length: int = 512, **sizes: int) -> Made:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=LAYERS, use_cache=False)
+    config = GPT2Config(**{"n_layer": LAYERS, **sizes}, use_cache=False)
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # Or it warns, which no graph may contain.
-    return model, tokens(config.vocab_size, 4, 512)
+    return model, tokens(config.vocab_size, batch, length)
 
 
-def bert() -> tuple[nn.Module, dict[str, Any]]:
+def bert(batch: int = 8, length: int = 256, **sizes: int) -> Made:
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(num_hidden_layers=LAYERS)
-    return BertForMaskedLM(config), tokens(config.vocab_size, 8, 256)
+    config = BertConfig(**{"num_hidden_layers": LAYERS, **sizes})
+    return BertForMaskedLM(config), tokens(config.vocab_size, batch, length)
 
 
-def t5(
-    batch: int = 4, length: int = 256, **sizes: int
-) -> tuple[nn.Module, dict[str, Any]]:
+def t5(batch: int = 4, length: int = 256, **sizes: int) -> Made:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        num_layers=LAYERS // 2, use_cache=False, decoder_start_token_id=0, **sizes
-    )
+    published = {"num_layers": LAYERS // 2, "decoder_start_token_id": 0}
+    config = T5Config(**{**published, **sizes}, use_cache=False)
     return T5ForConditionalGeneration(config), tokens(config.vocab_size, batch, length)
 
 
-def whisper() -> tuple[nn.Module, dict[str, Any]]:
+def whisper(batch: int = 2, length: int = 128, **sizes: int) -> Made:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    config = WhisperConfig(
-        encoder_layers=LAYERS // 2, decoder_layers=LAYERS // 2, use_cache=False
-    )
-    labels = torch.randint(config.vocab_size, (2, 128))
-    features = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
+    published = {"encoder_layers": LAYERS // 2, "decoder_layers": LAYERS // 2}
+    config = WhisperConfig(**{**published, **sizes}, use_cache=False)
+    labels = torch.randint(config.vocab_size, (batch, length))
+    features = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
     return WhisperForConditionalGeneration(config), {
         "input_features": features,
         "labels": labels,
     }
 
 
-def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+def mixtral(batch: int = 2, length: int = 512, **sizes: int) -> Made:
     from transformers import MixtralConfig, MixtralForCausalLM
 
+    published = {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": LAYERS // 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
     config = MixtralConfig(
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_hidden_layers=LAYERS // 2,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        use_cache=False,
-        experts_implementation="grouped_mm",
+        **{**published, **sizes}, use_cache=False, experts_implementation="grouped_mm"
     )
-    return MixtralForCausalLM(config), tokens(config.vocab_size, 2, 512)
+    return MixtralForCausalLM(config), tokens(config.vocab_size, batch, length)
 
 
-def mamba() -> tuple[nn.Module, dict[str, Any]]:
+def mamba(batch: int = 2, length: int = 16, **sizes: int) -> Made:
     from transformers import MambaConfig, MambaForCausalLM
 
-    config = MambaConfig(num_hidden_layers=2, use_cache=False)
-    return MambaForCausalLM(config), tokens(config.vocab_size, 2, 16)
+    config = MambaConfig(**{"num_hidden_layers": 2, **sizes}, use_cache=False)
+    return MambaForCausalLM(config), tokens(config.vocab_size, batch, length)
 
 
-def convnext() -> tuple[nn.Module, dict[str, Any]]:
+def convnext() -> Made:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     config = ConvNextConfig(num_labels=100)
@@ -122,7 +121,7 @@ def convnext() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def swin() -> tuple[nn.Module, dict[str, Any]]:
+def swin() -> Made:
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(num_labels=100, depths=[2, 2, 2, 2])

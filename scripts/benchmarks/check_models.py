@@ -1,0 +1,281 @@
+"""Trains real models by the Hugging Face Trainer within budgets, and checks what it did.
+
+    scripts/check_models.sh                       all models (a quarter of an hour)
+    scripts/check_models.sh --model hf-t5         one of them
+    scripts/check_models.sh --json results/check_models.json
+    scripts/check_models.sh --model hf-t5 --json results/check_models.json   anew
+
+Models of the transformers library from small configurations, one with LoRA by peft, are
+trained with their dropout, each compiled in several ways, operator by operator. Two
+cells each: "saved" is a budget of saved bytes, "peak" one of peak memory, by a
+StepBudget where blocks are compiled by themselves. A cell is ok where the gradients are
+those of budget 1 at the same seed, bit for bit, and the bytes that were measured are no
+more than were allowed. Exit status 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Optional
+
+import torch
+import torch._functorch.config as config
+from torch import Tensor
+
+from benchmarks import fresh, models, options
+from benchmarks.live_bytes import CountedStorages
+from benchmarks.nets import SEED
+from benchmarks.results import environment, fail, markdown, measured_on, Row
+from benchmarks.tracing import overlay
+
+
+OPERATORS = "aot_eager_decomp_partition"
+BUDGET = 0.3
+BATCH = 4
+LENGTH = 48
+# Steps until nothing is compiled any more.
+STEPS = 4
+# Live bytes of a step are planned operator by operator, but for a few scalars.
+SLACK = {"saved": 1.0, "peak": 1.005}
+LIMITS = fresh.Limits(seconds=600, gigabytes=8)
+
+NARROW = {"length": LENGTH, "vocab_size": 128}
+BLOCKS = {
+    **NARROW,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GROUPED = {**BLOCKS, "num_key_value_heads": 2}
+SIZES: dict[Callable[..., models.Made], dict[str, int]] = {
+    models.llama: GROUPED,
+    models.lora: GROUPED,
+    models.gpt2: {**NARROW, "n_embd": 64, "n_head": 4, "n_layer": 2},
+    models.bert: BLOCKS,
+    models.t5: {
+        **NARROW,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 160,
+        "num_layers": 1,
+        "num_heads": 4,
+    },
+    models.whisper: {
+        **NARROW,
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 160,
+        "decoder_ffn_dim": 160,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "max_source_positions": 64,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+    models.mixtral: {**GROUPED, "num_local_experts": 4},
+    # Its scan over time is unrolled.
+    models.mamba: {**NARROW, "length": 16, "hidden_size": 64, "state_size": 8},
+}
+MODELS = {f"hf-{make.__name__}": make for make in SIZES}
+
+# How each is compiled and trained: the Trainer's arguments.
+WHOLE, DYNAMIC = "whole", "regional, bf16, accumulated"
+WAYS: dict[str, dict[str, Any]] = {
+    WHOLE: {},
+    "regional": {},
+    DYNAMIC: {"bf16": True, "gradient_accumulation_steps": 2},
+    "regional, checkpointed": {"gradient_checkpointing": True},
+}
+Run = AbstractContextManager[Any]
+
+
+# ------------------------------------------------------------ in a fresh process
+
+
+class Training:
+    """A model trained for some steps, each within ``step``; of the last one ``saved``
+    are the bytes that its forwards left alive, ``peak`` the most that was alive beyond
+    what was there when it began, and ``gradients`` what the optimizer was given."""
+
+    saved: int
+    gradients: list[Optional[Tensor]]
+
+    def __init__(self, task: fresh.Task, step: Run = nullcontext()) -> None:  # noqa: B008
+        from accelerate.utils import compile_regions
+        from transformers import TrainingArguments
+
+        torch._dynamo.reset()
+        torch.manual_seed(SEED)
+        make, way = MODELS[task["model"]], WAYS[task["way"]]
+        # Of two micro-batches the second is half as large.
+        samples = BATCH * 3 // 2 if "gradient_accumulation_steps" in way else BATCH
+        model, batch = make(batch=samples, **SIZES[make])
+        self.parameters = list(model.parameters())
+        if task["way"] == WHOLE:
+            model.compile(backend=OPERATORS)
+        else:
+            model = compile_regions(model, backend=OPERATORS)
+        self.step, self.running = step, ExitStack()
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder,
+                per_device_train_batch_size=BATCH,
+                train_sampling_strategy="sequential",
+                max_steps=STEPS,
+                # All steps have the same weights.
+                learning_rate=0.0,
+                optim="sgd",
+                max_grad_norm=0.0,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                use_cpu=True,
+                **way,
+            )
+            data = [{k: v[i] for k, v in batch.items()} for i in range(samples)]
+            watched(self, model, arguments, data).train()
+        self.peak = self.live.peak
+
+    def same(self, other: Training) -> bool:
+        """Whether the gradients are the other's, bit for bit."""
+        pairs = zip(self.gradients, other.gradients)
+        return all(
+            torch.equal(a, b) if a is not None and b is not None else a is b
+            for a, b in pairs
+        )
+
+    def begin(self) -> None:
+        gc.collect()
+        torch.manual_seed(SEED)
+        self.running.enter_context(self.step)
+        self.live = self.running.enter_context(CountedStorages(self.parameters))
+
+
+def watched(training: Training, model: Any, arguments: Any, data: Any) -> Any:
+    """The Trainer, which lets ``training`` see each step."""
+    from transformers import Trainer, TrainerCallback
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            training.begin()
+
+        def on_pre_optimizer_step(
+            self, _: Any, state: Any, *__: Any, **___: Any
+        ) -> None:
+            if state.global_step == STEPS - 1:
+                training.gradients = [p.grad for p in training.parameters]
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            training.running.close()
+
+    class Watched(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            before = training.live.risen
+            loss = super().compute_loss(*args, **kwargs)
+            # Of the last micro-batch: graphs of any size are planned for its size.
+            training.saved = training.live.risen - before
+            return loss
+
+    return Watched(model, arguments, train_dataset=data, callbacks=[Watch()])
+
+
+def measure(task: fresh.Task) -> Row:
+    torch.set_num_threads(1)
+    with config.patch(enable_autograd_cache=False):
+        fastest = Training(task)
+        with config.patch(activation_memory_budget=0.0):
+            least = Training(task)
+        with config.patch(activation_memory_budget=BUDGET):
+            some = Training(task)
+        if task["way"] == WHOLE:
+            peak_settings = {
+                "activation_memory_budget": BUDGET,
+                "activation_memory_budget_target": "peak",
+            }
+            with config.patch(peak_settings):
+                low = Training(task)
+            allowed = overlay("saved_report").last_plan().peak.allowed
+        else:
+            budget = overlay("step_budget").StepBudget(share=BUDGET)
+            low = Training(task, budget)
+            allowed = budget.plan.allowed
+    room = fastest.saved - least.saved
+    return {
+        "saved": {
+            "budget 1": fastest.saved,
+            "allowed": least.saved + int(BUDGET * room),
+            "measured": some.saved,
+            "same gradients": some.same(fastest) and least.same(fastest),
+        },
+        "peak": {
+            "budget 1": fastest.peak,
+            "allowed": allowed,
+            "measured": low.peak,
+            "same gradients": low.same(fastest),
+        },
+    }
+
+
+# ------------------------------------------------------------------- report
+
+
+def fault(row: Row, target: str) -> str:
+    """What is wrong with a cell, if anything."""
+    if "error" in row:
+        return str(row["error"])
+    cell = row[target]
+    if not cell["same gradients"]:
+        return "other gradients"
+    return "" if cell["measured"] <= SLACK[target] * cell["allowed"] else "over"
+
+
+def page(data: dict[str, Any]) -> str:
+    def shown(row: Row) -> str:
+        if "error" in row:
+            return f"**{row['error']}**"
+        shares = []
+        for target in SLACK:
+            share = f"{row[target]['measured'] / row[target]['allowed']:.3f}"
+            wrong = fault(row, target)
+            shares.append(f"**{share}, {wrong}**" if wrong else share)
+        return " / ".join(shares)
+
+    lines: dict[str, list[str]] = {}
+    for row in data["rows"]:
+        lines.setdefault(row["model"], [row["model"]]).append(shown(row))
+    return (
+        markdown(["model", *WAYS], [*lines.values()])
+        + (
+            "\nBytes measured / allowed, saved / peak, at budget "
+            f"{BUDGET:g}. Gradients are those of budget 1 at the same seed, bit for bit, "
+            "unless a cell says otherwise. "
+        )
+        + measured_on(data["environment"])
+    )
+
+
+def main() -> int:
+    parser = options.parser(__doc__)
+    parser.add_argument("--model", choices=MODELS, help="one of them alone")
+    arguments = parser.parse_args()
+    names = (arguments.model,) if arguments.model else MODELS
+    tasks = [{"model": name, "way": way} for name in names for way in WAYS]
+    rows = fresh.run(__name__, tasks, LIMITS)
+    if arguments.model and arguments.json is not None and arguments.json.exists():
+        stored = json.loads(arguments.json.read_text())["rows"]
+        rows = [row for row in stored if row["model"] != arguments.model] + rows
+    facts = environment("transformers", "peft", "accelerate")
+    fresh.finish(arguments.json, {"environment": facts, "rows": rows}, page)
+    wrong = [
+        f"{row['model']}, {row['way']}, {target}: {fault(row, target)}"
+        for row in rows
+        for target in SLACK
+        if fault(row, target)
+    ]
+    return fail(wrong)
