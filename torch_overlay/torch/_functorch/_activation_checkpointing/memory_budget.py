@@ -280,7 +280,9 @@ class Planner:
                 return plan
         items = self.items(most, banned)
         if not items:
-            return plan
+            least = self.least()
+            kept = self.kept_bytes(least)
+            return replace(plan, saved_values=least, activation_bytes=kept)
 
         memory = [limits.size(item.nbytes) for item in items]
         runtimes = [item.runtime for item in items]
