@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 import quickstart
+import upstream_tests
 from benchmarks import (
+    check_models,
     compare,
     compile,
     curves,
@@ -76,7 +78,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "schedule": schedule.page,
     "estimators": estimators.page,
     "step_summary": step.summary,
+    "check_models": check_models.page,
     "releases": releases,
+    "upstream_tests": upstream_tests.page,
     "source_build": source_build,
     "compare": compare.page,
     "compile": compile.page,
