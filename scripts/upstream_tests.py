@@ -144,7 +144,7 @@ def page(data: dict[str, Any]) -> str:
     table = [heading, ["---"] * len(heading), *lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in table) + (
         f"\ntorch {data['torch']}, on a CPU. What fails on both sides says nothing about the "
-        "set: most of it was written for CUDA.\n"
+        "set.\n"
     )
 
 
