@@ -352,7 +352,7 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
                 for step in row["steps"]
             ]
         )
-        shown = f"{value:.3f} ({where}); prediction off by {off[0]:.1%}"
+        shown = f"{value:.3f} ({where}); prediction by operators off by {off[0]:.1%}"
         yield Mark("inductor on CPU: peak / allowed", shown, "", True, False)
 
 

@@ -59,8 +59,8 @@ noticed and learned anew.
     since=(2, 13),
     landed=((PARTITIONERS, "step_budget.choose_plan("),),
     risks="""\
-Opt-in: nothing changes outside of a StepBudget. Peaks are exact for operators and
-estimates for inductor's kernels. What an allocator loses to fragmentation is not counted.
+Opt-in: nothing changes outside of a StepBudget. Peaks are those of operators; inductor's
+kernels mostly hold less. What an allocator loses to fragmentation is not counted.
 """,
     evidence=(
         ("step", "peak / allowed"),

@@ -66,7 +66,6 @@ __all__ = [
     "build_curve",
     "choose_plan",
     "find_plans",
-    "joint_model",
     "record_plan",
     "rerun_costs",
     "search",
@@ -265,18 +264,11 @@ def build_curve(
 
     ``fastest`` is what the plan of budget 1 saves, and ``fused`` as for `choose_plan`.
     """
-    graph = joint_model(joint_graph, node_info, num_fwd_outputs, fused)
+    model = FusedJointGraph if fused else JointGraph
+    graph = model(joint_graph, node_info, num_fwd_outputs)
     planner = Planner(joint_graph, node_info, num_fwd_outputs)
     cheapest, expensive = planner.cheapest_cut()
     return graph, search(graph, cheapest, expensive, fastest)
-
-
-def joint_model(
-    joint_graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int, fused: bool
-) -> JointGraph:
-    """The model of live bytes: by inductor's kernels if ``fused``, else by operators."""
-    model = FusedJointGraph if fused else JointGraph
-    return model(joint_graph, node_info, num_fwd_outputs)
 
 
 def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:

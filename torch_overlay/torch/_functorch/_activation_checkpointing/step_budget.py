@@ -782,12 +782,12 @@ class _Graph:
         """What to save by the plan that is being compiled."""
         if self.plans.model is None:
             self._num_fwd_outputs = num_fwd_outputs
-            asked = joint_graph, node_info, budget, num_fwd_outputs, fused
+            asked = joint_graph, node_info, budget, num_fwd_outputs
             try:
                 self._find_plans(*asked)
             except Exception as error:
                 self.fault = f"{type(error).__name__}: {error}"
-                return peak_budget.choose_plan(*asked)
+                return peak_budget.choose_plan(*asked, fused)
         model: Any = self.plans.model
         evaluation = model.evaluate(self.plans.plans[self._chosen].storages)
         wanted = {node.name for node in model.saved_values(evaluation.saved)}
@@ -804,7 +804,6 @@ class _Graph:
         node_info: NodeInfo,
         budget: float,
         num_fwd_outputs: int,
-        fused: bool,
     ) -> None:
         # A budget that the user gave to a region of the model stays.
         is_only = budget != config.activation_memory_budget
@@ -812,7 +811,7 @@ class _Graph:
             joint_graph, node_info, budget if is_only else 1, num_fwd_outputs
         )
         self.plans = plan_graph(
-            joint_graph, node_info, num_fwd_outputs, chosen.saved_values, is_only, fused
+            joint_graph, node_info, num_fwd_outputs, chosen.saved_values, is_only
         )
         self.fault = ""
         self.lean = self._chosen = self.plans.leanest(calls_assumed())

@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .knapsack_exact import solve_knapsack_budgets
+from .liveness import JointGraph
 from .memory_budget import lightest, Planner
-from .peak_budget import find_plans, joint_model, Plans, rerun_costs
+from .peak_budget import find_plans, Plans, rerun_costs
 from .rerun_cost import concrete
 
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
-
-    from .liveness import JointGraph
 
 
 __all__ = ["GraphPlan", "GraphPlans", "Moment", "StepCurve", "plan_graph"]
@@ -145,18 +144,16 @@ def plan_graph(
     num_fwd_outputs: int,
     saved: Sequence[fx.Node],
     is_only: bool = False,
-    fused: bool = False,
 ) -> GraphPlans:
     """The plans of a joint graph, and its model; ``saved`` is what that of budget 1 saves.
 
-    Or the one that saves ``saved``, if that is the only one to have.  Their bytes are
-    those of inductor's kernels where the graph is ``fused``.
+    Or the one that saves ``saved``, if that is the only one to have.
 
     There are those of the search for a peak, and those of knapsacks at many budgets:
     where calls wait for each other, what a call keeps counts for more than its own peak.
     Raises as :class:`.JointGraph` does.
     """
-    graph = joint_model(joint_graph, node_info, num_fwd_outputs, fused)
+    graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
     planner = Planner(joint_graph, node_info, num_fwd_outputs, graph)
     cheapest, expensive = planner.cheapest_cut()
     if is_only:
