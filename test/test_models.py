@@ -30,7 +30,7 @@ def test_what_is_wrong_is_shown():
         row(saved={**cell, "same gradients": False}, peak=cell),
         row(error="took more than 1 s"),
     ]
-    shown = page({"environment": environment(), "rows": rows})
+    shown = page({"environment": environment(), "measured": rows})
     (line,) = (line for line in shown.splitlines() if "hf-t5" in line)
     assert [cell.strip() for cell in line.split("|")[2:-1]] == [
         "1.000 / **1.010, over**",

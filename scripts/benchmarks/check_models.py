@@ -16,7 +16,6 @@ more than were allowed. Exit status 1 if one is not.
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -29,7 +28,7 @@ from torch import Tensor
 from benchmarks import fresh, models, options
 from benchmarks.live_bytes import CountedStorages
 from benchmarks.nets import SEED
-from benchmarks.results import environment, fail, markdown, measured_on, Row
+from benchmarks.results import environment, fail, markdown, measured_on, merged, Row
 from benchmarks.tracing import overlay
 
 
@@ -247,7 +246,7 @@ def page(data: dict[str, Any]) -> str:
         return " / ".join(shares)
 
     lines: dict[str, list[str]] = {}
-    for row in data["rows"]:
+    for row in data["measured"]:
         lines.setdefault(row["model"], [row["model"]]).append(shown(row))
     return (
         markdown(["model", *WAYS], [*lines.values()])
@@ -267,11 +266,10 @@ def main() -> int:
     names = (arguments.model,) if arguments.model else MODELS
     tasks = [{"model": name, "way": way} for name in names for way in WAYS]
     rows = fresh.run(__name__, tasks, LIMITS)
-    if arguments.model and arguments.json is not None and arguments.json.exists():
-        stored = json.loads(arguments.json.read_text())["rows"]
-        rows = [row for row in stored if row["model"] != arguments.model] + rows
+    if arguments.model:
+        rows = merged(arguments.json, rows, "model", "way")
     facts = environment("transformers", "peft", "accelerate")
-    fresh.finish(arguments.json, {"environment": facts, "rows": rows}, page)
+    fresh.finish(arguments.json, {"environment": facts, "measured": rows}, page)
     wrong = [
         f"{row['model']}, {row['way']}, {target}: {fault(row, target)}"
         for row in rows

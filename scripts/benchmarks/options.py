@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Container
 from pathlib import Path
 from typing import Optional
 
@@ -27,7 +28,10 @@ def parser(
     return result
 
 
-def net(text: str) -> str:
+def net(text: str, own: Container[str] = ()) -> str:
+    """The name of a net: one of a benchmark's ``own``, or as `nets.find` knows it."""
+    if text in own:
+        return text
     try:
         return find(text).name
     except ValueError as error:

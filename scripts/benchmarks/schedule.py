@@ -14,6 +14,7 @@ the CPU differs from what its allocator noted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -329,15 +330,11 @@ def plot(data: dict[str, Any], result: Path) -> None:
     save(figure, result, data["environment"])
 
 
-def model(text: str) -> str:
-    return text if text in NETS else options.net(text)
-
-
 def main() -> int:
     parser = options.parser(__doc__)
     parser.add_argument(
         "--model",
-        type=model,
+        type=functools.partial(options.net, own=NETS),
         nargs="+",
         help=f"these alone, the others stay in FILE: {', '.join(NETS)}, or your own as module:function",
     )

@@ -435,13 +435,10 @@ def plot(data: dict[str, Any], result: Path) -> None:
     save(figure, result, data["environment"])
 
 
-def chosen_net(text: str) -> str:
-    return text if text in NETS else options.net(text)
-
-
 def main() -> int:
     parser = options.parser(__doc__, check="one net, two shares, as CI does")
-    parser.add_argument("--net", type=chosen_net, help="one alone, or module:function")
+    named = functools.partial(options.net, own=NETS)
+    parser.add_argument("--net", type=named, help="one alone, or module:function")
     arguments = parser.parse_args()
     names: Sequence[Optional[str]] = (CHECKED,) if arguments.check else NETS
     names = (arguments.net,) if arguments.net else names

@@ -23,6 +23,7 @@ INDUCTOR_PARTITION = """\
                 gm,
                 joint_inputs,
 """
+COMPILER = '"inductor",\n    *,\n'
 # Whether inductor compiles the two graphs, which other backends do not say.
 FUSED = """\
     *,
@@ -100,17 +101,9 @@ activation_memory_graph_calls: int | None = None
         ),
         Edit(
             PARTITIONERS,
-            anchor='    compiler="inductor",\n    *,\n',
-            replacement='    compiler="inductor",\n' + FUSED,
+            anchor=COMPILER,
+            replacement=COMPILER.replace("    *,\n", FUSED),
             inside="min_cut_rematerialization_partition",
-            until=(2, 10),
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor='    compiler: str = "inductor",\n    *,\n',
-            replacement='    compiler: str = "inductor",\n' + FUSED,
-            inside="min_cut_rematerialization_partition",
-            since=(2, 11),
         ),
         Edit(
             COMPILE_FX,

@@ -68,15 +68,14 @@ class _Operator(NamedTuple):
     Args:
         nbytes: of what it writes.
         is_inlined: whether its result is stored only where it is saved.
-        operators: how many operators and reads its kernel has if nothing is saved, at
-            least; 0 where nothing can be fused.
+        is_fusible: whether it may be part of a kernel.
     """
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     nbytes: int
     is_inlined: bool
-    operators: int
+    is_fusible: bool
 
 
 class FusedJointGraph(JointGraph):
@@ -190,7 +189,7 @@ class FusedJointGraph(JointGraph):
                 writes,
                 self.size(writes),
                 is_inlined,
-                weight if node in fusible else 0,
+                node in fusible,
             )
         return found
 
@@ -229,12 +228,7 @@ class FusedJointGraph(JointGraph):
             for node in reversed(before):
                 phase.run(node, everyone, at, held)
         phase.moment(0, held)
-        for s in self._released:
-            phase.change(phase.touched[s], self.nbytes[s])
-        kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
-        for s, plans in enumerate(kept):
-            if plans and s not in self.outputs and s not in self._released:
-                phase.change(plans, self.nbytes[s])
+        kept = self._keep(phase, saved)
         return phase.peaks(count), kept
 
     def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
@@ -292,7 +286,7 @@ class _FusedPhase(Phase):
                 self.touched[s] |= unread
                 self.change(unread, -self.nbytes[s])
         reused: list[tuple[int, int]] = []
-        light = self._light(operator, plans) if dying and operator.operators else 0
+        light = self._light(operator, plans) if dying and operator.is_fusible else 0
         for s in writes:
             left = light
             for at, (r, last) in enumerate(dying):

@@ -584,13 +584,18 @@ class JointGraph:
                 for s in self.writes[op]:
                     phase.change(saved[s] & plans, -self.nbytes[s])
             phase.moment(at, step.own_since)
+        kept = self._keep(phase, saved)
+        return phase.peaks(count), kept
+
+    def _keep(self, phase: Phase, saved: Sequence[int]) -> list[int]:
+        """Begin a backward with what is live by then; which plans keep each storage."""
         for s in self._released:
             phase.change(phase.touched[s], self.nbytes[s])
         kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
         for s, plans in enumerate(kept):
             if plans and s not in self.outputs and s not in self._released:
                 phase.change(plans, self.nbytes[s])
-        return phase.peaks(count), kept
+        return kept
 
     def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         """The forward's peak in each plan.
