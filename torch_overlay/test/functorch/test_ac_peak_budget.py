@@ -872,6 +872,22 @@ class PeakBudgetTest(TestCase):
 
         self.assertEqual(self.fused_peak(product), 4)
 
+        def square(primals_x, primals_w, tangents_y):
+            a = primals_x.sin()
+            return a * a, tangents_y * a
+
+        graph = self.fused(square)
+        unit = max(graph.nbytes)
+        nothing, sine = (
+            graph.evaluate([s for s in values if graph.saved_as[s].name == "sin"])
+            for values in ([], graph.saveable(graph.nodes))
+        )
+        # The sine is stored beside the result if it is saved, and written over then.
+        self.assertEqual(nothing.forward_peak, unit)
+        self.assertEqual(sine.forward_peak, 2 * unit)
+        self.assertEqual(max(nothing.step_peaks), 3 * unit)
+        self.assertEqual(max(sine.step_peaks), 3 * unit)
+
     def test_kernels_of_many_plans(self):
         def chain(primals_x, primals_w, tangents_y):
             a = primals_x.sin()
