@@ -18,6 +18,7 @@ from .topics import (
     memory_budget,
     min_cut,
     peak_budget,
+    peak_judge,
     random_ops,
     saved_report,
     solver_by_name,
@@ -41,6 +42,7 @@ SERIES = tuple(
         buffer_reuse,
         peak_budget,
         step_budget,
+        peak_judge,
         exact_by_default,
         config_solver_name,
     )

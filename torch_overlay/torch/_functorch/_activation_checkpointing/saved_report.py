@@ -20,6 +20,7 @@ import operator
 import os
 import re
 from collections import Counter, deque
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional, TextIO, TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from .rerun_cost import is_view, RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -256,6 +257,22 @@ def last_plan() -> Plan:
             f"anew.{kept}"
         )
     return _plans[-1]
+
+
+@contextmanager
+def trial() -> Iterator[deque[Optional[Plan]]]:
+    """Plans made inside are not kept among `plans`; what is yielded has them."""
+    global _plans
+    kept, _plans = _plans, deque()
+    try:
+        yield _plans
+    finally:
+        _plans = kept
+
+
+def adopt(plan: Plan) -> None:
+    """Make a plan that was tried the last one."""
+    _plans.append(plan)
 
 
 def keep_plan(metadata: Any) -> None:

@@ -1,0 +1,160 @@
+# Owner(s): ["module: inductor"]
+"""Plans for peak memory that are chosen by the peaks of inductor's schedules."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
+from torch._functorch._activation_checkpointing import saved_report
+from torch._functorch.compilers import nop
+from torch._inductor import compile_fx, config as inductor_config, peak_judge
+from torch._inductor.decomposition import select_decomp_table
+from torch.profiler import profile, ProfilerActivity
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.inductor_utils import HAS_CPU
+
+
+LAYERS, ROWS, SIDE = 4, 512, 32
+# Inductor's choice of a plan, run operator by operator: no kernel is compiled.
+PARTITIONED = aot_autograd(
+    fw_compiler=nop,
+    partition_fn=compile_fx.partition_fn,
+    decompositions=select_decomp_table(),
+)
+
+
+def layers(x, *weights):
+    for weight in weights:
+        x = F.gelu(x @ weight) @ weight.t()
+    return x.tanh().sum(), x[:, : SIDE // 2].detach().clone()
+
+
+def given():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, SIDE, generator=generator)
+    weights = [torch.randn(SIDE, 2 * SIDE, generator=generator) for _ in range(LAYERS)]
+    return [x, *(weight.div(SIDE).requires_grad_() for weight in weights)]
+
+
+@contextmanager
+def judged(budget, plans=4, **options):
+    torch._dynamo.reset()
+    with (
+        config.patch(
+            activation_memory_budget=budget,
+            activation_memory_budget_target="peak",
+            activation_memory_peak_judge=plans,
+            enable_autograd_cache=False,
+            **options,
+        ),
+        inductor_config.patch(
+            {
+                "fx_graph_cache": False,
+                "cpp_cache_precompile_headers": False,
+                # Finding out what this CPU's vectors are takes longer than a kernel.
+                "cpp.simdlen": 1,
+            }
+        ),
+    ):
+        yield
+
+
+def live_at_most(call):
+    """The most bytes that are allocated at once while ``call`` runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        call()
+    events = run.profiler.kineto_results.events()
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def gradients(compiled, inputs):
+    # The caller keeps both that the forward returned.
+    loss, result = compiled(*inputs)
+    return torch.autograd.grad(loss, inputs[1:])
+
+
+def saved(plan):
+    return sorted(value.name for value in plan.saved)
+
+
+class PeakJudgeTest(TestCase):
+    def planned(self, budget, warning=None, **options):
+        with (
+            judged(budget, **options),
+            self.assertNoLogs(peak_judge.log, "WARNING")
+            if warning is None
+            else self.assertLogs(peak_judge.log, "WARNING") as logs,
+        ):
+            found = gradients(torch.compile(layers, backend=PARTITIONED), given())
+        if warning is not None:
+            self.assertIn(warning, logs.output[0])
+        return saved_report.last_plan(), found
+
+    def test_peaks_are_those_that_run(self):
+        with judged(0):
+            if not HAS_CPU:
+                self.skipTest("inductor cannot compile for the CPU here")
+        lower = None
+        for budget in (0, 0.6):
+            with judged(budget):
+                compiled = torch.compile(layers)
+                inputs = given()
+                gradients(compiled, inputs)
+                measured = live_at_most(lambda: gradients(compiled, inputs))
+            peak = saved_report.last_plan().peak
+            self.assertEqual(peak.predicted, measured, rtol=0.005, atol=0)
+            self.assertLessEqual(peak.predicted, peak.allowed)
+            if lower is not None:
+                self.assertLess(lower.predicted, peak.predicted)
+                self.assertEqual(lower.floor, peak.floor)
+            lower = peak
+
+    def test_one_plan_is_kept(self):
+        known = saved_report.plans()
+        plan, found = self.planned(0.5)
+        self.assertEqual(saved_report.plans(), [*known, plan][-16:])
+        _, wanted = self.planned(1)
+        self.assertEqual(found, wanted, rtol=0, atol=0)
+
+    def test_a_number_of_bytes(self):
+        fastest, _ = self.planned(1)
+        plan, _ = self.planned(0.2, activation_memory_peak_bytes=1 << 40)
+        self.assertEqual(saved(plan), saved(fastest))
+        self.assertEqual(plan.budget, 0.2)
+        floor, _ = self.planned(0)
+        plan, _ = self.planned(
+            1,
+            "is 1, but the lowest peak that was scheduled is",
+            activation_memory_peak_bytes=1,
+        )
+        self.assertEqual(plan.peak.predicted, floor.peak.floor)
+
+    def test_calls_that_wait(self):
+        alone, _ = self.planned(0)
+        two, _ = self.planned(0, activation_memory_graph_calls=2)
+        more = two.peak.predicted - alone.peak.predicted
+        self.assertLessEqual(more, alone.activation_bytes)
+        self.assertGreater(more, 0)
+
+    def test_wrong_settings(self):
+        for wrong in (-1, 1, 2.5, True):
+            with self.assertRaisesRegex(Exception, f"peak_judge is {wrong!r}; it has to"):
+                self.planned(0.5, plans=wrong)
+
+    def test_a_schedule_that_fails(self):
+        wanted, _ = self.planned(0.5, plans=0)
+        with patch.object(peak_judge, "schedule_peak", side_effect=ValueError("odd")):
+            plan, _ = self.planned(0.5, "ValueError: odd")
+        self.assertEqual(saved(plan), saved(wanted))
+
+
+if __name__ == "__main__":
+    run_tests()

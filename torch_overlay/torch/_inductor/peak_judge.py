@@ -1,0 +1,260 @@
+"""Choose a plan for peak memory by the peaks of inductor's own schedules.
+
+The planner of the activation memory budget estimates what inductor's kernels hold.  What
+they do hold is known once both graphs are scheduled and their kernels generated, before
+one of them is compiled.  ``torch._functorch.config.activation_memory_peak_judge = n``
+does that with n plans, from the lowest peak to the fastest, and keeps the cheapest whose
+true peak is within what was asked.
+
+Which plans are tried does not depend on the budget, so a smaller one never has a higher
+peak.  A limit between two of them gets the lower, so more plans come nearer to it; each
+costs about what inductor takes to compile the graph, without compiling kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import preserve_rng_state
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+from torch._inductor.codegen.wrapper import EfficientPeakEstimate
+from torch._inductor.debug import DebugContext
+from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import IRNode
+from torch._inductor.utils import output_node, shape_env_from_inputs
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .._functorch._activation_checkpointing import saved_report
+from .._functorch._activation_checkpointing.memory_budget import activation_bytes
+from .._functorch._activation_checkpointing.peak_budget import Peak, PeakPlan
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.fx import GraphModule
+
+    Split = tuple[GraphModule, GraphModule]
+
+
+log = logging.getLogger(__name__)
+
+__all__ = ["partition", "schedule_peak"]
+
+
+class _Candidate(NamedTuple):
+    """A plan that was scheduled: its peak in bytes, its graphs, and its report."""
+
+    peak: int
+    split: Split
+    plan: saved_report.Plan
+
+
+def partition(
+    partitioner: Callable[..., Split],
+    joint_module: GraphModule,
+    joint_inputs: Sequence[object],
+    **kwargs: Any,
+) -> Split:
+    """Split a joint graph by ``partitioner``, at the budget that the judge chooses.
+
+    Where nothing asks for a judge, or it fails, that is the budget of the config.
+    Raises RuntimeError for a number of plans that means nothing.
+    """
+    count = functorch_config.activation_memory_peak_judge  # type: ignore[attr-defined]
+    if type(count) is not int or count < 0 or count == 1:
+        raise RuntimeError(
+            f"activation_memory_peak_judge is {count!r}; it has to be a number of plans, "
+            "at least 2, or 0 for none"
+        )
+    budget = functorch_config.activation_memory_budget
+    limit = functorch_config.activation_memory_peak_bytes  # type: ignore[attr-defined]
+    target = functorch_config.activation_memory_budget_target  # type: ignore[attr-defined]
+    by_peak = limit is not None or target == "peak" and 0 <= budget < 1
+    if count and by_peak:
+        try:
+            started = time.perf_counter()
+            candidates = _schedule_plans(count, partitioner, joint_module, joint_inputs, kwargs)
+            log.info(
+                "%d of %d plans differ; scheduled in %.1f s, peaks of %s bytes",
+                len(candidates),
+                count,
+                time.perf_counter() - started,
+                ", ".join(f"{candidate.peak:,}" for candidate in candidates),
+            )
+            if candidates:
+                return _choose(candidates, budget, limit)
+        except Exception as error:
+            log.warning(
+                "no judge of peaks, so they are the planner's estimates for this graph: "
+                "%s: %s",
+                type(error).__name__,
+                error,
+            )
+    return partitioner(joint_module, joint_inputs, **kwargs)
+
+
+def _schedule_plans(
+    count: int,
+    partitioner: Callable[..., Split],
+    joint_module: GraphModule,
+    joint_inputs: Sequence[object],
+    kwargs: dict[str, Any],
+) -> list[_Candidate]:
+    """Plans by falling cost; those of them that are equal, once.
+
+    None where peaks do not decide: the graph is one of a `StepBudget`, or has no plan.
+    """
+    candidates: dict[tuple[str, ...], _Candidate] = {}
+    num_fwd_outputs = kwargs["num_fwd_outputs"]
+    waiting = (functorch_config.activation_memory_graph_calls or 1) - 1  # type: ignore[attr-defined]
+    for level in range(count):
+        by_share = functorch_config.patch(
+            # Closer to each other at the floor, where a little room buys most.
+            activation_memory_budget=(level / (count - 1)) ** 1.5,
+            activation_memory_budget_target="peak",
+            activation_memory_peak_bytes=None,
+        )
+        with by_share, saved_report.trial() as made:
+            split = partitioner(copy.deepcopy(joint_module), joint_inputs, **kwargs)
+        plan = made[-1] if made else None
+        if plan is None or level == 0 and not isinstance(plan, PeakPlan):
+            return []
+        saved = tuple(node.name for node in split[1].graph.find_nodes(op="placeholder"))
+        if saved not in candidates:
+            peak = schedule_peak(*split, num_fwd_outputs)
+            peak += waiting * plan.activation_bytes
+            candidates[saved] = _Candidate(peak, split, plan)
+    return list(candidates.values())
+
+
+def _choose(candidates: list[_Candidate], budget: float, limit: int | None) -> Split:
+    """The last, so the cheapest, that is within what was asked; else the lowest."""
+    floor = min(candidate.peak for candidate in candidates)
+    fastest = candidates[-1].peak
+    allowed = floor + math.floor(budget * (fastest - floor)) if limit is None else limit
+    if floor > allowed:
+        log.warning(
+            "activation_memory_peak_bytes is %d, but the lowest peak that was scheduled is "
+            "%d bytes (without parameters and inputs); this graph gets the plan of that",
+            allowed,
+            floor,
+        )
+    within = [each for each in candidates if each.peak <= max(allowed, floor)]
+    peak, split, plan = within[-1]
+    asked = {"budget": budget, "peak": Peak(allowed, peak, floor, fastest, fused=True)}
+    saved_report.adopt(PeakPlan(**{**vars(plan), **asked}))
+    return split
+
+
+def schedule_peak(
+    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
+) -> int:
+    """Bytes that inductor's kernels hold at most, over the two graphs of a joint graph.
+
+    Parameters and inputs are not counted.  Both graphs are left as they are.
+    """
+    results: Any = output_node(forward).args[0]
+    gradients: Any = output_node(backward).args[0]
+    primals = forward.graph.find_nodes(op="placeholder")
+    saved = backward.graph.find_nodes(op="placeholder")
+    lowered, forward_peak = _schedule(forward, [node.meta["val"] for node in primals])
+    # The forward chose the strides of what it saves.
+    made = {
+        node.name: result
+        for node, result in zip(results, lowered.graph_outputs)
+        if isinstance(node, Node) and node.op != "placeholder"
+    }
+    inputs = [_restrided(node.meta["val"], made.get(node.name)) for node in saved]
+    returned = results[:num_fwd_outputs]
+    donated: list[int] = []
+    if functorch_config.donated_buffer:
+        kept = _storages([*primals, *returned, *gradients])
+        donated = [
+            place
+            for place, node in enumerate(saved)
+            if node.name in made and kept.isdisjoint(_storages([node]))
+        ]
+    _, backward_peak = _schedule(backward, inputs, donated)
+    # What the forward returned stays the caller's.
+    stays = activation_bytes([*primals, *saved], _nodes(returned))
+    return max(forward_peak, backward_peak + stays)
+
+
+def _nodes(values: Iterable[object]) -> list[Node]:
+    return [value for value in values if isinstance(value, Node)]
+
+
+def _storages(values: Iterable[object]) -> set[Optional[int]]:
+    return {get_node_storage(node) for node in _nodes(values)}
+
+
+def _restrided(value: Any, result: Any) -> Any:
+    """A fake of the backward's input, with the strides of the forward's result."""
+    if isinstance(value, FakeTensor) and isinstance(result, IRNode):
+        try:
+            strides = [int(stride) for stride in result.get_stride()]
+        except TypeError:  # symbols, which are those of the trace
+            return value
+        with value.fake_mode:
+            return value.as_strided(value.size(), strides)
+    return value
+
+
+def _schedule(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    donated: Optional[list[int]] = None,
+) -> tuple[GraphLowering, int]:
+    """A graph as inductor lowers it, and the peak of its kernels, in bytes.
+
+    ``donated`` are the places of the inputs that kernels may write over; only a backward
+    has such, and None stands for a forward.
+    """
+    from torch._inductor import compile_fx  # which imports this module
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    module = copy.deepcopy(module)
+    output_node(module).meta.setdefault("user_visible_output_idxs", ())
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_disable_current_modes())
+        enter(preserve_rng_state())
+        enter(torch.no_grad())
+        enter(DebugContext())
+        # A pool would begin to compile kernels.
+        enter(config.patch(compile_threads=1, cpp_wrapper=False))
+        enter(compile_fx.maybe_disable_comprehensive_padding(inputs))
+        enter(compile_fx.get_cuda_device_context(module))
+        view_to_reshape(module)
+        fake_mode = compile_fx.fake_tensor_prop(module, inputs)
+        compile_fx._recursive_record_original_output_strides(module)
+        enter(V.set_fake_mode(fake_mode))
+        compile_fx._recursive_post_grad_passes(module, is_inference=False)
+        graph = GraphLowering(
+            module,
+            example_inputs=inputs,
+            shape_env=shape_env_from_inputs(inputs),
+            is_backward=donated is not None,
+        )
+        graph.bw_donated_idxs = donated
+        graph.freeze_runtime_asserts()
+        enter(V.set_graph_handler(graph))
+        enter(V.set_extern_kernel_nodes([]))
+        graph.run(*inputs)
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        graph.wrapper_code.push_codegened_graph(graph)
+        graph.scheduler.codegen()
+        return graph, EfficientPeakEstimate().overall_peak_memory
