@@ -32,6 +32,19 @@ def test_a_schedule_for_a_gpu():
         assert all(live["line"].startswith("nets.py:") for live in step["live"])
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+def test_the_judge_keeps_what_is_asked():
+    task = {"net": "mlp-dropout", "kind": "judged", "gpu": "h100"}
+    row = schedule.measure({**task, "budgets": [0.5, 0.0]})
+    more, less = row["steps"]
+    for step in (more, less):
+        assert step["peak"] == pytest.approx(step["allowed"], rel=0.3)
+        assert step["peak"] <= 1.005 * step["allowed"]
+    assert less["peak"] <= more["peak"]
+    # No plan is scheduled again for another budget.
+    assert 2 <= row["judge"]["plans"] <= schedule.JUDGED
+
+
 def test_without_cuda(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr("sys.argv", ["benchmark.sh schedule"])
@@ -50,8 +63,15 @@ ROWS = [
         "kind": kind,
         "gpu": "h100",
         "steps": [
-            {"budget": b, "peak": peak, "flops": f, "estimated": peak, "live": []}
-            for b, peak, f in ((1.0, 100, 10), (0.0, 50, 14))
+            {
+                "budget": b,
+                "peak": p,
+                "flops": f,
+                "estimated": p,
+                "allowed": p,
+                "live": [],
+            }
+            for b, p, f in ((1.0, 100, 10), (0.0, 50, 14))
         ],
     }
     for kind in schedule.KINDS
@@ -64,6 +84,7 @@ ROWS = [
         (None, None, None, None),
         ("saved", "estimated", 56, "estimates within 5%"),
         ("peak", "peak", 101, "peak of the schedule / that at the next larger budget"),
+        ("judged", "allowed", 49, "what the budget allows, with the judge"),
         ("peak", "flops", 15, "lowest peak of ours / upstream's"),
     ],
 )
@@ -72,9 +93,9 @@ def test_each_mark_fails_where_it_should(kind, entry, value, what):
     for row in rows:
         if row["kind"] == kind:
             row["steps"][1][entry] = value
-    marks = {mark.what.split(",")[0]: mark.passed for mark in schedule.judged(rows)}
+    marks = {mark.what: mark.passed for mark in schedule.judged(rows)}
     failed = [each for each, passed in marks.items() if not passed]
-    assert len(marks) == 4
+    assert len(marks) == 7
     assert (what is None and not failed) or any(what in each for each in failed)
 
 

@@ -1,18 +1,20 @@
 # Owner(s): ["module: inductor"]
 """Plans for peak memory that are chosen by the peaks of inductor's schedules."""
 
+import functools
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from test_buffer_reuse import live_at_most
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch._functorch._activation_checkpointing import saved_report
 from torch._functorch.compilers import nop
-from torch._inductor import compile_fx, config as inductor_config, peak_judge
+from torch._inductor import compile_fx, peak_judge
+from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
-from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
 
@@ -62,23 +64,10 @@ def judged(budget, plans=4, **options):
         yield
 
 
-def live_at_most(call):
-    """The most bytes that are allocated at once while ``call`` runs."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        call()
-    events = run.profiler.kineto_results.events()
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
 def gradients(compiled, inputs):
-    # The caller keeps both that the forward returned.
-    loss, result = compiled(*inputs)
-    return torch.autograd.grad(loss, inputs[1:])
+    # Both that the forward returned stay the caller's meanwhile.
+    results = compiled(*inputs)
+    return torch.autograd.grad(results[0], inputs[1:])
 
 
 def saved(plan):
@@ -105,10 +94,9 @@ class PeakJudgeTest(TestCase):
         lower = None
         for budget in (0, 0.6):
             with judged(budget):
-                compiled = torch.compile(layers)
-                inputs = given()
-                gradients(compiled, inputs)
-                measured = live_at_most(lambda: gradients(compiled, inputs))
+                step = functools.partial(gradients, torch.compile(layers), given())
+                step()
+                measured = live_at_most(step)
             peak = saved_report.last_plan().peak
             self.assertEqual(peak.predicted, measured, rtol=0.005, atol=0)
             self.assertLessEqual(peak.predicted, peak.allowed)
@@ -146,7 +134,7 @@ class PeakJudgeTest(TestCase):
 
     def test_wrong_settings(self):
         for wrong in (-1, 1, 2.5, True):
-            with self.assertRaisesRegex(Exception, f"peak_judge is {wrong!r}; it has to"):
+            with self.assertRaisesRegex(Exception, f"is {wrong!r}; it has to be"):
                 self.planned(0.5, plans=wrong)
 
     def test_a_schedule_that_fails(self):

@@ -81,11 +81,13 @@ def partition(
     budget = functorch_config.activation_memory_budget
     limit = functorch_config.activation_memory_peak_bytes  # type: ignore[attr-defined]
     target = functorch_config.activation_memory_budget_target  # type: ignore[attr-defined]
-    by_peak = limit is not None or target == "peak" and 0 <= budget < 1
+    by_peak = limit is not None or (target == "peak" and 0 <= budget < 1)
     if count and by_peak:
         try:
             started = time.perf_counter()
-            candidates = _schedule_plans(count, partitioner, joint_module, joint_inputs, kwargs)
+            candidates = _schedule_plans(
+                count, partitioner, joint_module, joint_inputs, kwargs
+            )
             log.info(
                 "%d of %d plans differ; scheduled in %.1f s, peaks of %s bytes",
                 len(candidates),
@@ -129,7 +131,7 @@ def _schedule_plans(
         with by_share, saved_report.trial() as made:
             split = partitioner(copy.deepcopy(joint_module), joint_inputs, **kwargs)
         plan = made[-1] if made else None
-        if plan is None or level == 0 and not isinstance(plan, PeakPlan):
+        if plan is None or (level == 0 and not isinstance(plan, PeakPlan)):
             return []
         saved = tuple(node.name for node in split[1].graph.find_nodes(op="placeholder"))
         if saved not in candidates:
