@@ -789,16 +789,17 @@ class PeakBudgetTest(TestCase):
         with self.assertRaisesRegex(CannotPlan, "x has no storage to count"):
             JointGraph(graph, info, 1)
 
-    def fused(self, joint):
+    def fused(self, joint, size=64):
         """A joint graph of square inputs with its kernels; the first result is returned."""
-        squares = [torch.randn(64, 64) for _ in inspect.signature(joint).parameters]
+        names = inspect.signature(joint).parameters
+        squares = [torch.randn(size, size) for _ in names]
         module = make_fx(joint, tracing_mode="fake")(*squares)
         info = partitioners.classify_nodes(module, [], 1)
         return FusedJointGraph(module.graph, info, 1)
 
-    def fused_peak(self, joint):
+    def fused_peak(self, joint, size=64):
         """The peak with kernels if nothing is saved, in units of an input's size."""
-        return round(self.fused(joint).evaluate(()).peak / (4 * 64 * 64), 2)
+        return round(self.fused(joint, size).evaluate(()).peak / (4 * size**2), 2)
 
     def test_kernels_store_what_others_read(self):
         def inside(x, w):
@@ -887,6 +888,29 @@ class PeakBudgetTest(TestCase):
         self.assertEqual(sine.forward_peak, 2 * unit)
         self.assertEqual(max(nothing.step_peaks), 3 * unit)
         self.assertEqual(max(sine.step_peaks), 3 * unit)
+
+    def test_kernels_take_in_what_norms_need_later(self):
+        def joint(factors, statistic):
+            def graph(primals_x, primals_w, tangents_y):
+                parts = [primals_x @ primals_w for _ in range(factors)]
+                total = functools.reduce(torch.mul, parts)
+                mean = total.mean(1, keepdim=True)
+                normed = total - statistic(total)
+                gradient = (tangents_y * mean) @ primals_w
+                return normed.exp(), gradient * normed + normed.sin()
+
+            return graph
+
+        for statistic in (
+            lambda total: total.mean(1, keepdim=True),
+            lambda total: total.amax(1, keepdim=True),  # which joins the mean's kernel
+        ):
+            # Result, tangent, four factors; one of these becomes the normed values.
+            peak = self.fused_peak(joint(4, statistic), 512)
+            self.assertAlmostEqual(peak, 6, delta=0.1)
+            # Of fewer reads: result, tangent, factors, and a product with its argument.
+            peak = self.fused_peak(joint(3, statistic), 512)
+            self.assertAlmostEqual(peak, 7, delta=0.1)
 
     def test_kernels_of_many_plans(self):
         def chain(primals_x, primals_w, tangents_y):

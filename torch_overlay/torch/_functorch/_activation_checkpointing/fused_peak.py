@@ -8,12 +8,16 @@ several operators, and what is used inside of one alone is never stored.
     Where several operators read it and it takes many reads or operators itself, it is
     stored, if something that cannot be fused runs between them, or if a kernel before
     it reads the same.
+-   Where the backward repeats operators, a kernel takes in what is computed from its
+    results and arguments, and reductions of these arguments that something stored is
+    computed from, as early as it runs itself: what a layer norm needs later of the
+    sums that the norms behind it read too.
 -   A kernel writes its result over an argument of the same shape that nobody reads
     later, unless it has so many operators that inductor cuts it in two.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something waits for that.
 
-Not followed are the order that inductor's scheduler chooses, the fusion of kernels
+Not followed are the order that inductor's scheduler chooses, any other fusion of kernels
 that have nothing but inputs in common, and scratch memory.
 """
 
@@ -69,6 +73,8 @@ class _Operator(NamedTuple):
         nbytes: of what it writes.
         is_inlined: whether its result is stored only where it is saved.
         is_fusible: whether it may be part of a kernel.
+        is_shared: whether several operators would have to compute its result.
+        is_divided: whether something that cannot be fused runs between those.
     """
 
     reads: tuple[int, ...]
@@ -76,6 +82,8 @@ class _Operator(NamedTuple):
     nbytes: int
     is_inlined: bool
     is_fusible: bool
+    is_shared: bool
+    is_divided: bool
 
 
 class FusedJointGraph(JointGraph):
@@ -83,7 +91,8 @@ class FusedJointGraph(JointGraph):
 
     Whether a result is stored is decided once, for all plans: in the forward as if
     nothing was saved, and in the backward as if all of it was repeated, but for the
-    backward's own operators, for which it is as if nothing was.
+    backward's own operators, for which it is as if nothing was, and for results that
+    several operators read, for which each plan decides.
     """
 
     def __init__(
@@ -102,6 +111,9 @@ class FusedJointGraph(JointGraph):
                     # A guess for a symbolic size, as comparing those would guard.
                     shape = concrete(value.numel()), value.dtype
                     self.shapes.setdefault(s, shape)
+        self._large = {
+            s for s, (n, dtype) in self.shapes.items() if n * dtype.itemsize >= _LARGE
+        }
         self._in_backward: dict[fx.Node, _Operator] = {}
         for chosen in ((), range(len(self.nbytes))):
             saved = self.saved_by([chosen])
@@ -113,6 +125,11 @@ class FusedJointGraph(JointGraph):
                 for node in (*own[:-1], *(self.nodes[op] for op, _ in ops), *own[-1:])
             ]
             self._in_backward |= self._operators(backward, self.returned)
+        # Those of the backward's own operators stay as they are.
+        for node in self.nodes:
+            each = self._in_backward.get(node)
+            if each is not None and each.is_shared:
+                self._in_backward[node] = each._replace(is_inlined=True)
         forward = [node for node, *_, is_required in self._early if is_required]
         # What only the backward needs is made in the forward, if that saves it.
         self._in_forward = self._in_backward | self._operators(forward, self.outputs)
@@ -166,6 +183,7 @@ class FusedJointGraph(JointGraph):
             parts = {node}.union(*(computed_by.get(s, ()) for s in read))
             weight = len(parts) + len(reads)
             is_inlined = node in products
+            is_shared = is_divided = False
             if node in pointwise and node in fusible and len(writes) == 1:
                 (s,) = writes
                 users = readers[s]
@@ -174,11 +192,11 @@ class FusedJointGraph(JointGraph):
                     and bool(users)
                     and all(u in fusible or self._scatters_to(u, s) for u in users)
                 )
+                is_shared = is_inlined and len(users) > 1
+                is_divided = is_shared and barriers[users[0]] != barriers[users[-1]]
                 is_large = len(reads) > _MOST_READS or weight > _MOST_OPERATORS
-                if is_inlined and len(users) > 1 and is_large:
-                    is_inlined = barriers[users[0]] == barriers[
-                        users[-1]
-                    ] and not self._is_related(reads, kernels)
+                if is_shared and is_large:
+                    is_inlined = not (is_divided or self._is_related(reads, kernels))
             if is_inlined:
                 sources.update(dict.fromkeys(writes, reads))
                 computed_by.update(dict.fromkeys(writes, parts))
@@ -190,6 +208,8 @@ class FusedJointGraph(JointGraph):
                 self.size(writes),
                 is_inlined,
                 node in fusible,
+                is_shared,
+                is_divided,
             )
         return found
 
@@ -214,7 +234,8 @@ class FusedJointGraph(JointGraph):
         self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int
     ) -> tuple[list[list[int]], list[int]]:
         everyone = (1 << count) - 1
-        phase = _FusedPhase(self, [0] * len(self.nbytes), self._in_backward, saved)
+        repeats, stored = self._join(repeats, saved)
+        phase = _FusedPhase(self, [0] * len(self.nbytes), self._in_backward, stored)
         for s in self.returned:
             phase.touched[s] = everyone
         held = self.held_by_caller
@@ -230,6 +251,108 @@ class FusedJointGraph(JointGraph):
         phase.moment(0, held)
         kept = self._keep(phase, saved)
         return phase.peaks(count), kept
+
+    def _join(
+        self, repeats: list[list[tuple[int, int]]], saved: Sequence[int]
+    ) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Repeat operators as early as a kernel that takes them in, in each plan.
+
+        ``repeats`` are as in an :class:`Evaluation`, and so is the first result.  The
+        second has the plans that store each storage; all of ``saved`` are among them.
+        """
+        repeated = [0] * len(self.nodes)
+        for step in repeats:
+            for op, plans in step:
+                repeated[op] |= plans
+        stored = list(saved)
+        reads, shared, wanted = self._reads_by_plan(repeated, saved, stored)
+        readers: dict[int, list[int]] = defaultdict(list)
+        for op, found in reads.items():
+            operator = self._in_backward[self.nodes[op]]
+            if operator.is_shared or not operator.is_inlined:
+                for s in self._large.intersection(found):
+                    readers[s].append(op)
+        done = [0] * len(self.nodes)
+        joined: list[list[tuple[int, int]]] = []
+        for step in repeats:
+            joined.append([])
+            for op, plans in step:
+                plans &= ~done[op]
+                if not plans:
+                    continue
+                joined[-1].append((op, plans))
+                done[op] |= plans
+                operator = self._in_backward[self.nodes[op]]
+                if operator.is_inlined:
+                    plans &= stored[operator.writes[0]]
+                if not plans or op not in reads:
+                    continue
+                # The plans in which an operator is part of this kernel.
+                kernel = {op: plans}
+                for guest in sorted({g for s in reads[op] for g in readers.get(s, ())}):
+                    joining = plans & repeated[guest] & ~done[guest]
+                    if not joining:
+                        continue
+                    writes = self.writes[guest]
+                    has_large = is_near = 0
+                    if _is_reduction(self.nodes[guest]):
+                        for s in writes:
+                            is_near |= wanted[s]
+                    for s, reading in reads[guest].items():
+                        maker = self.producer[s]
+                        if s in self._large:
+                            has_large |= reading
+                            joining &= ~reading | reads[op].get(s, 0)
+                        elif maker >= 0:
+                            is_near |= reading & kernel.get(maker, 0)
+                            joining &= ~(reading & repeated[maker]) | done[maker]
+                    joining &= has_large & is_near
+                    if guest in shared:
+                        joining &= shared[guest]
+                        stored[writes[0]] |= joining
+                    if joining:
+                        joined[-1].append((guest, joining))
+                        done[guest] |= joining
+                        kernel[guest] = joining
+        return joined, stored
+
+    def _reads_by_plan(
+        self, repeated: Sequence[int], saved: Sequence[int], stored: list[int]
+    ) -> tuple[dict[int, dict[int, int]], dict[int, int], list[int]]:
+        """What the kernels of repeated operators read, each with the plans where they do.
+
+        Also the plans in which shared results take many reads, and those in which such
+        results read a storage.  Adds to ``stored`` where that is for readers apart.
+        """
+        reads: dict[int, dict[int, int]] = {}
+        shared: dict[int, int] = {}
+        wanted = [0] * len(self.nbytes)
+        # What is read in order to compute a result, and the plans that have it anyway.
+        sources: dict[int, dict[int, int]] = {}
+        realized = list(saved)
+        for op, plans in enumerate(repeated):
+            operator = self._in_backward.get(self.nodes[op])
+            if not plans or operator is None or not operator.is_fusible:
+                continue
+            found = reads[op] = {}
+            for s in operator.reads:
+                here = realized[s] if s in sources else -1
+                if here:
+                    found[s] = found.get(s, 0) | here
+                for r, reading in sources.get(s, {}).items():
+                    if reading & ~here:
+                        found[r] = found.get(r, 0) | reading & ~here
+            if operator.is_inlined:
+                (s,) = operator.writes
+                sources[s] = found
+            if operator.is_shared:
+                many = shared[op] = plans & _more_than(_MOST_READS, found.values())
+                realized[s] |= many
+                if operator.is_divided:
+                    stored[s] |= many
+                for r, reading in found.items():
+                    wanted[r] |= reading & many
+        return reads, shared, wanted
 
     def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         everyone = (1 << count) - 1
@@ -343,6 +466,17 @@ class _FusedPhase(Phase):
             if plans & bit
             and sum(mask & bit > 0 for mask in found.values()) < _MOST_OPERATORS
         )
+
+
+def _more_than(most: int, masks: Iterable[int]) -> int:
+    """The bits that are in more than so many masks."""
+    # Those in at least one, two, ... of the masks so far.
+    counted = [0] * (most + 1)
+    for mask in masks:
+        for at in range(most, 0, -1):
+            counted[at] |= counted[at - 1] & mask
+        counted[0] |= mask
+    return counted[most]
 
 
 def _is_reduction(node: fx.Node) -> bool:
