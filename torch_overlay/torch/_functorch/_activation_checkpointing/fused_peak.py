@@ -35,7 +35,7 @@ from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from typing import Any
 
     from torch._functorch.partitioners import NodeInfo, OpTypes
@@ -457,23 +457,17 @@ class _FusedPhase(Phase):
                 computed = new & ~self.stored[s]
                 pending += [(r, computed) for r in self.sources.get(s, ())]
         # The operator itself is one more.
-        if len(found) < _MOST_OPERATORS:
-            return plans
-        bits = (1 << plan for plan in range(plans.bit_length()))
-        return sum(
-            bit
-            for bit in bits
-            if plans & bit
-            and sum(mask & bit > 0 for mask in found.values()) < _MOST_OPERATORS
-        )
+        return plans & ~_more_than(_MOST_OPERATORS - 1, found.values())
 
 
-def _more_than(most: int, masks: Iterable[int]) -> int:
+def _more_than(most: int, masks: Collection[int]) -> int:
     """The bits that are in more than so many masks."""
+    if len(masks) <= most:
+        return 0
     # Those in at least one, two, ... of the masks so far.
     counted = [0] * (most + 1)
-    for mask in masks:
-        for at in range(most, 0, -1):
+    for before, mask in enumerate(masks):
+        for at in range(min(before, most), 0, -1):
             counted[at] |= counted[at - 1] & mask
         counted[0] |= mask
     return counted[most]
