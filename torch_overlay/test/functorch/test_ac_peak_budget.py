@@ -645,10 +645,14 @@ class PeakBudgetTest(TestCase):
             return [w for w in ("hit", "miss") if cache[f"autograd_cache_{w}"]]
 
         with fresh_cache():
-            for options in ({"target": "saved"}, {}, {"peak_bytes": 10**6}):
+            for options in ({"target": "saved"}, {}, {"peak_bytes": 10**7}):
                 self.assertEqual(word(**options), ["miss"])
-            self.assertEqual(word(peak_bytes=10**7), ["miss"])
-            self.assertEqual(word(peak_bytes=10**6), ["hit"])
+            # What cannot be reached is said of a plan from the cache as well.
+            for expected in ("miss", "hit"):
+                with self.assertLogs(peak_budget.log, "WARNING") as said:
+                    self.assertEqual(word(peak_bytes=1), [expected])
+                self.assertEqual(len(said.output), 1)
+                self.assertIn("activation_memory_peak_bytes is 1,", said.output[0])
 
     # --------------------------------------------------------------- edges
 

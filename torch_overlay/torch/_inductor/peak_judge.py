@@ -146,17 +146,11 @@ def _choose(candidates: list[_Candidate], budget: float, limit: int | None) -> S
     floor = min(candidate.peak for candidate in candidates)
     fastest = candidates[-1].peak
     allowed = floor + math.floor(budget * (fastest - floor)) if limit is None else limit
-    if floor > allowed:
-        log.warning(
-            "activation_memory_peak_bytes is %d, but the lowest peak that was scheduled is "
-            "%d bytes (without parameters and inputs); this graph gets the plan of that",
-            allowed,
-            floor,
-        )
     within = [each for each in candidates if each.peak <= max(allowed, floor)]
-    peak, split, plan = within[-1]
-    asked = {"budget": budget, "peak": Peak(allowed, peak, floor, fastest, fused=True)}
-    saved_report.adopt(PeakPlan(**{**vars(plan), **asked}))
+    lowest, split, plan = within[-1]
+    peak = Peak(allowed, lowest, floor, fastest, fused=True)
+    peak.warn_if_over()
+    saved_report.adopt(PeakPlan(**{**vars(plan), "budget": budget, "peak": peak}))
     return split
 
 

@@ -136,6 +136,16 @@ class Peak(NamedTuple):
     fastest: int
     fused: bool = False
 
+    def warn_if_over(self) -> None:
+        """Log where a limit in bytes cannot be reached."""
+        if self.predicted > self.allowed:
+            log.warning(
+                "activation_memory_peak_bytes is %d, but the lowest peak found is %d "
+                "bytes (without parameters and inputs); this graph gets the plan of that",
+                self.allowed,
+                self.predicted,
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class _ChosenByPeak(ChosenPlan):
@@ -153,6 +163,9 @@ class PeakPlan(saved_report.Plan):
     @property
     def used(self) -> Optional[float]:
         return None
+
+    def recalled(self) -> None:
+        self.peak.warn_if_over()
 
     def chosen_by(self) -> str:
         return "peak planner: cheapest plan found below the peak allowed"
@@ -223,19 +236,14 @@ def choose_plan(
             error,
         )
         return plan_saved_bytes(budget)
-    if plan.peak > asked:
-        log.warning(
-            "activation_memory_peak_bytes is %d, but the lowest peak found is %d bytes "
-            "(without parameters and inputs); this graph gets the plan of that",
-            asked,
-            plan.peak,
-        )
+    peak = Peak(asked, plan.peak, curve.floor, curve.fastest.peak, fused)
+    peak.warn_if_over()
     return _ChosenByPeak(
         saved,
         budget,
         "peak",
         activation_bytes(node_info.inputs, saved),
-        peak=Peak(asked, plan.peak, curve.floor, curve.fastest.peak, fused),
+        peak=peak,
     )
 
 

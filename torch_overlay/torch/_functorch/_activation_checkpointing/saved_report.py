@@ -121,6 +121,9 @@ class Plan:
         low, high = self.limits
         return (self.activation_bytes - low) / (high - low) if low < high else None
 
+    def recalled(self) -> None:
+        """Say again what was logged of the plan; it comes from the compile cache."""
+
     def chosen_by(self) -> str:
         """What decided, in words."""
         k = self.knapsack
@@ -288,6 +291,8 @@ def keep_plan(metadata: Any) -> None:
 def recall_plan(metadata: Any) -> None:
     """Take the plan of a graph from the compile cache for that of the last one."""
     plan = getattr(metadata, "activation_memory_plan", None)
+    if plan is not None:
+        plan.recalled()
     # Without a backward there is no plan.
     if plan is not None or metadata.num_symints_saved_for_bw is not None:
         _plans.append(plan)
