@@ -10,13 +10,18 @@ import gc
 import logging
 import unittest
 import weakref
+from unittest import mock
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._functorch import config
-from torch._functorch._activation_checkpointing import saved_report, step_budget
+from torch._functorch._activation_checkpointing import (
+    saved_report,
+    step_budget,
+    step_plan,
+)
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (
@@ -89,6 +94,14 @@ class Net(nn.Module):
 
 def batch(rows=BATCH, seed=1):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def gated():
+    model = Net(backend=None)
+    model.blocks = nn.ModuleList(Gated() for _ in range(4))
+    for block in model.blocks:
+        block.compile(backend=AOT)
+    return model
 
 
 class LiveBytes(TorchDispatchMode):
@@ -204,7 +217,7 @@ class StepBudgetTest(TestCase):
         plans = self.check(Net, batch(), shares=(0.0, 0.4, 1.0))
         self.assertLess(plans[0].floor, 0.9 * plans[0].unbudgeted)
         (use,) = plans[0].graphs
-        self.assertEqual((use.calls, use.alive), (4, 4))
+        self.assertEqual((use.calls, len(use.kept)), (4, 4))
 
     def test_dropout(self):
         self.check(lambda: Net(dropout=0.2), batch())
@@ -223,7 +236,7 @@ class StepBudgetTest(TestCase):
             waiting.pop().backward()
 
         plans = self.check(Net, *(batch(seed=s) for s in range(3)), train=train)
-        self.assertEqual(plans[0].graphs[0].alive, 8)
+        self.assertEqual(len(plans[0].graphs[0].kept), 8)
 
     def test_checkpointed_blocks(self):
         class Checkpointed(Net):
@@ -338,23 +351,34 @@ class StepBudgetTest(TestCase):
         self.assertEqual(budget.plan.predicted_peak, budget.plan.floor)
 
     def test_repeats_no_more_than_blocks_with_budgets_of_saved_bytes(self):
-        def make():
-            model = Net(backend=None)
-            model.blocks = nn.ModuleList(Gated() for _ in range(4))
-            for block in model.blocks:
-                block.compile(backend=AOT)
-            return model
-
-        model = make()
+        model = gated()
         with config.patch(activation_memory_budget=0.3):
             unbudgeted(model, batch())
         by_blocks = recorded(contextlib.nullcontext(), model, batch())
         torch._dynamo.reset()
-        model, budget = make(), StepBudget(peak_bytes=by_blocks.peak)
+        model, budget = gated(), StepBudget(peak_bytes=by_blocks.peak)
         steps(budget, model, batch())
         by_step = recorded(budget, model, batch())
         self.assertLessEqual(by_step.peak, by_blocks.peak)
         self.assertLessEqual(by_step.flops, by_blocks.flops)
+
+    def test_third_plan_where_it_is_worth_it(self):
+        def run(worth, **asked):
+            torch._dynamo.reset()
+            model, budget = gated(), StepBudget(**asked)
+            with mock.patch.object(step_plan, "_THIRD", worth):
+                steps(budget, model, batch())
+            (use,) = budget.plan.graphs
+            step = recorded(budget, model, batch())
+            self.assertLessEqual(step.peak, budget.plan.allowed)
+            return step, budget.plan, len({*zip(use.kept, use.transient)})
+
+        without, two, count = run(10.0, share=0.0)
+        self.assertEqual(count, 2)
+        step, three, count = run(step_plan._THIRD, peak_bytes=without.peak)
+        self.assertEqual(count, 3)
+        self.assertLess(step.flops, without.flops)
+        self.assertLess(three.cost, 0.97 * two.cost)
 
     def test_compiles_once_and_once_more(self):
         model, budget = Net(), StepBudget(share=0.3)
@@ -513,7 +537,7 @@ class StepBudgetTest(TestCase):
         self.assertIn("no plan before the second step", str(budget))
         steps(budget, model, batch())
         self.assertIn("StepBudget: ", str(budget))
-        self.assertIn("first", str(budget))
+        self.assertIn("at once", str(budget))
         self.assertIn("step budget", saved_report.last_plan().chosen_by())
 
 

@@ -11,7 +11,7 @@ A budget of a graph says little about a step that runs several, or one many time
 each call keeps for its backward is live at once.  The first step runs by lean plans and
 is recorded: the calls of each graph, and the bytes that eager code holds meanwhile (and
 the second one too, where the first leaves more behind than gradients).  When the next
-starts, :class:`.StepCurve` chooses a plan or two for each graph, and they
+starts, :class:`.StepCurve` chooses one to three plans for each graph, and they
 are split and compiled anew from the joint graphs that were traced.  From then on steps
 are compared with the one recorded; where one differs, the next is recorded again.
 
@@ -24,8 +24,10 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import logging
 import math
+import operator
 import weakref
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -45,7 +47,6 @@ from .rerun_cost import concrete
 from .saved_report import format_bytes
 from .step_plan import (
     calls_assumed,
-    Choice,
     GraphPlan,
     GraphPlans,
     Moment,
@@ -83,16 +84,13 @@ _compiling: Optional[_Graph] = None
 class GraphUse(NamedTuple):
     """A graph in a step, and its plans: bytes, and cost in the estimator's unit.
 
-    ``calls`` is how many a step makes, ``alive`` how many of them wait for their
-    backward at once.  Those in the first ``split`` slots keep ``kept[0]`` bytes each
-    and have ``transient[0]`` more live while they run, the others ``kept[-1]`` and
-    ``transient[-1]``.
+    ``calls`` is how many a step makes.  Of those that wait for their backward at once,
+    the one in slot k keeps ``kept[k]`` bytes and has ``transient[k]`` more live while it
+    runs.
     """
 
     name: str
     calls: int
-    alive: int
-    split: int
     kept: tuple[int, ...]
     transient: tuple[int, ...]
     cost: float
@@ -269,23 +267,16 @@ class StepBudget:
         uses = []
         for (graph, slots), choice in zip(used, plan.choices):
             slots.choice = choice
-            chosen = [graph.plans.plans[p] for p in dict.fromkeys(choice[:2])]
-            calls = slots.calls
-            costs = [
-                calls[i] * graph.plans.plans[choice[i >= choice[2]]].cost
-                for i in range(len(calls))
-            ]
+            chosen = [graph.plans.plans[p] for p in choice]
             uses.append(
                 GraphUse(
                     graph.name,
-                    sum(calls),
-                    len(calls),
-                    choice[2],
+                    sum(slots.calls),
                     tuple(each.kept for each in chosen),
                     tuple(
                         max(each.forward, each.backward) - each.kept for each in chosen
                     ),
-                    math.fsum(costs),
+                    math.fsum(map(operator.mul, slots.calls, (p.cost for p in chosen))),
                 )
             )
         self.plan = StepSummary(
@@ -294,7 +285,7 @@ class StepBudget:
             curve.floor + beyond,
             curve.unbudgeted.peak + beyond,
             given,
-            plan.cost,
+            math.fsum(use.cost for use in uses),
             tuple(uses),
         )
         log.info("%s", self)
@@ -316,13 +307,11 @@ class StepBudget:
         ]
         table = [("graph", "calls", "at once", "kept by each", "more while it runs")]
         for use in plan.graphs:
-            counts = [str(use.alive)]
-            if len(use.kept) > 1:
-                counts = [f"first {use.split}", f"other {use.alive - use.split}"]
-            for i, count in enumerate(counts):
-                name, calls = (use.name, str(use.calls)) if i == 0 else ("", "")
-                kept, more = format_bytes(use.kept[i]), format_bytes(use.transient[i])
-                table.append((name, calls, count, kept, more))
+            name, calls = use.name, str(use.calls)
+            for each, run in itertools.groupby(zip(use.kept, use.transient)):
+                kept, more = map(format_bytes, each)
+                table.append((name, calls, str(len([*run])), kept, more))
+                name = calls = ""
         widths = [max(map(len, column)) for column in zip(*table)]
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         return "\n".join(lines)
@@ -349,7 +338,7 @@ class StepBudget:
         choice = slots.choice
         if choice is None or slot >= len(slots.calls) or size > slots.size:
             return call, graph.lean
-        return call, choice[slot >= choice[2]]
+        return call, choice[slot]
 
     def _end(self, call: _Call) -> None:
         """Nothing is kept for the call any more."""
@@ -361,11 +350,11 @@ class StepBudget:
 
 @dataclass
 class _Slots:
-    """The calls of a graph in a step; ``choice`` is that of its plans, if there is one."""
+    """The calls of a graph in a step; ``choice`` has the plan of each, if there is one."""
 
     calls: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
-    choice: Optional[Choice] = None
+    choice: Optional[tuple[int, ...]] = None
     # Of a graph for several shapes: what its plans' bytes are to be multiplied by.
     scale: float = 0.0
     size: int = 0

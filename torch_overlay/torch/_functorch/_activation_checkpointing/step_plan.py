@@ -10,10 +10,10 @@ so a plan of a graph is three numbers and a cost (:class:`GraphPlan`), and a ste
 list of moments (:class:`Moment`).  :class:`StepCurve` chooses plans so that no moment
 is above a peak and little is computed again.
 
-Calls of one graph may get two plans.  A call's *slot* is the smallest number that no
-other call alive has; those up to some slot get one plan, those above it another.  That
-fills the room that one plan for all would leave, and lets the calls whose backward
-comes first keep what they need at once anyway.
+Calls of one graph may get two plans, or three where that is worth another compile.  A
+call's *slot* is the smallest number that no other call alive has; those up to some slot
+get one plan, those above it another.  That fills the room that one plan for all would
+leave, and lets the calls whose backward comes first keep what they need at once anyway.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ __all__ = ["GraphPlan", "GraphPlans", "Moment", "StepCurve", "plan_graph"]
 
 # Budgets of saved bytes whose knapsacks become plans.
 _BUDGETS = [k / 48 for k in range(48)]
-# Plans of one graph that may be paired, and slots at which pairs change, at most.
-_PAIRED, _SPLITS = 16, 32
+# Plans of one graph that may be combined, and slots at which two or three of them change,
+# at most.
+_COMBINED, _SPLITS = 16, (32, 8)
+# What a third plan has to be worth, of the most that the calls of its graph can compute
+# again, which is about a third of a step: it is compiled too.
+_THIRD = 0.03
 # Peaks between the floor and the fastest that are planned for.
 _LEVELS = 48
 # Calls of a graph that are taken to be alive at once before a step has shown it.
@@ -224,16 +228,19 @@ def calls_assumed() -> int:
     return calls or _CALLS
 
 
-# A plan for the slots below the third number, and one for those from there on.
-Choice = tuple[int, int, int]
+# Three plans, and the slots at which the second and the third begin.
+Choice = tuple[int, int, int, int, int]
 
 
 class StepPlan(NamedTuple):
-    """A choice for each graph; bytes, and cost in the estimator's unit."""
+    """The plan of each slot of each graph; bytes, and cost in the estimator's unit.
+
+    The cost has what each third plan must be worth.
+    """
 
     peak: int
     cost: float
-    choices: tuple[Choice, ...]
+    choices: tuple[tuple[int, ...], ...]
 
 
 class StepCurve:
@@ -245,7 +252,7 @@ class StepCurve:
         moments: the step.
         scales: what the bytes of each graph's plans are to be multiplied by.
 
-    Where a step has one graph, all pairs of its plans are compared.  With more, the
+    Where a step has one graph, all choices for it are compared.  With more, the
     peak is lowered level by level, each time by the choice that costs least for what
     it takes off, and what room is left is filled again.  The levels do not depend on
     what is asked, so a lower peak asked is never answered by a higher one.
@@ -260,6 +267,7 @@ class StepCurve:
         moments: Iterable[Moment],
         scales: Sequence[float],
     ) -> None:
+        self.slots = [len(each) for each in calls]
         most: dict[tuple[Any, ...], int] = {}
         for rest, *where in moments:
             most[tuple(where)] = max(rest, most.get(tuple(where), rest))
@@ -318,29 +326,41 @@ class StepCurve:
                 else:
                     live[slot + 1, at] += backward(moment.released) - kept
         live = live.cumsum(0).permute(2, 0, 1)
-        paired = []
+        combined = []
         if slots > 1:
             lowest = int((live[:, -1] + self.rest).amax(1).argmin())
-            paired = _hull(graph, slots, lowest)
-        made = [0, *itertools.accumulate(calls)]
-        splits = sorted({round(k * slots / _SPLITS) for k in range(1, _SPLITS)})
-        choices = [(p, p, slots) for p in range(len(graph.plans))]
+            combined = _hull(graph, slots, lowest)
+        # The call in the last slot is the only one that runs beside all others.
+        many, few = (
+            sorted(
+                {slots - 1, *(round(k * slots / n) for k in range(1, n))} - {0, slots}
+            )
+            for n in _SPLITS
+        )
+        choices: list[Choice] = [
+            (p, p, p, slots, slots) for p in range(len(graph.plans))
+        ]
         choices += [
-            (p, q, k)
-            for p in paired
-            for q in paired
-            if p != q
-            for k in splits
-            if 0 < k < slots
+            (p, q, q, i, slots)
+            for p, q in itertools.permutations(combined, 2)
+            for i in many
         ]
-        first, second, split = torch.tensor(choices).unbind(1)
-        vectors = live[first, split] + live[second, -1] - live[second, split]
-        cost = [plan.cost for plan in graph.plans]
-        costs = [
-            math.fsum((made[k] * cost[p], (made[-1] - made[k]) * cost[q]))
-            for p, q, k in choices
+        # Three are in order: the later the backward, the less is kept for it.
+        choices += [
+            (p, q, r, i, j)
+            for p, q, r in itertools.combinations(combined, 3)
+            for i, j in itertools.combinations(few, 2)
         ]
-        if paired:
+        first, second, third, begin, end = torch.tensor(choices).unbind(1)
+        vectors = live[first, begin] + live[second, end] - live[second, begin]
+        vectors += live[third, -1] - live[third, end]
+        cost = torch.tensor([plan.cost for plan in graph.plans], dtype=torch.float64)
+        made = torch.tensor([0, *itertools.accumulate(calls)])
+        total = made[begin] * cost[first] + (made[end] - made[begin]) * cost[second]
+        total += (made[-1] - made[end]) * cost[third]
+        total += (second != third) * (_THIRD * made[-1] * cost.max())
+        costs = total.tolist()
+        if combined:
             # Whatever the other graphs do, these are the ones that may be of use.
             measures = (
                 vectors.amax(1),
@@ -356,7 +376,7 @@ class StepCurve:
     def _search(self, graphs: Sequence[GraphPlans]) -> list[StepPlan]:
         """States on the way from the fastest plans to the lowest peak; that is first."""
         fastest = [
-            [choice[:2] for choice in choices].index((plans.fastest, plans.fastest))
+            [choice[:3] for choice in choices].index((plans.fastest,) * 3)
             for plans, (choices, _, _) in zip(graphs, self.options)
         ]
         costs = [torch.tensor(c, dtype=torch.float64) for _, _, c in self.options]
@@ -385,9 +405,12 @@ class StepCurve:
         live = self._live(state)
         peak = math.ceil(live.max().item()) if len(live) else 0
         cost = math.fsum(costs[i] for i, (_, _, costs) in zip(state, self.options))
-        return StepPlan(
-            peak, cost, tuple(c[i] for i, (c, _, _) in zip(state, self.options))
+        chosen = (choices[at] for at, (choices, _, _) in zip(state, self.options))
+        plans = (
+            (p,) * i + (q,) * (j - i) + (r,) * (slots - j)
+            for (p, q, r, i, j), slots in zip(chosen, self.slots)
         )
+        return StepPlan(peak, cost, tuple(plans))
 
     def _lowest(self, state: Sequence[int]) -> list[int]:
         """Change one graph's choice at a time for as long as the peak falls."""
@@ -459,10 +482,10 @@ def _hull(graph: GraphPlans, slots: int, lowest: int) -> list[int]:
                 hull.pop()
             hull.append(i)
         found.update(hull)
-    if len(found) > _PAIRED:
+    if len(found) > _COMBINED:
         ranked = sorted(found, key=lambda i: (plans[i].kept, plans[i].cost))
-        step = (len(ranked) - 1) / (_PAIRED - 1)
-        found = {ranked[round(k * step)] for k in range(_PAIRED)} | {graph.fastest}
+        step = (len(ranked) - 1) / (_COMBINED - 1)
+        found = {ranked[round(k * step)] for k in range(_COMBINED)} | {graph.fastest}
     return sorted(found)
 
 
