@@ -30,7 +30,8 @@ PARTITIONED = aot_autograd(
 
 def layers(x, *weights):
     for weight in weights:
-        x = F.gelu(x @ weight) @ weight.t()
+        # A constant of the graph, which is a real tensor.
+        x = F.gelu(x @ weight) @ weight.t() * torch.tensor(0.5)
     return x.tanh().sum(), x[:, : SIDE // 2].detach().clone()
 
 

@@ -31,7 +31,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.utils import output_node, shape_env_from_inputs
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -129,7 +129,7 @@ def _schedule_plans(
             activation_memory_peak_bytes=None,
         )
         with by_share, saved_report.trial() as made:
-            split = partitioner(copy.deepcopy(joint_module), joint_inputs, **kwargs)
+            split = partitioner(_copied(joint_module), joint_inputs, **kwargs)
         plan = made[-1] if made else None
         if plan is None or (level == 0 and not isinstance(plan, PeakPlan)):
             return []
@@ -188,6 +188,12 @@ def schedule_peak(
     return max(forward_peak, backward_peak + stays)
 
 
+def _copied(module: GraphModule) -> GraphModule:
+    # Its constants are real tensors.
+    with unset_fake_temporarily():
+        return copy.deepcopy(module)
+
+
 def _nodes(values: Iterable[object]) -> list[Node]:
     return [value for value in values if isinstance(value, Node)]
 
@@ -221,7 +227,7 @@ def _schedule(
     from torch._inductor import compile_fx  # which imports this module
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
-    module = copy.deepcopy(module)
+    module = _copied(module)
     output_node(module).meta.setdefault("user_visible_output_idxs", ())
     with ExitStack() as stack:
         enter = stack.enter_context
