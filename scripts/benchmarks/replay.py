@@ -30,7 +30,6 @@ from unittest import mock
 import torch
 from torch import fx, Tensor
 from torch._dynamo import device_interface
-from torch._functorch import partitioners
 from torch._inductor import compile_fx, config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.fx_passes import joint_graph
@@ -240,13 +239,12 @@ class _Recorder(CountedStorages):
 class Step:
     """A step that was compiled for a GPU, or for the CPU where ``gpu`` is None.
 
-    ``split`` are the two graphs as the partitioner made them, and how many outputs of
-    the first are no saved values.
+    ``split`` are the two graphs as they were before inductor's passes.
     """
 
     gpu: Optional[SimpleNamespace]
     graphs: list[Graph]
-    split: tuple[fx.GraphModule, fx.GraphModule, int]
+    split: list[fx.GraphModule]
 
     def replay(self) -> Replay:
         """Run both wrappers on fakes, once for the curve and once to look at its peak."""
@@ -304,14 +302,7 @@ def compile_for(
             "GPU needs a build with it, though no GPU"
         )
     graphs: list[Graph] = []
-    split: list[Any] = []
-    partition = partitioners.min_cut_rematerialization_partition
-
-    def partition_and_keep(*args: Any, **kwargs: Any) -> Any:
-        found = partition(*args, **kwargs)
-        # Later passes change them in place.
-        split[:] = *copy.deepcopy(found), kwargs["num_fwd_outputs"]
-        return found
+    split: list[fx.GraphModule] = []
 
     def inner_compile(module: fx.GraphModule, values: Any, **kwargs: Any) -> Any:
         nodes = module.graph.find_nodes(op="placeholder")
@@ -321,6 +312,7 @@ def compile_for(
         (output,) = module.graph.find_nodes(op="output")
         outputs = [getattr(value, "name", None) for value in output.args[0]]
         graphs.append(Graph(module, inputs, outputs))
+        split.append(copy.deepcopy(module))
         with _pretend(gpu):
             compile_fx.compile_fx_inner(module, list(inputs.values()), **kwargs)
         if kwargs.get("is_backward"):
@@ -339,7 +331,6 @@ def compile_for(
     backend = functools.partial(compile_fx.compile_fx, inner_compile=inner_compile)
     torch._dynamo.reset()
     with (
-        mock.patch.object(compile_fx, partition.__name__, partition_and_keep),
         mock.patch.object(GraphLowering, "_compile_to_module_lines", load),
         mock.patch.object(AsyncCompile, "triton", make_kernel),
         mock.patch.object(AsyncCompile, "cpp_pybinding", make_kernel),
@@ -351,7 +342,7 @@ def compile_for(
         suppress(_Stop),
     ):
         torch.compile(module, backend=backend, fullgraph=True)(*inputs)
-    return Step(gpu, graphs, tuple(split))
+    return Step(gpu, graphs, split)
 
 
 @contextmanager

@@ -127,12 +127,11 @@ def measure_plan(task: fresh.Task, budget: float) -> Row:
     ):
         step = compile_for(GPUS[task["gpu"]], module, inputs)
     found = step.replay()
-    forward, backward, _ = step.split
     row: Row = {
         "budget": budget,
         "peak": found.peak,
         "phase": "forward" if found.peaks[0] == found.peak else "backward",
-        "flops": flops(forward.graph) + flops(backward.graph),
+        "flops": sum(flops(module.graph) for module in step.split),
         "live": [live._asdict() for live in found.live[:SHOWN]],
         "curve": found.curve,
     }
