@@ -251,7 +251,10 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             good >= share * len(estimates),
             enforced=False,
         )
-    for kind, share in (("peak", 0.9), ("judged", 1.0)):
+    for kind, by, share in (
+        ("peak", "by estimates", 0.9),
+        ("judged", "with the judge", 1.0),
+    ):
         plans = ours[kind]
         over = [
             (step["peak"] / step["allowed"] - 1, net, step["budget"])
@@ -261,7 +264,6 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         ]
         if not over:
             continue
-        by = {"peak": "by estimates", "judged": "with the judge"}[kind]
         good = sum(more <= 0.005 for more, *_ in over)
         most, net, budget = max(over)
         yield Mark(

@@ -2,6 +2,7 @@
 """Plans for peak memory that are chosen by the peaks of inductor's schedules."""
 
 import functools
+import unittest
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -138,6 +139,25 @@ class PeakJudgeTest(TestCase):
         for wrong in (-1, 1, 2.5, True):
             with self.assertRaisesRegex(Exception, f"is {wrong!r}; it has to be"):
                 self.planned(0.5, plans=wrong)
+        # What means nothing without a judge does not with one.
+        for wrong in (-1, "1GB", True):
+            with self.assertRaisesRegex(Exception, f"peak_bytes is {wrong!r}; it has"):
+                self.planned(0.5, activation_memory_peak_bytes=wrong)
+        with self.assertRaisesRegex(Exception, "budget is 1.5"):
+            self.planned(1.5, activation_memory_peak_bytes=1 << 40)
+
+    @unittest.skipUnless(
+        hasattr(torch.autograd.graph, "region_activation_memory_budget"),
+        "this torch has no budget for a region",
+    )
+    def test_a_budget_for_a_region_is_not_judged(self):
+        def inside(*inputs):
+            with torch.autograd.graph.region_activation_memory_budget(0.3):
+                return layers(*inputs)
+
+        with judged(0.5):
+            gradients(torch.compile(inside, backend=PARTITIONED), given())
+        self.assertEqual(saved_report.last_plan().budget, 0.3)
 
     def test_a_schedule_that_fails(self):
         wanted, _ = self.planned(0.5, plans=0)

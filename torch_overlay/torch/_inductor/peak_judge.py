@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import time
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -37,7 +36,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._functorch._activation_checkpointing import saved_report
 from .._functorch._activation_checkpointing.memory_budget import activation_bytes
-from .._functorch._activation_checkpointing.peak_budget import Peak, PeakPlan
+from .._functorch._activation_checkpointing.peak_budget import (
+    allowed_peak,
+    bounds_peak,
+    Peak,
+    PeakPlan,
+)
 
 
 if TYPE_CHECKING:
@@ -70,7 +74,7 @@ def partition(
     """Split a joint graph by ``partitioner``, at the budget that the judge chooses.
 
     Where nothing asks for a judge, or it fails, that is the budget of the config.
-    Raises RuntimeError for a number of plans that means nothing.
+    Raises RuntimeError for a number of plans, or of bytes, that means nothing.
     """
     count = functorch_config.activation_memory_peak_judge  # type: ignore[attr-defined]
     if type(count) is not int or count < 0 or count == 1:
@@ -79,24 +83,21 @@ def partition(
             "at least 2, or 0 for none"
         )
     budget = functorch_config.activation_memory_budget
-    limit = functorch_config.activation_memory_peak_bytes  # type: ignore[attr-defined]
-    target = functorch_config.activation_memory_budget_target  # type: ignore[attr-defined]
-    by_peak = limit is not None or (target == "peak" and 0 <= budget < 1)
-    if count and by_peak:
+    if count and bounds_peak(budget):
         try:
             started = time.perf_counter()
             candidates = _schedule_plans(
                 count, partitioner, joint_module, joint_inputs, kwargs
             )
-            log.info(
-                "%d of %d plans differ; scheduled in %.1f s, peaks of %s bytes",
-                len(candidates),
-                count,
-                time.perf_counter() - started,
-                ", ".join(f"{candidate.peak:,}" for candidate in candidates),
-            )
             if candidates:
-                return _choose(candidates, budget, limit)
+                log.info(
+                    "%d of %d plans differ; scheduled in %.1f s, peaks of %s bytes",
+                    len(candidates),
+                    count,
+                    time.perf_counter() - started,
+                    ", ".join(f"{candidate.peak:,}" for candidate in candidates),
+                )
+                return _choose(candidates, budget)
         except Exception as error:
             log.warning(
                 "no judge of peaks, so they are the planner's estimates for this graph: "
@@ -116,7 +117,8 @@ def _schedule_plans(
 ) -> list[_Candidate]:
     """Plans by falling cost; those of them that are equal, once.
 
-    None where peaks do not decide: the graph is one of a `StepBudget`, or has no plan.
+    None where the judge does not decide: the graph is one of a `StepBudget`, its budget
+    is that of a region, or it has no plan.
     """
     candidates: dict[tuple[str, ...], _Candidate] = {}
     num_fwd_outputs = kwargs["num_fwd_outputs"]
@@ -131,7 +133,9 @@ def _schedule_plans(
         with by_share, saved_report.trial() as made:
             split = partitioner(_copied(joint_module), joint_inputs, **kwargs)
         plan = made[-1] if made else None
-        if plan is None or (level == 0 and not isinstance(plan, PeakPlan)):
+        if plan is None:
+            return []
+        if level == 0 and (plan.budget != 0 or not isinstance(plan, PeakPlan)):
             return []
         saved = tuple(node.name for node in split[1].graph.find_nodes(op="placeholder"))
         if saved not in candidates:
@@ -141,11 +145,12 @@ def _schedule_plans(
     return list(candidates.values())
 
 
-def _choose(candidates: list[_Candidate], budget: float, limit: int | None) -> Split:
+def _choose(candidates: list[_Candidate], budget: float) -> Split:
     """The last, so the cheapest, that is within what was asked; else the lowest."""
     floor = min(candidate.peak for candidate in candidates)
     fastest = candidates[-1].peak
-    allowed = floor + math.floor(budget * (fastest - floor)) if limit is None else limit
+    limit = functorch_config.activation_memory_peak_bytes  # type: ignore[attr-defined]
+    allowed = allowed_peak(budget, floor, fastest) if limit is None else limit
     within = [each for each in candidates if each.peak <= max(allowed, floor)]
     lowest, split, plan = within[-1]
     peak = Peak(allowed, lowest, floor, fastest, fused=True)

@@ -63,6 +63,8 @@ __all__ = [
     "PeakPlan",
     "PlannedPeak",
     "Plans",
+    "allowed_peak",
+    "bounds_peak",
     "build_curve",
     "choose_plan",
     "find_plans",
@@ -93,6 +95,11 @@ class PlannedPeak(NamedTuple):
     storages: frozenset[int]
 
 
+def allowed_peak(budget: float, floor: int, fastest: int) -> int:
+    """The bytes that a budget allows between the lowest peak and that of budget 1."""
+    return floor + math.floor(budget * (fastest - floor))
+
+
 class Curve:
     """Of ``plans``, those that no other beats in both peak and cost, by rising peak.
 
@@ -112,7 +119,7 @@ class Curve:
 
     def allowed(self, budget: float) -> int:
         """The peak in bytes that a budget allows."""
-        return self.floor + math.floor(budget * (self.fastest.peak - self.floor))
+        return allowed_peak(budget, self.floor, self.fastest.peak)
 
     def within(self, peak: int) -> PlannedPeak:
         """The cheapest plan below a peak; that of the floor if there is none."""
@@ -182,20 +189,10 @@ class PeakPlan(saved_report.Plan):
         return [*lines[:3], ("peak", text.format(*sizes)), *lines[3:]]
 
 
-def choose_plan(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    budget: float,
-    num_fwd_outputs: int,
-    fused: bool = False,
-) -> ChosenPlan:
-    """What to save, by what ``config.activation_memory_budget_target`` means.
+def bounds_peak(budget: float) -> bool:
+    """Whether the config asks for a plan by peak memory at that budget.
 
-    The first ``num_fwd_outputs`` outputs are the forward's.  With ``fused``, peaks are
-    those of the kernels that inductor makes of the graph's operators.  The plan is one for saved
-    bytes where the target is "saved", where the budget is 1, and where no other can be
-    made, which a warning tells.  Raises RuntimeError for a target or a number of bytes
-    that means nothing.
+    Raises RuntimeError for a target or a number of bytes that means nothing.
     """
     limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
     target = config.activation_memory_budget_target  # type: ignore[attr-defined]
@@ -209,16 +206,35 @@ def choose_plan(
             f"activation_memory_peak_bytes is {limit!r}; it has to be a positive number "
             "of bytes, or None"
         )
+    by_budget = limit is None and (target == "saved" or budget == 1)
+    # A budget that is none gets the error of one for saved bytes.
+    return not by_budget and 0 <= budget <= 1
+
+
+def choose_plan(
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    budget: float,
+    num_fwd_outputs: int,
+    fused: bool = False,
+) -> ChosenPlan:
+    """What to save, by what ``config.activation_memory_budget_target`` means.
+
+    The first ``num_fwd_outputs`` outputs are the forward's.  With ``fused``, peaks are
+    those of the kernels that inductor makes of the graph's operators.  The plan is one for
+    saved bytes where the target is "saved", where the budget is 1, and where no other can be
+    made, which a warning tells.  Raises RuntimeError for a target or a number of bytes
+    that means nothing.
+    """
 
     def plan_saved_bytes(budget: float) -> ChosenPlan:
         return memory_budget.choose_plan(
             joint_graph, node_info, budget, num_fwd_outputs
         )
 
-    by_budget = limit is None and (target == "saved" or budget == 1)
-    # A budget that is none gets the error of one for saved bytes.
-    if by_budget or not 0 <= budget <= 1:
+    if not bounds_peak(budget):
         return plan_saved_bytes(budget)
+    limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
     fastest = plan_saved_bytes(1).saved_values
     try:
         graph, curve = build_curve(
