@@ -133,7 +133,7 @@ cache=()
 case $options in *--distributed*) USE_DISTRIBUTED=1 ;; esac
 case $options in
   *--minimal*)
-    export USE_MKLDNN=0
+    export USE_MKLDNN=0 USE_PRECOMPILED_HEADERS=1
     export CMAKE_C_FLAGS_RELEASE='-O1 -DNDEBUG' CMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG'
     for set in AVX2 AVX512; do
       cache+=("-DCXX_${set}_FOUND=OFF" "-DCXX_HAS_${set}_2=OFF")
