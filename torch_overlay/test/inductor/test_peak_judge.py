@@ -107,6 +107,22 @@ class PeakJudgeTest(TestCase):
                 self.assertEqual(lower.floor, peak.floor)
             lower = peak
 
+    @unittest.skipIf(not torch.backends.mkldnn.is_available(), "no channels last here")
+    def test_copies_of_inputs_are_saved(self):
+        """A convolution wants its arguments with channels last, and so does its backward."""
+        peaks = []
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.ones(8, 64, 8, 8).to(memory_format=layout)
+            weight = torch.ones(16, 64, 3, 3).to(memory_format=layout).requires_grad_()
+            with judged(0.5):
+                step = torch.compile(
+                    lambda x, weight: (F.conv2d(x, weight).square().sum(),),
+                    backend=PARTITIONED,
+                )
+                gradients(step, [x, weight])
+            peaks.append(saved_report.last_plan().peak.predicted)
+        self.assertEqual(peaks[0] - peaks[1], x.nbytes + weight.nbytes)
+
     def test_one_plan_is_kept(self):
         known = saved_report.plans()
         plan, found = self.planned(0.5)

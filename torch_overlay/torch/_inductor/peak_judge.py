@@ -171,12 +171,13 @@ def schedule_peak(
     primals = forward.graph.find_nodes(op="placeholder")
     saved = backward.graph.find_nodes(op="placeholder")
     lowered, forward_peak = _schedule(forward, [node.meta["val"] for node in primals])
-    # The forward chose the strides of what it saves.
+    # The forward chose the strides of what it saves, for which it may copy an input.
     made = {
         node.name: result
         for node, result in zip(results, lowered.graph_outputs)
-        if isinstance(node, Node) and node.op != "placeholder"
+        if isinstance(node, Node) and not _is_input(node, result)
     }
+    copies = {node.name for node in primals if node.name in made}
     inputs = [_restrided(node.meta["val"], made.get(node.name)) for node in saved]
     returned = results[:num_fwd_outputs]
     donated: list[int] = []
@@ -187,6 +188,10 @@ def schedule_peak(
             for place, node in enumerate(saved)
             if node.name in made and kept.isdisjoint(_storages([node]))
         ]
+    backward = _copied(backward)
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in copies:  # By the name of a primal it would be the caller's.
+            node.target = f"copy_of_{node.target}"
     _, backward_peak = _schedule(backward, inputs, donated)
     # What the forward returned stays the caller's.
     stays = activation_bytes([*primals, *saved], _nodes(returned))
@@ -205,6 +210,14 @@ def _nodes(values: Iterable[object]) -> list[Node]:
 
 def _storages(values: Iterable[object]) -> set[Optional[int]]:
     return {get_node_storage(node) for node in _nodes(values)}
+
+
+def _is_input(node: Node, result: Any) -> bool:
+    """Whether the forward returns one of its inputs as it came."""
+    if node.op != "placeholder":
+        return False
+    is_tensor = isinstance(node.meta["val"], FakeTensor)
+    return not is_tensor or result.get_name() == node.name
 
 
 def _restrided(value: Any, result: Any) -> Any:
