@@ -4,11 +4,8 @@ from ..patch import Edit, module_path, PARTITIONERS, Patch
 
 
 _IMPORT = "from ._activation_checkpointing.min_cut import minimum_cut\n"
-
-
-def _import_before(anchor: str, **releases: tuple[int, int]) -> Edit:
-    return Edit(PARTITIONERS, anchor, replacement=_IMPORT + anchor, **releases)
-
+_LOGGING_IMPORT = "from ._aot_autograd.logging_utils import get_aot_graph_name\n"
+_DESCRIPTORS_IMPORT = "from ._aot_autograd.descriptors import"
 
 PATCH = Patch(
     name="min-cut",
@@ -17,19 +14,25 @@ PATCH = Patch(
 Before 2.15 networkx finds the min cuts, four of them for a memory budget, and takes a
 quarter of a compile for them: it keeps its residual graph in dicts of dicts. The new
 module first joins all that infinite edges tie to the source or to the sink, which is
-most of these graphs, and runs the algorithm of Dinitz on lists with the rest. It takes a
-fifteenth to a twentieth of networkx's time, and half of that of 2.15's own. The cut is
-the same: the one nearest to the sink, whichever flow leads to it.
+most of these graphs, and runs the algorithm of Dinitz on lists with the rest. A partition of
+seven nets of real size takes 0.60 to 0.73 of its time with that. The cut is the same:
+the one nearest to the sink, whichever flow leads to it.
 """,
     test="test/functorch/test_ac_min_cut.py",
     sources=(module_path("min_cut"),),
     edits=(
-        _import_before(
-            "from ._aot_autograd.logging_utils import get_aot_graph_name\n",
+        Edit(
+            PARTITIONERS,
+            anchor=_LOGGING_IMPORT,
+            replacement=_IMPORT + _LOGGING_IMPORT,
             until=(2, 6),
         ),
-        _import_before(
-            "from ._aot_autograd.descriptors import", since=(2, 10), until=(2, 14)
+        Edit(
+            PARTITIONERS,
+            anchor=_DESCRIPTORS_IMPORT,
+            replacement=_IMPORT + _DESCRIPTORS_IMPORT,
+            since=(2, 10),
+            until=(2, 14),
         ),
         Edit(
             PARTITIONERS,

@@ -47,7 +47,9 @@ class TestMinCut(TestCase):
                     )(torch.randn(shape), *parameters.values())
                 self.assertGreaterEqual(cut.call_count, cuts)
                 for asked in cut.call_args_list:
-                    self.assertEqual(minimum_cut(*asked.args), nx.minimum_cut(*asked.args))
+                    self.assertEqual(
+                        minimum_cut(*asked.args), nx.minimum_cut(*asked.args)
+                    )
 
     def test_of_equal_cuts_the_one_nearest_to_the_sink(self):
         """Capacities of few values, some infinite, make many cuts of least value."""
