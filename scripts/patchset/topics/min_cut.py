@@ -9,14 +9,13 @@ _DESCRIPTORS_IMPORT = "from ._aot_autograd.descriptors import"
 
 PATCH = Patch(
     name="min-cut",
-    subject="Find the partitioner's min cuts on lists, without what cannot be cut",
+    subject="Find the partitioner's min cuts on flat lists",
     why="""\
 Before 2.15 networkx finds the min cuts, four of them for a memory budget, and takes a
 quarter of a compile for them: it keeps its residual graph in dicts of dicts. The new
-module first joins all that infinite edges tie to the source or to the sink, which is
-most of these graphs, and runs the algorithm of Dinitz on lists with the rest. A partition of
-seven nets of real size takes 0.60 to 0.73 of its time with that. The cut is the same:
-the one nearest to the sink, whichever flow leads to it.
+module runs the algorithm of Dinitz on flat lists, which are also nothing for Python's
+garbage collector to search. The cut is the same: the one nearest to the sink, whichever
+flow leads to it.
 """,
     test="test/functorch/test_ac_min_cut.py",
     sources=(module_path("min_cut"),),

@@ -1,10 +1,10 @@
-"""Min cuts of the partitioner's graphs, on lists instead of networkx's dicts.
+"""Min cuts of the partitioner's graphs, on flat lists instead of networkx's dicts.
 
-Most edges of these graphs are infinite: what must run in the backward, what may not run
-again, and who reads what.  All that such edges tie to the source is one vertex with it,
-and so with the sink, which leaves a third of the graph or less.  On that runs the
-algorithm of Dinitz, with distances to the sink, since the last of them are the cut:
-vertices that still reach the sink.  O(vertices^2 * edges), but close to linear here.
+The algorithm of Dinitz, with distances to the sink, since the last of them are the cut:
+the vertices that still reach the sink.  O(vertices^2 * edges), but close to linear on
+these graphs.  An edge and its reverse are neighbours in the lists, and the edges that
+leave a vertex are a chain: few objects, so that Python's garbage collector, slow beside
+a traced model, is not called.
 
 E. A. Dinic, "Algorithm for solution of a problem of maximum flow in a network with power
 estimation", Soviet Mathematics Doklady 11, 1970.
@@ -13,20 +13,15 @@ estimation", Soviet Mathematics Doklady 11, 1970.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from typing import Any, TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Optional, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import networkx as nx
 
 
 __all__ = ["minimum_cut"]
-
-Vertex = TypeVar("Vertex")
-_SOURCE, _SINK = 0, 1
 
 
 def minimum_cut(
@@ -39,108 +34,99 @@ def minimum_cut(
 
     Raises networkx.NetworkXUnbounded where an infinite path leads from source to sink.
     """
-    edges = [
-        edge for edge in graph.edges(data="capacity", default=math.inf) if edge[2] > 0
-    ]
-    after, before = defaultdict(list), defaultdict(list)
-    for tail, head, capacity in edges:
-        if capacity == math.inf:
-            after[tail].append(head)
-            before[head].append(tail)
-    with_source, with_sink = _reachable(source, after), _reachable(sink, before)
-    if sink in with_source:
-        from networkx import NetworkXUnbounded
-
-        raise NetworkXUnbounded("an infinite path leads from the source to the sink")
-
-    # Edge 2i and its reverse 2i + 1, each listed at its tail.
-    number = dict.fromkeys(with_source, _SOURCE) | dict.fromkeys(with_sink, _SINK)
-    for vertex in graph:
-        number.setdefault(vertex, len(number))
-    leaving: list[list[int]] = [[] for _ in range(len(number) + 2)]
-    heads: list[int] = []
-    residual: list[float] = []
-    for tail, head, capacity in edges:
-        a, b = number[tail], number[head]
-        # Nothing that enters the source or leaves the sink is part of a cut.
-        if a != b and a != _SINK and b != _SOURCE:
-            leaving[a].append(len(heads))
-            leaving[b].append(len(heads) + 1)
-            heads += (b, a)
-            residual += (capacity, 0)
-
-    while (distance := _distances(leaving, heads, residual))[_SOURCE] is not None:
-        _block(leaving, heads, residual, distance)
+    number = {vertex: i for i, vertex in enumerate(graph)}
+    network = _Network(number[source], number[sink], [-1] * len(number))
+    for tail, head, capacity in graph.edges(data="capacity", default=math.inf):
+        network.add_edge(number[tail], number[head], capacity)
+    while (distance := network.distances())[network.source] is not None:
+        network.block(distance)
     sink_side = {vertex for vertex in graph if distance[number[vertex]] is not None}
     source_side = set(graph) - sink_side
     value = sum(
         capacity
-        for tail, head, capacity in edges
+        for tail, head, capacity in graph.edges(data="capacity")
         if tail in source_side and head in sink_side
     )
     return value, (source_side, sink_side)
 
 
-def _reachable(start: Vertex, after: Mapping[Vertex, Sequence[Vertex]]) -> set[Vertex]:
-    found, waiting = {start}, [start]
-    while waiting:
-        new = {*after[waiting.pop()]} - found
-        found |= new
-        waiting += new
-    return found
+@dataclass
+class _Network:
+    """Edge 2i, its reverse 2i + 1, and what is left of their capacities.
 
-
-def _distances(
-    leaving: list[list[int]], heads: list[int], residual: list[float]
-) -> list[int | None]:
-    """Edges from each vertex to the sink, by what is left of capacities; None: no way.
-
-    Those further away than the source are left out where it has a way.
+    ``last`` has the last edge that leaves each vertex, and ``previous`` the one before
+    each edge; -1 is none.
     """
-    distance: list[int | None] = [None] * len(leaving)
-    distance[_SINK] = steps = 0
-    layer = [_SINK]
-    while layer and distance[_SOURCE] is None:
-        steps += 1
-        next_layer = []
-        for vertex in layer:
-            for edge in leaving[vertex]:
-                if distance[heads[edge]] is None and residual[edge ^ 1] > 0:
-                    distance[heads[edge]] = steps
-                    next_layer.append(heads[edge])
-        layer = next_layer
-    return distance
 
+    source: int
+    sink: int
+    last: list[int]
+    previous: list[int] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)
+    residual: list[float] = field(default_factory=list)
 
-def _block(
-    leaving: list[list[int]],
-    heads: list[int],
-    residual: list[float],
-    distance: list[int | None],
-) -> None:
-    """Sends flow along shortest paths until each of them has an edge without room."""
-    tried = [0] * len(leaving)
-    path: list[int] = []
-    vertex = _SOURCE
-    while True:
-        if vertex == _SINK:
-            room = min(residual[edge] for edge in path)
-            for edge in path:
-                residual[edge] -= room
-                residual[edge ^ 1] += room
-            full = next(i for i, edge in enumerate(path) if residual[edge] == 0)
-            vertex = heads[path[full] ^ 1]
-            del path[full:]
-        elif tried[vertex] < len(leaving[vertex]):
-            edge = leaving[vertex][tried[vertex]]
-            step = distance[heads[edge]]
-            if step is not None and step + 1 == distance[vertex] and residual[edge] > 0:
-                path.append(edge)
-                vertex = heads[edge]
+    def add_edge(self, tail: int, head: int, capacity: float) -> None:
+        edge = len(self.heads)
+        self.previous += (self.last[tail], self.last[head])
+        self.last[tail], self.last[head] = edge, edge + 1
+        self.heads += (head, tail)
+        self.residual += (capacity, 0)
+
+    def distances(self) -> list[Optional[int]]:
+        """Edges from each vertex to the sink, where there is a way with room; else None.
+
+        Those further away than the source are left out where it has a way.
+        """
+        previous, heads, residual = self.previous, self.heads, self.residual
+        distance: list[Optional[int]] = [None] * len(self.last)
+        distance[self.sink] = steps = 0
+        layer = [self.sink]
+        while layer and distance[self.source] is None:
+            steps += 1
+            next_layer = []
+            for vertex in layer:
+                edge = self.last[vertex]
+                while edge >= 0:
+                    if distance[heads[edge]] is None and residual[edge ^ 1] > 0:
+                        distance[heads[edge]] = steps
+                        next_layer.append(heads[edge])
+                    edge = previous[edge]
+            layer = next_layer
+        return distance
+
+    def block(self, distance: list[Optional[int]]) -> None:
+        """Send flow along shortest paths until each has an edge without room."""
+        previous, heads, residual = self.previous, self.heads, self.residual
+        untried = self.last.copy()
+        path: list[int] = []
+        vertex = self.source
+        while True:
+            if vertex == self.sink:
+                room = min(residual[edge] for edge in path)
+                if room == math.inf:
+                    from networkx import NetworkXUnbounded
+
+                    raise NetworkXUnbounded("an infinite path leads to the sink")
+                for edge in path:
+                    residual[edge] -= room
+                    residual[edge ^ 1] += room
+                full = next(i for i, edge in enumerate(path) if residual[edge] == 0)
+                vertex = heads[path[full] ^ 1]
+                del path[full:]
+            elif (edge := untried[vertex]) >= 0:
+                step = distance[heads[edge]]
+                if (
+                    step is not None
+                    and step + 1 == distance[vertex]
+                    and residual[edge] > 0
+                ):
+                    path.append(edge)
+                    vertex = heads[edge]
+                else:
+                    untried[vertex] = previous[edge]
+            elif path:
+                edge = path.pop()
+                vertex = heads[edge ^ 1]
+                untried[vertex] = previous[edge]
             else:
-                tried[vertex] += 1
-        elif path:
-            vertex = heads[path.pop() ^ 1]
-            tried[vertex] += 1
-        else:
-            return
+                return
