@@ -959,24 +959,29 @@ class PeakBudgetTest(TestCase):
     def test_two_ranks_choose_alike(self):
         with tempfile.TemporaryDirectory() as folder:
             place = os.path.join(folder, "init")
-            told = f"print(json.dumps(t.rank(1, {place!r})))"
-            other = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    f"import json, test_ac_peak_budget as t; {told}",
-                ],
-                env={**os.environ, "PYTHONHASHSEED": "1"},
-                cwd=os.path.dirname(os.path.abspath(__file__)),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            ranks = [
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-c",
+                        "import json, test_ac_peak_budget as t; "
+                        f"print(json.dumps(t.rank({number}, {place!r})))",
+                    ],
+                    env={**os.environ, "PYTHONHASHSEED": str(number)},
+                    cwd=os.path.dirname(os.path.abspath(__file__)),
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for number in range(2)
+            ]
             try:
-                one = rank(0, place)
-                output, _ = other.communicate(timeout=120)
+                # One may wait forever for the other, if that fails.
+                outputs = [process.communicate(timeout=150)[0] for process in ranks]
             finally:
-                other.kill()
-        self.assertEqual(one, json.loads(output.splitlines()[-1]))
+                for process in ranks:
+                    process.kill()
+        one, other = (json.loads(output.splitlines()[-1]) for output in outputs)
+        self.assertEqual(one, other)
         self.assertGreater(len(one[0]), 0)
 
 
