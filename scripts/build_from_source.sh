@@ -15,7 +15,8 @@ there: the tests that the set brings, beside upstream's. That takes hours, at
 the lowest priority. Stopped or killed and started again, it goes on where it was, with
 the options of the first time.
 
-  --minimal      also no oneDNN, no kernels for AVX, and -O1: enough for tests in Python
+  --minimal      also no oneDNN, no kernels for AVX, -O1 and precompiled headers: enough
+                 for tests in Python
   --distributed  with torch.distributed
   --debian       instead of a CHECKOUT, Debian's source package of 2.6.0, in a chroot in
                  build/from-source with what Debian builds it with; needs root,
