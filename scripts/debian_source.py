@@ -22,7 +22,9 @@ CACHE = TREES.parent / "debian"
 SUITE = "trixie"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 # What torch and its tests import, beyond what Debian builds the package with.
-IMPORTED = "filelock fsspec hypothesis jinja2 networkx pytest sympy typing-extensions"
+IMPORTED = (
+    "filelock fsspec hypothesis jinja2 networkx pytest scipy sympy typing-extensions"
+)
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> str:

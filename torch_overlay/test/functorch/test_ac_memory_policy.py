@@ -15,11 +15,11 @@ import torch.fx.traceback as fx_traceback
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._activation_checkpointing import (
+    remat_using_tags_for_fwd_loss_bwd_graph_pass as remat_pass,
+)
 from torch._functorch._activation_checkpointing.liveness import CannotPlan
 from torch._functorch._activation_checkpointing.memory_policy import tag_for_peak
-from torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass import (
-    remat_using_tags_for_fwd_loss_bwd_graph,
-)
 from torch._functorch._aot_autograd.logging_utils import (
     setup_stacktrace_preservation_hooks,
 )
@@ -168,7 +168,7 @@ class MemoryPolicyTest(TestCase):
             if tag is not None:
                 tag(gm)
             peak = tag_for_peak(gm, budget=budget)
-            gm = remat_using_tags_for_fwd_loss_bwd_graph(gm)
+            gm = remat_pass.remat_using_tags_for_fwd_loss_bwd_graph(gm)
             results, measured = run(gm, inputs)
             self.assertEqual(results, expected, rtol=0, atol=0)
             self.assertLessEqual(measured, peak.predicted)
@@ -224,6 +224,10 @@ class MemoryPolicyTest(TestCase):
     def test_optimizer_in_the_graph(self):
         self.check_model(transformer(layers=6), update=True)
 
+    @unittest.skipUnless(
+        hasattr(remat_pass, "_collect_backward_regions"),
+        "in 2.12, the pass takes one backward region",
+    )
     def test_loss_in_chunks(self):
         model = transformer()
         inputs = [*model.parameters(), batch()]
@@ -237,7 +241,9 @@ class MemoryPolicyTest(TestCase):
         for allowed in (1, (plain.floor + plain.fastest) // 2):
             gm = copied(untagged)
             peak = tag_for_peak(gm, peak_bytes=allowed)
-            _, measured = run(remat_using_tags_for_fwd_loss_bwd_graph(gm), inputs)
+            _, measured = run(
+                remat_pass.remat_using_tags_for_fwd_loss_bwd_graph(gm), inputs
+            )
             self.assertEqual(peak.allowed, allowed)
             self.assertLessEqual(measured, peak.predicted)
             self.assertLessEqual(peak.predicted, max(allowed, plain.floor))
