@@ -295,9 +295,8 @@ def check(release: str) -> list[Finding]:
         row[finding.name] = finding
         if release in RELEASES:
             store(release, [*row.values()])
-    if (
-        release in RELEASES
-    ):  # Where none had to be run, text alone may tell something new.
+    # Where none had to be run, text alone may tell something new.
+    if release in RELEASES:
         store(release, [*row.values()])
     show(release, [*row.values()])
     return [*row.values()]
