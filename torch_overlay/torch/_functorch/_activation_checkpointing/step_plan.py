@@ -30,9 +30,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .knapsack_exact import solve_knapsack_budgets
-from .liveness import JointGraph
+from .liveness import Evaluation, JointGraph
 from .memory_budget import lightest, Planner
 from .peak_budget import find_plans, Plans, rerun_costs
+from .random_ops import is_random
 from .rerun_cost import concrete
 
 
@@ -184,9 +185,10 @@ def plan_graph(
     found: dict[tuple[int, int, int, float], GraphPlan] = {}
     for storages, evaluation in plans.evaluations.items():
         kept = evaluation.saved
+        states = _generator_states(graph, evaluation)
         plan = GraphPlan(
-            graph.size(kept - graph.outputs),
-            evaluation.forward_peak,
+            graph.size(kept - graph.outputs) + states,
+            evaluation.forward_peak + states,
             max(evaluation.step_peaks) - graph.held_by_caller,
             plans.found[storages].cost,
             frozenset(returned[s] for s in kept & graph.outputs if s in returned),
@@ -200,6 +202,21 @@ def plan_graph(
     )
     primals = len(placeholders) - tangents
     return GraphPlans(best, top, primals, tangents, sizes, graph)
+
+
+def _generator_states(graph: JointGraph, evaluation: Evaluation) -> int:
+    """Bytes kept so that random operators draw the same numbers when they run again.
+
+    That is a generator's state for each, where the CPU's draws them; those of other
+    devices do not count.  By the peak of the backward they are taken to be used up.
+    """
+    again = sum(
+        is_random(node) and all(value.is_cpu for value in tree_leaves(node.meta["val"]))
+        for node, plans in zip(graph.nodes, evaluation.repeated)
+        if plans & evaluation.bit
+    )
+    with _disable_current_modes():
+        return again * torch.get_rng_state().nbytes if again else 0
 
 
 def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:
