@@ -7,9 +7,15 @@ inside of the graphs too.
 
 import contextlib
 import gc
+import json
 import logging
+import os
+import subprocess
+import sys
+import tempfile
 import unittest
 import weakref
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -180,6 +186,64 @@ def recorded(budget, model, *batches, train=train):
 def measured(*step, **options):
     """The peak of one more step."""
     return recorded(*step, **options).peak
+
+
+class Stage(nn.Sequential):
+    """One of two stages of a pipeline, the second with another graph; see `rank`."""
+
+    def __init__(self, number):
+        blocks = Net(3 + number).blocks
+        super().__init__(*blocks, *([nn.Linear(WIDTH, 8)] if number else []))
+        self.number = number
+        self.schedule = None
+
+    def train_step(self, x):
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        if self.schedule is None:
+            stage = PipelineStage(self, self.number, 2, torch.device("cpu"))
+            self.schedule = Schedule1F1B(stage, 4, loss_fn=F.cross_entropy)
+        if self.number:
+            self.schedule.step(target=x.argmax(1) % 8)
+        else:
+            self.schedule.step(x)
+
+
+def rank(number, place, way):
+    """What a StepBudget does in one of two processes."""
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{place}",
+        rank=number,
+        world_size=2,
+        timeout=timedelta(seconds=120),
+    )
+
+    def make():
+        torch._dynamo.reset()
+        if way == "pipeline":
+            return Stage(number)
+        return nn.parallel.DistributedDataParallel(Net())
+
+    def train_one(model, x):
+        train_step = getattr(model, "train_step", None)
+        train_step(x) if train_step else train(model, x)
+
+    x = batch(4 * BATCH, seed=number if way == "replicas" else 1)
+    try:
+        before = unbudgeted(make(), x, train=train_one)
+        model, budget = make(), StepBudget(share=0.2)
+        gradients = steps(budget, model, x, train=train_one)
+        peak = measured(budget, model, x, train=train_one)
+    finally:
+        torch.distributed.destroy_process_group()
+    return {
+        "peak": peak,
+        "predicted": budget.plan.predicted_peak,
+        "allowed": budget.plan.allowed,
+        "same": all(map(torch.equal, gradients, before)),
+        "budget": str(budget),
+    }
 
 
 def unbudgeted(model, *batches, train=train):
@@ -464,9 +528,16 @@ class StepBudgetTest(TestCase):
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
     def test_inductor(self):
         with fresh_cache():
-            model, budget = Net(2, "inductor", dropout=0.1), StepBudget(share=0.0)
-            gradients = steps(budget, model, batch())
-            self.assertGreater(budget.plan.graphs[0].cost, 0)
+            for hits in (False, True):
+                torch._dynamo.reset()
+                counters.clear()
+                model, budget = Net(2, "inductor", dropout=0.1), StepBudget(share=0.0)
+                gradients = steps(budget, model, batch())
+                self.assertGreater(budget.plan.graphs[0].cost, 0)
+                # What plans of a step leave to inductor's cache, it finds again.
+                found = counters["inductor"]
+                self.assertEqual(found["fxgraph_cache_miss"] == 0, hits)
+                self.assertEqual(found["fxgraph_cache_hit"] > 0, hits)
         torch._dynamo.reset()
         with fresh_cache():
             wanted = unbudgeted(Net(2, "inductor", dropout=0.1), batch())
@@ -530,6 +601,51 @@ class StepBudgetTest(TestCase):
         torch._dynamo.reset()
         steps(budget, model, batch())
         self.assertEqual(peak > 1.05 * budget.plan.floor, calls is None)
+
+    @unittest.skipUnless(
+        torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+        "no gloo here",
+    )
+    @unittest.skipIf(
+        torch.version.cuda is not None and not torch.cuda.is_available(),
+        "a CUDA build without a GPU: the two processes wait for each other forever",
+    )
+    @parametrize("way", ("replicas", "pipeline"))
+    def test_two_ranks(self, way):
+        with tempfile.TemporaryDirectory() as folder:
+            place = os.path.join(folder, "init")
+            ranks = [
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-c",
+                        "import json, os, test_ac_step_budget as t; "
+                        f"found = t.rank({number}, {place!r}, {way!r}); "
+                        "print(json.dumps(found), flush=True); "
+                        # Where DDP ran, an interpreter may never come to its end.
+                        "os._exit(0)",
+                    ],
+                    env={**os.environ, "PYTHONHASHSEED": str(number)},
+                    cwd=os.path.dirname(os.path.abspath(__file__)),
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for number in range(2)
+            ]
+            try:
+                # One may wait forever for the other, if that fails.
+                outputs = [process.communicate(timeout=150)[0] for process in ranks]
+            finally:
+                for process in ranks:
+                    process.kill()
+        found = [json.loads(output.splitlines()[-1]) for output in outputs]
+        for each in found:
+            self.assertTrue(each["same"])
+            self.assertLessEqual(each["peak"], 1.005 * each["allowed"])
+            self.assertLessEqual(
+                abs(each["peak"] - each["predicted"]), 0.01 * each["peak"]
+            )
+        self.assertEqual(found[0]["budget"] == found[1]["budget"], way == "replicas")
 
     def test_nothing_compiled(self):
         with self.assertLogs("torch._functorch", "WARNING") as logs:

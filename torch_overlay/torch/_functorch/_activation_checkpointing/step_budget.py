@@ -100,8 +100,8 @@ class GraphUse(NamedTuple):
 class StepSummary:
     """What a step's plan is to keep to: bytes, and cost in the estimator's unit.
 
-    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the plans of
-    budget 1.  They are beyond the ``given`` bytes that are there when a step starts,
+    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest plans
+    that repeat nothing expensive, as those of budget 1 do.  They are beyond the ``given`` bytes that are there when a step starts,
     but for a budget of ``device_bytes``, which means all.
     """
 
