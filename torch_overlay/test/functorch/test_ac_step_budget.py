@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config
 from torch._functorch._activation_checkpointing import (
@@ -551,6 +552,22 @@ class StepBudgetTest(TestCase):
             model(batch())
         with self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, batch())
+
+    def test_compiled_autograd(self):
+        def train(model, x):
+            with compiled_autograd._enable(torch.compile(backend=AOT)):
+                model(x).backward()
+
+        before = unbudgeted(Net(), batch(), train=train)
+        torch._dynamo.reset()
+        budget = StepBudget(share=0.5)
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            gradients = steps(budget, Net(), batch(), train=train, count=3)
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("compiled autograd ran the backwards", logs.output[0])
+        self.assertEqual(gradients, before, rtol=0, atol=0)
+        torch._dynamo.reset()
+        self.check(Net, batch())
 
     def test_failed_step(self):
         model, budget = Net(), StepBudget(share=0.5)

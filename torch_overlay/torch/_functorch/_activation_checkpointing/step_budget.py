@@ -213,6 +213,12 @@ class StepBudget:
                     "no graph was compiled in this step; what was compiled before can be "
                     "compiled again after torch.compiler.reset()"
                 )
+            elif _ran_out_of_sight(self._seen):
+                self._recorded = None
+                self._warn(
+                    "compiled autograd ran the backwards, and what a step holds there is "
+                    "not known; all graphs run by lean plans"
+                )
         elif self._seen != self._expected:
             log.warning(
                 "this step made other calls of compiled graphs than the one that its "
@@ -600,6 +606,12 @@ class _Recorder(TorchDispatchMode):
         held, unheld = where(alive)
         found.append(Moment(most, held, None, unheld))
         return found
+
+
+def _ran_out_of_sight(seen: Sequence[Any]) -> bool:
+    """Whether compiled autograd ran the backwards of these calls."""
+    is_unused = torch._C._dynamo.compiled_autograd.is_cache_empty()
+    return not is_unused and all(what != "B" for what, *_ in seen)
 
 
 def _allocated(device: torch.device) -> int:
