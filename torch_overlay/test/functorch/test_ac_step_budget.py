@@ -569,6 +569,28 @@ class StepBudgetTest(TestCase):
         torch._dynamo.reset()
         self.check(Net, batch())
 
+    def test_nested_compiled_regions(self):
+        run = torch.compiler.nested_compile_region(Block.forward)
+
+        class Nested(Block):
+            def forward(self, x):
+                return run(self, x)
+
+        def make():
+            model = Net(backend=None)
+            for block in model.blocks:
+                block.__class__ = Nested
+            model.compile(backend=AOT)
+            return model
+
+        before = unbudgeted(make(), batch())
+        torch._dynamo.reset()
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            gradients = steps(StepBudget(share=0.5), make(), batch(), count=3)
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("nested compiled regions", logs.output[0])
+        self.assertEqual(gradients, before, rtol=0, atol=0)
+
     def test_failed_step(self):
         model, budget = Net(), StepBudget(share=0.5)
         with self.assertRaisesRegex(RuntimeError, "failed"), budget:

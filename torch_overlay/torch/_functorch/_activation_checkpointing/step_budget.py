@@ -634,6 +634,14 @@ class _Graph:
         self.plans = GraphPlans([GraphPlan(0, 0, 0, 0.0, frozenset(), frozenset())], 0)
         self.lean = 0
         self.fault = "its backend does not split it by a budget"
+        # Partitioned before their caller, each by itself.
+        self._is_nested = bool(
+            self._capture.graph_module.graph.find_nodes(
+                op="call_function", target=torch.ops.higher_order.invoke_subgraph
+            )
+        )
+        if self._is_nested:
+            self.fault = "it calls nested compiled regions, which have their own plans"
         self._chosen = 0
         self._variants: dict[int, Callable[..., Any]] = {}
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
@@ -724,7 +732,7 @@ class _Graph:
         capture.updated_flat_args = tuple(map(list, capture.updated_flat_args))
         forward, backward = self._compilers
         self._chosen = plan
-        before, _compiling = _compiling, self
+        before, _compiling = _compiling, None if self._is_nested else self
         try:
             return self._compile_graph(
                 state,
