@@ -30,6 +30,7 @@ from torch._functorch._activation_checkpointing import (
     step_plan,
 )
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._inductor.pattern_matcher import joint_fwd_bwd
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -543,6 +544,19 @@ class StepBudgetTest(TestCase):
         with fresh_cache():
             wanted = unbudgeted(Net(2, "inductor", dropout=0.1), batch())
         self.assertEqual(gradients, wanted, rtol=1e-5, atol=1e-6)
+
+    def test_patterns_of_inductor(self):
+        # Traced and run in the first step of a process.
+        def train(model, x):
+            inner = x.clone().requires_grad_()
+            joint_fwd_bwd(lambda value: value.sin().cos(), [inner])
+            model(x).backward()
+
+        model, budget = Net(), StepBudget(share=0.2)
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            steps(budget, model, batch(), train=train, count=1)
+            steps(budget, model, batch())
+        self.assertEqual(len(budget.plan.graphs), 1)
 
     def test_outside_of_a_step(self):
         model, budget = Net(), StepBudget(share=0.5)

@@ -793,7 +793,7 @@ class _Graph:
             self._num_fwd_outputs = num_fwd_outputs
             asked = joint_graph, node_info, budget, num_fwd_outputs
             try:
-                self._find_plans(*asked)
+                self._find_plans(*asked, fused)
             except Exception as error:
                 self.fault = f"{type(error).__name__}: {error}"
                 return peak_budget.choose_plan(*asked, fused)
@@ -813,6 +813,7 @@ class _Graph:
         node_info: NodeInfo,
         budget: float,
         num_fwd_outputs: int,
+        fused: bool,
     ) -> None:
         # A budget that the user gave to a region of the model stays.
         is_only = budget != config.activation_memory_budget
@@ -820,7 +821,12 @@ class _Graph:
             joint_graph, node_info, budget if is_only else 1, num_fwd_outputs
         )
         self.plans = plan_graph(
-            joint_graph, node_info, num_fwd_outputs, chosen.saved_values, is_only
+            joint_graph,
+            node_info,
+            num_fwd_outputs,
+            chosen.saved_values,
+            fused,
+            is_only,
         )
         self.fault = ""
         self.lean = self._chosen = self.plans.leanest(calls_assumed())
@@ -930,7 +936,8 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
 
     def compile_for_step(*arguments: Any) -> Any:
-        if _active is not None:
+        # Without a context, inductor traces its patterns, amid a compilation.
+        if _active is not None and TracingContext.try_get() is not None:
             return _Graph(compile_graph, *arguments).first()
         options: Any = config
         if options.activation_memory_graph_calls is None and (

@@ -29,6 +29,7 @@ from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from .fused_peak import FusedJointGraph
 from .knapsack_exact import solve_knapsack_budgets
 from .liveness import Evaluation, JointGraph
 from .memory_budget import lightest, Planner
@@ -148,17 +149,20 @@ def plan_graph(
     node_info: NodeInfo,
     num_fwd_outputs: int,
     saved: Sequence[fx.Node],
+    fused: bool,
     is_only: bool = False,
 ) -> GraphPlans:
     """The plans of a joint graph, and its model; ``saved`` is what that of budget 1 saves.
 
-    Or the one that saves ``saved``, if that is the only one to have.
+    Or the one that saves ``saved``, if that is the only one to have.  Bytes are those of
+    inductor's kernels if it is to be ``fused``, and by operators if not.
 
     There are those of the search for a peak, and those of knapsacks at many budgets:
     where calls wait for each other, what a call keeps counts for more than its own peak.
     Raises as :class:`.JointGraph` does.
     """
-    graph = JointGraph(joint_graph, node_info, num_fwd_outputs)
+    model = FusedJointGraph if fused else JointGraph
+    graph = model(joint_graph, node_info, num_fwd_outputs)
     planner = Planner(joint_graph, node_info, num_fwd_outputs, graph)
     cheapest, expensive = planner.cheapest_cut()
     if is_only:
