@@ -57,7 +57,7 @@ def merged(path: Optional[Path], new: Sequence[Row], *key: str) -> list[Row]:
     stored: list[Row] = []
     if path is not None and path.exists():
         stored = json.loads(path.read_text())["measured"]
-    found = {tuple(row[name] for name in key): row for row in (*stored, *new)}
+    found = {tuple(row.get(name) for name in key): row for row in (*stored, *new)}
     return list(found.values())
 
 

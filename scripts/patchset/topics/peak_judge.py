@@ -17,18 +17,21 @@ for can be missed.
 With activation_memory_peak_judge = n, n plans between the lowest peak and the fastest
 are scheduled, which costs about what compiling the graph does without compiling
 kernels, and the cheapest whose true peak is within the budget is kept. The plans that
-are tried do not depend on the budget, so a smaller one never has a higher peak.
+are tried do not depend on the budget, so a smaller one never has a higher peak. A
+StepBudget has those plans scheduled that it is about to choose, and those that its
+bound is made of.
 """,
     test="test/inductor/test_peak_judge.py",
     sources=("torch/_inductor/peak_judge.py",),
-    needs=("peak-budget", "buffer-reuse"),
+    needs=("step-budget", "buffer-reuse"),
     edits=(
         Edit(
             CONFIG,
             anchor=ESTIMATOR,
             replacement="""\
 # How many plans inductor schedules to know their true peaks, for the target "peak" and a
-# peak in bytes, before it keeps one of them; at least 2, or 0: the estimates decide.
+# peak in bytes, before it keeps one of them; at least 2, or 0: the estimates decide. For a
+# StepBudget, how often it may have plans scheduled before it keeps one for each graph.
 activation_memory_peak_judge = 0
 
 """

@@ -3,7 +3,7 @@
 
 import functools
 import unittest
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from unittest.mock import patch
 
 import torch
@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from test_buffer_reuse import live_at_most
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
-from torch._functorch._activation_checkpointing import peak_budget, saved_report
+from torch._functorch._activation_checkpointing import (
+    peak_budget,
+    saved_report,
+    step_budget,
+)
 from torch._functorch.compilers import nop
 from torch._inductor import compile_fx, peak_judge
 from torch._inductor import config as inductor_config
@@ -107,6 +111,29 @@ class PeakJudgeTest(TestCase):
                 self.assertEqual(lower.floor, peak.floor)
             lower = peak
 
+    def test_steps_are_planned_by_schedules(self):
+        with judged(1):
+            if not HAS_CPU:
+                self.skipTest("inductor cannot compile for the CPU here")
+        lower = 0
+        for share in (0, 0.6):
+            with judged(1):
+                compiled, inputs = torch.compile(layers), given()
+                budget = step_budget.StepBudget(share=share)
+
+                def step(compiled=compiled, inputs=inputs, budget=budget):
+                    with budget:
+                        gradients(compiled, inputs)
+
+                step()
+                step()
+                measured = live_at_most(step)
+            plan = budget.plan
+            self.assertEqual(plan.predicted_peak, measured, rtol=0.005, atol=0)
+            self.assertLessEqual(plan.predicted_peak, plan.allowed)
+            self.assertLess(lower, measured)
+            lower = measured
+
     @unittest.skipIf(not torch.backends.mkldnn.is_available(), "no channels last here")
     def test_copies_of_inputs_are_saved(self):
         """A convolution wants its arguments with channels last, and so does its backward."""
@@ -180,6 +207,26 @@ class PeakJudgeTest(TestCase):
         with patch.object(peak_judge, "schedule_peak", side_effect=ValueError("odd")):
             plan, _ = self.planned(0.5, "ValueError: odd")
         self.assertEqual(saved(plan), saved(wanted))
+
+    def test_a_schedule_of_a_step_that_fails(self):
+        plans = []
+        for count in (0, 4):
+            budget = step_budget.StepBudget(share=0.5)
+            failing = patch.object(
+                peak_judge, "schedule_peaks", side_effect=ValueError("odd")
+            )
+            with failing, judged(1, count), ExitStack() as stack:
+                if count:
+                    logs = stack.enter_context(
+                        self.assertLogs(step_budget.log, "WARNING")
+                    )
+                compiled, inputs = torch.compile(layers, backend=PARTITIONED), given()
+                for _ in range(2):
+                    with budget:
+                        gradients(compiled, inputs)
+            plans.append((budget.plan.predicted_peak, budget.plan.allowed))
+        self.assertIn("ValueError: odd", logs.output[0])
+        self.assertEqual(plans[0], plans[1])
 
 
 if __name__ == "__main__":

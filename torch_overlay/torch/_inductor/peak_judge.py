@@ -9,6 +9,8 @@ true peak is within what was asked.
 Which plans are tried does not depend on the budget, so a smaller one never has a higher
 peak.  A limit between two of them gets the lower, so more plans come nearer to it; each
 costs about what inductor takes to compile the graph, without compiling kernels.
+
+A :class:`.StepBudget` asks for the peaks of the plans that it is about to choose.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from .._functorch._activation_checkpointing.peak_budget import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from torch.fx import GraphModule
 
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["partition", "schedule_peak"]
+__all__ = ["partition", "schedule_peak", "schedule_peaks"]
 
 
 class _Candidate(NamedTuple):
@@ -164,7 +166,18 @@ def schedule_peak(
 ) -> int:
     """Bytes that inductor's kernels hold at most, over the two graphs of a joint graph.
 
-    Parameters and inputs are not counted.  Both graphs are left as they are.
+    As `schedule_peaks` counts them.
+    """
+    return max(schedule_peaks(forward, backward, num_fwd_outputs))
+
+
+def schedule_peaks(
+    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
+) -> tuple[int, int]:
+    """Bytes that inductor's kernels hold at most, in each of a joint graph's two graphs.
+
+    Parameters and inputs are not counted, tangents and what the forward returned are.
+    Both graphs are left as they are.
     """
     results: Any = output_node(forward).args[0]
     gradients: Any = output_node(backward).args[0]
@@ -188,14 +201,10 @@ def schedule_peak(
             for place, node in enumerate(saved)
             if node.name in made and kept.isdisjoint(_storages([node]))
         ]
-    backward = _copied(backward)
-    for node in backward.graph.find_nodes(op="placeholder"):
-        if node.name in copies:  # By the name of a primal it would be the caller's.
-            node.target = f"copy_of_{node.target}"
-    _, backward_peak = _schedule(backward, inputs, donated)
+    _, backward_peak = _schedule(backward, inputs, donated, copies)
     # What the forward returned stays the caller's.
     stays = activation_bytes([*primals, *saved], _nodes(returned))
-    return max(forward_peak, backward_peak + stays)
+    return forward_peak, backward_peak + stays
 
 
 def _copied(module: GraphModule) -> GraphModule:
@@ -236,16 +245,21 @@ def _schedule(
     module: GraphModule,
     inputs: Sequence[Any],
     donated: Optional[list[int]] = None,
+    copies: Container[str] = (),
 ) -> tuple[GraphLowering, int]:
     """A graph as inductor lowers it, and the peak of its kernels, in bytes.
 
     ``donated`` are the places of the inputs that kernels may write over; only a backward
-    has such, and None stands for a forward.
+    has such, and None stands for a forward.  ``copies`` are the names of those that are
+    not the caller's, though they are called so.
     """
     from torch._inductor import compile_fx  # which imports this module
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     module = _copied(module)
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name in copies:  # By the name of a primal it would be the caller's.
+            node.target = f"copy_of_{node.target}"
     output_node(module).meta.setdefault("user_visible_output_idxs", ())
     with ExitStack() as stack:
         enter = stack.enter_context

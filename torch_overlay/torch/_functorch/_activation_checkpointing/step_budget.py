@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import itertools
 import logging
 import math
@@ -247,24 +248,31 @@ class StepBudget:
             if graph.fault:
                 self._warn(f"{graph.name} has no plan for a step: {graph.fault}")
         number = {graph: g for g, (graph, _) in enumerate(used)}
-        graphs = [graph.plans for graph, _ in used]
-        curve = StepCurve(
-            graphs,
-            [slots.calls for _, slots in used],
-            recorder.moments(number),
-            [slots.scale for _, slots in used],
-        )
-        given = recorder.given_later()
-        beyond = 0
-        if self.share is not None:
-            room = curve.unbudgeted.peak - curve.floor
-            allowed = curve.floor + math.floor(self.share * room)
-        elif self.peak_bytes is not None:
-            allowed = self.peak_bytes
-        else:
-            beyond = given
-            allowed = (self.device_bytes or 0) - given
-        plan = curve.within(allowed)
+        moments, given = recorder.moments(number), recorder.given_later()
+        # Rounds of plans that inductor schedules.
+        rounds: int = getattr(config, "activation_memory_peak_judge", 0)
+        while True:
+            curve = StepCurve(
+                [graph.plans.corrected() for graph, _ in used],
+                [slots.calls for _, slots in used],
+                moments,
+                [slots.scale for _, slots in used],
+            )
+            allowed = self._allowed(curve, given)
+            plan = curve.within(allowed)
+            # Those that the bound is made of have to be true as well.
+            made_of = zip(
+                plan.choices, curve.plans[0].choices, curve.unbudgeted.choices
+            )
+            graphs_told = [
+                graph.judge({p for choice in choices for p in choice})
+                for (graph, _), choices in zip(used, made_of)
+                if rounds
+            ]
+            if not any(graphs_told):
+                break
+            rounds -= 1
+        beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self._warn(
                 f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and the "
@@ -273,7 +281,8 @@ class StepBudget:
         uses = []
         for (graph, slots), choice in zip(used, plan.choices):
             slots.choice = choice
-            chosen = [graph.plans.plans[p] for p in choice]
+            plans = graph.plans.corrected().plans
+            chosen = [plans[p] for p in choice]
             uses.append(
                 GraphUse(
                     graph.name,
@@ -295,6 +304,14 @@ class StepBudget:
             tuple(uses),
         )
         log.info("%s", self)
+
+    def _allowed(self, curve: StepCurve, given: int) -> int:
+        if self.share is not None:
+            room = curve.unbudgeted.peak - curve.floor
+            return curve.floor + math.floor(self.share * room)
+        if self.peak_bytes is not None:
+            return self.peak_bytes
+        return (self.device_bytes or 0) - given
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -643,6 +660,7 @@ class _Graph:
         if self._is_nested:
             self.fault = "it calls nested compiled regions, which have their own plans"
         self._chosen = 0
+        self._is_fused = False
         self._variants: dict[int, Callable[..., Any]] = {}
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
@@ -704,21 +722,68 @@ class _Graph:
 
     def _variant(self, plan: int) -> Callable[..., Any]:
         if plan not in self._variants:
-            from torch._inductor.virtualized import V
-
-            traced, compiled = self._contexts
-            with (
-                tracing(traced),
-                compile_context(compiled),
-                V.set_fake_mode(traced and traced.fake_mode),
-                config.patch(self._config),
-                torch.enable_grad(),
-            ):
+            with self._as_traced():
                 self._variants[plan], _ = self._compiled(plan)
         return self._variants[plan]
 
-    def _compiled(self, plan: int) -> Any:
-        """Split and compile a copy of the joint graph."""
+    @contextmanager
+    def _as_traced(self) -> Iterator[None]:
+        from torch._inductor.virtualized import V
+
+        traced, compiled = self._contexts
+        with (
+            tracing(traced),
+            compile_context(compiled),
+            V.set_fake_mode(traced and traced.fake_mode),
+            config.patch(self._config),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def judge(self, plans: Iterable[int]) -> bool:
+        """Let inductor's schedules tell what plans hold; whether that is new of one."""
+        new = sorted({*plans} - self.plans.judged.keys()) if self._is_fused else []
+        for plan in new:
+            try:
+                with self._as_traced():
+                    self.plans.judged[plan] = self._schedule(plan)
+            except Exception as error:
+                self._is_fused = False
+                log.warning(
+                    "no judge of peaks for %s, so they are the planner's estimates: "
+                    "%s: %s",
+                    self.name,
+                    type(error).__name__,
+                    error,
+                )
+                return False
+        return bool(new)
+
+    def _schedule(self, plan: int) -> tuple[int, int]:
+        """What a plan's forward and backward hold, as a :class:`GraphPlan` has it."""
+        # A patch of its own brings it, and the option.
+        peak_judge = importlib.import_module("torch._inductor.peak_judge")
+
+        split: list[GraphModule] = []
+
+        def keep(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            split.append(graph)
+
+            def call(_: list[Any]) -> None:
+                raise AssertionError("scheduled only")
+
+            call._boxed_call = True  # type: ignore[attr-defined]
+            return call
+
+        with saved_report.trial():
+            self._compiled(plan, (keep, keep))
+        forward, backward = split
+        model: Any = self.plans.model
+        peaks = peak_judge.schedule_peaks(forward, backward, self._num_fwd_outputs)
+        return peaks[0], peaks[1] - model.held_by_caller
+
+    def _compiled(self, plan: int, compilers: Any = None) -> Any:
+        """Split and compile a copy of the joint graph, by other ``compilers`` if given."""
         global _compiling
         state, capture = copy.copy(self._state), copy.copy(self._capture)
         # Splitting a graph writes down in there what it finds.
@@ -726,21 +791,24 @@ class _Graph:
         for name, value in vars(metadata).items():
             if isinstance(value, (dict, list)):
                 setattr(metadata, name, copy.copy(value))
-        state.aot_config = replace(state.aot_config, cache_info=None)
+        changes: dict[str, Any] = {"cache_info": None}
+        if compilers is not None:
+            # What is only scheduled never runs its backward.
+            changes["force_non_lazy_backward_lowering"] = True
+        state.aot_config = replace(state.aot_config, **changes)
         with unset_fake_temporarily():
             capture.graph_module = copy.deepcopy(capture.graph_module)
         capture.updated_flat_args = tuple(map(list, capture.updated_flat_args))
-        forward, backward = self._compilers
-        self._chosen = plan
-        before, _compiling = _compiling, None if self._is_nested else self
-        try:
-            return self._compile_graph(
-                state,
-                capture,
-                self._partition,
+        if compilers is None:
+            forward, backward = self._compilers
+            compilers = (
                 _marked(forward, self._forward),
                 _marked(backward, self._backward),
             )
+        self._chosen = plan
+        before, _compiling = _compiling, None if self._is_nested else self
+        try:
+            return self._compile_graph(state, capture, self._partition, *compilers)
         finally:
             _compiling = before
 
@@ -828,7 +896,7 @@ class _Graph:
             fused,
             is_only,
         )
-        self.fault = ""
+        self.fault, self._is_fused = "", fused
         self.lean = self._chosen = self.plans.leanest(calls_assumed())
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
@@ -86,7 +86,8 @@ class GraphPlans:
     """The plans of a graph that no other beats; ``fastest`` is that of budget 1.
 
     Its inputs are ``primals`` and, for the backward, then ``tangents``, so many of each;
-    ``sizes`` are their bytes, and those of each storage, by the ``model``.
+    ``sizes`` are their bytes, and those of each storage, by the ``model``.  For those
+    that a schedule ``judged``, true bytes are known of ``forward`` and ``backward``.
     """
 
     plans: list[GraphPlan]
@@ -95,6 +96,31 @@ class GraphPlans:
     tangents: int = 0
     sizes: Sequence[dict[int, int]] = ()
     model: Optional[JointGraph] = None
+    judged: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def corrected(self) -> GraphPlans:
+        """The same by what was judged, the others as that which keeps about as much."""
+        if not self.judged:
+            return self
+        plans = []
+        for plan in self.plans:
+            # A plan that was judged is the nearest to itself.
+            near = min(
+                self.judged,
+                key=lambda index: (
+                    self.plans[index] != plan,
+                    abs(self.plans[index].kept - plan.kept),
+                    index,
+                ),
+            )
+            forward, backward = (
+                math.ceil(nbytes * true / max(estimate, 1))
+                for nbytes, true, estimate in zip(
+                    plan[1:3], self.judged[near], self.plans[near][1:3]
+                )
+            )
+            plans.append(plan._replace(forward=forward, backward=backward))
+        return replace(self, plans=plans)
 
     def backward(self, released: frozenset[int]) -> list[int]:
         """``backward`` of each plan, where nobody else holds some inputs any more.
@@ -104,7 +130,8 @@ class GraphPlans:
         own: dict[int, int] = {}
         for index in released:
             own.update(self.sizes[index])
-        if self.model is None or not own:
+        # What schedules tell includes them.
+        if self.model is None or not own or self.judged:
             return [plan.backward for plan in self.plans]
         model = self.model.releasing(own)
         beside = model.held_by_caller + sum(own.values())
