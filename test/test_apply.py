@@ -287,7 +287,7 @@ def test_what_needs_a_patch_is_left_out_with_it(release_tree):
         "saved-report": "it needs memory-budget",
         "peak-budget": "it needs saved-report",
         "step-budget": "it needs peak-budget",
-        "peak-judge": "it needs peak-budget",
+        "peak-judge": "it needs step-budget",
     }
     assert not result.conflicts
 
