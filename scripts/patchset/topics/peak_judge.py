@@ -58,8 +58,9 @@ activation_memory_peak_judge = 0
     since=(2, 13),
     landed=((COMPILE_FX, "peak_judge.partition("),),
     risks="""\
-Opt-in, and only for the target "peak" or a peak in bytes: otherwise graphs are split as
-before. Where a schedule cannot be made, a warning says why and the estimates decide.
+Opt-in, and only for the target "peak", a peak in bytes or a StepBudget: otherwise graphs
+are split as before. Where a schedule cannot be made, a warning says why and the estimates
+decide.
 """,
     kind="new features",
 )
