@@ -208,6 +208,23 @@ class PeakJudgeTest(TestCase):
             plan, _ = self.planned(0.5, "ValueError: odd")
         self.assertEqual(saved(plan), saved(wanted))
 
+    def test_a_step_goes_by_what_schedules_tell(self):
+        peaks, more = [], 1 << 30
+        for beyond in (0, more):
+            tell = peak_judge.schedule_peaks
+
+            def told(*split, tell=tell, beyond=beyond):
+                return tuple(peak + beyond for peak in tell(*split))
+
+            budget = step_budget.StepBudget(share=1)
+            with patch.object(peak_judge, "schedule_peaks", told), judged(1):
+                compiled, inputs = torch.compile(layers, backend=PARTITIONED), given()
+                for _ in range(2):
+                    with budget:
+                        gradients(compiled, inputs)
+            peaks.append(budget.plan.predicted_peak)
+        self.assertEqual(peaks[1] - peaks[0], more)
+
     def test_a_schedule_of_a_step_that_fails(self):
         plans = []
         for count in (0, 4):
