@@ -29,6 +29,7 @@ def test_a_schedule_for_a_gpu():
     for step in (most, least):
         assert step["estimated"] == pytest.approx(step["peak"], rel=0.1)
         assert max(step["curve"]) == step["peak"]
+        assert len(step["live"]) == schedule.SHOWN
         assert all(live["line"].startswith("nets.py:") for live in step["live"])
 
 
@@ -54,7 +55,7 @@ def test_without_cuda(monkeypatch, capsys):
         "TORCH_VERSION=2.15.0 scripts/benchmark.sh schedule" in capsys.readouterr().err
     )
     with pytest.raises(RuntimeError, match="built without CUDA"):
-        replay.compile_for(replay.GPUS["h100"], torch.nn.Identity(), ())
+        replay.compiled_for(replay.GPUS["h100"]).__enter__()
 
 
 ROWS = [

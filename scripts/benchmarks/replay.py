@@ -1,13 +1,16 @@
 """What inductor's code for a training step allocates, known without running it.
 
-    step = compile_for(GPUS["h100"], module, inputs)    # both fake, on the CPU
-    step.replay().peak                                  # bytes
+    with compiled_for(GPUS["h100"]) as backend, mode:    # that of the fake tensors
+        step = torch.compile(module, backend=backend)
+        replay(lambda: step(*inputs), [*module.parameters(), *inputs]).peak    # bytes
 
 Inductor partitions, lowers, fuses, schedules and generates code; no kernel is compiled.
-Its wrappers, which allocate and free, run on fake tensors with kernels that do nothing.
+Its wrappers, which allocate and free, run on fake tensors with kernels that do nothing,
+and what is not compiled runs on fake tensors, too.
 
-For a GPU, which need not be there, Dynamo and AOTAutograd trace for the CPU: autograd's
-engine wants a driver where tensors say CUDA. The joint graph is then moved to ``cuda:0``.
+For a GPU, which need not be there, all but the wrappers takes place on the CPU: autograd's
+engine wants a driver where tensors say CUDA. Joint graphs are moved to ``cuda:0`` before
+they are partitioned, and arguments of the wrappers for the time of a call.
 
 Not seen are scratch memory of operators that are no kernels of inductor's, what an
 allocator loses to fragmentation, and what inductor chooses by benchmarks.
@@ -15,12 +18,12 @@ allocator loses to fragmentation, and what inductor chooses by benchmarks.
 
 from __future__ import annotations
 
-import copy
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, ExitStack, nullcontext, suppress
+from contextlib import contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,10 +43,13 @@ from torch.utils import _triton
 from torch.utils._pytree import tree_map
 
 from benchmarks.live_bytes import CountedStorages, storages
-from benchmarks.tracing import CUDAAttention
+from benchmarks.tracing import CountedFlops, CUDAAttention
 
 
 CUDA = torch.device("cuda:0")
+# Where a wrapper's module has, for each of its values, the operators that it is of and the
+# line of the model that they came from.
+_ORIGINS = "origins of buffers"
 
 
 def gpu(name: str, capability: tuple[int, int], **properties: int) -> SimpleNamespace:
@@ -98,6 +104,7 @@ def _pretend(gpu: Optional[SimpleNamespace]) -> Iterator[None]:
         "get_device_name": gpu.name,
         "is_bf16_supported": True,
         "is_tf32_supported": True,
+        "is_current_stream_capturing": False,
         "mem_get_info": memory,
         "synchronize": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
@@ -157,21 +164,6 @@ def _move(module: fx.GraphModule) -> None:
                 node.meta["val"] = tree_map(moved, node.meta["val"])
 
 
-@dataclass
-class Graph:
-    """One of the two graphs; what goes in and out has the names of fx nodes.
-
-    ``origins`` has, for each value of the wrapper, the operators that it is of and the
-    line of the model that they came from.
-    """
-
-    module: fx.GraphModule
-    inputs: dict[str, Any]
-    outputs: list[Optional[str]]
-    call: Callable[[list[Any]], Sequence[Any]] = lambda _: ()
-    origins: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-
 class Live(NamedTuple):
     """A buffer that is live at the peak."""
 
@@ -183,14 +175,16 @@ class Live(NamedTuple):
 
 @dataclass
 class Replay:
-    """Live bytes after each allocation, without parameters and inputs.
+    """Live bytes after each allocation, beyond those that were there; flops of the step.
 
-    ``backward_at`` is the first allocation of the backward.
+    ``backward_at`` is the first allocation of the backward. ``live`` are the largest at
+    the peak, of those that the wrapper which runs there knows.
     """
 
     curve: list[int]
     backward_at: int
-    live: list[Live]
+    flops: int
+    live: list[Live] = field(default_factory=list)
 
     @property
     def peak(self) -> int:
@@ -209,7 +203,7 @@ class _Recorder(CountedStorages):
     def __init__(self, there: Sequence[Any], look_at: int = -1) -> None:
         self.curve: list[int] = []
         self.look_at = look_at
-        self.seen: dict[int, tuple[str, int]] = {}
+        self.seen: dict[int, Live] = {}
         super().__init__(there)
         self.there = set(self._live)
         self.curve.clear()
@@ -224,139 +218,118 @@ class _Recorder(CountedStorages):
             self._look()
 
     def _look(self) -> None:
-        """Name what is live by the variables of the wrapper that runs."""
-        frame = sys._getframe()
-        while frame is not None and frame.f_code.co_name != "call":
-            frame = frame.f_back  # type: ignore[assignment]
-        names = {} if frame is None else frame.f_locals
-        for name, value in names.items():
+        """Name what is live by the variables of the wrapper that runs, if one does."""
+        frame: Optional[types.FrameType] = sys._getframe()
+        while frame is not None and _ORIGINS not in frame.f_globals:
+            frame = frame.f_back
+        if frame is None:
+            return
+        origins = frame.f_globals[_ORIGINS]
+        for name, value in frame.f_locals.items():
             for storage in storages([value]):
                 if storage._cdata in self._live and storage._cdata not in self.there:
-                    self.seen.setdefault(storage._cdata, (name, storage.nbytes()))
+                    live = Live(name, storage.nbytes(), *origins.get(name, ("", "")))
+                    self.seen.setdefault(storage._cdata, live)
 
 
-@dataclass
-class Step:
-    """A step that was compiled for a GPU, or for the CPU where ``gpu`` is None.
+def replay(forward: Callable[[], Tensor], there: Sequence[Any]) -> Replay:
+    """What a step on fakes has live beside what is ``there``: parameters and inputs.
 
-    ``split`` are the two graphs as they were before inductor's passes.
+    It runs three times: to be compiled, for the curve, and to look at its peak. Gradients
+    are not kept.
     """
 
-    gpu: Optional[SimpleNamespace]
-    graphs: list[Graph]
-    split: list[fx.GraphModule]
+    def run(look_at: int) -> tuple[Replay, _Recorder]:
+        gc.collect()
+        with CountedFlops() as counter, _Recorder(there, look_at) as recorder:
+            loss = forward()
+            backward_at = len(recorder.curve)
+            loss.backward()
+            curve = [*recorder.curve]
+        for tensor in there:
+            tensor.grad = None
+        return Replay(curve, backward_at, counter.flops), recorder
 
-    def replay(self) -> Replay:
-        """Run both wrappers on fakes, once for the curve and once to look at its peak."""
-        replay = self._run(-1)
-        at = replay.curve.index(replay.peak) if replay.curve else -1
-        # Looking at a wrapper's variables keeps them alive, and so is for another run.
-        replay.live = self._run(at).live
-        return replay
-
-    def _run(self, look_at: int) -> Replay:
-        forward, backward = self.graphs
-        given, wanted = forward.inputs, backward.inputs
-        mode = next(v.fake_mode for v in given.values() if isinstance(v, FakeTensor))
-        with _pretend(self.gpu), mode:
-            recorder = _Recorder(list(given.values()), look_at)
-            with recorder:
-                made = dict(zip(forward.outputs, forward.call(list(given.values()))))
-                # What is saved is the backward's alone; the loss stays the caller's.
-                known = {**given, **{n: made.pop(n) for n in wanted if n in made}}
-                arguments = [known.pop(name, None) for name in wanted]
-                backward_at = len(recorder.curve)
-                for at, fake in enumerate(wanted.values()):
-                    if arguments[at] is None:  # a tangent
-                        is_tensor = isinstance(fake, Tensor)
-                        arguments[at] = torch.empty_like(fake) if is_tensor else fake
-                backward.call(arguments)
-        # Buffers of both have the same names.
-        origins = forward.origins
-        if look_at >= backward_at:
-            origins = {**origins, **backward.origins}
-        live = [
-            Live(name, nbytes, *origins.get(name, ("", "")))
-            for name, nbytes in recorder.seen.values()
-        ]
-        live.sort(key=lambda each: -each.nbytes)
-        return Replay(recorder.curve, backward_at, live)
+    run(-1)
+    found, _ = run(-1)
+    # Looking at a wrapper's variables keeps them alive, and so is for another run.
+    _, recorder = run(found.curve.index(found.peak))
+    found.live = sorted(recorder.seen.values(), key=lambda each: -each.nbytes)
+    return found
 
 
-class _Stop(BaseException):
-    """Both graphs are compiled. Nothing between here and there catches it."""
+@contextmanager
+def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]:
+    """A backend for ``torch.compile`` whose graphs are inductor's for a GPU, or the CPU.
 
-
-def compile_for(
-    gpu: Optional[SimpleNamespace],
-    module: Callable[..., Tensor],
-    inputs: Sequence[Any],
-) -> Step:
-    """Compile forward and backward of fake CPU tensors, as for a GPU if one is given.
-
-    Budgets are those of the config. RuntimeError where this torch has no CUDA.
+    It takes fake CPU tensors, and splits graphs by the config's budgets. RuntimeError for
+    a GPU where this torch has no CUDA.
     """
     if gpu is not None and torch.version.cuda is None:
         raise RuntimeError(
             f"torch {torch.__version__} was built without CUDA; what is generated for a "
             "GPU needs a build with it, though no GPU"
         )
-    graphs: list[Graph] = []
-    split: list[fx.GraphModule] = []
+    device = torch.device("cpu") if gpu is None else CUDA
+    graphs: list[fx.GraphModule] = []
+    wrappers: list[Any] = []
 
     def inner_compile(module: fx.GraphModule, values: Any, **kwargs: Any) -> Any:
-        nodes = module.graph.find_nodes(op="placeholder")
-        inputs = {node.name: node.meta["val"] for node in nodes}
+        inputs = [
+            node.meta["val"] for node in module.graph.find_nodes(op="placeholder")
+        ]
         if kwargs.get("is_backward"):  # the forward chose its strides
-            inputs = dict(zip(inputs, values))
-        (output,) = module.graph.find_nodes(op="output")
-        outputs = [getattr(value, "name", None) for value in output.args[0]]
-        graphs.append(Graph(module, inputs, outputs))
-        split.append(copy.deepcopy(module))
-        with _pretend(gpu):
-            compile_fx.compile_fx_inner(module, list(inputs.values()), **kwargs)
-        if kwargs.get("is_backward"):
-            raise _Stop
-        return forward
+            inputs = list(values)
+        graphs.append(module)
+        compile_fx.compile_fx_inner(module, inputs, **kwargs)
+        graphs.pop()
+        wrapper = wrappers.pop()
+
+        def run(args: list[Any]) -> list[Any]:
+            moved = [_on(device, value) for value in args]
+            args.clear()
+            return [_on(torch.device("cpu"), value) for value in wrapper.call(moved)]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     def load(lowering: GraphLowering, wrapper: Any, *_: Any) -> Any:
-        graph = graphs[-1]
-        graph.origins = dict(_origins(graph.module, lowering))
         made = _runnable(wrapper.value)
-        graph.call = made.call
+        setattr(made, _ORIGINS, dict(_origins(graphs[-1], lowering)))
+        wrappers.append(made)
         return made
 
-    forward = mock.Mock(_boxed_call=True)
     make_kernel = _always(SimpleNamespace(run=_always(None)))
-    backend = functools.partial(compile_fx.compile_fx, inner_compile=inner_compile)
     torch._dynamo.reset()
     with (
         mock.patch.object(GraphLowering, "_compile_to_module_lines", load),
         mock.patch.object(AsyncCompile, "triton", make_kernel),
         mock.patch.object(AsyncCompile, "cpp_pybinding", make_kernel),
         mock.patch.object(AsyncCompile, "wait", _always(None)),
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
         # Padding is decided by a benchmark; a cache would hide the graphs.
         config.patch(force_disable_caches=True, compile_threads=1, shape_padding=False),
-        nullcontext() if gpu is None else _partitioned_for(gpu),
-        suppress(_Stop),
+        _pretend(gpu),
+        nullcontext() if gpu is None else _partitioned_on_gpu(),
     ):
-        torch.compile(module, backend=backend, fullgraph=True)(*inputs)
-    return Step(gpu, graphs, split)
+        yield functools.partial(compile_fx.compile_fx, inner_compile=inner_compile)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A fake tensor that shares its storage with another, and says this device."""
+    if not isinstance(value, FakeTensor) or value.device == device:
+        return value
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=value.dtype, device="meta")
+        storage = value.untyped_storage()
+        meta.set_(storage, value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(value.fake_mode, meta, device)
 
 
 @contextmanager
-def _partitioned_for(gpu: SimpleNamespace) -> Iterator[None]:
+def _partitioned_on_gpu() -> Iterator[None]:
     """Joint graphs of the CPU are moved to the GPU before they are partitioned."""
-    partition, joint_passes = (
-        compile_fx.partition_fn,
-        compile_fx._recursive_joint_graph_passes,
-    )
+    joint_passes = compile_fx._recursive_joint_graph_passes
     fold = joint_graph.constant_fold_uniform_value
-
-    def partitioned(*args: Any, **kwargs: Any) -> Any:
-        with _pretend(gpu):
-            return partition(*args, **kwargs)
 
     def passes(module: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
         return joint_passes(module, *args, **{**kwargs, "input_device": CUDA})
@@ -366,7 +339,6 @@ def _partitioned_for(gpu: SimpleNamespace) -> Iterator[None]:
         _move(module)
 
     with (
-        mock.patch.object(compile_fx, "partition_fn", partitioned),
         mock.patch.object(compile_fx, "_recursive_joint_graph_passes", passes),
         mock.patch.object(joint_graph, "constant_fold_uniform_value", fold_and_move),
         CUDAAttention(),

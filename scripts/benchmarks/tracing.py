@@ -144,37 +144,37 @@ class CUDAAttention(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is F.scaled_dot_product_attention:
-            return self.attend(*args, **(kwargs or {}))
+            return _attend_on_cuda(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
-    @staticmethod
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Optional[Tensor] = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: Optional[float] = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        aten = torch.ops.aten
-        half = query.dtype in (torch.float16, torch.bfloat16)
-        if attn_mask is None and half:
-            flash = aten._scaled_dot_product_flash_attention
-            found = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
-        else:
-            if enable_gqa:
-                # Only the flash operator takes fewer key heads than query heads.
-                groups = query.shape[1] // key.shape[1]
-                key = key.repeat_interleave(groups, dim=1)
-                value = value.repeat_interleave(groups, dim=1)
-            efficient = aten._scaled_dot_product_efficient_attention
-            found = efficient(
-                query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-            )
-        result: Tensor = found[0]
-        return result
+
+def _attend_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    aten = torch.ops.aten
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if attn_mask is None and half:
+        flash = aten._scaled_dot_product_flash_attention
+        found = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+    else:
+        if enable_gqa:
+            # Only the flash operator takes fewer key heads than query heads.
+            groups = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(groups, dim=1)
+            value = value.repeat_interleave(groups, dim=1)
+        efficient = aten._scaled_dot_product_efficient_attention
+        found = efficient(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )
+    result: Tensor = found[0]
+    return result
 
 
 @contextmanager
