@@ -20,7 +20,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -77,11 +78,14 @@ class CountedStorages(TorchDispatchMode):
 
     def _meet(self, tensors: Iterable[Any]) -> None:
         for storage in storages(tensors):
-            if storage._cdata not in self._live:
-                # It was there before, so nothing rises.
-                self.given += storage.nbytes()
-                self.risen -= storage.nbytes()
-            self._follow(storage)
+            self._meet_storage(storage)
+
+    def _meet_storage(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._live:
+            # It was there before, so nothing rises.
+            self.given += storage.nbytes()
+            self.risen -= storage.nbytes()
+        self._follow(storage)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -95,8 +99,26 @@ class CountedStorages(TorchDispatchMode):
         self.risen += nbytes - before
         self.peak = max(self.peak, self.risen)
 
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_follow(storage: torch.UntypedStorage, size: int) -> Any:
+            self._meet_storage(storage)
+            result = resize(storage, size)
+            self._follow(storage)
+            return result
+
+        # The dispatcher knows nothing of it; FSDP frees what it gathered this way.
+        self._resizing = mock.patch.object(
+            torch.UntypedStorage, resize.__name__, resize_and_follow
+        )
+        self._resizing.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._resizing.stop()
         # Deaths after the recording are none of its business.
         self._live.clear()
 

@@ -390,6 +390,48 @@ def rank(number, place):
     return [[value.name for value in last_plan().saved], list(last_plan().peak)]
 
 
+def needs_two_ranks(test):
+    no_gloo = not (
+        torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    )
+    no_gpu = torch.version.cuda is not None and not torch.cuda.is_available()
+    return unittest.skipIf(no_gloo, "no gloo here")(
+        # Both would wait for each other forever.
+        unittest.skipIf(no_gpu, "a CUDA build without a GPU")(test)
+    )
+
+
+def in_two_ranks(module, *arguments):
+    """What ``rank`` of a test's module returns in each of two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = os.path.join(folder, "init")
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import json, os, {module} as t; "
+                    f"found = t.rank({', '.join(map(repr, (number, place, *arguments)))}); "
+                    "print(json.dumps(found), flush=True); "
+                    # Where DDP ran, an interpreter may never come to its end.
+                    "os._exit(0)",
+                ],
+                env={**os.environ, "PYTHONHASHSEED": str(number)},
+                cwd=os.path.dirname(os.path.abspath(__file__)),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(2)
+        ]
+        try:
+            # One may wait forever for the other, if that fails.
+            outputs = [process.communicate(timeout=150)[0] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
 class PeakBudgetTest(TestCase):
     def setUp(self):
         super().setUp()
@@ -893,6 +935,19 @@ class PeakBudgetTest(TestCase):
         self.assertEqual(max(nothing.step_peaks), 3 * unit)
         self.assertEqual(max(sine.step_peaks), 3 * unit)
 
+    def test_arguments_of_others_are_not_written_over(self):
+        def sine(primals_x, tangents_y):
+            return primals_x.sin(), tangents_y * primals_x.cos()
+
+        graph = self.fused(sine)
+        unit = max(graph.nbytes)
+        primals = [n for n in graph.values.held if n.name.startswith("primals")]
+        (argument,) = graph.storages(primals)
+        released = graph.releasing({argument: unit})
+        held, freed = (max(each.evaluate(()).step_peaks) for each in (graph, released))
+        # It counts, and the gradient is beside it.
+        self.assertEqual(freed - held, unit)
+
     def test_kernels_take_in_what_norms_need_later(self):
         def joint(factors, statistic):
             def graph(primals_x, primals_w, tangents_y):
@@ -948,39 +1003,9 @@ class PeakBudgetTest(TestCase):
         self.assertFalse(operators.fused)
         self.assertLess(kernels.predicted, operators.predicted)
 
-    @unittest.skipUnless(
-        torch.distributed.is_available() and torch.distributed.is_gloo_available(),
-        "no gloo here",
-    )
-    @unittest.skipIf(
-        torch.version.cuda is not None and not torch.cuda.is_available(),
-        "a CUDA build without a GPU: the two processes wait for each other forever",
-    )
+    @needs_two_ranks
     def test_two_ranks_choose_alike(self):
-        with tempfile.TemporaryDirectory() as folder:
-            place = os.path.join(folder, "init")
-            ranks = [
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-c",
-                        "import json, test_ac_peak_budget as t; "
-                        f"print(json.dumps(t.rank({number}, {place!r})))",
-                    ],
-                    env={**os.environ, "PYTHONHASHSEED": str(number)},
-                    cwd=os.path.dirname(os.path.abspath(__file__)),
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                for number in range(2)
-            ]
-            try:
-                # One may wait forever for the other, if that fails.
-                outputs = [process.communicate(timeout=150)[0] for process in ranks]
-            finally:
-                for process in ranks:
-                    process.kill()
-        one, other = (json.loads(output.splitlines()[-1]) for output in outputs)
+        one, other = in_two_ranks("test_ac_peak_budget")
         self.assertEqual(one, other)
         self.assertGreater(len(one[0]), 0)
 

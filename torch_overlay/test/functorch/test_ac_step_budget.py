@@ -7,12 +7,7 @@ inside of the graphs too.
 
 import contextlib
 import gc
-import json
 import logging
-import os
-import subprocess
-import sys
-import tempfile
 import unittest
 import weakref
 from datetime import timedelta
@@ -21,6 +16,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from test_ac_peak_budget import in_two_ranks, needs_two_ranks
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config
@@ -112,6 +108,11 @@ def gated():
     return model
 
 
+def local(tensor):
+    """What this rank has of it."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes of storages that were live at once beyond those at the start.
 
@@ -131,19 +132,43 @@ class LiveBytes(TorchDispatchMode):
     def ignore_compile_internals(cls):
         return True
 
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_follow(storage, size):
+            self.follow_storage(storage, given=True)
+            resize(storage, size)
+            self.follow_storage(storage)
+            return storage
+
+        # As sharded parameters do when they are gathered and given up.
+        self.resizing = mock.patch.object(
+            torch.UntypedStorage, "resize_", resize_and_follow
+        )
+        self.resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.resizing.stop()
+        return super().__exit__(*error)
+
     def follow(self, tensor, given=False):
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        nbytes = storage.nbytes()
+        self.follow_storage(local(tensor).untyped_storage(), given)
+
+    def follow_storage(self, storage, given=False):
+        key, nbytes = storage._cdata, storage.nbytes()
 
         def died(_):
-            del self.known[key]
-            self.live -= nbytes
+            _, given, nbytes = self.known.pop(key)
+            self.live -= nbytes - given
 
-        self.known[key] = weakref.ref(storage, died)
-        self.live += 0 if given else nbytes
+        if key not in self.known:
+            # What was given, or made out of sight, is no gain when it goes.
+            reference = weakref.ref(storage, died)
+            self.known[key] = reference, nbytes if given else 0, nbytes if given else 0
+        reference, given, before = self.known[key]
+        self.known[key] = reference, given, nbytes
+        self.live += nbytes - before
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -225,13 +250,21 @@ def rank(number, place, way):
         torch._dynamo.reset()
         if way == "pipeline":
             return Stage(number)
+        if way == "sharded":
+            from torch.distributed.fsdp import fully_shard
+
+            model = Net()
+            mesh = torch.distributed.init_device_mesh("cpu", (2,))
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh)
+            return model
         return nn.parallel.DistributedDataParallel(Net())
 
     def train_one(model, x):
         train_step = getattr(model, "train_step", None)
         train_step(x) if train_step else train(model, x)
 
-    x = batch(4 * BATCH, seed=number if way == "replicas" else 1)
+    x = batch(4 * BATCH, seed=1 if way == "pipeline" else number)
     try:
         before = unbudgeted(make(), x, train=train_one)
         model, budget = make(), StepBudget(share=0.2)
@@ -243,7 +276,9 @@ def rank(number, place, way):
         "peak": peak,
         "predicted": budget.plan.predicted_peak,
         "allowed": budget.plan.allowed,
-        "same": all(map(torch.equal, gradients, before)),
+        "same": all(
+            torch.equal(local(a), local(b)) for a, b in zip(gradients, before)
+        ),
         "budget": str(budget),
     }
 
@@ -655,50 +690,18 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertEqual(peak > 1.05 * budget.plan.floor, calls is None)
 
-    @unittest.skipUnless(
-        torch.distributed.is_available() and torch.distributed.is_gloo_available(),
-        "no gloo here",
-    )
-    @unittest.skipIf(
-        torch.version.cuda is not None and not torch.cuda.is_available(),
-        "a CUDA build without a GPU: the two processes wait for each other forever",
-    )
-    @parametrize("way", ("replicas", "pipeline"))
+    @needs_two_ranks
+    @parametrize("way", ("replicas", "sharded", "pipeline"))
     def test_two_ranks(self, way):
-        with tempfile.TemporaryDirectory() as folder:
-            place = os.path.join(folder, "init")
-            ranks = [
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-c",
-                        "import json, os, test_ac_step_budget as t; "
-                        f"found = t.rank({number}, {place!r}, {way!r}); "
-                        "print(json.dumps(found), flush=True); "
-                        # Where DDP ran, an interpreter may never come to its end.
-                        "os._exit(0)",
-                    ],
-                    env={**os.environ, "PYTHONHASHSEED": str(number)},
-                    cwd=os.path.dirname(os.path.abspath(__file__)),
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                for number in range(2)
-            ]
-            try:
-                # One may wait forever for the other, if that fails.
-                outputs = [process.communicate(timeout=150)[0] for process in ranks]
-            finally:
-                for process in ranks:
-                    process.kill()
-        found = [json.loads(output.splitlines()[-1]) for output in outputs]
+        found = in_two_ranks("test_ac_step_budget", way)
         for each in found:
             self.assertTrue(each["same"])
             self.assertLessEqual(each["peak"], 1.005 * each["allowed"])
             self.assertLessEqual(
                 abs(each["peak"] - each["predicted"]), 0.01 * each["peak"]
             )
-        self.assertEqual(found[0]["budget"] == found[1]["budget"], way == "replicas")
+        alike = found[0]["budget"] == found[1]["budget"]
+        self.assertEqual(alike, way != "pipeline")
 
     def test_nothing_compiled(self):
         with self.assertLogs("torch._functorch", "WARNING") as logs:

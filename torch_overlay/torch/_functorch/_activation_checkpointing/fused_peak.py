@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import NamedTuple, TYPE_CHECKING
+from typing import cast, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -35,7 +35,7 @@ from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import Any
 
     from torch._functorch.partitioners import NodeInfo, OpTypes
@@ -133,6 +133,12 @@ class FusedJointGraph(JointGraph):
         forward = [node for node, *_, is_required in self._early if is_required]
         # What only the backward needs is made in the forward, if that saves it.
         self._in_forward = self._in_backward | self._operators(forward, self.outputs)
+
+    def releasing(self, inputs: Mapping[int, int]) -> FusedJointGraph:
+        graph = cast(FusedJointGraph, super().releasing(inputs))
+        # Of its arguments, inductor writes over those alone that the forward made.
+        graph.shapes = {s: shape for s, shape in self.shapes.items() if s not in inputs}
+        return graph
 
     def _operators(
         self, nodes: Iterable[fx.Node], kept: set[int]

@@ -165,6 +165,7 @@ class StepBudget:
         self._graphs: dict[_Graph, _Slots] = {}
         self._recorder: Optional[_Recorder] = None
         self._recorded: Optional[_Recorder] = None
+        self._last: Optional[_Recorder] = None
         self._seen: list[Any] = []
         self._expected: Optional[list[Any]] = None
         self._context = ExitStack()
@@ -196,7 +197,7 @@ class StepBudget:
         if self._expected is None:
             for slots in self._graphs.values():
                 slots.calls, slots.choice, slots.scale, slots.size = [], None, 0.0, 0
-            self._recorder = _Recorder(self.device)
+            self._last = self._recorder = _Recorder(self.device, self._last)
             self._context.enter_context(self._recorder)
         return self
 
@@ -208,6 +209,7 @@ class StepBudget:
         if kind is not None:
             return
         if recorder is not None:
+            recorder.follow_sizes()
             self._recorded, self._expected = recorder, self._seen
             if not self._graphs:
                 self._warn(
@@ -252,8 +254,9 @@ class StepBudget:
         # Rounds of plans that inductor schedules.
         rounds: int = getattr(config, "activation_memory_peak_judge", 0)
         while True:
+            corrected = [graph.plans.corrected() for graph, _ in used]
             curve = StepCurve(
-                [graph.plans.corrected() for graph, _ in used],
+                corrected,
                 [slots.calls for _, slots in used],
                 moments,
                 [slots.scale for _, slots in used],
@@ -279,10 +282,9 @@ class StepBudget:
                 "step runs by the plan of that"
             )
         uses = []
-        for (graph, slots), choice in zip(used, plan.choices):
+        for (graph, slots), found, choice in zip(used, corrected, plan.choices):
             slots.choice = choice
-            plans = graph.plans.corrected().plans
-            chosen = [plans[p] for p in choice]
+            chosen = [found.plans[p] for p in choice]
             uses.append(
                 GraphUse(
                     graph.name,
@@ -411,19 +413,27 @@ class _Recorder(TorchDispatchMode):
     # As a checkpoint inside of a compiled graph makes of random ones.
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: Optional[_Recorder]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
         self.log: list[tuple[Any, ...]] = []
         self.given = 0
         self.inside = 0
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._resized: dict[int, None] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
         self.nbytes: list[int] = []
         self.is_given: list[bool] = []
         self.at_start = _allocated(device)
+        if before is not None:
+            # What was made in a step before may be empty until it is used again.
+            for _, reference in before._live.values():
+                storage = reference()
+                if storage is not None:
+                    self._follow(storage, is_given=True)
+            self._resized.update((k, None) for k in before._resized if k in self._live)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -435,6 +445,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.inside:
             return func(*args, **kwargs)
+        self._follow_sizes(self._resized)
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.meet((args, kwargs))
@@ -466,12 +477,18 @@ class _Recorder(TorchDispatchMode):
             self.mark(what.lower(), call)
 
     def mark(self, what: str, call: _Call) -> None:
-        # Sizes that changed in place, as those of gathered parameters do.
-        for _, reference in list(self._live.values()):
-            storage = reference()
+        self.follow_sizes()
+        self.log.append((what, call))
+
+    def follow_sizes(self) -> None:
+        """Note what changed its size in place, as gathered parameters do."""
+        self._follow_sizes(self._live)
+
+    def _follow_sizes(self, keys: Iterable[int]) -> None:
+        for key in list(keys):
+            storage = self._live[key][1]()
             if storage is not None:
                 self._follow(storage)
-        self.log.append((what, call))
 
     def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
         for value in tree_leaves(values):
@@ -495,6 +512,8 @@ class _Recorder(TorchDispatchMode):
             if nbytes != self.nbytes[s]:
                 self.log.append(("=", s, nbytes - self.nbytes[s]))
                 self.nbytes[s] = nbytes
+                # It may do so again.
+                self._resized[key] = None
             return s
         s = len(self.nbytes)
         self.nbytes.append(nbytes)
@@ -502,6 +521,7 @@ class _Recorder(TorchDispatchMode):
 
         def died(_: Any) -> None:
             del self._live[key]
+            self._resized.pop(key, None)
             self.log.append(("-", s))
 
         self._live[key] = s, weakref.ref(storage, died)
