@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|compile|estimators|techniques|capture [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|blocks|compile|estimators|techniques|capture [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | kept | frozen | peak | step | schedule | compile | estimators | techniques | capture) ;;
+  solvers | compare | curves | kept | frozen | peak | step | schedule | blocks | compile | estimators | techniques | capture) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -26,6 +26,8 @@ $usage
                what budgets and checkpoints of single blocks reach (an hour)
   schedule     what inductor's schedules for a GPU hold at real size, beside what was estimated;
                needs no GPU, but a torch built with CUDA (an hour)
+  blocks       the same of whole training steps whose blocks are compiled one by one: what a
+               budget for the step keeps and computes again (half an hour)
   compile      where the partitioner's time goes, before and after the set, on models of
                real size (half an hour)
   estimators   which runtime estimator's plans train fastest on inductor (a quarter of an hour)

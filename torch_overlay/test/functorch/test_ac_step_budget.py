@@ -276,9 +276,7 @@ def rank(number, place, way):
         "peak": peak,
         "predicted": budget.plan.predicted_peak,
         "allowed": budget.plan.allowed,
-        "same": all(
-            torch.equal(local(a), local(b)) for a, b in zip(gradients, before)
-        ),
+        "same": all(torch.equal(local(a), local(b)) for a, b in zip(gradients, before)),
         "budget": str(budget),
     }
 

@@ -165,7 +165,6 @@ class StepBudget:
         self._graphs: dict[_Graph, _Slots] = {}
         self._recorder: Optional[_Recorder] = None
         self._recorded: Optional[_Recorder] = None
-        self._last: Optional[_Recorder] = None
         self._seen: list[Any] = []
         self._expected: Optional[list[Any]] = None
         self._context = ExitStack()
@@ -197,7 +196,7 @@ class StepBudget:
         if self._expected is None:
             for slots in self._graphs.values():
                 slots.calls, slots.choice, slots.scale, slots.size = [], None, 0.0, 0
-            self._last = self._recorder = _Recorder(self.device, self._last)
+            self._recorder = _Recorder(self.device)
             self._context.enter_context(self._recorder)
         return self
 
@@ -209,7 +208,6 @@ class StepBudget:
         if kind is not None:
             return
         if recorder is not None:
-            recorder.follow_sizes()
             self._recorded, self._expected = recorder, self._seen
             if not self._graphs:
                 self._warn(
@@ -413,27 +411,40 @@ class _Recorder(TorchDispatchMode):
     # As a checkpoint inside of a compiled graph makes of random ones.
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, before: Optional[_Recorder]) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
         self.log: list[tuple[Any, ...]] = []
         self.given = 0
         self.inside = 0
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self._resized: dict[int, None] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
         self.nbytes: list[int] = []
         self.is_given: list[bool] = []
         self.at_start = _allocated(device)
-        if before is not None:
-            # What was made in a step before may be empty until it is used again.
-            for _, reference in before._live.values():
-                storage = reference()
-                if storage is not None:
-                    self._follow(storage, is_given=True)
-            self._resized.update((k, None) for k in before._resized if k in self._live)
+
+    def __enter__(self) -> Self:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resize_and_follow(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            follow = storage.device.type == self.device
+            if follow:
+                self._follow(storage, is_given=True)
+            result = resize(storage, nbytes)
+            if follow:
+                self._follow(storage)
+            return result
+
+        # Sharded parameters are gathered and given up out of the dispatcher's sight.
+        torch.UntypedStorage.resize_ = resize_and_follow  # type: ignore[assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -445,7 +456,6 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.inside:
             return func(*args, **kwargs)
-        self._follow_sizes(self._resized)
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.meet((args, kwargs))
@@ -468,27 +478,13 @@ class _Recorder(TorchDispatchMode):
     @contextmanager
     def around(self, what: str, call: _Call) -> Iterator[None]:
         """What runs within is a compiled graph's, "F" or "B"."""
-        self.mark(what, call)
+        self.log.append((what, call))
         self.inside += 1
         try:
             yield
         finally:
             self.inside -= 1
-            self.mark(what.lower(), call)
-
-    def mark(self, what: str, call: _Call) -> None:
-        self.follow_sizes()
-        self.log.append((what, call))
-
-    def follow_sizes(self) -> None:
-        """Note what changed its size in place, as gathered parameters do."""
-        self._follow_sizes(self._live)
-
-    def _follow_sizes(self, keys: Iterable[int]) -> None:
-        for key in list(keys):
-            storage = self._live[key][1]()
-            if storage is not None:
-                self._follow(storage)
+            self.log.append((what.lower(), call))
 
     def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
         for value in tree_leaves(values):
@@ -512,8 +508,6 @@ class _Recorder(TorchDispatchMode):
             if nbytes != self.nbytes[s]:
                 self.log.append(("=", s, nbytes - self.nbytes[s]))
                 self.nbytes[s] = nbytes
-                # It may do so again.
-                self._resized[key] = None
             return s
         s = len(self.nbytes)
         self.nbytes.append(nbytes)
@@ -521,7 +515,6 @@ class _Recorder(TorchDispatchMode):
 
         def died(_: Any) -> None:
             del self._live[key]
-            self._resized.pop(key, None)
             self.log.append(("-", s))
 
         self._live[key] = s, weakref.ref(storage, died)
