@@ -8,6 +8,7 @@ inside of the graphs too.
 import contextlib
 import gc
 import logging
+import re
 import unittest
 import weakref
 from datetime import timedelta
@@ -687,6 +688,29 @@ class StepBudgetTest(TestCase):
         torch._dynamo.reset()
         steps(budget, model, batch())
         self.assertEqual(peak > 1.05 * budget.plan.floor, calls is None)
+
+    def test_larger_batch_than_one_graph_was_planned_for(self):
+        rows, limit = 2048, 14 << 20
+        options = {
+            "activation_memory_peak_bytes": limit,
+            "enable_autograd_cache": False,
+        }
+        with config.patch(options):
+            model = Net(backend=None)
+            model.compile(backend=AOT, dynamic=True)
+            with self.assertNoLogs("torch._functorch", "WARNING"):
+                for count in (rows, rows, rows // 2):
+                    peak = measured(contextlib.nullcontext(), model, batch(count))
+                self.assertLessEqual(peak, limit)
+            with self.assertLogs("torch._functorch", "WARNING") as logs:
+                for count in (2 * rows, 2 * rows, 4 * rows):
+                    peak = measured(contextlib.nullcontext(), model, batch(count))
+        self.assertGreater(peak, limit)
+        told = re.findall(
+            "for 2 MiB the peak is about (.*) MiB, and the 14 MiB", logs.output[1]
+        )
+        self.assertEqual(float(*told) * 2**20, peak, rtol=0.05, atol=0)
+        self.assertEqual(len(logs.output), 2)
 
     @needs_two_ranks
     @parametrize("way", ("replicas", "sharded", "pipeline"))

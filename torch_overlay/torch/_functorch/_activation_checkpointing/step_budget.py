@@ -654,6 +654,21 @@ def _allocated(device: torch.device) -> int:
 # --------------------------------------------------------------------- graphs
 
 
+def _symbolic(arguments: Sequence[Any]) -> tuple[list[int], int]:
+    """Which arguments have a symbol for a size, and their bytes by the hints."""
+    found = [
+        i
+        for i, each in enumerate(arguments)
+        if isinstance(each, torch.Tensor) and not isinstance(each.numel(), int)
+    ]
+    return found, _nbytes(arguments, found)
+
+
+def _nbytes(arguments: Sequence[Any], indices: Iterable[int]) -> int:
+    sizes = (arguments[i].untyped_storage().nbytes() for i in indices)
+    return sum(map(concrete, sizes))
+
+
 class _Graph:
     """A joint graph that was compiled in a step, and what was made of it by each plan."""
 
@@ -678,16 +693,7 @@ class _Graph:
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
         self._num_fwd_outputs = 0
-        # Arguments whose size is a symbol, and their bytes by the hints.
-        self._symbolic = [
-            i
-            for i, each in enumerate(self._state.flat_args)
-            if isinstance(each, torch.Tensor) and not isinstance(each.numel(), int)
-        ]
-        self.size = sum(
-            concrete(self._state.flat_args[i].untyped_storage().nbytes())
-            for i in self._symbolic
-        )
+        self._symbolic, self.size = _symbolic(self._state.flat_args)
 
     @functools.cached_property
     def may_save(self) -> frozenset[int]:
@@ -709,8 +715,7 @@ class _Graph:
         budget = _active
         if budget is None:
             return self._variant(self.lean)(args)
-        size = sum(args[i].untyped_storage().nbytes() for i in self._symbolic)
-        call, plan = budget._begin(self, size)
+        call, plan = budget._begin(self, _nbytes(args, self._symbolic))
         run = self._variant(plan)
         self._running = call
         try:
@@ -988,15 +993,40 @@ def _warn_of_calls() -> None:
 
 
 def _counted(compile_graph: Callable[..., Any], *arguments: Any) -> Any:
-    """Compile a graph, and warn when its calls are not the only ones alive."""
+    """Compile a graph, and warn when its calls are not the only ones alive.
+
+    Or where a call is larger than the one that it was planned for, and over the limit.
+    """
+    symbolic, planned = _symbolic(arguments[0].flat_args)
     run, metadata = compile_graph(*arguments)
-    plan = next(iter(saved_report.plans()[-1:]), None)
+    plan: Any = next(iter(saved_report.plans()[-1:]), None)
     told = (plan.graph, plan.activation_bytes) if plan is not None else ("", 0)
+    options: Any = config
+    is_only = options.activation_memory_graph_calls is None
+    limit: Optional[int] = options.activation_memory_peak_bytes
+    peak: Optional[peak_budget.Peak] = getattr(plan, "peak", None)
+    largest = planned
 
     @functools.wraps(run)
     def call(args: list[Any]) -> Any:
+        nonlocal largest
+        size = _nbytes(args, symbolic)
+        if size > largest and limit is not None and peak is not None:
+            largest = size
+            expected = peak.predicted * size // planned
+            if expected > limit:
+                log.warning(
+                    "%s was planned for %s of inputs without a fixed size, with a peak of "
+                    "%s; for %s the peak is about %s, and the %s of "
+                    "activation_memory_peak_bytes are not kept. Compile with the largest "
+                    "batch first, or with dynamic=False for a plan of each size",
+                    plan.graph,
+                    *map(
+                        format_bytes, (planned, peak.predicted, size, expected, limit)
+                    ),
+                )
         result = run(args)
-        node = _backward_of(result)
+        node = _backward_of(result) if is_only else None
         if node is not None:
             _waiting[node] = told
             node.metadata[_CALL] = None
@@ -1021,7 +1051,7 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         if _active is not None and TracingContext.try_get() is not None:
             return _Graph(compile_graph, *arguments).first()
         options: Any = config
-        if options.activation_memory_graph_calls is None and (
+        if (
             options.activation_memory_budget_target == "peak"
             or options.activation_memory_peak_bytes is not None
         ):
