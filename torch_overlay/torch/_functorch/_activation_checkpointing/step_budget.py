@@ -39,7 +39,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import memory_budget, peak_budget, saved_report
@@ -750,6 +750,8 @@ class _Graph:
 
         traced, compiled = self._contexts
         with (
+            # As Dynamo does; a caller's would see what is compiled.
+            _disable_current_modes(),
             tracing(traced),
             compile_context(compiled),
             V.set_fake_mode(traced and traced.fake_mode),
