@@ -19,6 +19,7 @@ from typing import Any, Optional
 import quickstart
 import upstream_tests
 from benchmarks import (
+    blocks,
     check_models,
     compare,
     compile,
@@ -76,6 +77,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peak": peak.page,
     "step": step.page,
     "schedule": schedule.page,
+    "blocks": blocks.page,
     "estimators": estimators.page,
     "step_summary": step.summary,
     "check_models": check_models.page,
@@ -95,6 +97,7 @@ FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "peak": peak.plot,
     "step": step.plot,
     "schedule": schedule.plot,
+    "blocks": blocks.plot,
 }
 
 

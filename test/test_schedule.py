@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from benchmarks import replay, results, schedule
+from benchmarks import blocks, nets, replay, results, schedule
 
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -108,3 +108,69 @@ def test_a_net_measured_anew_replaces_its_rows(tmp_path):
     results.store(path, {"measured": stored})
     found = results.merged(path, new, "net", "kind")
     assert [row["steps"] for row in found] == ["x", "peak", "z", "saved"]
+
+
+def test_a_step_of_sharded_blocks(monkeypatch):
+    """As for a GPU, but by inductor for the CPU: what is predicted is what is held."""
+    name = blocks.SHARDED.name
+    small = nets.decoder(name, nets.Shape(layers=2, tokens=512))
+    monkeypatch.setitem(blocks.NETS, name, small)
+    monkeypatch.setitem(replay.GPUS, blocks.GPU, None)
+    task = {"net": name, "judge": 2, "shares": (1.0, 0.0), "saved": ()}
+    row = blocks.measure({**task, "checkpoints": ()})
+    more, less = row["steps"]
+    module, inputs = small.make()
+    parameters = sum(p.nbytes for p in module.parameters())
+    # A rank's share of the parameters and AdamW's two states.
+    given = 3 * parameters / blocks.RANKS + sum(x.nbytes for x in inputs)
+    for step in (more, less):
+        assert step["predicted"] == pytest.approx(step["peak"], rel=0.05)
+        assert step["given"] == pytest.approx(given, rel=0.01)
+    assert less["peak"] < more["peak"] and less["flops"] > more["flops"]
+
+
+BLOCKS = [
+    {
+        "net": "x",
+        "judge": judge,
+        "steps": [
+            {"share": s, "peak": p, "predicted": p, "allowed": p, "flops": 10}
+            for s, p in ((1.0, 100), (0.0, 50))
+        ],
+        "others": [
+            {
+                "kind": "checkpoint",
+                "peak": 70,
+                "flops": 12,
+                "step": {
+                    "peak": 70,
+                    "predicted": 70,
+                    "allowed": 70,
+                    "floor": 50,
+                    "flops": 11,
+                },
+            }
+        ],
+    }
+    for judge in blocks.JUDGED
+]
+
+
+@pytest.mark.parametrize(
+    "place, entry, value, what",
+    [
+        (None, None, None, None),
+        ("steps", "allowed", 49, "peak / allowed"),
+        ("steps", "predicted", 60, "predictions within 5 %"),
+        ("steps", "peak", 101, "peak at a share"),
+        ("others", "flops", 10.9, "flops / those of what blocks do"),
+    ],
+)
+def test_each_mark_of_a_step_fails_where_it_should(place, entry, value, what):
+    rows = copy.deepcopy(BLOCKS)
+    if place:
+        rows[1][place][-1][entry] = value
+    marks = {mark.what: mark.passed for mark in blocks.judged(rows)}
+    failed = [each for each, passed in marks.items() if not passed]
+    assert len(marks) == 7
+    assert (what is None and not failed) or any(what in each for each in failed)

@@ -104,6 +104,20 @@ def every_second_product() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+def compiled_loss(backend: Any) -> Callable[..., Tensor]:
+    """To stand in the place of F.cross_entropy."""
+    original = F.cross_entropy
+    compiled = torch.compile(original, backend=backend)
+
+    @functools.wraps(original)
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        # Its graph finds what it calls by name.
+        with mock.patch.object(F, original.__name__, original):
+            return compiled(*args, **kwargs)
+
+    return loss
+
+
 class Training:
     """A net of fakes, its blocks and its loss compiled one by one.
 
@@ -120,13 +134,13 @@ class Training:
             wrap: Any = functools.partial(checkpoint_wrapper, **context)
             wrapped = {b: wrap(b) for b in chosen_modules(self.module, MODULES)}
             for part in [*self.module.modules()]:
-                for name, child in part.named_children():
+                for at, child in part.named_children():
                     if child in wrapped:
-                        setattr(part, name, wrapped[child])
+                        setattr(part, at, wrapped[child])
         blocks = chosen_modules(self.module, MODULES)
         for block in blocks:
             block.compile(backend=backend)
-        self.loss = torch.compile(F.cross_entropy, backend=backend)
+        self.loss = compiled_loss(backend)
         self.optimizer: Any = None
         if name == SHARDED.name:
             mesh = init_device_mesh("cpu", (RANKS,))
