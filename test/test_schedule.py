@@ -116,17 +116,15 @@ def test_a_step_of_sharded_blocks(monkeypatch):
     small = nets.decoder(name, nets.Shape(layers=2, tokens=512))
     monkeypatch.setitem(blocks.NETS, name, small)
     monkeypatch.setitem(replay.GPUS, blocks.GPU, None)
-    task = {"net": name, "judge": 2, "shares": (1.0, 0.0), "saved": ()}
+    task = {"net": name, "judge": 2, "shares": (0.0,), "saved": ()}
     row = blocks.measure({**task, "checkpoints": ()})
-    more, less = row["steps"]
+    (step,) = row["steps"]
     module, inputs = small.make()
     parameters = sum(p.nbytes for p in module.parameters())
     # A rank's share of the parameters and AdamW's two states.
     given = 3 * parameters / blocks.RANKS + sum(x.nbytes for x in inputs)
-    for step in (more, less):
-        assert step["predicted"] == pytest.approx(step["peak"], rel=0.05)
-        assert step["given"] == pytest.approx(given, rel=0.01)
-    assert less["peak"] < more["peak"] and less["flops"] > more["flops"]
+    assert step["predicted"] == pytest.approx(step["peak"], rel=0.05)
+    assert step["given"] == pytest.approx(given, rel=0.01)
 
 
 BLOCKS = [

@@ -110,7 +110,7 @@ class CountedStorages(TorchDispatchMode):
 
         # The dispatcher knows nothing of it; FSDP frees what it gathered this way.
         self._resizing = mock.patch.object(
-            torch.UntypedStorage, resize.__name__, resize_and_follow
+            torch.UntypedStorage, "resize_", resize_and_follow
         )
         self._resizing.start()
         super().__enter__()  # type: ignore[no-untyped-call]
