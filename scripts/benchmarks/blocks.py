@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import nn, Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,20 +42,18 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks import fresh, models, nets, options
+from benchmarks import fresh, models, nets, options, schedule
 from benchmarks.live_bytes import CountedStorages
 from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, Net
 from benchmarks.replay import compiled_for, GPUS
 from benchmarks.results import environment, markdown, measured_on, merged, Row, save
-from benchmarks.schedule import LLAMA_2048
 from benchmarks.techniques import chosen_modules, MODULES
 from benchmarks.tracing import CountedFlops, overlay
 
 
 def t5_large() -> tuple[nn.Module, dict[str, Any]]:
-    sizes = {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "num_layers": 24}
-    return models.t5(8, 512, **sizes, dropout_rate=0)
+    return schedule.t5_large(num_layers=24, dropout_rate=0)
 
 
 SHARDED = decoder("llama3-8b-fsdp", replace(nets.LLAMA3_8B, batch=2, tokens=8192))
@@ -63,7 +62,7 @@ RANKS = 8
 NETS: dict[str, Net] = {
     net.name: net
     for net in (
-        decoder("llama-2048-16", LLAMA_2048, BF16),
+        schedule.NETS["llama-2048-16"],
         classic("gpt2-xl", replace(nets.GPT2_XL, dropout=0.0), 8, BF16),
         models.hugging_face(t5_large, BF16),
         SHARDED,
@@ -131,12 +130,12 @@ class Training:
             context: dict[str, Any] = {}
             if "selective" in kind:
                 context["context_fn"] = every_second_product
-            wrap: Any = functools.partial(checkpoint_wrapper, **context)
-            wrapped = {b: wrap(b) for b in chosen_modules(self.module, MODULES)}
-            for part in [*self.module.modules()]:
-                for at, child in part.named_children():
-                    if child in wrapped:
-                        setattr(part, at, wrapped[child])
+            inner = chosen_modules(self.module, MODULES)
+            apply_activation_checkpointing(
+                self.module,
+                functools.partial(checkpoint_wrapper, **context),
+                lambda part: part in inner,
+            )
         blocks = chosen_modules(self.module, MODULES)
         for block in blocks:
             block.compile(backend=backend)
@@ -166,10 +165,9 @@ class Training:
                 self.optimizer.step()
             self.module.zero_grad()
 
-    def measured(self, budget: Any, warm_up: int) -> Row:
-        """Bytes and flops of a step after those in which everything is compiled."""
-        for _ in range(warm_up):
-            self.run(budget)
+    def measured(self, budget: Any) -> Row:
+        """Bytes and flops of a step after one in which what is left is compiled."""
+        self.run(budget)
         gc.collect()
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         there = [*self.module.parameters(), *self.module.buffers(), *self.inputs]
@@ -220,10 +218,10 @@ def measure_steps(
     def by_step(**asked: Any) -> Row:
         budget = step_budget(**asked)
         started = time.perf_counter()
+        # The first is recorded, and what it leaves behind may have the second, too.
         training.run(budget)
         training.run(budget)
-        # What the first leaves behind may have it recorded again.
-        row = training.measured(budget, 1)
+        row = training.measured(budget)
         plan = budget.plan
         return {
             **row,
@@ -239,10 +237,10 @@ def measure_steps(
     others: list[Row] = []
     for saved in task["saved"]:
         with config.patch(activation_memory_budget=saved):
-            found = Training(name, backend).measured(nullcontext(), 1)
+            found = Training(name, backend).measured(nullcontext())
         others.append({"kind": f"saved {saved:g}", **found})
     for kind in task["checkpoints"]:
-        found = Training(name, backend, kind).measured(nullcontext(), 1)
+        found = Training(name, backend, kind).measured(nullcontext())
         others.append({"kind": kind, **found})
     training = Training(name, backend)
     for other in others:
@@ -412,11 +410,7 @@ def main() -> int:
     parser = options.parser(__doc__)
     parser.add_argument("--net", choices=NETS, nargs="+", help="these alone")
     arguments = parser.parse_args()
-    if torch.version.cuda is None:
-        parser.error(
-            f"torch {torch.__version__} was built without CUDA; try "
-            "TORCH_VERSION=2.15.0 scripts/benchmark.sh blocks"
-        )
+    options.need_cuda(parser)
     tasks: list[fresh.Task] = [
         {
             "net": name,

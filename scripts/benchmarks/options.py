@@ -7,6 +7,8 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Optional
 
+import torch
+
 from benchmarks.nets import find
 
 
@@ -26,6 +28,15 @@ def parser(
         help="write what was measured here, and a figure (.svg), if any, beside it",
     )
     return result
+
+
+def need_cuda(command: argparse.ArgumentParser) -> None:
+    """End a command that compiles for GPUs where torch was built without CUDA."""
+    if torch.version.cuda is None:
+        command.error(
+            f"torch {torch.__version__} was built without CUDA, which schedules for a "
+            f"GPU need; try TORCH_VERSION=2.15.0 scripts/{command.prog}"
+        )
 
 
 def net(text: str, own: Container[str] = ()) -> str:

@@ -141,27 +141,17 @@ def _pretend(gpu: Optional[SimpleNamespace]) -> Iterator[None]:
 
 def _move(module: fx.GraphModule) -> None:
     """Move a graph to the GPU, in place; what shares a storage goes on sharing it."""
-    moved_storages: dict[int, torch.UntypedStorage] = {}
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device):
             return CUDA if value.type == "cpu" else value
-        if not isinstance(value, FakeTensor) or value.device.type != "cpu":
-            return value
-        old = value.untyped_storage()
-        if old._cdata not in moved_storages:
-            whole = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta")
-            moved_storages[old._cdata] = whole.untyped_storage()
-        meta = torch.empty(0, dtype=value.dtype, device="meta")
-        storage = moved_storages[old._cdata]
-        meta.set_(storage, value.storage_offset(), value.shape, value.stride())
-        return FakeTensor(value.fake_mode, meta, CUDA)
+        is_on_cpu = isinstance(value, FakeTensor) and value.device.type == "cpu"
+        return _on(CUDA, value) if is_on_cpu else value
 
-    with torch._C._DisableTorchDispatch():
-        for node in module.graph.nodes:
-            node.args, node.kwargs = tree_map(moved, (node.args, node.kwargs))
-            if "val" in node.meta:
-                node.meta["val"] = tree_map(moved, node.meta["val"])
+    for node in module.graph.nodes:
+        node.args, node.kwargs = tree_map(moved, (node.args, node.kwargs))
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(moved, node.meta["val"])
 
 
 class Live(NamedTuple):

@@ -37,8 +37,8 @@ from benchmarks.results import environment, markdown, measured_on, merged, Row, 
 from benchmarks.tracing import overlay
 
 
-def t5_large() -> tuple[nn.Module, dict[str, Any]]:
-    return models.t5(8, 512, d_model=1024, d_ff=4096, num_heads=16)
+def t5_large(**more: int) -> tuple[nn.Module, dict[str, Any]]:
+    return models.t5(8, 512, d_model=1024, d_ff=4096, num_heads=16, **more)
 
 
 # Four layers each, but for what has no like layers, and one of sixteen.
@@ -395,11 +395,7 @@ def main() -> int:
     )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100")
     arguments = parser.parse_args()
-    if torch.version.cuda is None:
-        parser.error(
-            f"torch {torch.__version__} was built without CUDA, which schedules for a "
-            "GPU need; try TORCH_VERSION=2.15.0 scripts/benchmark.sh schedule"
-        )
+    options.need_cuda(parser)
     tasks: list[fresh.Task] = [
         {"net": net, "kind": "allocator", "gpu": None}
         for net in ON_CPU
