@@ -9,7 +9,7 @@ _RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
 
 PATCH = Patch(
     name="buffer-reuse",
-    subject="Do not let inductor's reuse of buffers raise the peak",
+    subject="Do not let inductor's reuse and order of buffers raise the peak",
     why="""\
 Inductor keeps a freed buffer for a later one of its size if what is live in between
 leaves room for it below the peak of the graph. That peak is an estimate from the
@@ -18,8 +18,12 @@ in registers is counted, and so are both where a kernel writes its result over a
 argument. Buffers are then kept through the real peak. A GPT-2 training step peaks at
 170 MB instead of 160, a mixture of experts at 196 instead of 179.
 
-The estimate now counts what the generated kernels store. Before kernels are generated
-nothing changes, as there is nothing yet that they have removed or overwritten.
+The same estimate decides the order of kernels, of four, and takes a worse one: a
+ResNet-50 for an H100 (bf16, 64 images, planned for the lowest peak) peaks at 1,171 MB
+by inductor's schedule, 874 in the order it would have run in without that pass.
+
+The estimate now counts what the generated kernels store. Before kernels are generated,
+it leaves out what is read by no other kernel than its own.
 """,
     test="test/inductor/test_buffer_reuse.py",
     edits=(
@@ -29,15 +33,22 @@ nothing changes, as there is nothing yet that they have removed or overwritten.
             replacement="""\
 def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
     \"\"\"
-    Where kernels were generated, follow them: a buffer that one keeps in registers
-    takes no memory, and one that is written over its argument takes the argument's.
+    A buffer that only its own kernel reads stays in registers and takes no memory.
+    Where kernels were generated, follow them: so does any that one has removed, and one
+    that is written over its argument takes the argument's.
     \"\"\"
+    from .scheduler import SchedulerNode
+
     wrapper = V.graph.wrapper_code
     written_over = wrapper.reuses if wrapper is not None else {}
     arguments = OrderedSet(written_over.values())
     for info in buf_info_list:
         name = info.buffer.get_name()
-        if name in V.graph.removed_buffers:
+        defining_op = getattr(info.buffer, "defining_op", None)
+        is_local = (
+            isinstance(defining_op, SchedulerNode) and info.start_step == info.end_step
+        )
+        if is_local or name in V.graph.removed_buffers:
             info.size_alloc = info.size_free = 0
         if name in written_over:
             info.size_alloc = 0
@@ -58,7 +69,8 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
     since=(2, 10),
     landed=((_MEMORY, "_count_what_is_stored("),),
     risks="""\
-The estimate decides which buffers are kept, and that alone: the same kernels run in the
-same order. Fewer are kept for long, so a graph may allocate some more often.
+The estimate decides which buffers are kept and in which order kernels run: the same
+kernels, of the same arguments. Fewer buffers are kept for long, so a graph may allocate
+some more often.
 """,
 )

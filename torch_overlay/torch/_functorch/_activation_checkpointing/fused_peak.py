@@ -16,6 +16,8 @@ several operators, and what is used inside of one alone is never stored.
     later, unless it has so many operators that inductor cuts it in two.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something waits for that.
+-   What is concatenated is computed within the result, which is live as long as any of
+    its parts.
 
 Not followed are the order that inductor's scheduler chooses, any other fusion of kernels
 that have nothing but inputs in common, and scratch memory.
@@ -133,12 +135,31 @@ class FusedJointGraph(JointGraph):
         forward = [node for node, *_, is_required in self._early if is_required]
         # What only the backward needs is made in the forward, if that saves it.
         self._in_forward = self._in_backward | self._operators(forward, self.outputs)
+        self._early_by_kernels = self._made_with_what_it_reads()
 
     def releasing(self, inputs: Mapping[int, int]) -> FusedJointGraph:
         graph = cast(FusedJointGraph, super().releasing(inputs))
         # Of its arguments, inductor writes over those alone that the forward made.
         graph.shapes = {s: shape for s, shape in self.shapes.items() if s not in inputs}
         return graph
+
+    def _made_with_what_it_reads(self) -> list[Any]:
+        """The forward's nodes, with what only the backward needs as early as can be.
+
+        That is fused with the kernels around what it reads: the mask of a ReLU that was
+        traced in the backward, for one.
+        """
+        made_at: dict[int, int] = {}
+        order: list[tuple[int, Any]] = []
+        for at, each in enumerate(self._early):
+            node, _, writes, _, is_required = each
+            known = self._in_forward.get(node)
+            if not is_required and known is not None and known.is_fusible:
+                at = max((made_at[s] for s in known.reads if s in made_at), default=at)
+            made_at.update(dict.fromkeys(writes, at))
+            order.append((at, each))
+        order.sort(key=operator.itemgetter(0))
+        return [each for _, each in order]
 
     def _operators(
         self, nodes: Iterable[fx.Node], kept: set[int]
@@ -242,6 +263,12 @@ class FusedJointGraph(JointGraph):
         everyone = (1 << count) - 1
         repeats, stored = self._join(repeats, saved)
         phase = _FusedPhase(self, [0] * len(self.nbytes), self._in_backward, stored)
+        made = [0] * len(self.nbytes)
+        for step in repeats:
+            for op, plans in step:
+                for s in self.writes[op]:
+                    made[s] |= plans & ~saved[s]
+        phase.place(made, made)
         for s in self.returned:
             phase.touched[s] = everyone
         held = self.held_by_caller
@@ -363,7 +390,9 @@ class FusedJointGraph(JointGraph):
     def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         everyone = (1 << count) - 1
         phase = _FusedPhase(self, list(kept), self._in_forward, kept)
-        for node, _, writes, _, is_required in reversed(self._early):
+        required = [everyone if birth >= 0 else 0 for birth in self.births]
+        phase.place([plans & ~keep for plans, keep in zip(required, kept)], required)
+        for node, _, writes, _, is_required in reversed(self._early_by_kernels):
             plans = everyone if is_required else 0
             for s in writes:
                 plans |= phase.touched[s]
@@ -397,6 +426,33 @@ class _FusedPhase(Phase):
             for s in each.writes
         }
 
+        # What each part of a concatenation is computed within, with the plans where it
+        # is, and those where it is the first part.
+        self.within: dict[int, tuple[int, int, int]] = {}
+        # The plans where a storage has such parts.
+        self.has_parts: dict[int, int] = {}
+
+    def place(self, parts: Sequence[int], results: Sequence[int]) -> None:
+        """Compute parts of concatenations within them, where both are made here.
+
+        That is in these plans, for each storage as a part and as a result.
+        """
+        makers = {s: each for each in self.operators.values() for s in each.writes}
+        for node, each in self.operators.items():
+            if node.target is not aten.cat.default or each.is_inlined:
+                continue
+            (result,) = each.writes
+            placed = 0
+            for s in sorted(each.reads):
+                maker = makers.get(s)
+                if maker is None or not maker.is_fusible or maker.is_inlined:
+                    continue
+                plans = parts[s] & results[result]
+                if plans and s not in self.within:
+                    self.within[s] = result, plans, plans & ~placed
+                    placed |= plans
+            self.has_parts[result] = placed
+
     def run(self, node: fx.Node, plans: int, step: int, own: int) -> None:
         """A kernel with its moment, in these plans; ``own`` as for :meth:`moment`."""
         operator = self.operators.get(node)
@@ -417,7 +473,7 @@ class _FusedPhase(Phase):
         reused: list[tuple[int, int]] = []
         light = self._light(operator, plans) if dying and operator.is_fusible else 0
         for s in writes:
-            left = light
+            left = light & ~self._placed(s)
             for at, (r, last) in enumerate(dying):
                 if left & last and self.shapes.get(r) == self.shapes.get(s):
                     reused.append((left & last, r))
@@ -426,7 +482,13 @@ class _FusedPhase(Phase):
         for r, last in dying:
             self.change(last, -self.nbytes[r])
         self.moment(step, own)
-        self.change(plans, operator.nbytes)
+        apart = plans
+        for s in writes:
+            if s in self.within:
+                result, _, first = self.within[s]
+                self.change(plans & first, self.nbytes[result])
+            apart &= ~self._placed(s)
+        self.change(apart, operator.nbytes)
         # What is written over ends before, as another begins.
         for last, r in reused:
             self.change(last, -self.nbytes[r])
@@ -441,6 +503,10 @@ class _FusedPhase(Phase):
             if not last:
                 continue
             self.touched[s] |= last
+            if s in self.within:
+                result, placed, _ = self.within[s]
+                pending.append((result, last & placed))
+                last &= ~placed
             if s in self.sources:
                 computed = last & ~self.stored[s]
                 pending += [(r, computed) for r in self.sources[s]]
@@ -449,6 +515,11 @@ class _FusedPhase(Phase):
                 dying.append((s, last))
         dying.sort()
         return dying
+
+    def _placed(self, s: int) -> int:
+        """The plans where a storage is a part of a concatenation, or made of parts."""
+        placed = self.has_parts.get(s, 0)
+        return placed | self.within[s][1] if s in self.within else placed
 
     def _light(self, operator: _Operator, plans: int) -> int:
         """The plans in which a kernel is not too large to write over its arguments."""
