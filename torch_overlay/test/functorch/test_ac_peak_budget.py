@@ -891,6 +891,38 @@ class PeakBudgetTest(TestCase):
         # The zeros are made where they are written to.
         self.assertLess(self.fused_peak(scattered), 2.1)
 
+    def test_parts_are_computed_within_a_concatenation(self):
+        def joined(x, w):
+            part, other = (x @ w).sin(), (w @ x).sin()
+            whole = torch.cat([part, other]) @ w
+            return (whole.sum() + (part @ w).sum(),)
+
+        # A product beside its argument, both of two units, and no part besides.
+        self.assertEqual(self.fused_peak(joined), 4)
+
+        def joint(primals_x, primals_w, tangents_y):
+            part, other = (primals_x @ primals_w).sin(), primals_x.cos()
+            whole = torch.cat([part, other]) @ primals_w
+            return whole, tangents_y * part
+
+        graph = self.fused(joint)
+        (part,) = (s for s, n in enumerate(graph.saved_as) if n and n.name == "sin")
+        # Where it is saved, it is apart.
+        peaks = [graph.evaluate(saved).forward_peak for saved in ((), (part,))]
+        self.assertEqual([peak // (4 * 64**2) for peak in peaks], [4, 5])
+
+    def test_masks_are_made_with_what_they_are_made_of(self):
+        def joint(primals_x, primals_w, tangents_y):
+            hidden = primals_x @ primals_w
+            return hidden.relu() @ primals_w, tangents_y * (hidden > 0)
+
+        graph = self.fused(joint)
+        (mask,) = (s for s, n in enumerate(graph.saved_as) if n and n.name == "gt")
+        # The mask has a byte for each element. The positive values take the product's
+        # place, which a mask that is made at the end of the forward would still read.
+        peak = graph.evaluate([mask]).forward_peak
+        self.assertEqual(peak / (4 * 64**2), 2.25)
+
     def test_what_takes_many_reads_is_stored_for_later_readers(self):
         def two_readers(terms):
             def forward(x, w):

@@ -1,8 +1,11 @@
 # Owner(s): ["module: inductor"]
 """A buffer that is kept for a later one does not raise the peak."""
 
+import functools
+from unittest import mock
+
 import torch
-from torch._inductor import config
+from torch._inductor import config, memory
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -34,6 +37,12 @@ def live_at_most(call):
     return peak
 
 
+def stays_in_registers(*factors):
+    """Sums of a product that is stored for its readers, if these are other kernels."""
+    product = functools.reduce(torch.mul, factors)
+    return product.sin().sum(), product.cos().sum()
+
+
 class BufferReusePeakTest(TestCase):
     def measured(self, reuse):
         torch._dynamo.reset()
@@ -55,6 +64,22 @@ class BufferReusePeakTest(TestCase):
         self.assertIn("# reuse", code)
         self.assertLess(without, 6.5 * UNIT)
         self.assertLessEqual(peak, without)
+
+    def test_what_orders_kernels(self):
+        torch._dynamo.reset()
+        factors = [torch.ones(ROWS, SIDE) for _ in range(6)]
+        estimates = []
+
+        def estimate(*args):
+            estimates.append(inner(*args))
+            return estimates[-1]
+
+        inner = memory.estimate_peak_memory
+        with torch.no_grad(), mock.patch.object(memory, inner.__name__, estimate):
+            torch.compile(stays_in_registers)(*factors)
+        # Nothing else orders them, before any is generated.
+        self.assertTrue(estimates)
+        self.assertLess(max(peak for peak, _ in estimates), UNIT / 2)
 
 
 if __name__ == "__main__":
