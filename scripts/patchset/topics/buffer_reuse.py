@@ -20,7 +20,7 @@ argument. Buffers are then kept through the real peak. A GPT-2 training step pea
 
 The same estimate decides the order of kernels, of four, and takes a worse one: a
 ResNet-50 for an H100 (bf16, 64 images, planned for the lowest peak) peaks at 1,171 MB
-by inductor's schedule, 874 in the order it would have run in without that pass.
+by inductor's schedule, 919 in the order it would have run in without that pass.
 
 The estimate now counts what the generated kernels store. Before kernels are generated,
 it leaves out what is read by no other kernel than its own.
