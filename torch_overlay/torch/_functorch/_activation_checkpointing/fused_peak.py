@@ -136,6 +136,8 @@ class FusedJointGraph(JointGraph):
         # What only the backward needs is made in the forward, if that saves it.
         self._in_forward = self._in_backward | self._operators(forward, self.outputs)
         self._early_by_kernels = self._made_with_what_it_reads()
+        self._joined_in_backward = _concatenations(self._in_backward)
+        self._joined_in_forward = _concatenations(self._in_forward)
 
     def releasing(self, inputs: Mapping[int, int]) -> FusedJointGraph:
         graph = cast(FusedJointGraph, super().releasing(inputs))
@@ -261,14 +263,16 @@ class FusedJointGraph(JointGraph):
         self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int
     ) -> tuple[list[list[int]], list[int]]:
         everyone = (1 << count) - 1
-        repeats, stored = self._join(repeats, saved)
-        phase = _FusedPhase(self, [0] * len(self.nbytes), self._in_backward, stored)
-        made = [0] * len(self.nbytes)
+        repeated = [0] * len(self.nodes)
         for step in repeats:
             for op, plans in step:
-                for s in self.writes[op]:
-                    made[s] |= plans & ~saved[s]
-        phase.place(made, made)
+                repeated[op] |= plans
+        repeats, stored = self._join(repeats, repeated, saved)
+        phase = _FusedPhase(self, [0] * len(self.nbytes), self._in_backward, stored)
+        # No operator makes an input, whose producer is -1.
+        made_by = [*repeated, 0]
+        made = [made_by[op] & ~plans for op, plans in zip(self.producer, saved)]
+        phase.place(self._joined_in_backward, made, made)
         for s in self.returned:
             phase.touched[s] = everyone
         held = self.held_by_caller
@@ -286,17 +290,16 @@ class FusedJointGraph(JointGraph):
         return phase.peaks(count), kept
 
     def _join(
-        self, repeats: list[list[tuple[int, int]]], saved: Sequence[int]
+        self,
+        repeats: list[list[tuple[int, int]]],
+        repeated: Sequence[int],
+        saved: Sequence[int],
     ) -> tuple[list[list[tuple[int, int]]], list[int]]:
         """Repeat operators as early as a kernel that takes them in, in each plan.
 
-        ``repeats`` are as in an :class:`Evaluation`, and so is the first result.  The
+        The arguments are as in an :class:`Evaluation`, and so is the first result.  The
         second has the plans that store each storage; all of ``saved`` are among them.
         """
-        repeated = [0] * len(self.nodes)
-        for step in repeats:
-            for op, plans in step:
-                repeated[op] |= plans
         stored = list(saved)
         reads, shared, wanted = self._reads_by_plan(repeated, saved, stored)
         readers: dict[int, list[int]] = defaultdict(list)
@@ -391,7 +394,8 @@ class FusedJointGraph(JointGraph):
         everyone = (1 << count) - 1
         phase = _FusedPhase(self, list(kept), self._in_forward, kept)
         required = [everyone if birth >= 0 else 0 for birth in self.births]
-        phase.place([plans & ~keep for plans, keep in zip(required, kept)], required)
+        apart = [plans & ~keep for plans, keep in zip(required, kept)]
+        phase.place(self._joined_in_forward, apart, required)
         for node, _, writes, _, is_required in reversed(self._early_by_kernels):
             plans = everyone if is_required else 0
             for s in writes:
@@ -425,28 +429,25 @@ class _FusedPhase(Phase):
             if each.is_inlined
             for s in each.writes
         }
-
         # What each part of a concatenation is computed within, with the plans where it
         # is, and those where it is the first part.
         self.within: dict[int, tuple[int, int, int]] = {}
         # The plans where a storage has such parts.
         self.has_parts: dict[int, int] = {}
 
-    def place(self, parts: Sequence[int], results: Sequence[int]) -> None:
+    def place(
+        self,
+        concatenations: Sequence[tuple[int, Sequence[int]]],
+        parts: Sequence[int],
+        results: Sequence[int],
+    ) -> None:
         """Compute parts of concatenations within them, where both are made here.
 
         That is in these plans, for each storage as a part and as a result.
         """
-        makers = {s: each for each in self.operators.values() for s in each.writes}
-        for node, each in self.operators.items():
-            if node.target is not aten.cat.default or each.is_inlined:
-                continue
-            (result,) = each.writes
+        for result, found in concatenations:
             placed = 0
-            for s in sorted(each.reads):
-                maker = makers.get(s)
-                if maker is None or not maker.is_fusible or maker.is_inlined:
-                    continue
+            for s in found:
                 plans = parts[s] & results[result]
                 if plans and s not in self.within:
                     self.within[s] = result, plans, plans & ~placed
@@ -535,6 +536,24 @@ class _FusedPhase(Phase):
                 pending += [(r, computed) for r in self.sources.get(s, ())]
         # The operator itself is one more.
         return plans & ~_more_than(_MOST_OPERATORS - 1, found.values())
+
+
+def _concatenations(
+    operators: Mapping[fx.Node, _Operator],
+) -> list[tuple[int, list[int]]]:
+    """What is concatenated and stored, each with those of its parts that kernels make."""
+    kernels = {
+        s
+        for each in operators.values()
+        if each.is_fusible and not each.is_inlined and len(each.writes) == 1
+        for s in each.writes
+    }
+    return [
+        (result, sorted(kernels.intersection(each.reads)))
+        for node, each in operators.items()
+        if node.target is aten.cat.default and not each.is_inlined
+        for result in each.writes
+    ]
 
 
 def _more_than(most: int, masks: Collection[int]) -> int:
