@@ -46,7 +46,8 @@ of bytes. A model of live bytes, exact for what the two graphs do operator by
 operator and an estimate of what inductor's kernels hold where those are made of
 them, evaluates some hundred plans: checkpoints by dynamic programming,
 expensive operators saved as well where there is room, and the min cuts' own plans.
-The cheapest that fits is taken, so a smaller budget never has a higher peak.
+The cheapest that fits is taken, so a smaller budget never has a higher peak. An
+estimate fits if it does with activation_memory_peak_margin added, 5 %.
 
 The default target, "saved", keeps today's meaning. Where no plan can be made, a
 warning says why and the graph gets the plan for saved bytes.
@@ -79,6 +80,10 @@ activation_memory_budget_target = "saved"
 # A peak in bytes to stay below, parameters and inputs apart, whatever the budget and
 # its target; a graph that cannot gets the lowest peak found, and a warning.
 activation_memory_peak_bytes: int | None = None
+
+# By which share of it a peak of inductor's kernels may be above its estimate: plans are
+# kept below what is allowed by as much, unless a schedule judges them.
+activation_memory_peak_margin = 0.05
 
 # How many calls of a graph wait for their backward at once, as where each block of a
 # model is compiled by itself, for the target "peak" and a peak in bytes; None: one.

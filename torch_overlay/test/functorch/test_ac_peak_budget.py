@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import json
+import math
 import os
 import random
 import subprocess
@@ -626,6 +627,9 @@ class PeakBudgetTest(TestCase):
                 plan(0.5, target="peek")
             with self.assertRaisesRegex(RuntimeError, "budget is 1.5"):
                 plan(1.5)
+            for value in (-0.1, math.nan, "5%", None):
+                with self.assertRaisesRegex(RuntimeError, f"margin is {value!r}"):
+                    plan(0.5, activation_memory_peak_margin=value)
 
         self.planned(layers(dense, 1), ask)
 
@@ -1002,6 +1006,27 @@ class PeakBudgetTest(TestCase):
             # Of fewer reads: result, tangent, factors, and a product with its argument.
             peak = self.fused_peak(joint(3, statistic), 512)
             self.assertAlmostEqual(peak, 7, delta=0.1)
+
+    def test_estimates_have_a_margin(self):
+        plans = [
+            peak_budget.PlannedPeak(peak, cost, frozenset())
+            for peak, cost in ((100, 3.0), (140, 2.0), (190, 1.0), (200, 0.0))
+        ]
+        curve = peak_budget.Curve(plans, plans[-1], 0.1)
+        # From 110, which the plan of the floor may have, to 200.
+        self.assertEqual([curve.allowed(b) for b in (0, 0.5)], [110, 155])
+        chosen = {109: 100, 153: 100, 154: 140, 208: 140, 209: 190, 220: 200}
+        for asked, planned in chosen.items():
+            self.assertEqual(curve.within(asked).peak, planned)
+        # Where nothing is sure to be lower than budget 1, there is no reason to repeat.
+        curve = peak_budget.Curve(plans, plans[-1], 1.0)
+        self.assertEqual(curve.within(curve.allowed(0)), plans[-1])
+
+        def joint(x, w):
+            return (x @ w,)
+
+        with config.patch(activation_memory_peak_margin=0.25):
+            self.assertEqual(self.fused(joint).margin, 0.25)
 
     def test_kernels_of_many_plans(self):
         def chain(primals_x, primals_w, tangents_y):

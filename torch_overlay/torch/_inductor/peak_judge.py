@@ -131,6 +131,7 @@ def _schedule_plans(
             activation_memory_budget=(level / (count - 1)) ** 1.5,
             activation_memory_budget_target="peak",
             activation_memory_peak_bytes=None,
+            activation_memory_peak_margin=0.0,  # They are about to be known.
         )
         with by_share, saved_report.trial() as made:
             split = partitioner(_copied(joint_module), joint_inputs, **kwargs)

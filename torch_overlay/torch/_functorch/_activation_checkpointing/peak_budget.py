@@ -9,7 +9,9 @@ With ``config.activation_memory_budget_target = "peak"`` a budget b asks for at 
 where the floor is the lowest peak that was found, and what is then recomputed costs as
 little as was found.  ``config.activation_memory_peak_bytes`` asks for a number of bytes.
 Peaks are those of :mod:`.liveness`, or, where inductor compiles the graphs, those of
-:mod:`.fused_peak`: without parameters and inputs, which no plan changes.
+:mod:`.fused_peak`: without parameters and inputs, which no plan changes.  The latter are
+estimates, so a plan has to be below what is allowed by
+``config.activation_memory_peak_margin``, and the floor is as much above that found.
 
 ``config.activation_memory_graph_calls`` calls of the graph keep what they save at once.
 
@@ -103,11 +105,18 @@ def allowed_peak(budget: float, floor: int, fastest: int) -> int:
 class Curve:
     """Of ``plans``, those that no other beats in both peak and cost, by rising peak.
 
-    ``fastest`` is the plan of budget 1.
+    ``fastest`` is the plan of budget 1.  By the share ``margin``, a peak may turn out
+    higher than planned.
     """
 
-    def __init__(self, plans: Iterable[PlannedPeak], fastest: PlannedPeak) -> None:
+    def __init__(
+        self,
+        plans: Iterable[PlannedPeak],
+        fastest: PlannedPeak,
+        margin: float = 0.0,
+    ) -> None:
         self.fastest = fastest
+        self.margin = margin
         self.plans: list[PlannedPeak] = []
         for plan in sorted(plans, key=lambda p: (p.peak, p.cost, sorted(p.storages))):
             if not self.plans or plan.cost < self.plans[-1].cost:
@@ -118,14 +127,24 @@ class Curve:
         return self.plans[0].peak
 
     def allowed(self, budget: float) -> int:
-        """The peak in bytes that a budget allows."""
-        return allowed_peak(budget, self.floor, self.fastest.peak)
+        """The peak in bytes that a budget allows.
+
+        Where the margin leaves nothing between the floor and budget 1, that of budget 1.
+        """
+        floor = self.at_most(self.plans[0])
+        if floor >= self.fastest.peak:
+            return self.at_most(self.fastest)
+        return allowed_peak(budget, floor, self.fastest.peak)
+
+    def at_most(self, plan: PlannedPeak) -> int:
+        """What a plan's peak may turn out to be, in bytes."""
+        return plan.peak + math.ceil(plan.peak * self.margin)
 
     def within(self, peak: int) -> PlannedPeak:
-        """The cheapest plan below a peak; that of the floor if there is none."""
-        if peak >= self.fastest.peak:
+        """The cheapest plan sure to be below a peak; that of the floor if there is none."""
+        if peak >= self.at_most(self.fastest):
             return self.fastest
-        found = bisect_left(self.plans, peak + 1, key=lambda plan: plan.peak)
+        found = bisect_left(self.plans, peak + 1, key=self.at_most)
         return self.plans[max(found - 1, 0)]
 
 
@@ -192,9 +211,10 @@ class PeakPlan(saved_report.Plan):
 def bounds_peak(budget: float) -> bool:
     """Whether the config asks for a plan by peak memory at that budget.
 
-    Raises RuntimeError for a target or a number of bytes that means nothing.
+    Raises RuntimeError for a target, a number of bytes or a margin that means nothing.
     """
     limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
+    margin = config.activation_memory_peak_margin  # type: ignore[attr-defined]
     target = config.activation_memory_budget_target  # type: ignore[attr-defined]
     if target not in _TARGETS:
         raise RuntimeError(
@@ -205,6 +225,11 @@ def bounds_peak(budget: float) -> bool:
         raise RuntimeError(
             f"activation_memory_peak_bytes is {limit!r}; it has to be a positive number "
             "of bytes, or None"
+        )
+    if not (isinstance(margin, (int, float)) and 0 <= margin < math.inf):
+        raise RuntimeError(
+            f"activation_memory_peak_margin is {margin!r}; it has to be a share of the "
+            "peak, 0 or more"
         )
     by_budget = limit is None and (target == "saved" or budget == 1)
     # A budget that is none gets the error of one for saved bytes.
@@ -223,8 +248,7 @@ def choose_plan(
     The first ``num_fwd_outputs`` outputs are the forward's.  With ``fused``, peaks are
     those of the kernels that inductor makes of the graph's operators.  The plan is one for
     saved bytes where the target is "saved", where the budget is 1, and where no other can be
-    made, which a warning tells.  Raises RuntimeError for a target or a number of bytes
-    that means nothing.
+    made, which a warning tells.  Raises RuntimeError as `bounds_peak` does.
     """
 
     def plan_saved_bytes(budget: float) -> ChosenPlan:
@@ -320,7 +344,8 @@ def search(
 ) -> Curve:
     """The plans that trade peak for recomputation best, of those of `find_plans`."""
     plans = find_plans(graph, cheapest, expensive, fastest)
-    return Curve(plans.found.values(), next(iter(plans.found.values())))
+    found = plans.found.values()
+    return Curve(found, next(iter(found)), graph.margin)
 
 
 def find_plans(
