@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from heapq import heappop, heappush
 from typing import cast, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -192,7 +193,11 @@ class FusedJointGraph(JointGraph):
                 (s,) = values.writes[node]
                 users = readers[s]
                 # Adding to a product becomes addmm, which is no kernel to fuse with.
-                if s not in kept and [u.target for u in users] == [aten.add.Tensor]:
+                if (
+                    s not in kept
+                    and [u.target for u in users] == [aten.add.Tensor]
+                    and node in users[0].all_input_nodes
+                ):
                     products.add(node)
                     fusible.difference_update(users)
         # How many operators that cannot be fused come before each one.
@@ -304,54 +309,14 @@ class FusedJointGraph(JointGraph):
         """
         stored = list(saved)
         reads, shared, wanted = self._reads_by_plan(repeated, saved, stored)
-        readers: dict[int, list[int]] = defaultdict(list)
-        for op, found in reads.items():
-            operator = self._in_backward[self.nodes[op]]
-            if operator.is_shared or not operator.is_inlined:
-                for s in self._large.intersection(found):
-                    readers[s].append(op)
-        done = [0] * len(self.nodes)
+        kernels = _Kernels(self, repeated, stored, reads, shared, wanted)
         joined: list[list[tuple[int, int]]] = []
         for step in repeats:
             joined.append([])
             for op, plans in step:
-                plans &= ~done[op]
-                if not plans:
-                    continue
-                joined[-1].append((op, plans))
-                done[op] |= plans
-                operator = self._in_backward[self.nodes[op]]
-                if operator.is_inlined:
-                    plans &= stored[operator.writes[0]]
-                if not plans or op not in reads:
-                    continue
-                # The plans in which an operator is part of this kernel.
-                kernel = {op: plans}
-                for guest in sorted({g for s in reads[op] for g in readers.get(s, ())}):
-                    joining = plans & repeated[guest] & ~done[guest]
-                    if not joining:
-                        continue
-                    writes = self.writes[guest]
-                    has_large = is_near = 0
-                    if _is_reduction(self.nodes[guest]):
-                        for s in writes:
-                            is_near |= wanted[s]
-                    for s, reading in reads[guest].items():
-                        maker = self.producer[s]
-                        if s in self._large:
-                            has_large |= reading
-                            joining &= ~reading | reads[op].get(s, 0)
-                        elif maker >= 0:
-                            is_near |= reading & kernel.get(maker, 0)
-                            joining &= ~(reading & repeated[maker]) | done[maker]
-                    joining &= has_large & is_near
-                    if guest in shared:
-                        joining &= shared[guest]
-                        stored[writes[0]] |= joining
-                    if joining:
-                        joined[-1].append((guest, joining))
-                        done[guest] |= joining
-                        kernel[guest] = joining
+                plans &= ~kernels.done[op]
+                if plans:
+                    joined[-1] += kernels.run(op, plans)
         return joined, stored
 
     def _reads_by_plan(
@@ -405,6 +370,144 @@ class FusedJointGraph(JointGraph):
             phase.run(node, plans, 0, 0)
         phase.moment(0, 0)
         return [peak for (peak,) in phase.peaks(count)]
+
+
+class _Kernels:
+    """What else the backward's kernels compute when it repeats operators, by plan.
+
+    ``done`` are the plans in which each operator was repeated, ``stored`` those that
+    store each storage, and the others as `FusedJointGraph._reads_by_plan` has them.
+    """
+
+    def __init__(
+        self,
+        graph: FusedJointGraph,
+        repeated: Sequence[int],
+        stored: list[int],
+        reads: dict[int, dict[int, int]],
+        shared: dict[int, int],
+        wanted: list[int],
+    ) -> None:
+        self.graph = graph
+        self.repeated, self.stored, self.reads = repeated, stored, reads
+        self.shared, self.wanted = shared, wanted
+        self.done = [0] * len(graph.nodes)
+        # By large storage, those operators that are not inlined in all plans.
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for op, found in reads.items():
+            operator = graph._in_backward[graph.nodes[op]]
+            if operator.is_shared or not operator.is_inlined:
+                for s in graph._large.intersection(found):
+                    self.readers[s].append(op)
+
+    def run(self, op: int, plans: int) -> list[tuple[int, int]]:
+        """Repeat an operator in these plans, and what joins its kernel; in order."""
+        self.done[op] |= plans
+        ran = [(op, plans)]
+        if op not in self.reads:
+            return ran
+        operator = self.graph._in_backward[self.graph.nodes[op]]
+        if operator.is_inlined:
+            plans &= self.stored[operator.writes[0]]
+        # The plans in which an operator is part of this kernel.
+        kernel = {op: plans}
+        if plans:
+            ran[:0] = self._join_streams(kernel, op, plans)
+            self._join_others(kernel, op, plans)
+        del kernel[op]
+        return [*ran, *kernel.items()]
+
+    def _join_streams(
+        self, kernel: dict[int, int], op: int, plans: int
+    ) -> list[tuple[int, int]]:
+        """Take in other results of many reads, if some large one is in common.
+
+        Such are the sums of the residual streams of an encoder and a decoder that begin
+        with the same embedding.  Returns what has to be repeated before.
+        """
+        before: list[tuple[int, int]] = []
+        plans &= self.shared.get(op, 0)
+        common = dict(self.reads[op])
+        guests = sorted({g for s in common for g in self.readers.get(s, ())})
+        while plans and guests:
+            guest = heappop(guests)
+            joining = plans & self.shared.get(guest, 0)
+            joining &= self.repeated[guest] & ~self.done[guest]
+            at_once = 0
+            for s, reading in self.reads[guest].items():
+                if s in self.graph._large:
+                    at_once |= reading & common.get(s, 0)
+            needed = self._needed(kernel, guest, joining & at_once)
+            joining &= needed.pop(guest, 0)
+            if not joining:
+                continue
+            for maker in sorted(needed):
+                more = needed[maker] & joining
+                if more:
+                    before.append((maker, more))
+                    self.done[maker] |= more
+            (s,) = self.graph.writes[guest]
+            self._take_in(kernel, guest, joining)
+            common[s] = joining
+            for other in self.readers.get(s, ()):
+                if other not in guests:
+                    heappush(guests, other)
+        return before
+
+    def _needed(self, kernel: dict[int, int], op: int, plans: int) -> dict[int, int]:
+        """What has to be repeated in order to repeat an operator, itself included.
+
+        With the plans where it is, without those in which what cannot be fused would have
+        to wait for something that is repeated: a kernel does not wait for both.
+        """
+        found = {op: plans}
+        refused = 0
+        pending = [(op, plans)]
+        while pending:
+            reader, needing = pending.pop()
+            is_fusible = reader in self.reads
+            for s in self.graph.reads[reader]:
+                maker = self.graph.producer[s]
+                if maker >= 0:
+                    new = needing & self.repeated[maker] & ~self.done[maker]
+                    if not is_fusible:
+                        refused |= new | needing & kernel.get(maker, 0)
+                    new &= ~found.get(maker, 0)
+                    if new:
+                        found[maker] = found.get(maker, 0) | new
+                        pending.append((maker, new))
+        found[op] &= ~refused
+        return found
+
+    def _take_in(self, kernel: dict[int, int], guest: int, plans: int) -> None:
+        self.done[guest] |= plans
+        kernel[guest] = plans
+        if guest in self.shared:
+            self.stored[self.graph.writes[guest][0]] |= plans
+
+    def _join_others(self, kernel: dict[int, int], op: int, plans: int) -> None:
+        """Take in what is computed from the kernel's results and arguments alone."""
+        graph, reads = self.graph, self.reads
+        near = {g for s in reads[op] for g in self.readers.get(s, ())}
+        for guest in sorted(near):
+            joining = plans & self.repeated[guest] & ~self.done[guest]
+            if not joining:
+                continue
+            has_large = is_near = 0
+            if _is_reduction(graph.nodes[guest]):
+                for s in graph.writes[guest]:
+                    is_near |= self.wanted[s]
+            for s, reading in reads[guest].items():
+                maker = graph.producer[s]
+                if s in graph._large:
+                    has_large |= reading
+                    joining &= ~reading | reads[op].get(s, 0)
+                elif maker >= 0:
+                    is_near |= reading & kernel.get(maker, 0)
+                    joining &= ~(reading & self.repeated[maker]) | self.done[maker]
+            joining &= has_large & is_near & self.shared.get(guest, -1)
+            if joining:
+                self._take_in(kernel, guest, joining)
 
 
 class _FusedPhase(Phase):
