@@ -941,6 +941,20 @@ class PeakBudgetTest(TestCase):
         # There are as many when their product takes the place of one.
         self.assertEqual(self.fused_peak(two_readers(5)), 5)
 
+        def two_terms(*shape):
+            def forward(x, w):
+                parts = [x @ w for _ in range(2)]
+                if shape:
+                    parts = [part.view(shape) for part in parts]
+                total = torch.add(*parts).view(x.shape)
+                return ((total.cos() @ w) * total.sin(),)
+
+            return forward
+
+        # What adds to a product is stored, unless that has another shape.
+        self.assertEqual(self.fused_peak(two_terms()), 3)
+        self.assertEqual(self.fused_peak(two_terms(-1)), 4)
+
     def test_kernels_of_the_backward(self):
         def pointwise(primals_x, primals_w, tangents_y):
             h = primals_x @ primals_w
@@ -1006,6 +1020,24 @@ class PeakBudgetTest(TestCase):
             # Of fewer reads: result, tangent, factors, and a product with its argument.
             peak = self.fused_peak(joint(3, statistic), 512)
             self.assertAlmostEqual(peak, 7, delta=0.1)
+
+    def test_kernels_of_streams_that_begin_alike(self):
+        def joint(has_other_start):
+            def graph(primals_x, primals_w, tangents_y):
+                starts = [primals_x, primals_w if has_other_start else primals_x]
+                gradient = tangents_y
+                for start in starts:
+                    parts = [primals_x @ primals_w for _ in range(4)]
+                    stream = functools.reduce(torch.mul, parts, start.sin())
+                    gradient = (gradient * stream.cos()) @ primals_w
+                    gradient = (gradient * stream.sin()) @ primals_w
+                return primals_x.cos(), gradient
+
+            return graph
+
+        # Result, tangent, the factors of one and the stream itself; or of both at once.
+        self.assertEqual(self.fused_peak(joint(has_other_start=True), 512), 7)
+        self.assertEqual(self.fused_peak(joint(has_other_start=False), 512), 10)
 
     def test_estimates_have_a_margin(self):
         plans = [
