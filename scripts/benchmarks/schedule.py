@@ -15,8 +15,6 @@ the CPU differs from what its allocator noted.
 from __future__ import annotations
 
 import functools
-import importlib
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +29,7 @@ from torch import fx, nn
 from benchmarks import fresh, models, nets, options
 from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, images, Net, Shape
-from benchmarks.peak import allocated, budgeted
+from benchmarks.peak import allocated, budgeted, judge
 from benchmarks.replay import compiled_for, GPUS, Live, Replay, replay
 from benchmarks.results import environment, markdown, measured_on, merged, Row, save
 from benchmarks.tracing import overlay
@@ -84,8 +82,6 @@ NETS: dict[str, Net] = {
 }
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 KINDS = ("upstream", "saved", "peak", "judged")
-# Plans that the judge schedules.
-JUDGED = 8
 ON_CPU = ("vit", "gpt2", "mlp-dropout", "bert", "llama-8")
 CPU_BUDGET = 0.2
 PLOTTED = (1.0, 0.2, 0.0)
@@ -138,32 +134,6 @@ def measure_plan(task: fresh.Task, budget: float) -> Row:
     if by_peak and budget < 1:
         row["allowed"] = overlay("saved_report").last_plan().peak.allowed
     return row
-
-
-@contextmanager
-def judge(is_on: bool) -> Iterator[list[float]]:
-    """Let schedules judge, each plan's once for all budgets; tells seconds of each."""
-    if not is_on:
-        yield []
-        return
-    peak_judge: Any = importlib.import_module("torch._inductor.peak_judge")
-    measure = peak_judge.schedule_peak
-    known: dict[tuple[str, ...], int] = {}
-    seconds: list[float] = []
-
-    def measure_once(forward: Any, backward: fx.GraphModule, outputs: int) -> int:
-        saved = tuple(n.name for n in backward.graph.find_nodes(op="placeholder"))
-        if saved not in known:
-            started = time.perf_counter()
-            known[saved] = measure(forward, backward, outputs)
-            seconds.append(time.perf_counter() - started)
-        return known[saved]
-
-    with (
-        mock.patch.object(peak_judge, measure.__name__, measure_once),
-        torch._functorch.config.patch(activation_memory_peak_judge=JUDGED),
-    ):
-        yield seconds
 
 
 @contextmanager

@@ -11,11 +11,13 @@ several operators, and what is used inside of one alone is never stored.
 -   Where the backward repeats operators, a kernel takes in what is computed from its
     results and arguments, and reductions of these arguments that something stored is
     computed from, as early as it runs itself: what a layer norm needs later of the
-    sums that the norms behind it read too.
+    sums that the norms behind it read too.  Results of many reads that have a large one
+    in common are one kernel's, and the random numbers and products that these need are
+    there before it.
 -   A kernel writes its result over an argument of the same shape that nobody reads
     later, unless it has so many operators that inductor cuts it in two.
 -   A scatter writes over what it scatters to, and a product that is only added to
-    something waits for that.
+    something, in the shape that it has, waits for that.
 -   What is concatenated is computed within the result, which is live as long as any of
     its parts.
 
