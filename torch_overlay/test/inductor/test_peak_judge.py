@@ -134,6 +134,23 @@ class PeakJudgeTest(TestCase):
             self.assertLess(lower, measured)
             lower = measured
 
+    def test_tangents_count(self):
+        def wide(x, first, second):
+            return (x @ first).sin() @ second
+
+        peaks = []
+        for plans in (0, 2):
+            with judged(0, plans):
+                inputs = [
+                    torch.randn(shape, requires_grad=True)
+                    for shape in ((256, 256), (256, 8), (8, 256))
+                ]
+                torch.compile(wide, backend=PARTITIONED)(*inputs)
+            peaks.append(saved_report.last_plan().peak.predicted)
+        # The result, its tangent, and the gradient.
+        for peak in peaks:
+            self.assertEqual(peak / (4 * 256**2), 3, rtol=0.1, atol=0)
+
     @unittest.skipIf(not torch.backends.mkldnn.is_available(), "no channels last here")
     def test_copies_of_inputs_are_saved(self):
         """A convolution wants its arguments with channels last, and so does its backward."""

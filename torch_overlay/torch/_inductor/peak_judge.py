@@ -203,9 +203,10 @@ def schedule_peaks(
             if node.name in made and kept.isdisjoint(_storages([node]))
         ]
     _, backward_peak = _schedule(backward, inputs, donated, copies)
-    # What the forward returned stays the caller's.
+    # What the forward returned stays the caller's, and autograd holds the tangents.
     stays = activation_bytes([*primals, *saved], _nodes(returned))
-    return forward_peak, backward_peak + stays
+    tangents = [node for node in saved if str(node.target).startswith("tangents")]
+    return forward_peak, backward_peak + stays + activation_bytes(primals, tangents)
 
 
 def _copied(module: GraphModule) -> GraphModule:

@@ -130,7 +130,7 @@ class GraphPlans:
         own: dict[int, int] = {}
         for index in released:
             own.update(self.sizes[index])
-        # What schedules tell includes them.
+        # What schedules tell has tangents to the end, and does not know of the others.
         if self.model is None or not own or self.judged:
             return [plan.backward for plan in self.plans]
         model = self.model.releasing(own)
