@@ -615,6 +615,9 @@ class PeakBudgetTest(TestCase):
             self.assertIn(f" {floor - 1},", said.output[0])
             self.assertIn(f" {floor} bytes", said.output[0])
             self.assertEqual(found.saved_values, lowest.saved_values)
+            # With room for it, the plan of budget 1 is taken as it is.
+            found = plan(0, peak_bytes=fastest)
+            self.assertEqual(found.saved_values, without(1).saved_values)
 
         self.planned(layers(dense, 6), ask)
 

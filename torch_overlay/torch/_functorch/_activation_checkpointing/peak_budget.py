@@ -266,7 +266,9 @@ def choose_plan(
         )
         asked = curve.allowed(budget) if limit is None else limit
         plan = curve.within(asked)
-        saved = graph.saved_values(graph.evaluate(plan.storages).saved)
+        saved = fastest
+        if plan is not curve.fastest:
+            saved = graph.saved_values(graph.evaluate(plan.storages).saved)
     except Exception as error:
         log.warning(
             "no plan by peak memory, so the budget of %s is one of saved bytes for this "
