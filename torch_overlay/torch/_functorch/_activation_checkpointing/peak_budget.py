@@ -267,7 +267,8 @@ def choose_plan(
         asked = curve.allowed(budget) if limit is None else limit
         plan = curve.within(asked)
         saved = fastest
-        if plan is not curve.fastest:
+        # Kernels also depend on the nodes that keep a storage, operators do not.
+        if not fused or plan is not curve.fastest:
             saved = graph.saved_values(graph.evaluate(plan.storages).saved)
     except Exception as error:
         log.warning(
