@@ -361,21 +361,18 @@ def beside_upstream(rows: Sequence[Row]) -> str:
 
 def by_inductor(rows: Sequence[Row]) -> str:
     lines = []
-    close = dict.fromkeys((False, True), 0)
-    nets = steps_of(rows, "inductor")
-    for net, steps in nets.items():
+    is_close: dict[bool, list[bool]] = {False: [], True: []}
+    for net, steps in steps_of(rows, "inductor").items():
         line = [net]
         for step in steps:
             off = step["predicted"] / step["peak"] - 1
-            text = f"{off:+.1%}"
-            if abs(off) <= 0.05:
-                close[step["is_judged"]] += 1
-            else:
-                text = f"**{text}**"
+            is_close[step["is_judged"]].append(abs(off) <= 0.05)
+            text = f"{off:+.1%}" if abs(off) <= 0.05 else f"**{off:+.1%}**"
             line.append(f"{step['peak'] / 1e6:.1f} ({text})")
         lines.append(line)
-    count = len(nets) * len(INDUCTOR_BUDGETS)
-    found = " and ".join(f"{n} of {count} {by}" for n, by in zip(close.values(), BY))
+    found = " and ".join(
+        f"{sum(each)} of {len(each)} {by}" for each, by in zip(is_close.values(), BY)
+    )
     return f"Within 5 % are {found}.\n\n" + markdown(
         ["net", *(f"{by}, at {b:g}" for by in BY for b in INDUCTOR_BUDGETS)], lines
     )

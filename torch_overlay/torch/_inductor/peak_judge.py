@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 import torch
 from torch._dynamo.utils import preserve_rng_state
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import EfficientPeakEstimate
 from torch._inductor.debug import DebugContext
@@ -205,8 +206,8 @@ def schedule_peaks(
     _, backward_peak = _schedule(backward, inputs, donated, copies)
     # What the forward returned stays the caller's, and autograd holds the tangents.
     stays = activation_bytes([*primals, *saved], _nodes(returned))
-    tangents = [node for node in saved if str(node.target).startswith("tangents")]
-    return forward_peak, backward_peak + stays + activation_bytes(primals, tangents)
+    tangents = activation_bytes(primals, filter(_is_tangent, saved))
+    return forward_peak, backward_peak + stays + tangents
 
 
 def _copied(module: GraphModule) -> GraphModule:

@@ -411,16 +411,20 @@ class _Kernels:
         operator = self.graph._in_backward[self.graph.nodes[op]]
         if operator.is_inlined:
             plans &= self.stored[operator.writes[0]]
+        if not plans:
+            return ran
         # The plans in which an operator is part of this kernel.
         kernel = {op: plans}
-        if plans:
-            ran[:0] = self._join_streams(kernel, op, plans)
-            self._join_others(kernel, op, plans)
+        near = sorted({g for s in self.reads[op] for g in self.readers.get(s, ())})
+        before: list[tuple[int, int]] = []
+        if op in self.shared:
+            before = self._join_streams(kernel, near, op, plans & self.shared[op])
+        self._join_others(kernel, near, op, plans)
         del kernel[op]
-        return [*ran, *kernel.items()]
+        return [*before, *ran, *kernel.items()]
 
     def _join_streams(
-        self, kernel: dict[int, int], op: int, plans: int
+        self, kernel: dict[int, int], near: Iterable[int], op: int, plans: int
     ) -> list[tuple[int, int]]:
         """Take in other results of many reads, if some large one is in common.
 
@@ -428,19 +432,20 @@ class _Kernels:
         with the same embedding.  Returns what has to be repeated before.
         """
         before: list[tuple[int, int]] = []
-        plans &= self.shared.get(op, 0)
         common = dict(self.reads[op])
-        guests = sorted({g for s in common for g in self.readers.get(s, ())})
-        while plans and guests:
+        guests = [guest for guest in near if guest in self.shared]
+        while guests:
             guest = heappop(guests)
-            joining = plans & self.shared.get(guest, 0)
+            joining = plans & self.shared[guest]
             joining &= self.repeated[guest] & ~self.done[guest]
-            at_once = 0
+            if not joining:
+                continue
+            reads_alike = 0
             for s, reading in self.reads[guest].items():
                 if s in self.graph._large:
-                    at_once |= reading & common.get(s, 0)
-            needed = self._needed(kernel, guest, joining & at_once)
-            joining &= needed.pop(guest, 0)
+                    reads_alike |= reading & common.get(s, 0)
+            needed = self._needed(kernel, guest, joining & reads_alike)
+            joining = needed.pop(guest)
             if not joining:
                 continue
             for maker in sorted(needed):
@@ -452,7 +457,7 @@ class _Kernels:
             self._take_in(kernel, guest, joining)
             common[s] = joining
             for other in self.readers.get(s, ()):
-                if other not in guests:
+                if other in self.shared and other not in guests:
                     heappush(guests, other)
         return before
 
@@ -487,11 +492,12 @@ class _Kernels:
         if guest in self.shared:
             self.stored[self.graph.writes[guest][0]] |= plans
 
-    def _join_others(self, kernel: dict[int, int], op: int, plans: int) -> None:
+    def _join_others(
+        self, kernel: dict[int, int], near: Iterable[int], op: int, plans: int
+    ) -> None:
         """Take in what is computed from the kernel's results and arguments alone."""
         graph, reads = self.graph, self.reads
-        near = {g for s in reads[op] for g in self.readers.get(s, ())}
-        for guest in sorted(near):
+        for guest in near:
             joining = plans & self.repeated[guest] & ~self.done[guest]
             if not joining:
                 continue
