@@ -1,10 +1,21 @@
 from __future__ import annotations
 
-from ..patch import Edit, GRAPH_COMPILE, module_path, PARTITIONERS, Patch
+from ..patch import (
+    AUTOGRAD_CACHE,
+    Edit,
+    GRAPH_COMPILE,
+    module_path,
+    PARTITIONERS,
+    Patch,
+)
 from . import frozen_layers, peak_budget
 
 
 _STAGE = "return aot_stage2_autograd("
+_INDENT = " " * 16
+_LOADED = (
+    f"{_INDENT}compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)\n"
+)
 
 PATCH = Patch(
     name="step-budget",
@@ -54,6 +65,16 @@ noticed and learned anew.
             anchor=_STAGE,
             replacement="return for_step(aot_stage2_autograd)(",
             inside="aot_stage2_compile",
+        ),
+        Edit(
+            AUTOGRAD_CACHE,
+            anchor=_LOADED,
+            replacement=f"{_LOADED}"
+            f"{_INDENT}from torch._functorch._activation_checkpointing import step_budget\n\n"
+            f"{_INDENT}compiled_fn = step_budget.counted(\n"
+            f"{_INDENT}    compiled_fn, args, entry.runtime_metadata\n"
+            f"{_INDENT})\n",
+            inside="try_load",
         ),
     ),
     since=(2, 13),

@@ -27,6 +27,7 @@ from torch._functorch._activation_checkpointing import (
     step_plan,
 )
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (
@@ -711,6 +712,31 @@ class StepBudgetTest(TestCase):
         )
         self.assertEqual(float(*told) * 2**20, peak, rtol=0.05, atol=0)
         self.assertEqual(len(logs.output), 2)
+
+    @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
+    def test_larger_batch_than_a_cached_graph_was_planned_for(self):
+        def call(rows):
+            x = torch.ones(rows, 8, requires_grad=True)
+            compiled(x).sum().backward()
+
+        options = {
+            "activation_memory_peak_bytes": 2048,
+            "enable_autograd_cache": True,
+        }
+        caches = {"fx_graph_cache": True, "fx_graph_remote_cache": False}
+        with fresh_cache(), config.patch(options), inductor_config.patch(caches):
+            for expected in ("miss", "hit"):
+                torch._dynamo.reset()
+                counters.clear()
+                compiled = torch.compile(torch.sin, dynamic=True)
+                call(16)
+                self.assertEqual(
+                    counters["aot_autograd"][f"autograd_cache_{expected}"], 1
+                )
+                with self.assertLogs("torch._functorch", "WARNING") as logs:
+                    call(64)
+                self.assertEqual(len(logs.output), 1)
+                self.assertIn("planned for 512 B of inputs", logs.output[0])
 
     @needs_two_ranks
     @parametrize("way", ("replicas", "sharded", "pipeline"))

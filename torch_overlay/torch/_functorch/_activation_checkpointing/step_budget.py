@@ -994,19 +994,23 @@ def _warn_of_calls() -> None:
     )
 
 
-def _counted(compile_graph: Callable[..., Any], *arguments: Any) -> Any:
-    """Compile a graph, and warn when its calls are not the only ones alive.
+def counted(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any:
+    """A compiled graph that warns when its calls are not the only ones alive.
 
-    Or where a call is larger than the one that it was planned for, and over the limit.
+    Or where a call is larger than what it was planned for, ``given``, and over the limit.
+    ``metadata`` is the graph's ViewAndMutationMeta, which has its plan.
     """
-    symbolic, planned = _symbolic(arguments[0].flat_args)
-    run, metadata = compile_graph(*arguments)
-    plan: Any = next(iter(saved_report.plans()[-1:]), None)
-    told = (plan.graph, plan.activation_bytes) if plan is not None else ("", 0)
     options: Any = config
-    is_only = options.activation_memory_graph_calls is None
     limit: Optional[int] = options.activation_memory_peak_bytes
-    peak: Optional[peak_budget.Peak] = getattr(plan, "peak", None)
+    if limit is None and options.activation_memory_budget_target != "peak":
+        return run
+    plan: Any = getattr(metadata, "activation_memory_plan", None)
+    if plan is None:
+        return run
+    told = plan.graph, plan.activation_bytes
+    is_only = options.activation_memory_graph_calls is None
+    peak: Optional[peak_budget.Peak] = plan.peak
+    symbolic, planned = _symbolic(given)
     largest = planned
 
     @functools.wraps(run)
@@ -1039,7 +1043,7 @@ def _counted(compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         return result
 
     call._boxed_call = True  # type: ignore[attr-defined]
-    return call, metadata
+    return call
 
 
 # ------------------------------------------------------------ AOTAutograd's hooks
@@ -1052,13 +1056,8 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         # Without a context, inductor traces its patterns, amid a compilation.
         if _active is not None and TracingContext.try_get() is not None:
             return _Graph(compile_graph, *arguments).first()
-        options: Any = config
-        if (
-            options.activation_memory_budget_target == "peak"
-            or options.activation_memory_peak_bytes is not None
-        ):
-            return _counted(compile_graph, *arguments)
-        return compile_graph(*arguments)
+        run, metadata = compile_graph(*arguments)
+        return counted(run, arguments[0].flat_args, metadata), metadata
 
     return compile_for_step
 
