@@ -26,15 +26,20 @@ from torch._dynamo.utils import preserve_rng_state
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._inductor import config
-from torch._inductor.codegen.wrapper import EfficientPeakEstimate
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
+from torch._inductor.memory import (
+    estimate_peak_memory,
+    FreeableInputBuffer,
+    get_freeable_input_buf,
+)
 from torch._inductor.utils import output_node, shape_env_from_inputs
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._functorch._activation_checkpointing import saved_report
@@ -48,7 +53,7 @@ from .._functorch._activation_checkpointing.peak_budget import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.fx import GraphModule
 
@@ -56,6 +61,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+# Goes before the names of what a backward drops.
+_PREFIX = "saved_"
 
 __all__ = ["partition", "schedule_peak", "schedule_peaks"]
 
@@ -185,29 +193,31 @@ def schedule_peaks(
     gradients: Any = output_node(backward).args[0]
     primals = forward.graph.find_nodes(op="placeholder")
     saved = backward.graph.find_nodes(op="placeholder")
-    lowered, forward_peak = _schedule(forward, [node.meta["val"] for node in primals])
+    given = [node.meta["val"] for node in primals]
+    lowered, forward_peak = _schedule(forward, given, None, {})
     # The forward chose the strides of what it saves, for which it may copy an input.
     made = {
         node.name: result
         for node, result in zip(results, lowered.graph_outputs)
         if isinstance(node, Node) and not _is_input(node, result)
     }
-    copies = {node.name for node in primals if node.name in made}
     inputs = [_restrided(node.meta["val"], made.get(node.name)) for node in saved]
-    returned = results[:num_fwd_outputs]
-    donated: list[int] = []
-    if functorch_config.donated_buffer:
-        kept = _storages([*primals, *returned, *gradients])
-        donated = [
-            place
-            for place, node in enumerate(saved)
-            if node.name in made and kept.isdisjoint(_storages([node]))
-        ]
-    _, backward_peak = _schedule(backward, inputs, donated, copies)
     # What the forward returned stays the caller's, and autograd holds the tangents.
-    stays = activation_bytes([*primals, *saved], _nodes(returned))
-    tangents = activation_bytes(primals, filter(_is_tangent, saved))
-    return forward_peak, backward_peak + stays + tangents
+    stays = [*_nodes(results[:num_fwd_outputs]), *filter(_is_tangent, saved)]
+    constant, returned = _storages([*primals, *stays]), _storages(gradients)
+    copies = {node.name for node in primals if node.name in made}
+    own: dict[str, tuple[object, int]] = {}
+    donated: list[int] = []
+    for place, node in enumerate(saved):
+        storage = get_node_storage(node)
+        if node.name in copies:
+            own[_PREFIX + node.name] = node.name, 0
+        elif storage is not None and storage not in constant:
+            own[_PREFIX + node.name] = storage, activation_bytes((), [node])
+            if functorch_config.donated_buffer and storage not in returned:
+                donated.append(place)
+    _, backward_peak = _schedule(backward, inputs, donated, own)
+    return forward_peak, backward_peak + activation_bytes(primals, stays)
 
 
 def _copied(module: GraphModule) -> GraphModule:
@@ -247,22 +257,22 @@ def _restrided(value: Any, result: Any) -> Any:
 def _schedule(
     module: GraphModule,
     inputs: Sequence[Any],
-    donated: Optional[list[int]] = None,
-    copies: Container[str] = (),
+    donated: Optional[list[int]],
+    own: Mapping[str, tuple[object, int]],
 ) -> tuple[GraphLowering, int]:
     """A graph as inductor lowers it, and the peak of its kernels, in bytes.
 
     ``donated`` are the places of the inputs that kernels may write over; only a backward
-    has such, and None stands for a forward.  ``copies`` are the names of those that are
-    not the caller's, though they are called so.
+    has such, and None stands for a forward.  ``own`` are the inputs that are dropped when
+    nothing reads them any more, by name: the storage of each, and the bytes of that.
     """
     from torch._inductor import compile_fx  # which imports this module
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     module = _copied(module)
     for node in module.graph.find_nodes(op="placeholder"):
-        if node.name in copies:  # By the name of a primal it would be the caller's.
-            node.target = f"copy_of_{node.target}"
+        if _PREFIX + node.name in own:  # By a primal's name it would be the caller's.
+            node.target = _PREFIX + node.name
     output_node(module).meta.setdefault("user_visible_output_idxs", ())
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -294,4 +304,27 @@ def _schedule(
         graph._update_scheduler()
         graph.wrapper_code.push_codegened_graph(graph)
         graph.scheduler.codegen()
-        return graph, EfficientPeakEstimate().overall_peak_memory
+        return graph, _peak(graph, own)
+
+
+def _peak(graph: GraphLowering, own: Mapping[str, tuple[object, int]]) -> int:
+    """The peak of a graph that was scheduled, by inductor's estimate; see `_schedule`.
+
+    Left alone, that goes by the names of inputs: a view of a parameter counts as if it
+    were dropped, what the forward returned too, and two views of a storage count twice.
+    """
+    nodes = graph.scheduler.nodes
+    found = get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs))
+    freeable: dict[object, FreeableInputBuffer] = {}
+    for name, buffer in found.items():
+        if name not in own:
+            continue
+        storage, nbytes = own[name]
+        all_views = freeable.setdefault(storage, buffer).mpi_buffer
+        view = buffer.mpi_buffer
+        all_views.size_free = max(all_views.size_free, view.size_free, nbytes)
+        all_views.succ_nodes |= view.succ_nodes
+        all_views.succ_nodes_for_ordering |= view.succ_nodes_for_ordering
+    by_name = {buffer.name: buffer for buffer in freeable.values()}
+    outputs = OrderedSet(graph.get_output_names())
+    return int(estimate_peak_memory(nodes, by_name, outputs)[0])
