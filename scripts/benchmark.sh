@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|blocks|compile|estimators|techniques|capture [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|blocks|compile|estimators|techniques|check_models|capture [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | kept | frozen | peak | step | schedule | blocks | compile | estimators | techniques | capture) ;;
+  solvers | compare | curves | kept | frozen | peak | step | schedule | blocks | compile | estimators | techniques | check_models | capture) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -33,6 +33,8 @@ $usage
   estimators   which runtime estimator's plans train fastest on inductor (a quarter of an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
                yours: peak memory against step time (a quarter of an hour)
+  check_models trains models of the Hugging Face libraries within budgets, and checks
+               gradients and bytes (a quarter of an hour)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
 Each has --help, and all but capture --json FILE, to store what they print. The first seven

@@ -1,9 +1,9 @@
 """Trains real models by the Hugging Face Trainer within budgets, and checks what it did.
 
-    scripts/check_models.sh                       all models (a quarter of an hour)
-    scripts/check_models.sh --model hf-t5         one of them
-    scripts/check_models.sh --json results/check_models.json
-    scripts/check_models.sh --model hf-t5 --json results/check_models.json   anew
+    scripts/benchmark.sh check_models                       all models (a quarter of an hour)
+    scripts/benchmark.sh check_models --model hf-t5         one of them
+    scripts/benchmark.sh check_models --json results/check_models.json
+    scripts/benchmark.sh check_models --model hf-t5 --json results/check_models.json   anew
 
 Models of the transformers library from small configurations, one with LoRA by peft, are
 trained with their dropout, each compiled in several ways, operator by operator. Two
