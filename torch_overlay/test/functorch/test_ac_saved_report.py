@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import re
-import sys
 import tempfile
 import weakref
 from functools import partial
@@ -16,6 +15,7 @@ import torch._dynamo
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends import debugging
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import saved_report
@@ -136,7 +136,6 @@ class TestSavedReport(TestCase):
             graphs.append(split(*args, **kwargs))
             return graphs[-1]
 
-        debugging = sys.modules["torch._dynamo.backends.debugging"]
         with patch.object(debugging, split.__name__, watched):
             self.run_chain(0.5)
         (forward, _), plan = graphs[0], last_plan()
