@@ -136,6 +136,24 @@ class PeakJudgeTest(TestCase):
             self.assertLess(lower, measured)
             lower = measured
 
+    def test_kernels_of_several_nodes(self):
+        """C++ computes sums and what is made of them in one kernel."""
+
+        def pairs(x, weight):
+            sums = (x @ weight).view(ROWS, SIDE, 2).sum(-1)
+            wide = (sums / sums.sum(0)).repeat(1, 8)
+            return ((wide @ weight.view(8 * SIDE, -1)).sum(),)
+
+        weight = torch.ones(SIDE, 2 * SIDE, requires_grad=True)
+        with judged(0, plans=2):
+            if not HAS_CPU:
+                self.skipTest("inductor cannot compile for the CPU here")
+            inputs = [torch.ones(ROWS, SIDE), weight]
+            step = functools.partial(gradients, torch.compile(pairs), inputs)
+            step()
+            measured = live_at_most(step)
+        self.assertEqual(saved_report.last_plan().peak.predicted, measured)
+
     def test_tangents_count(self):
         def wide(x, first, second):
             return (x @ first).sin() @ second

@@ -31,9 +31,10 @@ from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.memory import (
-    estimate_peak_memory,
+    compute_memory_timeline,
     FreeableInputBuffer,
     get_freeable_input_buf,
+    peak_memory_from_buf_info_list,
 )
 from torch._inductor.utils import output_node, shape_env_from_inputs
 from torch._inductor.virtualized import V
@@ -55,6 +56,7 @@ from .._functorch._activation_checkpointing.peak_budget import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import GraphModule
 
     Split = tuple[GraphModule, GraphModule]
@@ -312,6 +314,7 @@ def _peak(graph: GraphLowering, own: Mapping[str, tuple[object, int]]) -> int:
 
     Left alone, that goes by the names of inputs: a view of a parameter counts as if it
     were dropped, what the forward returned too, and two views of a storage count twice.
+    And it goes by nodes, of which a kernel may compute several.
     """
     nodes = graph.scheduler.nodes
     found = get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs))
@@ -327,4 +330,33 @@ def _peak(graph: GraphLowering, own: Mapping[str, tuple[object, int]]) -> int:
         all_views.succ_nodes_for_ordering |= view.succ_nodes_for_ordering
     by_name = {buffer.name: buffer for buffer in freeable.values()}
     outputs = OrderedSet(graph.get_output_names())
-    return int(estimate_peak_memory(nodes, by_name, outputs)[0])
+    lives, _, _ = compute_memory_timeline(nodes, by_name, outputs)
+    kernels = _kernels(nodes)
+    for life in lives:
+        life.start_step = kernels[life.start_step]
+        if life.end_step >= 0:
+            life.end_step = kernels[life.end_step]
+    return int(peak_memory_from_buf_info_list(lives, len(nodes))[0])
+
+
+def _kernels(nodes: Sequence[BaseSchedulerNode]) -> list[int]:
+    """The number of the kernel that each node is computed in.
+
+    C++ has one for all between two external ones: what they write is allocated before,
+    and what they read is dropped after it.
+    """
+    found: list[int] = []
+    kernel, is_open = -1, False
+    for node in nodes:
+        device = node.get_device()
+        joins = (
+            device is not None
+            and device.type == "cpu"
+            and config.cpu_backend == "cpp"
+            and not node.is_extern()
+            and not node.is_template()
+        )
+        kernel += not (is_open and joins)
+        is_open = joins
+        found.append(kernel)
+    return found
