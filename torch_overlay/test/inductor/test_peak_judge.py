@@ -154,6 +154,21 @@ class PeakJudgeTest(TestCase):
             measured = live_at_most(step)
         self.assertEqual(saved_report.last_plan().peak.predicted, measured)
 
+    def test_parts_of_a_concatenation_take_nothing(self):
+        def parts(x, weight):
+            sums = (x @ weight).view(ROWS, SIDE, 2).sum(-1)
+            means = sums / sums.sum(0)
+            wide = torch.cat([means.sin(), sums, means.exp(), sums.cos()] * 2, 1)
+            return ((wide @ weight.view(8 * SIDE, -1)).sum(),)
+
+        weight = torch.ones(SIDE, 2 * SIDE, requires_grad=True)
+        with judged(0, plans=2):
+            compiled = torch.compile(parts, backend=PARTITIONED)
+            gradients(compiled, [torch.ones(ROWS, SIDE), weight])
+        # Those of the concatenation, which is the peak.
+        nbytes = 4 * ROWS * 8 * SIDE
+        self.assertLess(saved_report.last_plan().peak.predicted, 2 * nbytes)
+
     def test_tangents_count(self):
         def wide(x, first, second):
             return (x @ first).sin() @ second

@@ -29,7 +29,7 @@ from torch._inductor import config
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import IRNode
+from torch._inductor.ir import IRNode, NonOwningLayout
 from torch._inductor.memory import (
     compute_memory_timeline,
     FreeableInputBuffer,
@@ -331,7 +331,15 @@ def _peak(graph: GraphLowering, own: Mapping[str, tuple[object, int]]) -> int:
     by_name = {buffer.name: buffer for buffer in freeable.values()}
     outputs = OrderedSet(graph.get_output_names())
     lives, _, _ = compute_memory_timeline(nodes, by_name, outputs)
+    named = {life.buffer.get_name(): life for life in lives}
     kernels = _kernels(nodes)
+    for life in lives:
+        layout = getattr(getattr(life.buffer, "node", None), "layout", None)
+        if isinstance(layout, NonOwningLayout):
+            # It is computed in the concatenation that it is a part of.
+            life.size_alloc = life.size_free = 0
+            whole = named[layout.view.get_name()]
+            whole.start_step = min(whole.start_step, life.start_step)
     for life in lives:
         life.start_step = kernels[life.start_step]
         if life.end_step >= 0:
