@@ -1,13 +1,16 @@
 """Models of the Hugging Face libraries, trained by its Trainer within budgets."""
 
+import pytest
 from benchmarks import check_models
-from benchmarks.check_models import DYNAMIC, fault, page, WAYS
+from benchmarks.check_models import DYNAMIC, fault, page, WAYS, WHOLE
 from benchmarks.results import environment
 
 
-# The way that asks for most; all models and ways are in results/check_models.json.
-def test_gradients_and_bytes(alone):
-    row = check_models.measure({"model": "hf-llama", "way": DYNAMIC})
+@pytest.mark.parametrize(
+    ("model", "way"), [("hf-bert", WHOLE), ("hf-llama", DYNAMIC)], ids=str
+)
+def test_gradients_and_bytes(alone, model, way):
+    row = check_models.measure({"model": model, "way": way})
     for target in ("saved", "peak"):
         cell = row[target]
         assert fault(row, target) == "", cell
