@@ -366,8 +366,9 @@ def by_inductor(rows: Sequence[Row]) -> str:
         line = [net]
         for step in steps:
             off = step["predicted"] / step["peak"] - 1
-            is_close[step["is_judged"]].append(abs(off) <= 0.05)
-            text = f"{off:+.1%}" if abs(off) <= 0.05 else f"**{off:+.1%}**"
+            is_near = abs(off) <= 0.05
+            is_close[step["is_judged"]].append(is_near)
+            text = f"{off:+.1%}" if is_near else f"**{off:+.1%}**"
             line.append(f"{step['peak'] / 1e6:.1f} ({text})")
         lines.append(line)
     found = " and ".join(

@@ -214,7 +214,7 @@ def schedule_peaks(
         storage = get_node_storage(node)
         if node.name in copies:
             own[_PREFIX + node.name] = node.name, 0
-        elif storage is not None and storage not in constant:
+        elif node.name in made and storage is not None and storage not in constant:
             own[_PREFIX + node.name] = storage, activation_bytes((), [node])
             if functorch_config.donated_buffer and storage not in returned:
                 donated.append(place)
