@@ -402,7 +402,7 @@ def needs_two_ranks(test):
     )
 
 
-def in_two_ranks(module, *arguments):
+def in_two_ranks(module):
     """What ``rank`` of a test's module returns in each of two processes."""
     with tempfile.TemporaryDirectory() as folder:
         place = os.path.join(folder, "init")
@@ -412,7 +412,7 @@ def in_two_ranks(module, *arguments):
                     sys.executable,
                     "-c",
                     f"import json, os, {module} as t; "
-                    f"found = t.rank({', '.join(map(repr, (number, place, *arguments)))}); "
+                    f"found = t.rank({number}, {place!r}); "
                     "print(json.dumps(found), flush=True); "
                     # Where DDP ran, an interpreter may never come to its end.
                     "os._exit(0)",
