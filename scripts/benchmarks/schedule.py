@@ -29,7 +29,7 @@ from torch import fx, nn
 from benchmarks import fresh, models, nets, options
 from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, images, Net, Shape
-from benchmarks.peak import allocated, budgeted, judge
+from benchmarks.peak import allocated, budgeted, judge, JUDGED
 from benchmarks.replay import compiled_for, GPUS, Live, Replay, replay
 from benchmarks.results import environment, markdown, measured_on, merged, Row, save
 from benchmarks.tracing import overlay
@@ -323,7 +323,10 @@ def page(data: dict[str, Any]) -> str:
         text += (
             f"\nPeaks of inductor's schedule for {' and '.join(sorted(names))}, forward "
             "and backward of one graph, MB by budget; in brackets how far the estimate "
-            "is off.\n\n" + peaks(rows)
+            "is off. Plans are those of the untouched wheel (upstream), and of this set for "
+            f"saved bytes, for the peak, and for the peak with the judge of {JUDGED}; at "
+            "budget 1 they differ by what the set changes in inductor.\n\n"
+            + peaks(rows)
         )
         text += "".join(
             f"\nThe judge of {row['net']}: {row['judge']['plans']} plans, "

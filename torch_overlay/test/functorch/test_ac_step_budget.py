@@ -30,6 +30,7 @@ from torch._functorch._activation_checkpointing.step_budget import StepBudget
 from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
 from torch._inductor.utils import fresh_cache
+from torch.autograd.graph import region_activation_memory_budget as region
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -45,8 +46,6 @@ from torch.utils.checkpoint import checkpoint
 aten = torch.ops.aten
 AOT = "aot_eager_decomp_partition"
 WIDTH, BATCH = 64, 256
-region = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
-needs_regions = unittest.skipIf(region is None, "this release has none")
 
 
 class Block(nn.Module):
@@ -536,11 +535,12 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertEqual(budget.plan.graphs[0].calls, 5)
 
-    @needs_regions
-    def test_region_budget(self):
+    # The second is what the config has for all graphs.
+    @parametrize("own", (0.0, 1.0))
+    def test_region_budget(self, own):
         class Region(Block):
             def forward(self, x):
-                with region(0.0):
+                with region(own):
                     return super().forward(x)
 
         def make():
@@ -550,10 +550,9 @@ class StepBudgetTest(TestCase):
                 block.compile(backend=AOT)
             return model
 
-        uses = self.check(make, batch(), shares=(1.0,))[0].graphs
-        self.assertEqual([use.cost > 0 for use in uses], [False, True])
+        uses = self.check(make, batch(), shares=(1.0 - own,))[0].graphs
+        self.assertEqual([use.cost > 0 for use in uses], [own == 1, own == 0])
 
-    @needs_regions
     def test_tangent_given_up_before_anything_is_repeated(self):
         class NormBehind(Block):
             def forward(self, x):
@@ -642,9 +641,10 @@ class StepBudgetTest(TestCase):
         before = unbudgeted(make(), batch())
         torch._dynamo.reset()
         with self.assertLogs("torch._functorch", "WARNING") as logs:
-            gradients = steps(StepBudget(share=0.5), make(), batch(), count=3)
-        self.assertEqual(len(logs.output), 1)
+            gradients = steps(StepBudget(peak_bytes=1000), make(), batch(), count=3)
+        self.assertEqual(len(logs.output), 2)
         self.assertIn("nested compiled regions", logs.output[0])
+        self.assertIn("the lowest peak found", logs.output[1])
         self.assertEqual(gradients, before, rtol=0, atol=0)
 
     def test_failed_step(self):

@@ -39,6 +39,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -168,7 +169,7 @@ class StepBudget:
         self._seen: list[Any] = []
         self._expected: Optional[list[Any]] = None
         self._context = ExitStack()
-        self._warned = False
+        self._warnings: set[str] = set()
         self._is_first = True
 
     # ---------------------------------------------------------------- the steps
@@ -229,8 +230,8 @@ class StepBudget:
             self._expected = None
 
     def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
+        if reason not in self._warnings:
+            self._warnings.add(reason)
             log.warning("%s is not kept: %s", self._asked(), reason)
 
     def _asked(self) -> str:
@@ -904,7 +905,10 @@ class _Graph:
         fused: bool,
     ) -> None:
         # A budget that the user gave to a region of the model stays.
-        is_only = budget != config.activation_memory_budget
+        is_only = budget != config.activation_memory_budget or any(
+            _get_memory_budget_annotation(node) is not None
+            for node in joint_graph.nodes
+        )
         chosen = memory_budget.choose_plan(
             joint_graph, node_info, budget if is_only else 1, num_fwd_outputs
         )
