@@ -392,19 +392,36 @@ class _Kernels:
     ) -> None:
         self.graph = graph
         self.repeated, self.stored, self.reads = repeated, stored, reads
-        self.shared, self.wanted = shared, wanted
+        self.shared = shared
         self.done = [0] * len(graph.nodes)
-        # By large storage, those operators that are not inlined in all plans.
-        self.readers: dict[int, list[int]] = defaultdict(list)
+        # By large storage, the operators that are not inlined in all plans, and are yet
+        # to be repeated in some.
+        self.readers: dict[int, set[int]] = defaultdict(set)
+        # What each of these reads, with the plans: the large, and by maker the others.
+        self.large: dict[int, dict[int, int]] = {}
+        self.small: dict[int, list[tuple[int, int]]] = {}
+        # The plans in which it belongs to any kernel that has what it reads.
+        self.near_anyway: dict[int, int] = {}
         for op, found in reads.items():
             operator = graph._in_backward[graph.nodes[op]]
             if operator.is_shared or not operator.is_inlined:
-                for s in graph._large.intersection(found):
-                    self.readers[s].append(op)
+                large = {s: each for s, each in found.items() if s in graph._large}
+                self.large[op] = large
+                self.small[op] = [
+                    (graph.producer[s], each)
+                    for s, each in found.items()
+                    if s not in large and graph.producer[s] >= 0
+                ]
+                self.near_anyway[op] = 0
+                if _is_reduction(graph.nodes[op]):
+                    for s in graph.writes[op]:
+                        self.near_anyway[op] |= wanted[s]
+                for s in large:
+                    self.readers[s].add(op)
 
     def run(self, op: int, plans: int) -> list[tuple[int, int]]:
         """Repeat an operator in these plans, and what joins its kernel; in order."""
-        self.done[op] |= plans
+        self._repeat(op, plans)
         ran = [(op, plans)]
         if op not in self.reads:
             return ran
@@ -415,13 +432,20 @@ class _Kernels:
             return ran
         # The plans in which an operator is part of this kernel.
         kernel = {op: plans}
-        near = sorted({g for s in self.reads[op] for g in self.readers.get(s, ())})
+        readers = (self.readers.get(s, ()) for s in self.reads[op])
+        near = sorted(set[int]().union(*readers))
         before: list[tuple[int, int]] = []
         if op in self.shared:
             before = self._join_streams(kernel, near, op, plans & self.shared[op])
         self._join_others(kernel, near, op, plans)
         del kernel[op]
         return [*before, *ran, *kernel.items()]
+
+    def _repeat(self, op: int, plans: int) -> None:
+        self.done[op] |= plans
+        if not self.repeated[op] & ~self.done[op]:
+            for s in self.large.get(op, ()):
+                self.readers[s].discard(op)
 
     def _join_streams(
         self, kernel: dict[int, int], near: Iterable[int], op: int, plans: int
@@ -441,9 +465,8 @@ class _Kernels:
             if not joining:
                 continue
             reads_alike = 0
-            for s, reading in self.reads[guest].items():
-                if s in self.graph._large:
-                    reads_alike |= reading & common.get(s, 0)
+            for s, reading in self.large[guest].items():
+                reads_alike |= reading & common.get(s, 0)
             needed = self._needed(kernel, guest, joining & reads_alike)
             joining = needed.pop(guest)
             if not joining:
@@ -452,7 +475,7 @@ class _Kernels:
                 more = needed[maker] & joining
                 if more:
                     before.append((maker, more))
-                    self.done[maker] |= more
+                    self._repeat(maker, more)
             (s,) = self.graph.writes[guest]
             self._take_in(kernel, guest, joining)
             common[s] = joining
@@ -487,7 +510,7 @@ class _Kernels:
         return found
 
     def _take_in(self, kernel: dict[int, int], guest: int, plans: int) -> None:
-        self.done[guest] |= plans
+        self._repeat(guest, plans)
         kernel[guest] = plans
         if guest in self.shared:
             self.stored[self.graph.writes[guest][0]] |= plans
@@ -496,24 +519,24 @@ class _Kernels:
         self, kernel: dict[int, int], near: Iterable[int], op: int, plans: int
     ) -> None:
         """Take in what is computed from the kernel's results and arguments alone."""
-        graph, reads = self.graph, self.reads
+        reads = self.reads[op]
         for guest in near:
             joining = plans & self.repeated[guest] & ~self.done[guest]
+            joining &= self.shared.get(guest, -1)
             if not joining:
                 continue
-            has_large = is_near = 0
-            if _is_reduction(graph.nodes[guest]):
-                for s in graph.writes[guest]:
-                    is_near |= self.wanted[s]
-            for s, reading in reads[guest].items():
-                maker = graph.producer[s]
-                if s in graph._large:
-                    has_large |= reading
-                    joining &= ~reading | reads[op].get(s, 0)
-                elif maker >= 0:
-                    is_near |= reading & kernel.get(maker, 0)
-                    joining &= ~(reading & self.repeated[maker]) | self.done[maker]
-            joining &= has_large & is_near & self.shared.get(guest, -1)
+            is_near = self.near_anyway[guest]
+            for maker, reading in self.small[guest]:
+                is_near |= reading & kernel.get(maker, 0)
+                joining &= ~(reading & self.repeated[maker]) | self.done[maker]
+            joining &= is_near
+            if not joining:
+                continue
+            has_large = 0
+            for s, reading in self.large[guest].items():
+                has_large |= reading
+                joining &= ~reading | reads.get(s, 0)
+            joining &= has_large
             if joining:
                 self._take_in(kernel, guest, joining)
 
