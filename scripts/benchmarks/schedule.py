@@ -328,12 +328,13 @@ def page(data: dict[str, Any]) -> str:
             "budget 1 they differ by what the set changes in inductor.\n\n"
             + peaks(rows)
         )
-        by_net = (
+        by_net = [
             f"{row['net']} {row['judge']['plans']} in {row['judge']['seconds']:.0f} s"
             for row in rows
             if "judge" in row
-        )
-        text += f"\nPlans that the judge scheduled: {', '.join(by_net)}.\n"
+        ]
+        if by_net:
+            text += f"\nPlans that the judge scheduled: {', '.join(by_net)}.\n"
     if (
         any(row["kind"] == "peak" for row in rows)
         and len({r["net"] for r in rows}) == 1
