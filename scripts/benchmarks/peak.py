@@ -388,7 +388,8 @@ def planning(rows: Sequence[Row]) -> str:
             line = [row["net"], f"{row['nodes']:,}"]
             for budget in PLANNED_BUDGETS:
                 ratio = row[f"peak {budget:g}"] / row[f"saved {budget:g}"]
-                line.append(f"{ratio:.2f}" if ratio <= PLANNING else f"**{ratio:.2f}**")
+                text = f"{ratio:.2f}"
+                line.append(f"**{text}**" if ratio > PLANNING else text)
             lines.append(line)
     budgets = [f"by peak / by saved bytes, {budget:g}" for budget in PLANNED_BUDGETS]
     return markdown(["net", "nodes", *budgets], lines)
