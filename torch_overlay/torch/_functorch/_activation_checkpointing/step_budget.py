@@ -29,18 +29,25 @@ import itertools
 import logging
 import math
 import operator
+import threading
 import weakref
 from contextlib import contextmanager, ExitStack
-from dataclasses import dataclass, field, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.traceback import _get_memory_budget_annotation
-from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    TorchDispatchMode,
+)
 from torch.utils._pytree import tree_leaves
 
 from . import memory_budget, peak_budget, saved_report
@@ -70,8 +77,8 @@ log = logging.getLogger(__name__)
 
 __all__ = ["GraphUse", "StepBudget", "StepSummary"]
 
-# The budget whose step is running.
-_active: Optional[StepBudget] = None
+# The step that is running in this thread; see `_running_step`.
+_running: ContextVar[Optional[_Step]] = ContextVar("running step", default=None)
 
 # Of what eager code makes, what a step may leave behind and be recorded only once.
 _NEW = 0.01
@@ -79,8 +86,8 @@ _NEW = 0.01
 # Where the autograd node of a compiled backward has its call.
 _CALL = "activation memory budget: call"
 
-# The graph that is being compiled, for `choose_plan`.
-_compiling: Optional[_Graph] = None
+# The graph that is being compiled in this thread, for `choose_plan`.
+_compiling: ContextVar[Optional[_Graph]] = ContextVar("compiling", default=None)
 
 
 class GraphUse(NamedTuple):
@@ -163,65 +170,48 @@ class StepBudget:
             device_bytes = torch.get_device_module(self.device).mem_get_info()[1]
         self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
         self.plan: Optional[StepSummary] = None
-        self._graphs: dict[_Graph, _Slots] = {}
-        self._recorder: Optional[_Recorder] = None
+        # Weak: a graph goes with the model that it was compiled for.
+        self._graphs: weakref.WeakKeyDictionary[_Graph, _Slots] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._step: Optional[_Step] = None
         self._recorded: Optional[_Recorder] = None
-        self._seen: list[Any] = []
         self._expected: Optional[list[Any]] = None
-        self._context = ExitStack()
-        self._warnings: set[str] = set()
+        self._warnings: dict[str, None] = {}
         self._is_first = True
 
     # ---------------------------------------------------------------- the steps
 
     def __enter__(self) -> Self:
-        global _active
-        if _active is not None:
-            raise RuntimeError("a step of a StepBudget is running already")
-        if self._recorded is not None:
+        left = _running.get()
+        if left is not None:
+            # An exception kept a callback from ending it.
+            left.close()
+        recorder, self._recorded = self._recorded, None
+        if recorder is not None:
             # What only garbage holds is not there in the next step.
             gc.collect()
-            recorder, self._recorded = self._recorded, None
-            # Buffers that the first step makes once and for all are there in a second.
-            if self._is_first and recorder.left_behind() > _NEW * recorder.made_bytes:
-                self._expected = None
-            else:
-                self._make_plan(recorder)
-            self._is_first = False
-        for slots in self._graphs.values():
-            slots.taken.clear()
-        self._seen = []
-        _active = self
-        # The plans of a step are not those that a cache has for its graphs.
-        self._context.enter_context(config.patch(enable_autograd_cache=False))
+            with self._tolerated("no plan could be made for the step"):
+                self._plan_by(recorder)
+        step = self._step = _Step(self)
         if self._expected is None:
             for slots in self._graphs.values():
                 slots.calls, slots.choice, slots.scale, slots.size = [], None, 0.0, 0
-            self._recorder = _Recorder(self.device)
-            self._context.enter_context(self._recorder)
+            step.record()
+        step.open()
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
-        global _active
-        _active = None
-        recorder, self._recorder = self._recorder, None
-        self._context.close()
-        if kind is not None:
+        step = _running.get()
+        if step is None or step.budget is not self:
             return
-        if recorder is not None:
-            self._recorded, self._expected = recorder, self._seen
-            if not self._graphs:
-                self._warn(
-                    "no graph was compiled in this step; what was compiled before can be "
-                    "compiled again after torch.compiler.reset()"
-                )
-            elif _ran_out_of_sight(self._seen):
-                self._recorded = None
-                self._warn(
-                    "compiled autograd ran the backwards, and what a step holds there is "
-                    "not known; all graphs run by lean plans"
-                )
-        elif self._seen != self._expected:
+        step.close()
+        if kind is not None or step is not self._step:
+            return
+        if step.recorder is not None:
+            with self._tolerated("the step could not be recorded"):
+                self._keep(step, step.recorder)
+        elif step.seen != self._expected:
             log.warning(
                 "this step made other calls of compiled graphs than the one that its "
                 "plan was made for, so %s may not be kept; the next step is learned anew",
@@ -229,10 +219,40 @@ class StepBudget:
             )
             self._expected = None
 
+    def _keep(self, step: _Step, recorder: _Recorder) -> None:
+        """Let the next step be planned by this one, where it tells enough."""
+        self._expected = step.seen
+        if recorder.error is not None:
+            raise recorder.error
+        if _ran_out_of_sight(step.seen):
+            self._warn(
+                "compiled autograd ran the backwards, and what a step holds there is "
+                "not known; all graphs run by lean plans"
+            )
+        elif self._graphs:
+            self._recorded = recorder
+        elif not self._warnings:
+            self._warn(
+                "no graph was compiled in this step; what was compiled before can be "
+                "compiled again after torch.compiler.reset()"
+            )
+
+    @contextmanager
+    def _tolerated(self, what: str) -> Iterator[None]:
+        """Training goes on without what fails within; a warning tells of it once."""
+        try:
+            yield
+        except RestartAnalysis:
+            # Dynamo's way to begin anew.
+            raise
+        except Exception as error:
+            log.debug("%s", what, exc_info=error)
+            self._warn(f"{what}: {type(error).__name__}: {error}")
+
     def _warn(self, reason: str) -> None:
         if reason not in self._warnings:
-            self._warnings.add(reason)
-            log.warning("%s is not kept: %s", self._asked(), reason)
+            self._warnings[reason] = None
+            log.warning("%s may not be kept: %s", self._asked(), reason)
 
     def _asked(self) -> str:
         if self.share is not None:
@@ -242,6 +262,15 @@ class StepBudget:
         return f"the step's {format_bytes(self.device_bytes or 0)} of the device"
 
     # ---------------------------------------------------------------- the plan
+
+    def _plan_by(self, recorder: _Recorder) -> None:
+        """Plan the next steps by the one recorded, or let one more be recorded."""
+        # Buffers that the first step makes once and for all are there in a second.
+        if self._is_first and recorder.left_behind() > _NEW * recorder.made_bytes:
+            self._expected = None
+        else:
+            self._make_plan(recorder)
+        self._is_first = False
 
     def _make_plan(self, recorder: _Recorder) -> None:
         used = [(graph, s) for graph, s in self._graphs.items() if s.calls]
@@ -282,7 +311,6 @@ class StepBudget:
             )
         uses = []
         for (graph, slots), found, choice in zip(used, corrected, plan.choices):
-            slots.choice = choice
             chosen = [found.plans[p] for p in choice]
             uses.append(
                 GraphUse(
@@ -304,6 +332,8 @@ class StepBudget:
             math.fsum(use.cost for use in uses),
             tuple(uses),
         )
+        for (_, slots), choice in zip(used, plan.choices):
+            slots.choice = choice
         log.info("%s", self)
 
     def _allowed(self, curve: StepCurve, given: int) -> int:
@@ -315,8 +345,10 @@ class StepBudget:
         return (self.device_bytes or 0) - given
 
     def __str__(self) -> str:
+        reasons = [f"may not be kept: {reason}" for reason in self._warnings]
         if self.plan is None:
-            return f"StepBudget: {self._asked()}; no plan before the second step"
+            told = f"StepBudget: {self._asked()}; no plan before the second step"
+            return "\n".join([told, *reasons])
         plan = self.plan
         sizes = map(
             format_bytes,
@@ -338,23 +370,52 @@ class StepBudget:
                 name = calls = ""
         widths = [max(map(len, column)) for column in zip(*table)]
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        return "\n".join(lines)
+        return "\n".join(lines + reasons)
 
-    # ----------------------------------------------------------- what graphs tell
 
-    def _begin(self, graph: _Graph, size: int) -> tuple[_Call, int]:
+class _Step:
+    """One run of a step, and the calls that are made in it."""
+
+    def __init__(self, budget: StepBudget) -> None:
+        self.budget = budget
+        self.recorder: Optional[_Recorder] = None
+        # The calls, in order; of graphs the numbers, as they may go meanwhile.
+        self.seen: list[Any] = []
+        # That whose forward runs.
+        self.call: Optional[_Call] = None
+        self._taken: dict[int, set[int]] = {}
+        self._context = ExitStack()
+
+    def record(self) -> None:
+        """Let `open` also record what the step does."""
+        self.recorder = _Recorder(self)
+
+    def open(self) -> None:
+        _running.set(self)
+        # The plans of a step are not those that a cache has for its graphs.
+        self._context.enter_context(config.patch(enable_autograd_cache=False))
+        if self.recorder is not None:
+            self._context.enter_context(self.recorder)
+
+    def close(self) -> None:
+        _running.set(None)
+        self.call = None
+        self._context.close()
+
+    def begin(self, graph: _Graph, args: Sequence[Any]) -> tuple[_Call, int]:
         """A call of a graph starts: which one, and by which plan."""
-        slots = self._graphs.setdefault(graph, _Slots())
-        is_held = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        slots = self.budget._graphs.setdefault(graph, _Slots())
+        size = _nbytes(args, graph.symbolic)
+        is_held = not self._is_checkpointed()
         # A checkpoint runs a call twice, and both have to save the same.
-        slot = 0
-        while is_held and slot in slots.taken:
+        slot, taken = 0, self._taken.setdefault(graph.number, set())
+        while is_held and slot in taken:
             slot += 1
         if is_held:
-            slots.taken.add(slot)
-        call = _Call(graph, slot, is_held)
-        self._seen.append(("F", graph, slot, size))
-        if self._recorder is not None:
+            taken.add(slot)
+        call = _Call(graph, self, slot, is_held)
+        self.seen.append(("F", graph.number, slot, size))
+        if self.recorder is not None:
             slots.calls += [0] * (slot + 1 - len(slots.calls))
             slots.calls[slot] += 1
             slots.scale = max(slots.scale, size / graph.size if graph.size else 1.0)
@@ -364,12 +425,36 @@ class StepBudget:
             return call, graph.lean
         return call, choice[slot]
 
-    def _end(self, call: _Call) -> None:
+    def end(self, call: _Call) -> None:
         """Nothing is kept for the call any more."""
         if not call.ended:
             call.ended = True
             if call.is_held:
-                self._graphs[call.graph].taken.discard(call.slot)
+                self._taken[call.graph.number].discard(call.slot)
+
+    def _is_checkpointed(self) -> bool:
+        """Whether a checkpoint around the call keeps nothing and runs it again."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None:
+            return False
+        pack, _ = hooks
+        if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
+            return True
+        self.budget._warn(
+            "saved-tensor hooks are set around compiled graphs, and what they keep in "
+            "place of a saved value is not known; it counts as if that was kept"
+        )
+        return False
+
+
+def _running_step() -> Optional[_Step]:
+    """The step that this thread runs, or that the backward which it serves is part of."""
+    step = _running.get()
+    if step is None and torch._C._is_key_in_tls("context"):
+        # Autograd's threads have the context of the thread that called backward.
+        context = torch._C._get_obj_in_tls("context")
+        step = context.get(_running) if context is not None else None
+    return step
 
 
 @dataclass
@@ -377,7 +462,6 @@ class _Slots:
     """The calls of a graph in a step; ``choice`` has the plan of each, if there is one."""
 
     calls: list[int] = field(default_factory=list)
-    taken: set[int] = field(default_factory=set)
     choice: Optional[tuple[int, ...]] = None
     # Of a graph for several shapes: what its plans' bytes are to be multiplied by.
     scale: float = 0.0
@@ -389,6 +473,7 @@ class _Call:
     """A forward that ran and its backward, and the storages that it read and returned."""
 
     graph: _Graph
+    step: _Step
     slot: int
     is_held: bool
     ended: bool = False
@@ -404,20 +489,24 @@ class _Call:
 class _Recorder(TorchDispatchMode):
     """Follows storages through a step, except those inside of compiled graphs.
 
-    The log has a tuple for each change: ("+", storage, bytes, whether
-    gradients were recorded), ("-", storage), ("=", storage, bytes more), and ("F" or "B", call), ("f" or "b", call) around what a
-    compiled graph does.
+    The log has a tuple for each change: ("+", storage, bytes, whether gradients were
+    recorded), ("-", storage), ("=", storage, bytes more), and around what a compiled
+    graph does ("F", call) and ("f", call), or ("B", call, its inputs, whether the call
+    is kept for another backward) and ("b", call).  ("x", call): there is none to come.
     """
 
     # As a checkpoint inside of a compiled graph makes of random ones.
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, step: _Step) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        device = step.budget.device
         self.device = device.type
         self.log: list[tuple[Any, ...]] = []
         self.given = 0
         self.inside = 0
+        # Why nothing more is recorded.
+        self.error: Optional[Exception] = None
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
@@ -427,25 +516,18 @@ class _Recorder(TorchDispatchMode):
         self.at_start = _allocated(device)
 
     def __enter__(self) -> Self:
-        resize = self._resize = torch.UntypedStorage.resize_
-
-        def resize_and_follow(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            follow = storage.device.type == self.device
-            if follow:
-                self._follow(storage, is_given=True)
-            result = resize(storage, nbytes)
-            if follow:
-                self._follow(storage)
-            return result
-
-        # Sharded parameters are gathered and given up out of the dispatcher's sight.
-        torch.UntypedStorage.resize_ = resize_and_follow  # type: ignore[assignment]
+        _resizes.follow(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        _resizes.forget(self)
+        modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+        if modes and modes[-1] is self:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        else:
+            # Whoever left the step early has left another mode above.
+            self.error = RuntimeError("the step was not ended where it was begun")
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -459,27 +541,41 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
-            self.meet((args, kwargs))
+            with self.noting():
+                self.meet((args, kwargs))
         result = func(*args, **kwargs)
-        self.made(result)
+        with self.noting():
+            self.made(result)
         return result
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """What cannot be noted ends the recording, and not the step."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
 
     def meet(self, values: Any) -> None:
         """What is not known of these was there before the step."""
+        if self.error is not None:
+            return
         for storage in self._storages(values):
-            self._follow(storage, is_given=True)
+            self.follow(storage, is_given=True)
 
     def made(self, values: Any) -> list[Optional[int]]:
         """Number the storages of each of these values."""
+        if self.error is not None:
+            return []
         return [
-            next((self._follow(s) for s in self._storages([value])), None)
+            next((self.follow(s) for s in self._storages([value])), None)
             for value in tree_leaves(values)
         ]
 
     @contextmanager
-    def around(self, what: str, call: _Call) -> Iterator[None]:
+    def around(self, what: str, call: _Call, *more: Any) -> Iterator[None]:
         """What runs within is a compiled graph's, "F" or "B"."""
-        self.log.append((what, call))
+        self.log.append((what, call, *more))
         self.inside += 1
         try:
             yield
@@ -502,7 +598,7 @@ class _Recorder(TorchDispatchMode):
                         self._leaves[id(value)] = value
                     yield storage
 
-    def _follow(self, storage: torch.UntypedStorage, is_given: bool = False) -> int:
+    def follow(self, storage: torch.UntypedStorage, is_given: bool = False) -> int:
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._live:
             s, _ = self._live[key]
@@ -566,11 +662,11 @@ class _Recorder(TorchDispatchMode):
         """
         remaining, gradients, last = self._remaining()
         # What dies while a backward runs was held for that alone.
-        dying: dict[_Call, set[int]] = {}
+        dying: dict[int, set[int]] = {}
         running: set[int] = set()
-        for what, who, *_ in self.log:
+        for at, (what, who, *_) in enumerate(self.log):
             if what == "B":
-                running = dying[who] = set()
+                running = dying[at] = set()
             elif what == "b":
                 running = set()
             elif what == "-":
@@ -580,6 +676,7 @@ class _Recorder(TorchDispatchMode):
         there: dict[int, int] = {}
         beyond: dict[int, int] = {}
         alive: dict[_Call, None] = {}
+        retained: set[_Call] = set()
 
         def where(calls: Iterable[_Call]) -> tuple[Any, ...]:
             calls = list(calls)
@@ -620,23 +717,75 @@ class _Recorder(TorchDispatchMode):
             if what in "FB":
                 held, unheld = where(alive)
                 found.append(Moment(most, held, None, unheld))
-                event = number[who.graph], who.slot, what
+                phase = what
+                released: frozenset[int] = frozenset()
                 if what == "B":
                     held, unheld = where({**alive, who: None})
-                released = frozenset(
-                    index
-                    for index, s in enumerate(who.inputs)
-                    if what == "B" and s in there and s in dying.get(who, ())
-                )
+                    inputs, is_retained = more
+                    if is_retained:
+                        phase = "R"
+                        retained.add(who)
+                    else:
+                        released = frozenset(
+                            index
+                            for index, s in enumerate(inputs)
+                            if s in there and s in dying[at]
+                        )
+                        retained.discard(who)
+                event = number[who.graph], who.slot, phase
                 found.append(Moment(live, held, event, unheld, released))
             elif what == "f" and who.is_held:
                 alive[who] = None
-            else:
+            elif who not in retained:
                 alive.pop(who, None)
             most = live
         held, unheld = where(alive)
         found.append(Moment(most, held, None, unheld))
         return found
+
+
+class _Resizes:
+    """Lets recorders see storages resized, as sharded parameters are to be gathered.
+
+    The dispatcher does not see that. There is one patch, for all threads.
+    """
+
+    def __init__(self) -> None:
+        self._resize: Any = None
+        self._recorders: set[_Recorder] = set()
+        self._lock = threading.Lock()
+
+    def follow(self, recorder: _Recorder) -> None:
+        with self._lock:
+            if not self._recorders:
+                self._resize = resize = torch.UntypedStorage.resize_
+
+                def resize_and_follow(storage: Any, nbytes: int) -> Any:
+                    return self._resized(resize, storage, nbytes)
+
+                torch.UntypedStorage.resize_ = resize_and_follow  # type: ignore[assignment]
+            self._recorders.add(recorder)
+
+    def forget(self, recorder: _Recorder) -> None:
+        with self._lock:
+            self._recorders.discard(recorder)
+            if not self._recorders:
+                torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _resized(self, resize: Callable[..., Any], storage: Any, nbytes: int) -> Any:
+        step = _running_step()
+        recorder = step.recorder if step is not None else None
+        if recorder is None or storage.device.type != recorder.device:
+            return resize(storage, nbytes)
+        with recorder.noting():
+            recorder.follow(storage, is_given=True)
+        result = resize(storage, nbytes)
+        with recorder.noting():
+            recorder.follow(storage)
+        return result
+
+
+_resizes = _Resizes()
 
 
 def _ran_out_of_sight(seen: Sequence[Any]) -> bool:
@@ -670,12 +819,16 @@ def _nbytes(arguments: Sequence[Any], indices: Iterable[int]) -> int:
     return sum(map(concrete, sizes))
 
 
+_numbers = itertools.count()
+
+
 class _Graph:
     """A joint graph that was compiled in a step, and what was made of it by each plan."""
 
     def __init__(self, compile_graph: Callable[..., Any], *arguments: Any) -> None:
         self._compile_graph = compile_graph
         self._state, self._capture, self._partition, *self._compilers = arguments
+        self.number = next(_numbers)
         self.name = get_aot_graph_name()
         self.plans = GraphPlans([GraphPlan(0, 0, 0, 0.0, frozenset(), frozenset())], 0)
         self.lean = 0
@@ -690,11 +843,12 @@ class _Graph:
             self.fault = "it calls nested compiled regions, which have their own plans"
         self._chosen = 0
         self._is_fused = False
+        self._is_retained = False
         self._variants: dict[int, Callable[..., Any]] = {}
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
         self._num_fwd_outputs = 0
-        self._symbolic, self.size = _symbolic(self._state.flat_args)
+        self.symbolic, self.size = _symbolic(self._state.flat_args)
 
     @functools.cached_property
     def may_save(self) -> frozenset[int]:
@@ -713,35 +867,48 @@ class _Graph:
         return call, metadata
 
     def _call(self, args: list[Any]) -> Any:
-        budget = _active
-        if budget is None:
-            return self._variant(self.lean)(args)
-        call, plan = budget._begin(self, _nbytes(args, self._symbolic))
-        run = self._variant(plan)
-        self._running = call
+        step = _running_step()
+        run = self._variants[self.lean]
+        if step is None:
+            return run(args)
+        call = None
+        with step.budget._tolerated(f"a call of {self.name} was not followed"):
+            call, plan = step.begin(self, args)
+            run = self._variant(plan, step.budget)
+        step.call = call
         try:
             result = run(args)
         except BaseException:
-            budget._end(call)
+            if call is not None:
+                step.end(call)
             raise
-        node = _backward_of(result)
-        if node is None:
-            budget._end(call)
-        else:
-            node.metadata[_CALL] = call
-
-            def died(_: Any, recorder: Any = budget._recorder) -> None:
-                if not call.ended:
-                    budget._end(call)
-                    if recorder is not None:
-                        recorder.log.append(("x", call))
-
-            call.node = weakref.ref(node, died)
+        if call is not None:
+            with step.budget._tolerated(f"a call of {self.name} was not followed"):
+                self._await_backward(result, call)
         return result
 
-    def _variant(self, plan: int) -> Callable[..., Any]:
+    def _await_backward(self, result: Any, call: _Call) -> None:
+        """Let the backward of what was returned find its call, which ends with it."""
+        step, node = call.step, _backward_of(result)
+        if node is None:
+            step.end(call)
+            return
+        node.metadata[_CALL] = call
+
+        def died(_: Any) -> None:
+            if not call.ended:
+                step.end(call)
+                if step.recorder is not None:
+                    step.recorder.log.append(("x", call))
+
+        call.node = weakref.ref(node, died)
+
+    def _variant(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
         if plan not in self._variants:
-            with self._as_traced():
+            # Unless it compiles.
+            self._variants[plan] = self._variants[self.lean]
+            failure = f"{self.name} stays with its first plan, as another fails"
+            with budget._tolerated(failure), self._as_traced():
                 self._variants[plan], _ = self._compiled(plan)
         return self._variants[plan]
 
@@ -769,6 +936,7 @@ class _Graph:
                 with self._as_traced():
                     self.plans.judged[plan] = self._schedule(plan)
             except Exception as error:
+                log.debug("no judge for %s", self.name, exc_info=error)
                 self._is_fused = False
                 log.warning(
                     "no judge of peaks for %s, so they are the planner's estimates: "
@@ -805,21 +973,18 @@ class _Graph:
 
     def _compiled(self, plan: int, compilers: Any = None) -> Any:
         """Split and compile a copy of the joint graph, by other ``compilers`` if given."""
-        global _compiling
-        state, capture = copy.copy(self._state), copy.copy(self._capture)
         # Splitting a graph writes down in there what it finds.
-        state.fw_metadata = metadata = copy.copy(state.fw_metadata)
-        for name, value in vars(metadata).items():
-            if isinstance(value, (dict, list)):
-                setattr(metadata, name, copy.copy(value))
-        changes: dict[str, Any] = {"cache_info": None}
-        if compilers is not None:
-            # What is only scheduled never runs its backward.
-            changes["force_non_lazy_backward_lowering"] = True
-        state.aot_config = replace(state.aot_config, **changes)
+        state, capture = _own_copy((self._state, self._capture))
+        # Of another plan, what does not compile has to be known before it runs. But the
+        # backward of a graph that is retained is compiled when that is seen.
+        is_another = bool(self._variants) and not self._is_retained
+        state.aot_config = replace(
+            state.aot_config,
+            cache_info=None,
+            force_non_lazy_backward_lowering=is_another or compilers is not None,
+        )
         with unset_fake_temporarily():
             capture.graph_module = copy.deepcopy(capture.graph_module)
-        capture.updated_flat_args = tuple(map(list, capture.updated_flat_args))
         if compilers is None:
             forward, backward = self._compilers
             compilers = (
@@ -827,44 +992,52 @@ class _Graph:
                 _marked(backward, self._backward),
             )
         self._chosen = plan
-        before, _compiling = _compiling, None if self._is_nested else self
+        before = _compiling.set(None if self._is_nested else self)
         try:
             return self._compile_graph(state, capture, self._partition, *compilers)
         finally:
-            _compiling = before
+            _compiling.reset(before)
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
-        recorder = _active._recorder if _active is not None else None
-        if recorder is None:
+        step = _running_step()
+        call = step.call if step is not None else None
+        recorder = call.step.recorder if call is not None else None
+        if call is None or recorder is None:
             return run(args)
-        call = self._running
-        recorder.meet(args)
-        call.inputs = recorder.made(args[: self.plans.primals])
+        with recorder.noting():
+            recorder.meet(args)
+            call.inputs = recorder.made(args[: self.plans.primals])
         with recorder.around("F", call):
             results = run(args)
-        call.outputs = recorder.made(list(results[: self._num_fwd_outputs]))
+        with recorder.noting():
+            call.outputs = recorder.made(list(results[: self._num_fwd_outputs]))
         return results
 
     def _backward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         node: Any = torch._C._current_autograd_node()
         call = node.metadata.get(_CALL) if node is not None else None
-        budget = _active
-        if budget is None or call is None:
+        # To another step, what is left of one is as eager code.
+        if call is None or call.step is not _running_step():
             return run(args)
-        budget._seen.append(("B", self, call.slot))
-        recorder = budget._recorder
+        is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._is_retained |= is_retained
+        call.step.seen.append(("B", self.number, call.slot, is_retained))
+        recorder = call.step.recorder
         if recorder is None:
             results = run(args)
         else:
-            tangents = [each for each in args if isinstance(each, torch.Tensor)]
-            call.inputs += recorder.made(
-                tangents[len(tangents) - self.plans.tangents :]
-            )
-            del tangents
-            with recorder.around("B", call):
+            inputs: list[Optional[int]] = []
+            with recorder.noting():
+                tangents = [each for each in args if isinstance(each, torch.Tensor)]
+                del tangents[: len(tangents) - self.plans.tangents]
+                inputs = call.inputs + recorder.made(tangents)
+                del tangents
+            with recorder.around("B", call, inputs, is_retained):
                 results = run(args)
-            recorder.made(list(results))
-        budget._end(call)
+            with recorder.noting():
+                recorder.made(list(results))
+        if not is_retained:
+            call.step.end(call)
         return results
 
     # ----------------------------------------------------------------- its plans
@@ -884,6 +1057,7 @@ class _Graph:
             try:
                 self._find_plans(*asked, fused)
             except Exception as error:
+                log.debug("no plans for %s", self.name, exc_info=error)
                 self.fault = f"{type(error).__name__}: {error}"
                 return peak_budget.choose_plan(*asked, fused)
         model: Any = self.plans.model
@@ -939,6 +1113,25 @@ class StepPlanOfGraph(saved_report.Plan):
 
     def chosen_by(self) -> str:
         return "step budget: one plan of this graph for a whole training step"
+
+
+def _own_copy(value: Any, made: Optional[dict[int, Any]] = None) -> Any:
+    """A copy of AOTAutograd's records and of all that is in them, but for tensors."""
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
+    kind, found = type(value), value
+    if kind in (list, tuple):
+        found = kind(_own_copy(each, made) for each in value)
+    elif kind is dict:
+        found = {key: _own_copy(each, made) for key, each in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = copy.copy(value)
+        made[id(value)] = found
+        for name, each in vars(value).items():
+            object.__setattr__(found, name, _own_copy(each, made))
+    made[id(value)] = found
+    return found
 
 
 def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
@@ -1057,9 +1250,12 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
 
     def compile_for_step(*arguments: Any) -> Any:
+        step = _running_step()
         # Without a context, inductor traces its patterns, amid a compilation.
-        if _active is not None and TracingContext.try_get() is not None:
-            return _Graph(compile_graph, *arguments).first()
+        if step is not None and TracingContext.try_get() is not None:
+            failure = "a graph that does not compile by a lean plan is not counted"
+            with step.budget._tolerated(failure):
+                return _Graph(compile_graph, *arguments).first()
         run, metadata = compile_graph(*arguments)
         return counted(run, arguments[0].flat_args, metadata), metadata
 
@@ -1074,7 +1270,8 @@ def choose_plan(
     fused: bool = False,
 ) -> ChosenPlan:
     """What to save: by a step's plan, or else by :func:`.peak_budget.choose_plan`."""
-    choose = peak_budget.choose_plan if _compiling is None else _compiling.choose
+    graph = _compiling.get()
+    choose = peak_budget.choose_plan if graph is None else graph.choose
     return choose(joint_graph, node_info, budget, num_fwd_outputs, fused)
 
 

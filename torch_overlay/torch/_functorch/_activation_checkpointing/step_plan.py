@@ -157,7 +157,8 @@ class Moment(NamedTuple):
     Args:
         rest: bytes.
         alive: graph and slot of each call.
-        running: graph and slot of the call whose forward or backward runs, and which.
+        running: graph and slot of the call whose forward ("F") or backward ("B") runs, or
+            a backward after which all that is saved stays ("R").
         outputs: graph, slot, index and bytes of outputs that nobody holds any more,
             unless their graph saves them.
         released: the inputs of a running backward that nobody else holds, among them its
@@ -371,6 +372,8 @@ class StepCurve:
                 _, slot, phase = moment.running
                 if phase == "F":
                     live[slot + 1, at] += forward
+                elif phase == "R":
+                    live[slot + 1, at] += backward(frozenset())
                 else:
                     live[slot + 1, at] += backward(moment.released) - kept
         live = live.cumsum(0).permute(2, 0, 1)
