@@ -28,7 +28,7 @@ class BudgetedSteps(TrainerCallback):
         self.budget.__exit__(None, None, None)
 
 
-def main() -> None:
+def make_trainer(budget: StepBudget, folder: str) -> Trainer:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,
@@ -42,20 +42,25 @@ def main() -> None:
     for layer in model.model.layers:
         layer.compile(backend="aot_eager_decomp_partition")
     tokens = torch.randint(128, (16, 64))
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=4,
+        max_steps=4,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
     data = [{"input_ids": each, "labels": each} for each in tokens]
+    # If a step raises, the next one that begins ends it: train() may be called again.
+    callbacks = [BudgetedSteps(budget)]
+    return Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+
+
+def main() -> None:
     budget = StepBudget(share=0.2)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=4,
-            max_steps=4,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=not torch.cuda.is_available(),
-        )
-        callbacks = [BudgetedSteps(budget)]
-        Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
+        make_trainer(budget, folder).train()
     print(budget)
 
 

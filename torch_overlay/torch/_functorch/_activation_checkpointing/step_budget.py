@@ -434,7 +434,7 @@ class _Step:
 
     def _is_checkpointed(self) -> bool:
         """Whether a checkpoint around the call keeps nothing and runs it again."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None:
             return False
         pack, _ = hooks
@@ -522,7 +522,7 @@ class _Recorder(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         _resizes.forget(self)
-        modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+        modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         else:
@@ -1016,13 +1016,14 @@ class _Graph:
     def _backward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         node: Any = torch._C._current_autograd_node()
         call = node.metadata.get(_CALL) if node is not None else None
+        step = _running_step()
         # To another step, what is left of one is as eager code.
-        if call is None or call.step is not _running_step():
+        if call is None or step is None or call.step is not step:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
-        call.step.seen.append(("B", self.number, call.slot, is_retained))
-        recorder = call.step.recorder
+        step.seen.append(("B", self.number, call.slot, is_retained))
+        recorder = step.recorder
         if recorder is None:
             results = run(args)
         else:
@@ -1037,7 +1038,7 @@ class _Graph:
             with recorder.noting():
                 recorder.made(list(results))
         if not is_retained:
-            call.step.end(call)
+            step.end(call)
         return results
 
     # ----------------------------------------------------------------- its plans
