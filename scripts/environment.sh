@@ -83,5 +83,5 @@ run_patchset() {
     echo "error: $python is no Python 3.9 or newer; name one in APPLY_PYTHON" >&2
     exit 2
   fi
-  PYTHONPATH=$REPO/scripts exec "$python" -m "patchset.$1" "${@:2}"
+  PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "patchset.$1" "${@:2}"
 }

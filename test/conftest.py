@@ -6,15 +6,18 @@ originals at the end of the run.
 """
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
-from patchset import generate
+from patchset import apply, generate
 from patchset.patch import RELEASES
 from patchset.releases import tree, Unavailable
 from patchset.series import SERIES
@@ -129,16 +132,50 @@ def edit(place, old, new):
     rewrite(place, lambda content: content.replace(old.encode(), new.encode()))
 
 
+class Result:
+    def __init__(self, code, output):
+        self.code = code
+        self.report = json.loads(output)
+        self.text = "\n".join(self.report["messages"])
+        self.states = {p["name"]: p["state"] for p in self.report["patches"]}
+        self.details = {p["name"]: p["detail"] for p in self.report["patches"]}
+        assert self.report["exit_code"] == code
+
+
+def run(*arguments):
+    """The command, in this process: what it parsed and compiled once stays known."""
+    with redirect_stdout(StringIO()) as output:
+        code = apply.main([*map(str, arguments), "--json"])
+    return Result(code, output.getvalue())
+
+
+def refuses(code, words, *arguments, tree=None):
+    """The call fails with ``code`` and ``words``, and leaves the tree alone."""
+    before = tree and snapshot(tree)
+    result = run(*arguments)
+    assert result.code == code, result.text
+    assert words in result.text
+    assert before == (tree and snapshot(tree))
+    return result
+
+
+@pytest.fixture
+def root(checkout):
+    return checkout(USUAL)
+
+
 class Killed(BaseException):
     """Nothing in a command catches it, as nothing catches a SIGKILL."""
 
 
-def raise_killed():
+def raise_killed(place):
     raise Killed
 
 
 class Steps:
-    """Calls ``stop`` before a command's step number ``left``; idle below 0.
+    """Calls ``stop`` with the path before a command's step ``left``; idle below 0.
+
+    With ``lasting``, before each step after that as well.
 
     A step is anything that the command does to a file system, seen through Python's
     audit events. There is one of these, as their hooks stay for good.
@@ -151,7 +188,7 @@ class Steps:
     )
 
     def __init__(self):
-        self.left, self.stop = -1, None
+        self.left, self.stop, self.lasting = -1, None, False
         sys.addaudithook(self.watch)
 
     def watch(self, event, details):
@@ -159,20 +196,23 @@ class Steps:
             return
         if event == "open" and not details[2] & (os.O_WRONLY | os.O_RDWR):
             return
+        if self.left == 0:
+            self.reached = True
+            self.left = 0 if self.lasting else -1
+            self.stop(details[0])
         self.left -= 1
-        if self.left < 0:
-            self.stop()
 
-    def run(self, number, work, stop=raise_killed):
-        """Whether the work came to its end."""
-        self.left, self.stop = number, stop
+    def run(self, number, work, stop=raise_killed, lasting=False):
+        """Whether the work came to its end before that step."""
+        self.left, self.stop, self.lasting = number, stop, lasting
+        self.reached = False
         try:
             work()
         except Killed:
             return False
         finally:
             self.left = -1
-        return True
+        return not self.reached
 
 
 @pytest.fixture(scope="session")

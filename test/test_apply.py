@@ -1,6 +1,5 @@
 """scripts/apply_patch.sh on real trees: states, faults, kills, and the way back."""
 
-import json
 import os
 import py_compile
 import shutil
@@ -8,14 +7,12 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from contextlib import redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import edit, git, lay, PATHS, snapshot
+from conftest import edit, git, lay, PATHS, refuses, rewrite, run, snapshot
 from patchset import apply, images, transaction
 from patchset.files import clone
 from patchset.patch import CONFIG, KNAPSACK, OVERLAY, PARTITIONERS, REPOSITORY
@@ -25,38 +22,6 @@ from patchset.target import find, run_python, STATE_NAME
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
 TEST = "test/functorch/test_ac_knapsack_solvers.py"
-
-
-class Result:
-    def __init__(self, code, output):
-        self.code = code
-        self.report = json.loads(output)
-        self.text = "\n".join(self.report["messages"])
-        self.states = {p["name"]: p["state"] for p in self.report["patches"]}
-        self.details = {p["name"]: p["detail"] for p in self.report["patches"]}
-        assert self.report["exit_code"] == code
-
-
-def run(*arguments):
-    """The command, in this process: what it parsed and compiled once stays known."""
-    with redirect_stdout(StringIO()) as output:
-        code = apply.main([*map(str, arguments), "--json"])
-    return Result(code, output.getvalue())
-
-
-def refuses(code, words, *arguments, tree=None):
-    """The call fails with ``code`` and ``words``, and leaves the tree alone."""
-    before = tree and snapshot(tree)
-    result = run(*arguments)
-    assert result.code == code, result.text
-    assert words in result.text
-    assert before == (tree and snapshot(tree))
-    return result
-
-
-@pytest.fixture
-def root(checkout):
-    return checkout("2.13.0")
 
 
 def test_round_trip(checkout, release_tree, release):
@@ -109,9 +74,11 @@ def test_bad_calls(root, tmp_path, capsys):
     refuses(2, "--python goes with --installed", "--python", "python3", root)
     refuses(2, "cannot be run", "--installed", "--python", tmp_path / "no-python")
     refuses(2, "is not a git checkout", "--commit", root, tree=root)
-    with pytest.raises(SystemExit, match="2"):
-        run("--without", "typo", root)
-    assert SERIES[0].name in capsys.readouterr().err
+    assert SERIES[0].name in refuses(2, "--without", "--without", "typo", root).text
+    refuses(2, "--chek", "--chek", root)
+    assert "not allowed with" in refuses(2, "--check", "--status", "--check", root).text
+    assert apply.main(["--status", "--check"]) == 2
+    assert "apply_patch.sh --help tells more" in capsys.readouterr().err
     (root / "version.txt").unlink()
     (root / "torch/version.py").unlink()
     refuses(2, "neither version.txt nor torch/version.py", root, tree=root)
@@ -141,6 +108,14 @@ def to_renamed_function(place):
     edit(place, "def _optimize_runtime_with_given_memory(", "def _renamed(")
 
 
+def to_latin(place):
+    rewrite(place, lambda content: content + "# caf\xe9\n".encode("latin-1"))
+
+
+def to_null_byte(place):
+    rewrite(place, lambda content: content + b"\0")
+
+
 def to_newer(place):
     edit(place, "import torch\n", "import torch\n\n\ndef newer(x): ...\n")
 
@@ -151,6 +126,8 @@ def to_newer(place):
         (CONFIG, to_link, "is a symbolic link"),
         ("torch/_functorch", to_link, "is a symbolic link"),
         (CONFIG, to_read_only, f"{CONFIG}: read-only"),
+        (CONFIG, to_latin, f"{CONFIG}: no UTF-8 text"),
+        (PARTITIONERS, to_null_byte, "null bytes"),
         (PARTITIONERS, to_second_anchor, "occurs 2 times, not once"),
         (PARTITIONERS, to_unknown_lines, "have digest"),
         (PARTITIONERS, to_renamed_function, "the edit is inside _renamed"),
@@ -186,8 +163,15 @@ def test_reverse_refuses(root):
     edit(root / CONFIG, "import os", "import os  # mine")
     refuses(1, f"{CONFIG}: changed since", "--reverse", root, tree=root)
 
-    # A copied tree: nothing says what was there before.
+    # What upstream does not have has no backup.
     (root / CONFIG).write_text(text)
+    new = images.OVERLAY / TEST
+    (root / TEST).write_text("# mine\n")
+    result = refuses(1, f"{TEST}: changed since", "--reverse", root, tree=root)
+    assert "or delete the file" in result.text and "backups" not in result.text
+    (root / TEST).write_bytes(new.read_bytes())
+
+    # A copied tree: nothing says what was there before.
     shutil.rmtree(root / STATE_NAME)
     assert set(run("--status", root).states.values()) == {images.APPLIED}
     refuses(1, "was not applied by this script", "--reverse", root, tree=root)
@@ -299,7 +283,7 @@ def killed_for_real(steps, step, work):
     """In a child, which gets a SIGKILL; whether the work came to its end."""
     child = os.fork()
     if not child:
-        steps.run(step, work, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        steps.run(step, work, lambda place: os.kill(os.getpid(), signal.SIGKILL))
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
@@ -336,8 +320,11 @@ def test_kill_at_every_step(root, steps, monkeypatch, action):
         if kill(step, lambda: apply.main([*calls[action], "--json"])):
             break
         hook_has_its_function(root)
-        # The next call brings the tree to where it says, whichever call it is.
+        # The next call brings the tree to where it says, whichever call it is, and
+        # whether or not one before it was killed as well.
         following = action if step % 3 else opposite
+        steps.run(step // 2, partial(apply.main, [*calls[following], "--json"]))
+        hook_has_its_function(root)
         assert run(*calls[following]).code == 0
         assert snapshot(root) == outcomes[following], f"killed before step {step}"
     assert snapshot(root) == outcomes[action]
@@ -442,7 +429,10 @@ def installation(tmp_path_factory):
     clone(packages, here, [path for path in PATHS if path.startswith("torch/")])
     functorch = packages / "torch/_functorch"
     known = snapshot(functorch)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     yield python, here
+    monkeypatch.undo()
     assert snapshot(functorch) == known
     shutil.rmtree(project)
 

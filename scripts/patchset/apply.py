@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
-from .commits import check_committable, commit_on_head
-from .images import APPLIED, stale_bytecode, Survey, survey
+from .commits import check_committable, commit_on_head, Step
+from .files import fault
+from .images import APPLIED, LEFT_OVER, stale_bytecode, Survey, survey
 from .mailbox import message
 from .series import SERIES
 from .target import (
@@ -21,31 +25,40 @@ from .target import (
     find_installed,
     import_fault,
     NEEDS,
+    NeedsPython,
+    run_python,
     Target,
+    Unfinished,
 )
 from .transaction import (
     Change,
+    check_can_write,
     commit,
     digest,
-    forget,
     Journal,
     lock,
     read_journal,
     recover,
+    restorable,
+    take_back,
     undo,
+    WRITING,
 )
 
 
-DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST = range(4)
+DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST, UNFINISHED = range(5)
 
 EPILOG = """\
 exit codes:
   0  done, or already in the wanted state: every file that the set touches was, to
      the byte, as in a known release
-  1  conflict: nothing was written; the message names file and reason
-  2  bad call, or TARGET is no PyTorch tree, or of a release that the set is not for
+  1  conflict: nothing was written, or what was is undone; the message names the file,
+     the reason and the way on
+  2  bad call, or TARGET is no PyTorch tree, or of a release that the set is not for,
+     or no Python here can read that release
   3  applied (or, with --check, would apply) to any other tree, such as a commit of
      main: verified by structure only, not by checksum
+  4  could not finish, nor undo it: run the command that the message names
 
 examples:
   scripts/apply_patch.sh --status ~/pytorch        what each patch would do
@@ -53,6 +66,10 @@ examples:
   scripts/apply_patch.sh --installed               the torch that python3 imports
   scripts/apply_patch.sh --reverse --installed     take it off, byte for byte
 """
+
+
+# What became of a report's files.
+WROTE = {"apply": "wrote", "check": "would write", "reverse": "restored"}
 
 
 @dataclass
@@ -68,6 +85,10 @@ class Report:
     commits: list[str] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     exit_code: int = DONE
+
+    def fail(self, exit_code: int, words: str) -> None:
+        self.exit_code = exit_code
+        self.messages.append(words)
 
     def take(self, result: Survey) -> None:
         self.release, self.in_manifest = result.release, result.in_manifest
@@ -87,7 +108,7 @@ class Report:
         rest = {k: v for k, v in vars(self).items() if k not in ("target", "action")}
         return json.dumps({"action": self.action, **place, **rest}, indent=1)
 
-    def as_text(self) -> str:
+    def as_text(self, verbose: bool) -> str:
         lines = []
         if self.target is not None:
             kind = "installed torch" if self.target.installed else "checkout"
@@ -100,21 +121,34 @@ class Report:
                 f"{self.target.root}: {kind}, PyTorch {self.target.version}"
                 + (f" ({known})" if self.release else "")
             )
-        for patch in self.patches:
-            detail = f"  ({patch['detail']})" if patch["detail"] else ""
-            lines.append(f"  {patch['name']:<24} {patch['state']}{detail}")
-        lines += [f"  wrote {path}" for path in self.files]
+        verb = WROTE.get(self.action, "")
+        if verbose or self.action == "status":
+            for patch in self.patches:
+                detail = f"  ({patch['detail']})" if patch["detail"] else ""
+                lines.append(f"  {patch['name']:<24} {patch['state']}{detail}")
+            lines += [f"  {verb} {path}" for path in self.files]
+        else:
+            states = Counter(patch["state"] for patch in self.patches)
+            counts = ", ".join(f"{count} {state}" for state, count in states.items())
+            lines += [f"  patches: {counts}"] * bool(counts)
+            lines += [f"  {verb} {len(self.files)} files"] * bool(self.files)
         lines += [f"  commit {name}" for name in self.commits]
         return "\n".join(lines + self.messages)
 
 
-def main(arguments: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadCall(f"{message}. {self.prog} --help tells more")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
         prog="apply_patch.sh",
         description="Puts the activation memory budget patch set onto a PyTorch tree, "
         "takes it off again, or tells where it stands.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET", nargs="?", help=NEEDS)
     mode = parser.add_mutually_exclusive_group()
@@ -127,35 +161,60 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     add_without(parser)
     parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument(
+        "-v", "--verbose", action="store_true", help="name every patch and file"
+    )
+    parser.add_argument(
         "--installed", action="store_true", help="the torch that a Python imports"
     )
     parser.add_argument("--python", metavar="PY", help="that Python (default: python3)")
-    options = parser.parse_args(arguments)
+    return parser
 
-    action = next(
-        (name for name in ("check", "reverse", "status") if getattr(options, name)),
-        "apply",
-    )
-    report = Report(action)
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # As given, for a bad call has no options.
+    report = Report(next((a for a in ACTIONS if f"--{a}" in arguments), "apply"))
+    verbose = False
     try:
+        options = _parser().parse_args(arguments)
+        verbose = options.verbose
         report.target = _find(options)
         with lock(report.target):
-            ACTIONS[action](report, report.target, options)
+            ACTIONS[report.action](report, report.target, options)
     except BadCall as error:
-        report.exit_code = BAD_CALL
-        report.messages.append(f"error: {error}")
+        if isinstance(error, NeedsPython) and report.target is not None:
+            _go_on_by_newer_python(error.oldest, report.target, arguments)
+        report.fail(BAD_CALL, f"error: {error}")
     except Conflict as error:
-        report.exit_code = CONFLICT
-        report.messages.append(f"conflict: {error}")
-    failed = report.exit_code in (CONFLICT, BAD_CALL)
+        report.fail(CONFLICT, f"conflict: {error}")
+    except Unfinished as error:
+        again = shlex.join(["scripts/apply_patch.sh", *arguments])
+        words = f"could not finish: {error}. Once that is mended, run: {again}"
+        report.fail(UNFINISHED, words)
+    except OSError as error:  # Where writing fails, these are Conflict or Unfinished.
+        words = f"conflict: {fault(error)}; nothing was written"
+        report.fail(CONFLICT, f"{words}. Once that is mended, run this again")
+    failed = report.exit_code in (CONFLICT, BAD_CALL, UNFINISHED)
     # All is done by now: a reader that has gone away must not change the exit code.
     with contextlib.suppress(BrokenPipeError):
-        if options.json:
+        if "--json" in arguments:
             print(report.as_json(), flush=True)
         else:
             stream = sys.stderr if failed else sys.stdout
-            print(report.as_text(), file=stream, flush=True)
+            print(report.as_text(verbose), file=stream, flush=True)
     return report.exit_code
+
+
+def _go_on_by_newer_python(
+    oldest: tuple[int, int], target: Target, arguments: Sequence[str]
+) -> None:
+    """Become the target's own Python or one on the PATH; return where none is new."""
+    code = f"import sys; print(sys.version_info >= {oldest})"
+    for python in (target.python, *(f"python3.{n}" for n in range(oldest[1], 20))):
+        with contextlib.suppress(OSError, RuntimeError):
+            if run_python(python, code) == "True":
+                command = [python, "-m", "patchset.apply", *arguments]
+                os.execvp(python, command)
 
 
 def add_without(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +250,13 @@ def _status(report: Report, target: Target, options: argparse.Namespace) -> None
     journal = read_journal(target)
     result = survey(target, journal, options.without)
     report.take(result)
-    if journal is not None and journal.phase == "writing":
+    if result.leftovers:
+        report.messages.append(
+            f"{len(result.leftovers)} files are left over from before torch was "
+            "installed again, and nothing uses them: apply the set again, or take them "
+            "away with --reverse"
+        )
+    if journal is not None and journal.phase == WRITING:
         report.messages.append(
             "an earlier call was interrupted; the next apply or --reverse cleans up"
         )
@@ -225,19 +290,32 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     if not pending:
         report.messages.append("already applied")
     elif options.check:
-        report.messages += [f"would write {path}" for path in pending]
-        report.messages.append("would apply")
+        report.files = pending
+        report.messages.append("would apply" + _obstacle(target, result.changes))
     else:
-        if journal is not None:
-            _take_off(target, journal)
-            result = survey(target, None, options.without)
+        check_can_write(target, result.changes)
+        report.messages.append(_write(target, journal, result.changes))
         report.files = [change.path for change in result.changes]
-        report.messages.append(_write(target, result.changes))
     if options.commit:
         steps = [(message(s.patch), s.changes) for s in result.patches if s.changes]
-        report.commits = commit_on_head(target, steps)
+        report.commits = _commit(target, steps)
     if not options.check:
         report.take(survey(target, read_journal(target), options.without))
+
+
+def _obstacle(target: Target, changes: Sequence[Change]) -> str:
+    try:
+        check_can_write(target, changes)
+    except Conflict as error:
+        return f", but not as things are: {error}"
+    return ""
+
+
+def _commit(target: Target, steps: Sequence[Step]) -> list[str]:
+    try:
+        return commit_on_head(target, steps)
+    except (Conflict, OSError) as error:
+        raise Unfinished(f"not committed: {fault(error)}") from None
 
 
 def _reverse(report: Report, target: Target, options: argparse.Namespace) -> None:
@@ -245,33 +323,46 @@ def _reverse(report: Report, target: Target, options: argparse.Namespace) -> Non
         report.messages.append("an interrupted earlier call was undone")
     journal = read_journal(target)
     result = survey(target, journal)
-    if journal is None:
-        if any(p.state == APPLIED for p in result.patches):
-            raise Conflict(
-                "the patch set is there, but was not applied by this script (git am? "
-                "a copied tree?): undo it the way it came (git revert, or reinstall "
-                "torch)"
-            )
-        report.messages.append("not applied; nothing to do")
-    else:
-        missing = [p.patch.name for p in result.patches if p.state != APPLIED]
-        result = survey(target, journal, missing)
+    report.release, report.in_manifest = result.release, result.in_manifest
+    here = [p.patch.name for p in result.patches if p.state in (APPLIED, LEFT_OVER)]
+    if journal is not None:
+        restorable(target, journal)
         if options.commit:
-            check_committable(target, result.changes)
-        _take_off(target, journal)
+            # First: with the journal gone, the next call could not go on.
+            report.commits = _commit_reversal(target, journal, here)
+        undo(target, journal)
         report.files = list(journal.files)
-        if options.commit:
-            steps = [
-                (
-                    f"Revert: {message(s.patch)}",
-                    tuple(Change(c.path, c.after, c.before) for c in s.changes),
-                )
-                for s in reversed(result.patches)
-                if s.changes
-            ]
-            report.commits = commit_on_head(target, steps)
+        report.patches = [
+            {"name": name, "state": "taken off", "detail": ""} for name in here
+        ]
         report.messages.append("reversed; every file is as it was before")
-    report.take(survey(target, None))
+    elif result.leftovers:
+        raise Conflict(
+            "files of the patch set are left over, and no journal tells since when: "
+            f"delete {', '.join(result.leftovers)} in {target.root}"
+        )
+    elif here:
+        raise Conflict(
+            "the patch set is there, but was not applied by this script (git am? a "
+            "copied tree?): undo it the way it came (git revert, or reinstall torch)"
+        )
+    else:
+        report.messages.append("not applied; nothing to do")
+
+
+def _commit_reversal(target: Target, journal: Journal, applied: list[str]) -> list[str]:
+    missing = [patch.name for patch in SERIES if patch.name not in applied]
+    result = survey(target, journal, missing)
+    check_committable(target, result.changes)
+    steps = [
+        (
+            f"Revert: {message(step.patch)}",
+            tuple(Change(c.path, c.after, c.before) for c in step.changes),
+        )
+        for step in reversed(result.patches)
+        if step.changes
+    ]
+    return _commit(target, steps)
 
 
 ACTIONS = {"status": _status, "check": _apply, "apply": _apply, "reverse": _reverse}
@@ -294,37 +385,28 @@ def _pending(
     return pending
 
 
-def _take_off(target: Target, journal: Journal) -> None:
-    """Undo, or drop a journal that a reinstall or upgrade of torch outlived.
-
-    Superseded means: none of upstream's files is as we wrote it any more. New
-    files of ours, which no installer knows of, are then taken away all the same.
-    """
-    written = [path for path, known in journal.files.items() if known["after"]]
-    ours = [p for p in written if digest(target.read(p)) == journal.files[p]["after"]]
-    if any(journal.files[path]["before"] for path in ours):
-        undo(target, journal)
-        return
-    for path in ours:
-        (target.root / path).unlink()
-    forget(target, journal)
-
-
-def _write(target: Target, changes: list[Change]) -> str:
+def _write(target: Target, old: Optional[Journal], changes: list[Change]) -> str:
     """Write and import the result; where it no longer imports, take it off again.
 
     A bare source tree, another platform's binaries or missing packages: then the
     checksums and the syntax, checked while writing, are the proof.
     """
     built = any((target.root / "torch").glob("_C.*"))
+    if old is not None:
+        undo(target, old)
     imported = built and import_fault(target.python, target.root) is None
-    journal = commit(target, stale_bytecode(target, changes) + changes)
-    if not imported:
-        return f"verified: checksums and syntax ({target.python} cannot import it)"
-    fault = import_fault(target.python, target.root)
-    if fault is not None:
-        undo(target, journal)
-        raise Conflict(f"the patched torch does not import; undone: {fault}")
+    try:
+        journal = commit(target, stale_bytecode(target, changes) + changes)
+        if not imported:
+            return f"verified: checksums and syntax ({target.python} cannot import it)"
+        failure = import_fault(target.python, target.root)
+        if failure is not None:
+            take_back(target, journal, f"the patched torch does not import: {failure}")
+    except (Conflict, OSError) as error:
+        if old is None:
+            raise
+        why = f"the set as it was is off, the new one not on: {fault(error)}"
+        raise Unfinished(why) from None
     return f"verified: checksums, syntax, and an import by {target.python}"
 
 

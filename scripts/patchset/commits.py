@@ -72,10 +72,10 @@ def commit_on_head(target: Target, steps: Sequence[Step]) -> list[str]:
     final = {c.path: c.after for _, changes in steps for c in changes}
     if all(head_content(target, path) == content for path, content in final.items()):
         return []
-    made = _commits(target, "HEAD", steps)
+    # First, so that a call that failed here can be run again.
     for path, content in final.items():
         _stage(target, Change(path, None, content), None)
-    return made
+    return _commits(target, "HEAD", steps)
 
 
 def commit_on_branch(target: Target, branch: str, steps: Sequence[Step]) -> list[str]:

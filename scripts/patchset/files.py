@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -11,8 +12,25 @@ from pathlib import Path, PurePath
 from typing import Optional
 
 
+@contextmanager
+def naming(place: Path) -> Iterator[None]:
+    """Let an OSError in the block name ``place``: that of a write names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(place)) from error
+
+
+def fault(error: Exception) -> str:
+    """What is wrong, for people; of an OSError with the file and the way out."""
+    if not isinstance(error, OSError):
+        return str(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{error.filename}: {error.strerror}" + " (free some space)" * full
+
+
 def write_synced(place: Path, content: bytes) -> None:
-    with open(place, "wb") as file:
+    with naming(place), open(place, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -32,13 +50,18 @@ def sibling(place: Path) -> Path:
 
 
 def replace_file(place: Path, content: bytes, mode: Optional[int] = None) -> None:
-    """Give ``place`` the content by way of a sibling; without ``mode``, its old one.
+    """Give ``place`` the content by way of a sibling; without ``mode``, its old one."""
+    with naming(place):
+        write_synced(sibling(place), content)
+        move_over(sibling(place), place, mode)
+
+
+def move_over(fresh: Path, place: Path, mode: Optional[int] = None) -> None:
+    """Replace ``place`` by the file ``fresh``, which takes no space.
 
     The owner stays, and the time of change moves on by a second at least: Python takes
     bytecode for current when size and whole second agree.
     """
-    fresh = sibling(place)
-    write_synced(fresh, content)
     if place.exists():
         before = place.stat()
         mode = before.st_mode & 0o777 if mode is None else mode
@@ -77,7 +100,8 @@ def locked(folder: Path, wait: bool = True) -> Iterator[None]:
     """Hold the folder's lock; where ``wait`` is false, BlockingIOError if it is held."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        with naming(folder):
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(handle)

@@ -10,14 +10,15 @@ import ast
 import contextlib
 import itertools
 import json
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Optional
 
-from .patch import Edit, MANIFEST, minor, OVERLAY, Patch, RELEASES
+from .patch import Edit, grammar, MANIFEST, minor, OVERLAY, Patch, RELEASES
 from .series import SERIES
-from .target import BadCall, Conflict, NEEDS, Target
+from .target import BadCall, Conflict, NEEDS, NeedsPython, Target
 from .transaction import Change, digest, Journal
 
 
@@ -28,6 +29,7 @@ FAULTY = "landed upstream but still faulty"
 CONFLICTS = "conflicts"
 ABSENT = "not for this release"
 LEFT_OUT = "left out"
+LEFT_OVER = "left over"
 
 View = dict[str, Optional[bytes]]
 Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
@@ -63,12 +65,14 @@ class Survey:
     """The whole series against the tree at hand.
 
     ``release`` is the one whose edits were used, ``in_manifest`` whether the tree
-    is known to be that release's to the byte.
+    is known to be that release's to the byte. ``leftovers`` are the set's own files
+    where nothing of upstream's uses them: torch was installed again.
     """
 
     release: str
     in_manifest: bool
     patches: tuple[PatchState, ...]
+    leftovers: tuple[str, ...] = ()
 
     @property
     def conflicts(self) -> list[str]:
@@ -131,10 +135,26 @@ def survey(
     """
     known = manifest()
     current = {path: target.read(path) for path in series_paths(target, series)}
-    base = _base(current, journal)
-    release = _known_release(base, known)
+    case = _Case(series, "", known, _base(current, journal), current, without)
+    result = _survey(target, case, journal)
+    if journal is None and not target.installed:
+        return result
+    left = _leftovers(case, result)
+    if not left:
+        return result
+    case = replace(case, base={**case.base, **dict.fromkeys(left)})
+    result = _survey(target, case, journal)
+    states = (
+        replace(step, state=LEFT_OVER) if step.state == APPLIED else step
+        for step in result.patches
+    )
+    return replace(result, patches=tuple(states), leftovers=tuple(left))
+
+
+def _survey(target: Target, case: _Case, journal: Optional[Journal]) -> Survey:
+    release = _known_release(case.base, case.known)
     if release is not None:
-        case = _Case(series, release, known, base, current, without)
+        case = replace(case, release=release)
         return Survey(release, True, tuple(_classify(case)))
     if journal is None and _is_dropped(target.version):
         raise BadCall(f"the set is not for PyTorch {target.version}. {NEEDS}")
@@ -145,7 +165,7 @@ def survey(
     nearest: Optional[Survey] = None
     for release in candidates:
         states = []
-        for state in _classify(_Case(series, release, known, base, current, without)):
+        for state in _classify(replace(case, release=release)):
             states.append(state)
             if nearest is not None and state.state == CONFLICTS:
                 break  # Of the nearest release alone all conflicts are shown.
@@ -167,6 +187,20 @@ def survey_untouched(
     files = {path: target.read(path) for path in series_paths(target, series)}
     case = _Case(series, release, {}, files, files, ())
     return Survey(release, False, tuple(_classify(case)))
+
+
+def _leftovers(case: _Case, found: Survey) -> list[str]:
+    """The set's own files, where none of upstream's is as the set makes it."""
+    row = case.known[found.release]
+    new = {path for path in case.current if not row.get(path, {}).get("before")}
+    replaced = {path for path, now in case.current.items() if now != case.base[path]}
+    for step in found.patches:
+        if step.state == APPLIED:
+            replaced.update(case.current.keys() & step.patch.paths())
+    if not replaced <= new:
+        return []
+    ours = {path for path in new if _is_ours(path, case.current[path])}
+    return sorted(replaced | ours)
 
 
 def _is_dropped(version: str) -> bool:
@@ -270,7 +304,7 @@ def _classify_one(
         return PatchState(patch, LANDED, "upstream has it; nothing is changed")
     try:
         changes = _changes(files, edits, case, view)
-    except (LookupError, SyntaxError) as error:
+    except (LookupError, SyntaxError, ValueError) as error:
         return PatchState(patch, CONFLICTS, str(error))
     if done:
         return PatchState(patch, APPLIED, "", changes)
@@ -285,7 +319,10 @@ def _changes(
     case: _Case,
     view: View,
 ) -> tuple[Change, ...]:
-    """The patch's changes to ``view``; LookupError or SyntaxError where it fails."""
+    """The patch's changes to ``view``.
+
+    LookupError, SyntaxError or, of a null byte on some Pythons, ValueError where it fails.
+    """
     after: dict[str, bytes] = {}
     for path in files:
         after[path] = overlay(path)
@@ -372,9 +409,10 @@ def _check_syntax(
     path: str, content: bytes, release: str, edits: tuple[Edit, ...]
 ) -> None:
     """The file compiles on the oldest Python, and each edit is where it belongs."""
-    oldest = (3, 9) if minor(release) < (2, 9) else (3, 10)
+    if sys.version_info < grammar(release):
+        raise NeedsPython(release)
     text = content.decode()
-    tree = ast.parse(text, filename=path, feature_version=oldest)
+    tree = ast.parse(text, filename=path, feature_version=grammar(release))
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for edit in edits:

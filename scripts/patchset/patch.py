@@ -42,6 +42,11 @@ def minor(version: str) -> tuple[int, int]:
     return int(major), int(rest.partition(".")[0])
 
 
+def grammar(release: str) -> tuple[int, int]:
+    """The oldest Python that this release of torch runs on."""
+    return (3, 9) if minor(release) < (2, 9) else (3, 10)
+
+
 @dataclass(frozen=True)
 class Edit:
     """One replacement in one file that is not ours.

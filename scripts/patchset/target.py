@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,15 +10,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
-from .patch import CONFIG, KNAPSACK, PARTITIONERS, RELEASES
+from .files import naming
+from .patch import CONFIG, grammar, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
 
 
 class BadCall(Exception):
     """The call or the target is wrong; nothing else was done (exit 2)."""
 
 
+class NeedsPython(BadCall):
+    """The Python that runs this cannot read that release's files."""
+
+    def __init__(self, release: str) -> None:
+        self.oldest = grammar(release)
+        super().__init__(
+            f"Python {'.'.join(map(str, self.oldest))} or newer is needed to read PyTorch "
+            f"{release}, and this is {sys.version.split()[0]}; name one in APPLY_PYTHON"
+        )
+
+
 class Conflict(Exception):
     """The tree does not admit the change; nothing was written (exit 1)."""
+
+
+class Unfinished(Exception):
+    """What was written could be neither finished nor undone; the same call goes on
+    from there (exit 4)."""
 
 
 STATE_NAME = ".activation-memory-budget"
@@ -28,15 +46,23 @@ NEEDS = (
 )
 
 
-def run_python(python: str, code: str, first_on_path: Optional[Path] = None) -> str:
-    """What ``code`` prints under ``python``, away from this process's own paths."""
+def callers_path() -> list[str]:
+    """The folders in the PYTHONPATH of whoever called the script."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folders[0] == str(REPOSITORY / "scripts"):
+        del folders[0]  # run_patchset put it there.
+    return [os.path.abspath(folder) for folder in folders if folders != [""]]
+
+
+def run_python(python: str, code: str, *path: object) -> str:
+    """What ``code`` prints under ``python``, with ``path`` for its PYTHONPATH."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME")
     }
-    if first_on_path is not None:
-        environment["PYTHONPATH"] = str(first_on_path)
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     # A path is one from here; a bare name is looked up.
     program = os.path.abspath(python) if os.sep in python else python
     done = subprocess.run(
@@ -58,8 +84,8 @@ def import_fault(python: str, root: Path) -> Optional[str]:
     module = KNAPSACK[: -len(".py")].replace("/", ".")
     code = f"import {module} as m, torch._functorch.partitioners; print(m.__file__)"
     try:
-        place = run_python(python, code, first_on_path=root)
-    except RuntimeError as error:
+        place = run_python(python, code, root)
+    except (OSError, RuntimeError) as error:
         return str(error)
     return None if place == str(root / KNAPSACK) else f"{module} came from {place}"
 
@@ -91,7 +117,7 @@ class Target:
         """The file's bytes, or None where there is none.
 
         Raises Conflict for what must not be replaced: a link, a file with CRLF
-        line ends, a read-only file or folder, anything that is no plain file.
+        line ends or of no text, anything that is no plain file.
         """
         here = self.root
         for part in Path(path).parts:
@@ -102,28 +128,35 @@ class Target:
                     "or detach what it points to. Patch the tree it points to"
                 )
         if not here.exists():
-            folder = here.parent
-            while not folder.exists():
-                folder = folder.parent
-            self._must_be_writable(path, folder)
             return None
         if not here.is_file():
             raise Conflict(f"{path}: not a plain file")
-        self._must_be_writable(path, here.parent)
-        if not here.stat().st_mode & 0o200:
-            raise Conflict(f"{path}: read-only; chmod u+w {here} first")
-        content = here.read_bytes()
-        if path.endswith(".py") and b"\r\n" in content:
-            raise Conflict(
-                f"{path}: has CRLF line ends (core.autocrlf?); check the tree out "
-                "with LF line ends"
-            )
+        with naming(here):
+            content = here.read_bytes()
+        if path.endswith(".py"):
+            if b"\r\n" in content:
+                raise Conflict(
+                    f"{path}: has CRLF line ends (core.autocrlf?); check the tree out "
+                    "with LF line ends"
+                )
+            try:
+                content.decode()
+            except UnicodeDecodeError as error:
+                raise Conflict(
+                    f"{path}: no UTF-8 text ({error.reason} at byte {error.start}); get "
+                    "upstream's back (with git, or by installing or unpacking torch "
+                    "again)"
+                ) from None
         return content
 
-    @staticmethod
-    def _must_be_writable(path: str, folder: Path) -> None:
-        if not (folder.stat().st_mode & 0o200 and os.access(folder, os.W_OK)):
-            raise Conflict(f"{path}: the folder {folder} is not writable")
+    def check_writable(self, *paths: str) -> None:
+        """Conflict where one of them, or the state, can be neither made nor replaced."""
+        for place in (self.state, *(self.root / path for path in paths)):
+            folder = next(parent for parent in place.parents if parent.exists())
+            if not (folder.stat().st_mode & 0o200 and os.access(folder, os.W_OK)):
+                raise Conflict(f"{place}: the folder {folder} is not writable")
+            if place.exists() and not place.stat().st_mode & 0o200:
+                raise Conflict(f"{place}: read-only; chmod u+w {place} first")
 
 
 def git_dir(root: Path) -> Optional[Path]:
@@ -132,7 +165,7 @@ def git_dir(root: Path) -> Optional[Path]:
     if dot_git.is_dir():
         return dot_git
     if dot_git.is_file():
-        word, _, place = dot_git.read_text().strip().partition(": ")
+        word, _, place = dot_git.read_text(errors="replace").strip().partition(": ")
         if word == "gitdir":
             return (root / place).resolve()
     return None
@@ -154,12 +187,19 @@ def find(place: str) -> Target:
     if not root.is_dir():
         raise BadCall(f"{place}: no such folder. {NEEDS}")
     root = root.resolve()
+    init, state = root / "torch/__init__.py", root / STATE_NAME
+    if state.exists() and not init.is_file():
+        raise BadCall(
+            f"{place}: torch was uninstalled under the patch set, of which files are "
+            f"left over. Delete {init.parent} and {state}, or install torch again and "
+            "then run --reverse"
+        )
     for path in ("torch/__init__.py", PARTITIONERS, CONFIG, KNAPSACK):
         if not (root / path).is_file():
             raise BadCall(f"{place}: not a PyTorch tree (no {path}). {NEEDS}")
     try:
         version = _version(root)
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         raise BadCall(
             f"{place}: neither version.txt nor torch/version.py says which PyTorch "
             f"this is. {NEEDS}"
@@ -173,13 +213,13 @@ def find(place: str) -> Target:
 def find_installed(python: str) -> Target:
     """The tree of the torch that ``python`` imports; BadCall where there is none."""
     code = (
-        "import importlib.util as u; s = u.find_spec('torch'); "
-        "print(s.origin if s else '')"
+        "import importlib.util as u, json; s = u.find_spec('torch'); "
+        "print(json.dumps(list(s and s.submodule_search_locations or [])))"
     )
     try:
-        origin = run_python(python, code)
-    except (OSError, RuntimeError) as error:
+        folders = json.loads(run_python(python, code, *callers_path()))
+    except (OSError, RuntimeError, ValueError) as error:
         raise BadCall(f"--python {python}: cannot be run: {error}") from None
-    if not origin:
+    if not folders:
         raise BadCall(f"--python {python}: no torch is installed there. {NEEDS}")
-    return replace(find(str(Path(origin).parent.parent)), python=python)
+    return replace(find(str(Path(folders[0]).parent)), python=python)

@@ -1,10 +1,11 @@
-"""Writing a set of files so that a kill at any point can be undone.
+"""Writing a set of files so that a fault or a kill at any point can be undone.
 
 A ``Change`` says what a file was and what it becomes. ``commit`` saves backups
-and a journal, then replaces file by file; ``undo`` goes the opposite way from
-the backups. The journal says "writing" from before the first replacement until
-after the last, so the next call finds an interrupted one and undoes it
-(``recover``) before it does anything else.
+and a journal, then replaces file by file, and undoes that at once where a write
+fails. ``undo`` goes the opposite way: it moves the backups back, which takes no
+space, so that a full disk cannot stop it. The journal says "writing" from before
+the first replacement until after the last, so the next call finds an interrupted
+one and undoes it (``recover``) before it does anything else.
 
 Files are replaced by siblings, never written into: other trees may share their
 inode through hard links.
@@ -12,22 +13,35 @@ inode through hard links.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Optional
+from pathlib import Path, PurePath
+from typing import Any, NoReturn, Optional
 
-from .files import locked, replace_file, sibling, sync_folder, write_synced
-from .target import Conflict, Target
+from .files import (
+    fault,
+    locked,
+    move_over,
+    naming,
+    replace_file,
+    sibling,
+    sync_folder,
+    write_synced,
+)
+from .target import Conflict, Target, Unfinished
 
 
 JOURNAL = "journal.json"
 FORMAT = 1
+WRITING, WRITTEN = "writing", "applied"
+# What a file may take beyond its bytes, in its backup and its new form together.
+_SLACK = 3 * 4096
 
 
 def digest(content: Optional[bytes]) -> Optional[str]:
@@ -56,13 +70,32 @@ class Journal:
     files: dict[str, dict[str, Any]]
     folders: list[str]
 
+    def __post_init__(self) -> None:
+        """ValueError, TypeError or AttributeError where this is no journal of ours."""
+        for path in (*self.files, *self.folders):
+            if PurePath(path).is_absolute() or ".." in PurePath(path).parts:
+                raise ValueError(f"{path} is outside of the tree")
+        for path, known in self.files.items():
+            if known.keys() != {"before", "after", "mode"}:
+                raise ValueError(f"{path} has {', '.join(known)}")
+            if not isinstance(known["mode"], int):
+                raise ValueError(f"{path} has the mode {known['mode']!r}")
+        if self.phase not in (WRITING, WRITTEN):
+            raise ValueError(f"phase {self.phase}")
+
     def backup(self, path: str) -> Optional[bytes]:
-        if self.files[path]["before"] is None:
+        """The file's bytes before, None for no file; Conflict without a sound backup."""
+        before = self.files[path]["before"]
+        if before is None:
             return None
         place = self.folder / "backups" / path
-        content = place.read_bytes()
-        if digest(content) != self.files[path]["before"]:
-            raise Conflict(f"{place}: the backup was altered; it cannot be put back")
+        content = place.read_bytes() if place.is_file() else None
+        if digest(content) != before:
+            raise Conflict(
+                f"{place}: the backup is {'gone' if content is None else 'damaged'}; "
+                f"get upstream's {path} back (with git, or by installing or unpacking "
+                "torch again) and run this again"
+            )
         return content
 
 
@@ -80,23 +113,88 @@ def lock(target: Target) -> Iterator[None]:
 
 
 def read_journal(target: Target) -> Optional[Journal]:
+    """What was written, None where nothing was; Conflict where that cannot be told."""
     place = target.state / JOURNAL
-    if not place.is_file():
+    if not os.path.lexists(target.state):
         return None
-    data: dict[str, Any] = json.loads(place.read_text())
-    if data["format"] != FORMAT:
+    if not target.state.is_dir():
         raise Conflict(
-            f"{place}: written by another version of these scripts (format "
-            f"{data['format']}); reverse with that version first"
+            f"{target.state}: in the way of the backups and the journal, which go "
+            "there; move it away and run this again"
         )
-    return Journal(target.state, data["phase"], data["files"], data["folders"])
+    try:
+        data: dict[str, Any] = json.loads(place.read_bytes())
+        if data["format"] != FORMAT:
+            raise Conflict(
+                f"{place}: written by another version of these scripts (format "
+                f"{data['format']}); reverse with that version first"
+            )
+        return Journal(target.state, data["phase"], data["files"], data["folders"])
+    except FileNotFoundError:
+        problem = "missing"
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"damaged ({error})"
+    raise Conflict(
+        f"{place}: {problem}, so nobody can tell what was written. Get upstream's files "
+        "back (with git, or by installing or unpacking torch again), delete "
+        f"{target.state} and run this again"
+    )
+
+
+def check_can_write(target: Target, changes: Sequence[Change]) -> None:
+    """Conflict where a file cannot be written, or there is no space for all of them."""
+    target.check_writable(*(change.path for change in changes))
+    needed = sum(
+        len(change.before or b"") + len(change.after or b"") + _SLACK
+        for change in changes
+    )
+    for folder in (target.root, target.state.parent):
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise Conflict(
+                f"{folder}: {needed // 1024} KiB are needed there and {free // 1024} KiB "
+                "are free; free some space and run this again"
+            )
 
 
 def commit(target: Target, changes: Sequence[Change]) -> Journal:
-    """Make every file what its change says; what is returned undoes it."""
+    """Make every file what its change says; what is returned undoes it.
+
+    Where that fails nothing stays written: OSError before the first file was touched,
+    Conflict afterwards, or Unfinished.
+    """
     fresh = target.state.with_name(target.state.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    (fresh / "backups").mkdir(parents=True)
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)
+        journal = _prepare(target, changes, fresh)
+        os.replace(fresh, target.state)
+    except OSError as error:
+        with suppress(OSError):
+            shutil.rmtree(fresh)
+        if fresh.exists():
+            raise Unfinished(fault(error)) from error
+        raise
+    try:
+        sync_folder(target.state.parent)
+        for folder in journal.folders:
+            (target.root / folder).mkdir()
+        for change in changes:
+            mode = journal.files[change.path]["mode"]
+            _put(target.root / change.path, change.after, mode)
+        for change in changes:
+            with naming(target.root / change.path):
+                if target.read(change.path) != change.after:
+                    raise OSError(errno.EIO, "reads back other than it was written")
+        journal = replace(journal, phase=WRITTEN)
+        _write_journal(target.state, journal)
+    except OSError as error:
+        take_back(target, journal, fault(error))
+    return journal
+
+
+def _prepare(target: Target, changes: Sequence[Change], folder: Path) -> Journal:
+    """The journal, stored in ``folder`` with a backup of each file."""
+    (folder / "backups").mkdir(parents=True)
     files: dict[str, dict[str, Any]] = {}
     folders: list[str] = []
     for change in changes:
@@ -108,7 +206,7 @@ def commit(target: Target, changes: Sequence[Change]) -> Journal:
             folders += [p for p in reversed(new) if p not in folders]
         else:
             mode = place.stat().st_mode & 0o777
-            backup = fresh / "backups" / change.path
+            backup = folder / "backups" / change.path
             backup.parent.mkdir(parents=True, exist_ok=True)
             write_synced(backup, change.before)
         files[change.path] = {
@@ -116,62 +214,92 @@ def commit(target: Target, changes: Sequence[Change]) -> Journal:
             "after": digest(change.after),
             "mode": mode,
         }
-    journal = Journal(target.state, "writing", files, folders)
-    _write_journal(fresh, journal)
-    os.replace(fresh, target.state)
-    sync_folder(target.state.parent)
-    for folder in folders:
-        (target.root / folder).mkdir()
-    for change in changes:
-        _put(target, change.path, change.after, files[change.path]["mode"])
-    for change in changes:
-        if target.read(change.path) != change.after:
-            raise Conflict(f"{change.path}: reads back other than it was written")
-    journal = replace(journal, phase="applied")
-    _write_journal(target.state, journal)
+    journal = Journal(target.state, WRITING, files, folders)
+    _write_journal(folder, journal)
     return journal
+
+
+def take_back(target: Target, journal: Journal, why: str) -> NoReturn:
+    """Undo what was written because of ``why``: Conflict, or Unfinished."""
+    try:
+        undo(target, journal)
+    except Conflict as error:
+        raise Unfinished(f"{why}; it cannot be undone: {error}") from None
+    raise Conflict(f"{why}; what was written is undone")
 
 
 def undo(target: Target, journal: Journal) -> None:
     """Give every file its bytes from before, in the opposite order.
 
+    A journal that a reinstall or upgrade of torch outlived is dropped: none of
+    upstream's files is as we wrote it any more. New files of ours, which no installer
+    knows of, are then taken away all the same.
+
     Conflict, before the first write, where a file is neither what was written
-    nor what it was before: somebody changed it since.
+    nor what it was before: somebody changed it since. Unfinished where a write fails.
     """
-    pending: list[tuple[str, Optional[bytes]]] = []
+    pending = restorable(target, journal)
+    try:
+        for path in journal.files:
+            sibling(target.root / path).unlink(missing_ok=True)
+        for path in pending:
+            _restore(target, journal, path)
+        _forget(target, journal)
+    except OSError as error:
+        raise Unfinished(fault(error)) from error
+
+
+def restorable(target: Target, journal: Journal) -> list[str]:
+    """The files that ``undo`` has to restore; Conflict where it could not."""
+    pending: list[str] = []
+    changed: list[str] = []
     for path, known in reversed(list(journal.files.items())):
         current = digest(target.read(path))
-        if current == known["before"]:
-            continue
-        if current != known["after"]:
-            raise Conflict(
-                f"{path}: changed since the patch set was applied; undo that change "
-                f"or restore the file from {journal.folder / 'backups' / path}"
-            )
-        pending.append((path, journal.backup(path)))
-    _write_journal(target.state, replace(journal, phase="writing"))
-    for path, content in pending:
-        _put(target, path, content, journal.files[path]["mode"])
-    for path, known in journal.files.items():
-        sibling(target.root / path).unlink(missing_ok=True)
-        if digest(target.read(path)) != known["before"]:
-            raise Conflict(f"{path}: not restored; the backups stay in {target.state}")
-    forget(target, journal)
+        if current != known["before"]:
+            # What was removed, as bytecode is, Python may have made again.
+            known_here = known["after"] in (current, None)
+            (pending if known_here else changed).append(path)
+    replaced = (p for p in pending if journal.files[p]["after"])
+    if changed and any(journal.files[p]["before"] for p in replaced):
+        backup = journal.folder / "backups" / changed[0]
+        cure = f" or restore the file from {backup}" if backup.is_file() else ""
+        if journal.files[changed[0]]["before"] is None:
+            cure = " or delete the file"
+        raise Conflict(
+            f"{changed[0]}: changed since the patch set was applied; undo that change"
+            f"{cure}"
+        )
+    if changed:
+        pending = [path for path in pending if journal.files[path]["after"]]
+    for path in pending:
+        journal.backup(path)
+    target.check_writable(*pending)
+    return pending
+
+
+def _restore(target: Target, journal: Journal, path: str) -> None:
+    place, backup = target.root / path, journal.folder / "backups" / path
+    mode = journal.files[path]["mode"]
+    if journal.files[path]["before"] is None:
+        place.unlink(missing_ok=True)
+    elif backup.stat().st_dev == place.parent.stat().st_dev:
+        move_over(backup, place, mode)
+    else:
+        replace_file(place, backup.read_bytes(), mode)
 
 
 def recover(target: Target) -> bool:
     """Undo what a killed call left half done; whether there was anything."""
     for place in target.state.parent.glob(target.state.name + ".*"):
         shutil.rmtree(place)
-    sibling(target.state / JOURNAL).unlink(missing_ok=True)
     journal = read_journal(target)
-    if journal is None or journal.phase != "writing":
+    if journal is None or journal.phase != WRITING:
         return False
     undo(target, journal)
     return True
 
 
-def forget(target: Target, journal: Journal) -> None:
+def _forget(target: Target, journal: Journal) -> None:
     """Drop the journal at once, then the backups and the folders made for files."""
     gone = target.state.with_name(target.state.name + ".old")
     shutil.rmtree(gone, ignore_errors=True)
@@ -189,12 +317,11 @@ def _usual_mode(place: Path) -> int:
     return (neighbour.stat().st_mode & 0o777) if neighbour else 0o644
 
 
-def _put(target: Target, path: str, content: Optional[bytes], mode: int) -> None:
-    place = target.root / path
+def _put(place: Path, content: Optional[bytes], mode: int) -> None:
     if content is None:
         place.unlink(missing_ok=True)
-        return
-    replace_file(place, content, mode)
+    else:
+        replace_file(place, content, mode)
 
 
 def _write_journal(folder: Path, journal: Journal) -> None:

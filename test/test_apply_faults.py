@@ -1,0 +1,500 @@
+"""scripts/apply_patch.sh where things go wrong around it: full or read-only disks,
+damaged journals, a torch that was uninstalled, a Python that cannot read the tree."""
+
+import errno
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import edit, git, PATHS, refuses, rewrite, run, snapshot
+from patchset import apply, images
+from patchset.patch import CONFIG, KNAPSACK, PARTITIONERS, REPOSITORY
+from patchset.series import SERIES, stack
+from patchset.target import STATE_NAME
+
+
+SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
+PAGE = 4096
+# Enough patches for files that are new, edited and edited twice.
+_KEPT = stack(next(p for p in SERIES if p.name == "solver-by-name"))
+FEW = [word for p in SERIES if p not in _KEPT for word in ("--without", p.name)]
+
+
+class Disk:
+    """A file system of its own, of 16 MiB and 4096 files."""
+
+    def __init__(self, place):
+        self.place = place
+        self.ballast = place / "ballast"
+
+    def mount(self, *options):
+        subprocess.run(
+            ["mount", "-t", "tmpfs", *options, "tmpfs", self.place],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+
+    def remount(self, access):
+        self.mount("-o", f"remount,{access}")
+
+    def leave(self, pages=None, files=None):
+        """Fill the disk but for so many pages, or so many files; None: do not."""
+        shutil.rmtree(self.ballast, ignore_errors=True)
+        self.ballast.mkdir()
+        if pages is not None:
+            free = os.statvfs(self.place).f_bavail
+            (self.ballast / "pages").write_bytes(bytes(PAGE * (free - pages)))
+        if files is not None:
+            for number in range(os.statvfs(self.place).f_ffree - files):
+                (self.ballast / str(number)).touch()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    disk = Disk(place)
+    try:
+        disk.mount("-o", "size=16m,nr_inodes=4096")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    yield disk
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture
+def root_on_disk(disk, root):
+    return shutil.copytree(root, disk.place / "pytorch", symlinks=True)
+
+
+# ------------------------------------------------------------- a full disk
+
+
+def test_space_is_checked_before_the_first_write(disk, root_on_disk, steps):
+    root = root_on_disk
+    disk.leave(pages=40)
+    assert "would apply, but not as things are" in run("--check", root).text
+    # The first write would be seen.
+    result = steps.run(
+        0, lambda: refuses(1, "KiB are free; free some", root, tree=root)
+    )
+    assert result
+    disk.leave(pages=2000)
+    assert run(root).code == 0
+
+
+@pytest.mark.parametrize("kind, most", [("pages", 400), ("files", 100)])
+def test_full_at_every_write(disk, root_on_disk, monkeypatch, kind, most):
+    """Somebody else fills the disk once its space was checked."""
+    root = root_on_disk
+    monkeypatch.setattr(apply, "check_can_write", lambda target, changes: None)
+    before = snapshot(root)
+    named = set()
+    for left in range(most):
+        disk.leave(**{kind: left})
+        result = run(*FEW, root)
+        if result.code == 0:
+            break
+        assert result.code == 1 and "free some space" in result.text
+        named.add(result.text.partition(": No space left")[0].rpartition(" ")[2])
+        assert snapshot(root) == before, left
+        assert run("--status", root).code == 0
+    assert result.code == 0 and left > 10
+    backups = root / f"{STATE_NAME}.new" / "backups"
+    # What is replaced gives its space back: not every file can take the last of it.
+    assert {str(root / KNAPSACK), str(backups / PARTITIONERS)} <= named
+    assert str(root / f"{STATE_NAME}.new" / "journal.json") in named
+
+    disk.leave(**{kind: 0})
+    assert run("--reverse", root).code == 0
+    assert snapshot(root) == before
+
+
+def no_space(place):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+
+
+@pytest.mark.parametrize(
+    "action, lasting, codes",
+    [
+        ("apply", False, {0, 1}),  # What one fault stops is undone.
+        ("apply", True, {0, 1, 4}),
+        ("reverse", False, {0, 4}),
+        ("update", True, {0, 4}),
+    ],
+)
+def test_fault_at_every_step(
+    root, steps, tmp_path, monkeypatch, action, lasting, codes
+):
+    """Whatever is done to files may fail, and then once or from there on."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    pristine, applied = tmp_path / "pristine", tmp_path / "applied"
+    copy = partial(shutil.copytree, copy_function=os.link)
+    calls = {"apply": [*FEW, root], "update": [*FEW[2:], root]}
+    calls["reverse"] = ["--reverse", root]
+    copy(root, pristine)
+    assert run(*calls["apply"]).code == 0
+    copy(root, applied)
+    before = pristine if action == "apply" else applied
+    after = snapshot(pristine if action == "reverse" else applied)
+    if action == "update":
+        assert run(*calls["update"]).code == 0
+        after = snapshot(root)
+    results = []
+
+    def work():
+        results.append(run(*calls[action]))
+
+    for step in range(500):
+        shutil.rmtree(root)
+        copy(before, root)
+        if steps.run(step, work, no_space, lasting):
+            break
+        result = results[-1]
+        if result.code == 4:
+            command = shlex.split(result.text.rpartition("run: ")[2])
+            assert command[1:] == [*map(str, calls[action]), "--json"]
+            assert run(*calls[action]).code == 0
+        wanted = snapshot(before) if result.code == 1 else after
+        assert snapshot(root) == wanted, f"failed at {step}: {result.text}"
+    assert snapshot(root) == after
+    assert {result.code for result in results} == codes
+
+
+def test_backups_on_another_file_system(disk, root_on_disk, tmp_path):
+    """They cannot be moved into place there."""
+    root = root_on_disk
+    git(root, "init", "--quiet", "--separate-git-dir", tmp_path / "elsewhere")
+    before = snapshot(root)
+    assert run(root).code == 0
+    assert (tmp_path / "elsewhere" / STATE_NAME).is_dir()
+    disk.leave(pages=3)
+    result = run("--reverse", root)
+    assert result.code == 4 and "No space left" in result.text
+    disk.leave()
+    assert run("--reverse", root).code == 0
+    assert snapshot(root) == before
+
+
+# ------------------------------------------------- what cannot be written
+
+
+def test_read_only_tree(disk, root_on_disk):
+    root = root_on_disk
+    disk.remount("ro")
+    assert set(run("--status", root).states.values()) <= {images.APPLIES, images.FAULTY}
+    result = run("--check", root)
+    assert result.code == 0 and len(result.report["files"]) > 40
+    assert "not as things are" in result.text and "is not writable" in result.text
+    refuses(1, f"the folder {root} is not writable", root, tree=root)
+    assert run("--reverse", root).code == 0
+
+    disk.remount("rw")
+    assert run(root).code == 0
+    disk.remount("ro")
+    assert set(run("--status", root).states.values()) == {images.APPLIED}
+    assert "already applied" in run("--check", root).text
+    refuses(1, "is not writable", "--reverse", root, tree=root)
+
+
+def test_root_that_cannot_be_written(root):
+    root.chmod(0o555)
+    refuses(1, f"{STATE_NAME}: the folder {root} is not writable", root, tree=root)
+    assert run("--status", root).code == 0
+    root.chmod(0o755)
+    assert run(root).code == 0
+    root.chmod(0o555)
+    refuses(1, "is not writable", "--reverse", root, tree=root)
+
+
+def test_write_protected_file(root):
+    """What permissions do not show fails when it is written, and is undone."""
+    place = root / CONFIG
+    edit(place, "import os", "import os")
+    if subprocess.run(
+        ["chattr", "+i", place], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("no file can be made immutable here")
+    try:
+        result = refuses(1, "Operation not permitted", root, tree=root)
+        assert CONFIG in result.text and "undone" in result.text
+    finally:
+        subprocess.run(["chattr", "-i", place], check=True)
+    assert run(root).code == 0
+
+
+# --------------------------------------------------- journals and backups
+
+
+ACTIONS = ([], ["--status"], ["--check"], ["--reverse"])
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        None,
+        cut,
+        lambda content: b"",
+        lambda content: b"{}",
+        lambda content: b"[]",
+        lambda content: b"\xff\x00",
+        lambda content: content.replace(b'"torch/', b'"../torch/', 1),
+        lambda content: content.replace(b'"applied"', b'"?"'),
+        lambda content: content.replace(b'"mode": ', b'"mode": "x", "m": ', 1),
+        lambda content: content.replace(b'"after"', b'"since"', 1),
+    ],
+)
+def test_damaged_journal(root, damage):
+    assert run(root).code == 0
+    place = root / STATE_NAME / "journal.json"
+    pristine = place.read_bytes()
+    if damage is None:
+        place.unlink()
+    else:
+        rewrite(place, damage)
+        assert place.read_bytes() != pristine
+    for action in ACTIONS:
+        words = f"{place}: {'damaged' if damage else 'missing'}"
+        result = refuses(1, words, *action, root, tree=root)
+        assert f"delete {root / STATE_NAME}" in result.text
+
+
+def test_a_file_where_the_state_goes(root):
+    before = snapshot(root)
+    (root / STATE_NAME).write_text("mine\n")
+    for action in ACTIONS:
+        refuses(1, f"{STATE_NAME}: in the way", *action, root, tree=root)
+    (root / STATE_NAME).rename(root / f"{STATE_NAME}.new")
+    refuses(1, f"{STATE_NAME}.new: Not a directory", root, tree=root)
+    (root / f"{STATE_NAME}.new").unlink()
+    assert run(root).code == 0
+    assert run("--reverse", root).code == 0
+    assert snapshot(root) == before
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_missing_or_damaged_backup(root, gone):
+    original = (root / CONFIG).read_bytes()
+    assert run(root).code == 0
+    before = snapshot(root)
+    place = root / STATE_NAME / "backups" / CONFIG
+    place.unlink() if gone else rewrite(place, cut)
+    for action in ACTIONS:
+        words = f"{place}: the backup is {'gone' if gone else 'damaged'}"
+        assert (
+            f"upstream's {CONFIG}" in refuses(1, words, *action, root, tree=root).text
+        )
+    # As it says:
+    (root / CONFIG).unlink()
+    (root / CONFIG).write_bytes(original)
+    assert run("--reverse", root).code == 0
+    assert run(root).code == 0
+    assert snapshot(root) == before
+
+
+# --------------------------------------------------- an installed torch
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A Python of its own without a torch, and its site-packages."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    place = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    return place / "bin/python", next((place / "lib").glob("python*/site-packages"))
+
+
+def pip(python, *arguments):
+    command = [sys.executable, "-m", "pip", "--python", python, "--quiet", *arguments]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def wheel(release_tree, tmp_path):
+    """What the series looks at of a release, as a wheel that pip installs."""
+    tree, place = release_tree("2.13.0"), tmp_path / "torch-2.13.0-py3-none-any.whl"
+    info = next(tree.glob("torch-*.dist-info"))
+    paths = ["torch/__init__.py", "torch/version.py", *PATHS]
+    with zipfile.ZipFile(place, "w") as archive:
+        record = ""
+        for path in paths:
+            if (tree / path).is_file():
+                archive.write(tree / path, path)
+                record += f"{path},,\n"
+        about = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{info.name}/WHEEL", about)
+        archive.write(info / "METADATA", f"{info.name}/METADATA")
+        archive.writestr(f"{info.name}/RECORD", record)
+    return place
+
+
+def test_a_folder_is_no_torch(bare, root, monkeypatch):
+    """An empty folder imports as a namespace, of no file."""
+    python, packages = bare
+    monkeypatch.chdir(root)
+    call = ("--installed", "--python", python)
+    refuses(2, "no torch is installed there", *call, tree=root)
+    (packages / "torch/_functorch").mkdir(parents=True)
+    for action in ACTIONS:
+        words = f"{packages}: not a PyTorch tree (no torch/__init__.py)"
+        refuses(2, words, *action, *call, tree=root)
+
+
+def test_torch_is_uninstalled_under_the_set(bare, wheel):
+    python, packages = bare
+    pip(python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+    call = ("--installed", "--python", python)
+    pristine = snapshot(packages)
+    assert run(*call).code == 0
+    written = snapshot(packages)
+    pip(python, "uninstall", "--yes", "torch")
+    assert (packages / "torch").is_dir(), "no test: nothing is left"
+    for action in ACTIONS:
+        result = refuses(2, "torch was uninstalled", *action, *call, tree=packages)
+        assert f"Delete {packages / 'torch'} and {packages / STATE_NAME}" in result.text
+
+    pip(python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+    status = run("--status", *call)
+    assert images.LEFT_OVER in status.states.values()
+    assert images.APPLIED not in status.states.values()
+    assert "left over from before torch was installed again" in status.text
+    # Also without what tells when they came, and then they are taken for ours.
+    (packages / STATE_NAME).rename(packages / "state")
+    assert run("--status", *call).states == status.states
+    refuses(1, "no journal tells", "--reverse", *call, tree=packages)
+    assert run(*call).code == 0
+    assert run("--reverse", *call).code == 0
+    (packages / "state").rename(packages / "old")
+    shutil.rmtree(packages / "old")
+    assert snapshot(packages) == pristine
+
+    assert run(*call).code == 0
+    assert snapshot(packages).keys() == written.keys()
+    pip(python, "uninstall", "--yes", "torch")
+    pip(python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+    result = run("--reverse", *call)
+    assert result.code == 0 and "left over" not in str(result.report)
+    assert snapshot(packages) == pristine
+
+
+@pytest.mark.parametrize("form", ["absolute", "relative", "here"])
+def test_the_torch_that_pythonpath_has(bare, root, monkeypatch, form):
+    monkeypatch.chdir(root.parent)
+    path = {"absolute": str(root), "relative": root.name, "here": f"{os.pathsep}x"}[
+        form
+    ]
+    if form == "here":
+        monkeypatch.chdir(root)
+    monkeypatch.setenv("PYTHONPATH", path)
+    command = [SCRIPT, "--status", "--json", "--installed", "--python", bare[0]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f'"target": "{root}"' in done.stdout
+
+
+# ------------------------------------------------------- an older Python
+
+
+@pytest.fixture
+def old_python():
+    """A Python 3.9, which cannot read PyTorch 2.13."""
+    places = [shutil.which("python3.9")]
+    places += sorted(Path.home().glob(".pyenv/versions/3.9.*/bin/python3.9"))
+    code = "import sys; sys.exit(sys.version_info[:2] != (3, 9))"
+    for place in filter(None, places):
+        command = [place, "-c", code]
+        if not subprocess.run(command, check=False, capture_output=True).returncode:
+            return Path(place)
+    pytest.skip("no Python 3.9 is here")
+
+
+@pytest.fixture
+def by_old_python(old_python, tmp_path):
+    """Run the script by it, with no other Python on the PATH than those given."""
+
+    def call(*arguments, pythons=()):
+        folder = tmp_path / "bin"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for tool in ("bash", "dirname", "env"):
+            (folder / tool).symlink_to(shutil.which(tool))
+        (folder / "python3").symlink_to(old_python)
+        for name in pythons:
+            (folder / name).symlink_to(sys.executable)
+        environment = {"PATH": str(folder), "HOME": str(tmp_path)}
+        return subprocess.run(
+            [SCRIPT, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+def test_a_python_that_cannot_read_the_tree(checkout, by_old_python, bare):
+    root = checkout("2.13.0")
+    before = snapshot(root)
+    for action in ACTIONS:
+        done = by_old_python(*action, root)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "Python 3.10 or newer is needed to read PyTorch 2.13.0" in done.stderr
+        assert "APPLY_PYTHON" in done.stderr and snapshot(root) == before
+    # One that can is on the PATH, or is the one whose torch it is.
+    name = f"python3.{sys.version_info[1]}"
+    done = by_old_python("--status", root, pythons=[name])
+    assert done.returncode == 0, done.stdout + done.stderr
+    python, packages = bare
+    (packages / "tree.pth").write_text(f"{root}\n")
+    done = by_old_python("--check", "--installed", "--python", python)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    done = by_old_python("--status", checkout("2.6.0", "old"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --------------------------------------------------------- what is said
+
+
+def test_commits_that_cannot_be_made(repository):
+    """The files are written by then: the next call goes on from there."""
+    lock = repository / ".git/index.lock"
+    for action, few in ([], FEW), (["--reverse"], []):
+        lock.touch()
+        result = run(*action, "--commit", *few, repository)
+        assert result.code == 4 and "index.lock" in result.text
+        lock.unlink()
+        result = run(*action, "--commit", *few, repository)
+        assert len(result.report["commits"]) == len(_KEPT), result.text
+        assert git(repository, "status", "--porcelain") == ""
+
+
+def test_output_is_short(root, capsys):
+    assert apply.main([str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [f"  patches: {len(SERIES)} applied", "  wrote 45 files"]
+    assert len(lines) == 4
+    assert apply.main(["--reverse", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert f"patches: {len(SERIES)} taken off" in out and images.FAULTY not in out
+    assert apply.main(["-v", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert f"  wrote {CONFIG}\n" in out
+    assert all(f"  {patch.name} " in out for patch in SERIES)
+    result = run("--reverse", root)
+    assert CONFIG in result.report["files"] and len(result.report["patches"]) == len(
+        SERIES
+    )
+    assert images.FAULTY not in str(result.report)
