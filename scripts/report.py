@@ -88,11 +88,20 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compile": compile.page,
     "techniques": techniques.page,
     "headline": techniques.headline,
+    "lowest_peaks": techniques.lowest_peaks,
+    "rising": peak.rising,
+    "peak_summary": peak.summary,
 }
 
 
 # The tables that are made from another's results.
-PARTS = {"headline": "techniques", "step_summary": "step"}
+PARTS = {
+    "headline": "techniques",
+    "lowest_peaks": "techniques",
+    "rising": "peak",
+    "peak_summary": "peak",
+    "step_summary": "step",
+}
 FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "peak": peak.plot,
     "step": step.plot,

@@ -12,7 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from benchmarks import capture, compare, corpus, fresh, nets, results, techniques
+from benchmarks import (
+    capture,
+    compare,
+    corpus,
+    fresh,
+    nets,
+    results,
+    sweep,
+    techniques,
+)
 from benchmarks import compile as compile_parts
 from benchmarks.training import relative_error, TOLERANCE
 from torch import nn
@@ -214,6 +223,24 @@ def test_technique_saves_and_recomputes(name, budget, saved, recomputed):
     assert row["peak_bytes"] > 3 * parameters + 16 * 4 + MATRIX + saved
 
 
+def test_the_sweep_of_upstreams_budgets_gives_its_lowest():
+    torch._dynamo.reset()
+    common = {"model": own(chain), "device": "cpu", "modules": techniques.MODULES}
+    task = techniques.sweep_of_upstream({**common, "backend": techniques.OPERATORS})
+    assert task["torch"] == fresh.UNTOUCHED
+    row = {**task, **techniques.measure(task)}
+    peaks = [step["peak"] for step in row["sweep"]]
+    assert row["peak_bytes"] == min(peaks)
+    assert {*sweep.BUDGETS} < {b for step in row["sweep"] for b in step["budgets"]}
+    larger = {**technique(techniques.UPSTREAM, 0.5), "technique": techniques.UPSTREAM}
+    assert larger["peak_bytes"] in peaks
+    found = techniques.lowest([{**larger, "budget": 0.5}, row], techniques.UPSTREAM)
+    assert found["peak_bytes"] == min(peaks)
+    row["sweep"][0]["peak"] = 5
+    found = techniques.lowest([row], techniques.UPSTREAM)
+    assert (found["peak_bytes"], techniques.told_budget(found)) == (5, "1")
+
+
 def dropped():
     model, inputs = chain()
     model.blocks.append(nn.Dropout(0.5))
@@ -237,7 +264,7 @@ def test_page_of_a_random_model_and_of_what_failed(monkeypatch, capsys):
     wrong = {"technique": "checkpoint", "budget": None, "error": "no (a|b) " * 40}
     facts = {**results.environment(), "model": "m", "backend": "b", "repeats": 1}
     monkeypatch.setenv("COLUMNS", "130")
-    results.show(techniques.page({"environment": facts, "rows": [row, wrong]}))
+    results.show(techniques.page({"environment": facts, "measured": [row, wrong]}))
     printed = capsys.readouterr().out
     (heads,) = (line for line in printed.splitlines() if "budget  peak" in line)
     assert heads.split()[-6:] == [

@@ -3,7 +3,12 @@
 import copy
 
 import pytest
-from benchmarks import peak
+import torch
+from benchmarks import peak, sweep
+from benchmarks.live_bytes import record_step
+from benchmarks.tracing import CountedFlops
+from benchmarks.training import gradients
+from torch import nn
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +57,107 @@ def test_a_wrong_gradient_fails(rows):
     assert not verdicts(broken)["gradients against the plan of budget 1"]
 
 
+def upstream(rows, share):
+    """As if upstream's steps were ours, at a share of the peak."""
+    row = copy.deepcopy({**rows[0], "kind": "upstream"})
+    for step in row["steps"]:
+        step["budgets"] = [step["budget"]]
+        step["peak"] *= share
+    return row
+
+
 def test_upstreams_better_plan_is_seen(rows):
-    """Upstream's steps are ours at two thirds of the peak."""
-    steps = copy.deepcopy(rows[0]["steps"])
-    found = peak.shares(rows[0]["curve"], steps)
-    assert max(found.values()) <= 1.0005
-    for step in steps:
-        step["peak"] *= 2 / 3
-    assert max(peak.shares(rows[0]["curve"], steps).values()) > 1.4
-    steps[0]["off_budget_1"] = 1e-3
-    assert steps[0]["budget"] not in peak.shares(rows[0]["curve"], steps)
+    for share, floor, worst in ((1, 1, 1), (2 / 3, 1.5, 1.5)):
+        (found,) = peak.beside_upstream([*rows, upstream(rows, share)])
+        assert found.floor / found.lowest["peak"] == pytest.approx(floor, abs=1e-3)
+        assert found.worst == pytest.approx(worst, abs=0.05)
+    marks = verdicts([*rows, upstream(rows, 2 / 3)])
+    assert not marks["our floor / the lowest peak of upstream's budgets"]
+    assert not marks["ours at no more flops / upstream's peak"]
+    assert all(verdicts([*rows, upstream(rows, 1.01)]).values())
+
+
+def test_a_plan_with_wrong_gradients_is_not_upstreams_lowest(rows):
+    theirs = upstream(rows, 1)
+    least = sweep.lowest(theirs["steps"])
+    assert least["budget"] == 0
+    least["off_budget_1"] = 1e-3
+    (found,) = peak.beside_upstream([*rows, theirs])
+    assert found.lowest["budget"] == 0.3
+    assert (found.plans, found.budgets) == (2, 3)
+
+
+# -------------------------------------------------------------------- sweep
+
+
+def recorded(step, parameters, x):
+    with CountedFlops() as flops:
+        found = record_step(lambda: step(x), parameters, [x])
+    return found, flops.flops, gradients(parameters)
+
+
+class Chain(nn.Module):
+    """Two graphs of three products each, with a sigmoid behind each."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(32, 32) if n % 2 else nn.Sigmoid() for n in range(1, 13)]
+        self.first, self.second = nn.Sequential(*layers[:6]), nn.Sequential(*layers[6:])
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).sum()
+
+
+def test_a_sweep_runs_by_the_plan_of_each_budget():
+    torch._dynamo.reset()
+    module, x = Chain(), torch.randn(256, 32)
+    parameters = list(module.parameters())
+    backend = sweep.Sweep()
+    swept = torch.compile(module, backend=backend)
+    swept(x)
+    assert len(backend.graphs) == 2
+    for budget in (1.0, 0.5, 0.0):
+        backend.budget = budget
+        found = recorded(swept, parameters, x)
+        with peak.budgeted(budget, ours=False):
+            step = torch.compile(module, backend=peak.OPERATORS)
+            step(x)
+            wanted = recorded(step, parameters, x)
+        torch._dynamo.reset()
+        assert found[:2] == wanted[:2]
+        assert all(map(torch.equal, found[2], wanted[2]))
+
+
+def test_each_plan_is_measured_once():
+    """A few items of one size: more budgets than plans."""
+    torch._dynamo.reset()
+    graphs, asked = [], []
+    module = Chain()
+    with sweep.noted(graphs), peak.budgeted(1.0, ours=False):
+        torch.compile(module, backend=peak.OPERATORS)(torch.randn(256, 32))
+
+    def measure(budget):
+        asked.append(budget)
+        return {"peak": abs(budget - 0.6)}
+
+    coarse = sweep.coarsely(graphs, measure, sweep.BUDGETS)
+    assert 1 < len(coarse) < 8 and asked == [max(s["budgets"]) for s in coarse]
+    assert [b for step in coarse for b in step["budgets"]] == [*sweep.BUDGETS]
+    steps = sweep.measured(graphs, measure)
+    least = sweep.lowest(steps)
+    (budgets,) = (
+        s["budgets"] for s in coarse if s["peak"] == sweep.lowest(coarse)["peak"]
+    )
+    finer = [b for step in steps[len(coarse) :] for b in step["budgets"]]
+    assert finer == sweep.beside(budgets)
+    assert least["peak"] == min(step["peak"] for step in steps)
+
+
+def test_finer_budgets_lie_between_a_plan_and_its_neighbours():
+    assert sweep.beside([0.0]) == [n / 256 for n in range(7, 0, -1)]
+    finer = sweep.beside([0.15625, 0.125])
+    assert len(finer) == 14
+    assert (max(finer), min(finer)) == (0.1875 - 1 / 256, 0.09375 + 1 / 256)
+    assert not [b for b in finer if 0.125 <= b <= 0.15625]

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import report
+from benchmarks import sweep
 
 
 @pytest.fixture
@@ -50,6 +51,40 @@ def test_check_sees_another_figure_and_another_result(copies, capsys):
     assert figure.read_text() == drawn
     assert [page.read_text() for page in report.PAGES] != pages
     assert report.main(["--check"]) == 0
+
+
+def test_upstreams_lowest_has_to_be_its_sweeps(copies, capsys):
+    """On each page that tells it: what is written there, and a lower one in the sweep."""
+    pages = {page.name: page for page in report.PAGES}
+    before = {name: page.read_text() for name, page in pages.items()}
+    techniques = json.loads((copies / "results/techniques.json").read_text())
+    (swept,) = (row["sweep"] for row in techniques["measured"] if "sweep" in row)
+    lowest = f"{sweep.lowest(swept)['peak'] / 1e6:,.0f} MB"
+    telling = [name for name, text in before.items() if lowest in text]
+    assert telling == ["README.md", "evidence.md", "rfc.md"]
+    for name in telling:
+        pages[name].write_text(before[name].replace(lowest, "284 MB"))
+        assert report.main(["--check"]) == 1
+        assert f"{name} is not what results/ gives" in capsys.readouterr().out
+        pages[name].write_text(before[name])
+    sweep.lowest(swept)["peak"] -= 2e6
+    (copies / "results/techniques.json").write_text(json.dumps(techniques))
+    assert report.main(["--check"]) == 1
+    told = capsys.readouterr().out
+    assert all(f"{name} is not what results/ gives" in told for name in telling)
+
+
+def test_a_lower_peak_of_a_net_is_seen_in_text_and_figure(copies, capsys):
+    place = copies / "results/peak.json"
+    peaks = json.loads(place.read_text())
+    for row in peaks["measured"]:
+        if (row["net"], row["kind"]) == ("llama-8", "upstream"):
+            sweep.lowest(row["steps"])["peak"] -= 2e6
+    place.write_text(json.dumps(peaks))
+    assert report.main(["--check"]) == 1
+    told = capsys.readouterr().out
+    for name in ("peak.md", "rfc.md", "peak.svg"):
+        assert f"{name} is not what results/ gives" in told
 
 
 def test_a_missing_result_is_named(copies):

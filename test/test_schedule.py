@@ -46,6 +46,22 @@ def test_the_judge_keeps_what_is_asked():
     assert 2 <= row["judge"]["plans"] <= schedule.JUDGED
 
 
+def test_upstreams_budgets_are_scheduled_once_for_each_plan(monkeypatch):
+    """As for a GPU, but by inductor for the CPU."""
+    net = nets.decoder("x", nets.Shape(layers=1, tokens=32))
+    monkeypatch.setitem(schedule.NETS, net.name, net)
+    monkeypatch.setitem(replay.GPUS, "h100", None)
+    task = {"net": net.name, "kind": "upstream", "gpu": "h100"}
+    budgets = (1.0, 0.5, 0.25, 0.0)
+    steps = schedule.measure({**task, "budgets": budgets})["steps"]
+    plans = [step["budgets"] for step in steps]
+    assert [b for plan in plans for b in plan] == [*budgets]
+    assert 1 < len({step["flops"] for step in steps}) == len(plans)
+    *_, budget = plans[-2]
+    wanted = schedule.measure_plan(task, budget)
+    assert (steps[-2]["peak"], steps[-2]["flops"]) == (wanted["peak"], wanted["flops"])
+
+
 def test_without_cuda(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr("sys.argv", ["benchmark.sh schedule"])
@@ -79,11 +95,11 @@ ROWS = [
 ]
 
 
-def check_marks(marks, failing):
-    """All seven marks pass, or one whose name has ``failing`` does not."""
+def check_marks(marks, failing, count):
+    """All marks, ``count``, pass, or one whose name has ``failing`` does not."""
     passed = {mark.what: mark.passed for mark in marks}
     failed = [each for each in passed if not passed[each]]
-    assert len(passed) == 7
+    assert len(passed) == count
     assert (failing is None and not failed) or any(failing in each for each in failed)
 
 
@@ -95,6 +111,7 @@ def check_marks(marks, failing):
         ("peak", "peak", 101, "peak of the schedule / that at the next larger budget"),
         ("judged", "allowed", 49, "what the budget allows, with the judge"),
         ("peak", "flops", 15, "lowest peak of ours / upstream's"),
+        ("upstream", "peak", 49, "lowest peak of ours / of upstream's budgets"),
     ],
 )
 def test_each_mark_fails_where_it_should(kind, entry, value, what):
@@ -102,7 +119,7 @@ def test_each_mark_fails_where_it_should(kind, entry, value, what):
     for row in rows:
         if row["kind"] == kind:
             row["steps"][1][entry] = value
-    check_marks(schedule.judged(rows), what)
+    check_marks(schedule.judged(rows), what, 8)
 
 
 def test_a_net_measured_anew_replaces_its_rows(tmp_path):
@@ -173,4 +190,4 @@ def test_each_mark_of_a_step_fails_where_it_should(place, entry, value, what):
     rows = copy.deepcopy(BLOCKS)
     if place:
         rows[1][place][-1][entry] = value
-    check_marks(blocks.judged(rows), what)
+    check_marks(blocks.judged(rows), what, 7)

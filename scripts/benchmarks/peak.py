@@ -6,8 +6,8 @@
 
 Every peak is measured on a running training step: the bytes of live storages, counted
 by weak references, without parameters and inputs. Recomputed are the flops of that
-step beyond eager mode's. Upstream's steps run on the untouched wheel, ours on the
-patched checkout. Planning times are CPU seconds of the partitioner, ours and
+step beyond eager mode's. Upstream's steps run on the untouched wheel, by the plans of
+all budgets (of fake tensors, but for nets with dropout), ours on the patched checkout. Planning times are CPU seconds of the partitioner, ours and
 upstream's algorithm in one process, medians. The exit status is 1 only if a peak, a
 prediction or a gradient is off.
 """
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -33,7 +33,7 @@ from torch import nn, Tensor
 from torch._functorch import partitioners
 from upstream import untouched_partitioners
 
-from benchmarks import fresh, nets, options
+from benchmarks import fresh, nets, options, sweep
 from benchmarks.live_bytes import record_step
 from benchmarks.marks import failed, Mark, table
 from benchmarks.results import environment, markdown, measured_on, merged, Row, save
@@ -43,7 +43,6 @@ from benchmarks.training import gradients, relative_error
 
 NETS = tuple(net.name for net in nets.SMALL)
 BUDGETS = (0.0, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
-UPSTREAM_BUDGETS = BUDGETS[:-1]
 INDUCTOR_BUDGETS = (0.1, 0.5)
 # Plans that inductor schedules before it keeps one.
 JUDGED = 8
@@ -53,7 +52,7 @@ PLANNED_BUDGETS = (0.1, 0.5)
 PLANNING = 1.2
 KINDS: dict[str, tuple[Sequence[str], Sequence[float]]] = {
     "ours": (NETS, BUDGETS),
-    "upstream": (NETS, UPSTREAM_BUDGETS),
+    "upstream": (NETS, sweep.BUDGETS),
     "inductor": (NETS, INDUCTOR_BUDGETS),
     "planning": (PLANNED, PLANNED_BUDGETS),
 }
@@ -65,8 +64,6 @@ LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 OPERATORS = "aot_eager_decomp_partition"
 BY = ("by estimates", "with the judge")
 PREDICTED = "predicted / measured peak, operator by operator"
-# Gradients of the same operators differ by less.
-SAME = 1e-5
 
 
 # -------------------------------------------------------------- in a process
@@ -79,6 +76,8 @@ def measure(task: fresh.Task) -> Row:
             return measure_inductor(task)
         if task["kind"] == "planning":
             return measure_planning(task)
+        if task["kind"] == "upstream":
+            return measure_upstream(task)
         return measure_steps(task)
 
 
@@ -95,57 +94,102 @@ def budgeted(budget: float, ours: bool) -> Iterator[None]:
         yield
 
 
-def measure_steps(task: fresh.Task) -> Row:
-    """Peaks, flops and gradients at every budget of the task; the largest comes first."""
-    ours = task["kind"] == "ours"
-    module, inputs = nets.find(task["net"]).make()
-    parameters = list(module.parameters())
+class Steps:
+    """Training steps of a net under the same random numbers, beside eager mode's."""
 
-    def recorded(step: Callable[..., Tensor]) -> tuple[int, int, list[Tensor]]:
-        """Peak, flops and gradients of one step, under the same random numbers."""
+    def __init__(self, module: nn.Module, inputs: nets.Inputs) -> None:
+        self.module, self.inputs = module, inputs
+        self.parameters = list(module.parameters())
+        with CountedFlops() as counter, torch.no_grad():
+            module(*inputs)
+        self.forward = counter.flops
+        _, self.eager_flops, self.eager = self.recorded(module)
+
+    def recorded(self, step: Callable[..., Tensor]) -> tuple[int, int, list[Tensor]]:
+        """Peak, flops and gradients of one step."""
         torch.manual_seed(nets.SEED)
         with CountedFlops() as counter:
-            live = record_step(lambda: step(*inputs), parameters, inputs)
-        return live.own_peak, counter.flops, gradients(parameters)
+            live = record_step(lambda: step(*self.inputs), self.parameters, self.inputs)
+        return live.own_peak, counter.flops, gradients(self.parameters)
 
-    with CountedFlops() as counter, torch.no_grad():
-        module(*inputs)
-    forward = counter.flops
-    _, eager_flops, eager = recorded(module)
+    def compiled(self, backend: Any) -> Callable[..., Tensor]:
+        step = torch.compile(self.module, backend=backend)
+        step(*self.inputs).backward()
+        self.module.zero_grad()
+        return step
+
+    def recomputed(self, flops: int) -> float:
+        more: float = (flops - self.eager_flops) / self.forward
+        return more
+
+
+def measure_upstream(task: fresh.Task) -> Row:
+    """Peak and flops of the plan of every budget; gradients of nets that draw numbers.
+
+    The others run on fake tensors: their bytes and flops are the same.
+    """
+    net = nets.find(task["net"])
+    if not is_random(net.name):
+        mode, module, inputs = net.fake()
+        with mode:
+            steps = Steps(module, inputs)
+            return {"steps": swept(steps, task["budgets"], are_real=False)}
+    return {"steps": swept(Steps(*net.make()), task["budgets"], are_real=True)}
+
+
+def is_random(net: str) -> bool:
+    return "dropout" in net
+
+
+def swept(steps: Steps, budgets: Sequence[float], are_real: bool) -> list[Row]:
+    backend = sweep.Sweep()
+    step = steps.compiled(backend)
+    first: list[Tensor] = []
+
+    def measure(budget: float) -> Row:
+        backend.budget = budget
+        peak, flops, found = steps.recorded(step)
+        row = {"peak": peak, "recomputed": steps.recomputed(flops)}
+        if are_real:
+            first.extend(() if first else found)
+            row["off_budget_1"] = relative_error(found, first)
+        return row
+
+    return sweep.measured(backend.graphs, measure, budgets)
+
+
+def measure_steps(task: fresh.Task) -> Row:
+    """Peaks, flops and gradients at every budget of the task; the largest comes first."""
+    steps = Steps(*nets.find(task["net"]).make())
     searched: dict[str, Any] = {"curve": [], "lower_bound": 0}
 
     def noted(search: Callable[..., Any], graph: Any, *arguments: Any) -> Any:
         found = search(graph, *arguments)
-        curve = [(plan.peak, plan.cost / forward) for plan in found.plans]
+        curve = [(plan.peak, plan.cost / steps.forward) for plan in found.plans]
         searched.update(curve=curve, lower_bound=graph.lower_bound)
         return found
 
-    def steps() -> Iterator[Row]:
+    def measured() -> Iterator[Row]:
         first: list[Tensor] = []
         for budget in sorted(task["budgets"], reverse=True):
-            with budgeted(budget, ours):
-                step = torch.compile(module, backend=OPERATORS)
-                step(*inputs).backward()
-                module.zero_grad()
-                measured, flops, found = recorded(step)
+            with budgeted(budget, ours=True):
+                peak, flops, found = steps.recorded(steps.compiled(OPERATORS))
             first = first or found
-            peak = planned_peak() if ours else None
+            planned = planned_peak()
             yield {
                 "budget": budget,
-                "peak": measured,
-                "recomputed": (flops - eager_flops) / forward,
-                "predicted": peak and peak.predicted,
-                "allowed": peak and peak.allowed,
-                "fastest": peak and peak.fastest,
-                "off_eager": relative_error(found, eager),
+                "peak": peak,
+                "recomputed": steps.recomputed(flops),
+                "predicted": planned and planned.predicted,
+                "allowed": planned and planned.allowed,
+                "fastest": planned and planned.fastest,
+                "off_eager": relative_error(found, steps.eager),
                 "off_budget_1": relative_error(found, first),
             }
 
-    if not ours:
-        return {"steps": list(steps())}
     search = functools.partial(noted, overlay("peak_budget").search)
     with mock.patch.object(overlay("peak_budget"), "search", search):
-        return {"steps": list(steps()), **searched}
+        return {"steps": list(measured()), **searched}
 
 
 def allocated(module: nn.Module, inputs: nets.Inputs, budget: float) -> int:
@@ -299,11 +343,12 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     yield Mark(
         "gradients against the plan of budget 1, dropout included",
         f"off by {apart:.1e} at most",
-        f"{SAME:.0e}",
-        apart <= SAME,
+        f"{sweep.SAME:.0e}",
+        apart <= sweep.SAME,
     )
+    yield from judged_beside(rows)
     # Eager mode draws other random numbers than a compiled dropout.
-    steady = {n: f for n, f in steps.items() if "dropout" not in n}
+    steady = {n: f for n, f in steps.items() if not is_random(n)}
     if steady:
         apart, net = max((s["off_eager"], n) for n, f in steady.items() for s in f)
         yield Mark(
@@ -319,45 +364,114 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         )
 
 
-def shares(curve: Sequence[Any], upstream: Sequence[Row]) -> dict[float, float]:
-    """By upstream's budget: our peak at no more flops, as a share of upstream's.
+def judged_beside(rows: Sequence[Row]) -> Iterator[Mark]:
+    """What must hold of ours beside upstream's, if both were measured."""
+    nets = [*beside_upstream(rows)]
+    if not nets:
+        return
+    worst, net = max((each.floor / each.lowest["peak"], each.net) for each in nets)
+    yield Mark(
+        "our floor / the lowest peak of upstream's budgets",
+        f"{worst:.2f} at most ({net}), {len(nets)} nets",
+        "below 1",
+        worst < 1,
+    )
+    worst, where = max((e.worst, f"{e.net} at {e.worst_at}") for e in nets)
+    yield Mark(
+        "ours at no more flops / upstream's peak",
+        f"{worst:.2f} at most ({where}), {sum(e.plans for e in nets)} plans",
+        "never higher",
+        worst <= 1.0005,
+        enforced=False,
+    )
 
-    A step of upstream's with wrong gradients has none: a dropout's mask that is drawn
-    again costs nothing.
-    """
-    found = {}
-    for theirs in upstream:
-        if theirs["off_budget_1"] <= SAME:
-            # Reductions count one flop each on the curve.
-            allowed = theirs["recomputed"] + 1e-5
-            peaks = [peak for peak, recomputed in curve if recomputed <= allowed]
-            found[theirs["budget"]] = min(peaks) / theirs["peak"]
+
+def at_no_more_flops(curve: Sequence[Any], theirs: Row) -> float:
+    """Our lowest peak of plans that recompute no more than a step of upstream's."""
+    # Reductions count one flop each on the curve.
+    allowed = theirs["recomputed"] + 1e-5
+    found: float = min(p for p, recomputed in curve if recomputed <= allowed)
     return found
+
+
+class Beside(NamedTuple):
+    """Our plans of a net beside upstream's; bytes.
+
+    ``worst`` is the largest of our peaks at no more flops, as a share of upstream's. A
+    step of upstream's with wrong gradients has none: a dropout's mask that is drawn again
+    costs nothing.
+    """
+
+    net: str
+    lowest: Row
+    matched: float
+    floor: float
+    bound: float
+    worst: float
+    worst_at: str
+    plans: int
+    budgets: int
+
+
+def beside_upstream(rows: Sequence[Row]) -> Iterator[Beside]:
+    upstream = steps_of(rows, "upstream")
+    for row in rows:
+        if row["kind"] != "ours" or "error" in row or row["net"] not in upstream:
+            continue
+        right = sweep.right(upstream[row["net"]])
+        curve, lowest = row["curve"], sweep.lowest(right)
+        found = [
+            (at_no_more_flops(curve, step) / step["peak"], sweep.told(step["budgets"]))
+            for step in right
+        ]
+        yield Beside(
+            row["net"],
+            lowest,
+            at_no_more_flops(curve, lowest),
+            curve[0][0],
+            row["lower_bound"],
+            *max(found),
+            len(right),
+            sweep.count(upstream[row["net"]]),
+        )
 
 
 # ------------------------------------------------------------------- report
 
 
-def beside_upstream(rows: Sequence[Row]) -> str:
-    upstream, lines = steps_of(rows, "upstream"), []
-    for row in rows:
-        net = row["net"]
-        if row["kind"] != "ours" or "error" in row or net not in upstream:
-            continue
-        found, bound = shares(row["curve"], upstream[net]), row["lower_bound"]
-        peaks = {step["budget"]: step["peak"] for step in upstream[net]}
-        line = [net]
-        for budget in UPSTREAM_BUDGETS:
-            text = f"{found[budget]:.2f}" if budget in found else "wrong gradients"
-            if found.get(budget, 0) > 1.0005:
-                text = f"**{text}** ({bound / peaks[budget]:.2f})"
-            line.append(text)
-        best = min(peaks[budget] for budget in found)
-        sizes = (row["curve"][0][0], best, bound)
-        lines.append([*line, *(f"{size / 1e6:.1f}" for size in sizes)])
-    budgets = [f"{budget:g}" for budget in UPSTREAM_BUDGETS]
-    return markdown(
-        ["net", *budgets, "floor MB", "upstream's least MB", "no plan below MB"], lines
+def lowest_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for found in beside_upstream(rows):
+        peak = found.lowest["peak"]
+        sizes = (peak, found.matched, found.floor, found.bound)
+        least, matched, floor, bound = (f"{size / 1e6:.1f}" for size in sizes)
+        lines.append(
+            [
+                *(found.net, least, sweep.told(found.lowest["budgets"])),
+                f"{matched} ({found.matched / peak:.2f})",
+                f"{floor} ({found.floor / peak:.2f})",
+                bound,
+                f"{found.worst:.2f} ({found.worst_at})",
+                str(found.budgets),
+            ]
+        )
+    heading = ["net", "upstream's lowest MB", "its budget", "ours at no more flops"]
+    heading += ["our floor", "no plan below", "ours / upstream's at most", "budgets"]
+    return markdown(heading, lines)
+
+
+def rising(data: dict[str, Any]) -> str:
+    """The RFC's sentence on what upstream's budgets do to a net's peak."""
+    steps = steps_of(data["measured"], "upstream")["llama-8"]
+    peaks = {budget: step["peak"] for step in steps for budget in step["budgets"]}
+    lowest = sweep.lowest(steps)
+    first, least, last = (
+        f"{peak / 1e6:,.0f} MB" for peak in (peaks[1], lowest["peak"], peaks[0])
+    )
+    return (
+        f"  Our Llama-like net of 8 layers peaks at {first} at budget 1, at {least} at "
+        f"{sweep.told(lowest['budgets'])}, the lowest of {sweep.count(steps)} budgets, and "
+        f"at {last} at 0.\n  "
     )
 
 
@@ -395,18 +509,24 @@ def planning(rows: Sequence[Row]) -> str:
     return markdown(["net", "nodes", *budgets], lines)
 
 
+def summary(data: dict[str, Any]) -> str:
+    return table([mark._asdict() for mark in judged(data["measured"])])
+
+
 def page(data: dict[str, Any]) -> str:
     rows, facts = data["measured"], data["environment"]
     kinds = {row["kind"] for row in rows}
     text = "### Is the bound kept?\n\nOperator by operator.\n\n"
-    text += table([mark._asdict() for mark in judged(rows)])
+    text += summary(data)
     if "upstream" in kinds:
         text += (
-            "\n### How much lower is the peak than upstream's?\n\nPeak of our cheapest "
-            "plan that recomputes no more than upstream's at the budget above, divided by "
-            "upstream's peak, operator by operator. Bold: above 1, and in brackets the "
-            "ratio that no plan goes below: what single steps of the backward need anyway, "
-            "mostly for parameter gradients.\n\n" + beside_upstream(rows)
+            "\n### How much lower is the peak than upstream's?\n\nOperator by operator, in MB; "
+            "in brackets as a share of upstream's lowest peak. ours at no more flops: the "
+            "lowest peak of ours that recomputes no more than that plan of upstream's. our "
+            "floor: at budget 0. no plan below: what single steps of the backward need "
+            "anyway, mostly for parameter gradients. ours / upstream's at most: the worst "
+            "of upstream's plans (its budget) against ours at no more flops. "
+            f"{sweep.HOW}\n\n" + lowest_table(rows)
         )
     if "inductor" in kinds:
         text += (
@@ -425,6 +545,11 @@ def page(data: dict[str, Any]) -> str:
     return text + repeats + measured_on(facts)
 
 
+def largest_budget(step: Row) -> float:
+    budget: float = max(step["budgets"]) if "budgets" in step else step["budget"]
+    return budget
+
+
 def plot(data: dict[str, Any], result: Path) -> None:
     """Peak against recomputation, a panel for each net; written beside ``result``."""
     good = [row for row in data["measured"] if "error" not in row]
@@ -438,7 +563,7 @@ def plot(data: dict[str, Any], result: Path) -> None:
             if row["net"] != name or row["kind"] not in ("ours", "upstream"):
                 continue
             ours = row["kind"] == "ours"
-            steps = sorted(row["steps"], key=lambda step: step["budget"])
+            steps = sorted(row["steps"], key=largest_budget)
             points = [(s["recomputed"], s["peak"] / 1e6) for s in steps]
             line, color = points, "C1"
             if ours:

@@ -26,7 +26,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import fx, nn
 
-from benchmarks import fresh, models, nets, options
+from benchmarks import fresh, models, nets, options, sweep
 from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, images, Net, Shape
 from benchmarks.peak import allocated, budgeted, judge, JUDGED
@@ -84,6 +84,8 @@ BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 # One more for the target "peak", where upstream's plan of .5 repeats a little, ours of .5
 # nothing, and ours of .2 more: for a comparison at no more flops.
 BETWEEN = {"resnet50-224": 0.4, "unet-256": 0.4}
+# Of upstream's: by sixteenths, and those that stand in the table.
+SWEPT = tuple(sorted({*BUDGETS, *(n / 16 for n in range(17))}, reverse=True))
 KINDS = ("upstream", "saved", "peak", "judged")
 ON_CPU = ("vit", "gpt2", "mlp-dropout", "bert", "llama-8")
 CPU_BUDGET = 0.2
@@ -106,11 +108,26 @@ def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
     if task["kind"] == "allocator":
         return measure_on_cpu(task)
+    if task["kind"] == "upstream":
+        return {"steps": swept(task)}
     with judge(task["kind"] == "judged") as seconds:
         row: Row = {"steps": [measure_plan(task, budget) for budget in task["budgets"]]}
     if seconds:
         row["judge"] = {"plans": len(seconds), "seconds": round(sum(seconds), 1)}
     return row
+
+
+def swept(task: fresh.Task) -> list[Row]:
+    """The plans of all budgets; one that was scheduled is not scheduled again."""
+    graphs: list[sweep.Split] = []
+    most, *_ = task["budgets"]
+    with sweep.noted(graphs):
+        first = measure_plan(task, most)
+
+    def measure(budget: float) -> Row:
+        return first if budget == most else measure_plan(task, budget)
+
+    return sweep.coarsely(graphs, measure, task["budgets"])
 
 
 def measure_plan(task: fresh.Task, budget: float) -> Row:
@@ -262,6 +279,23 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             good == len(shares),
             enforced=False,
         )
+        worst, net = max(beside_lowest(plans_of(rows, "upstream"), ours["peak"]))
+        yield Mark(
+            "lowest peak of ours / of upstream's budgets",
+            f"{worst:.2f} at most ({net})",
+            "at most 1",
+            worst <= 1.0005,
+            enforced=False,
+        )
+
+
+def beside_lowest(
+    upstream: dict[str, list[Row]], ours: dict[str, list[Row]]
+) -> Iterator[tuple[float, str]]:
+    """Of each net: our lowest peak, as a share of upstream's."""
+    for net in upstream.keys() & ours.keys():
+        least, theirs = sweep.lowest(ours[net]), sweep.lowest(upstream[net])
+        yield least["peak"] / theirs["peak"], net
 
 
 def beside(
@@ -289,16 +323,23 @@ def peaks(rows: Sequence[Row]) -> str:
             if steps is None:
                 continue
             line = [net, kind]
-            for step in steps:
-                if step["budget"] not in BUDGETS:
-                    continue
+            by_budget = {b: step for step in steps for b in budgets_of_plan(step)}
+            for step in map(by_budget.__getitem__, BUDGETS):
                 text = f"{step['peak'] / 1e6:,.0f}"
                 if "estimated" in step:
                     off = step["estimated"] / step["peak"] - 1
                     text += f" ({off:+.1%})"
                 line.append(text)
-            lines.append(line)
-    return markdown(["net", "plans", *(f"{b:g}" for b in BUDGETS)], lines)
+            least = sweep.lowest(steps)
+            at = f"at {sweep.told(budgets_of_plan(least))} (of {len(by_budget)})"
+            lines.append([*line, f"{least['peak'] / 1e6:,.0f} {at}"])
+    budgets = (f"{b:g}" for b in BUDGETS)
+    return markdown(["net", "plans", *budgets, "lowest"], lines)
+
+
+def budgets_of_plan(step: Row) -> list[float]:
+    found: list[float] = step.get("budgets") or [step["budget"]]
+    return found
 
 
 def places(rows: Sequence[Row]) -> str:
@@ -325,8 +366,9 @@ def page(data: dict[str, Any]) -> str:
             "and backward of one graph, MB by budget; in brackets how far the estimate "
             "is off. Plans are those of the untouched wheel (upstream), and of this set for "
             f"saved bytes, for the peak, and for the peak with the judge of {JUDGED}; at "
-            "budget 1 they differ by what the set changes in inductor.\n\n"
-            + peaks(rows)
+            "budget 1 they differ by what the set changes in inductor. lowest: at its budget, "
+            f"of so many budgets; {len(SWEPT)} are the multiples of 1/16 from 0 to 1 and "
+            "those above.\n\n" + peaks(rows)
         )
         by_net = [
             f"{row['net']} {row['judge']['plans']} in {row['judge']['seconds']:.0f} s"
@@ -363,7 +405,9 @@ def plot(data: dict[str, Any], result: Path) -> None:
     save(figure, result, data["environment"])
 
 
-def budgets_of(net: str, kind: str) -> list[float]:
+def budgets_of(net: str, kind: str) -> Sequence[float]:
+    if kind == "upstream":
+        return SWEPT
     more = [BETWEEN[net]] if kind == "peak" and net in BETWEEN else []
     return sorted([*BUDGETS, *more], reverse=True)
 
@@ -377,12 +421,14 @@ def main() -> int:
         help=f"these alone, the others stay in FILE: {', '.join(NETS)}, or your own as module:function",
     )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100")
+    parser.add_argument(
+        "--kind", nargs="+", choices=KINDS, default=KINDS, help="these alone, likewise"
+    )
     arguments = parser.parse_args()
     options.need_cuda(parser)
+    is_part = arguments.model or arguments.kind is not KINDS
     tasks: list[fresh.Task] = [
-        {"net": net, "kind": "allocator", "gpu": None}
-        for net in ON_CPU
-        if not arguments.model
+        {"net": net, "kind": "allocator", "gpu": None} for net in ON_CPU if not is_part
     ]
     tasks += [
         {
@@ -393,10 +439,10 @@ def main() -> int:
             "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
         }
         for net in arguments.model or NETS
-        for kind in KINDS
+        for kind in arguments.kind
     ]
     rows = fresh.run(__name__, tasks, LIMITS)
-    if arguments.model:
+    if is_part:
         rows = merged(arguments.json, rows, "net", "kind", "gpu")
     drawn = next((row for row in rows if row["kind"] == "peak"), None)
     for row in rows:

@@ -26,7 +26,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,11 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks import fresh, options
+from benchmarks import fresh, options, sweep
 from benchmarks.live_bytes import record_step
+from benchmarks.live_bytes import Step as Recorded
 from benchmarks.nets import find, LLAMA_8, LossOf
-from benchmarks.results import environment, markdown, measured_on, Row
+from benchmarks.results import environment, markdown, measured_on, merged, Row
 from benchmarks.tracing import CountedFlops, cpu_attention_counted
 from benchmarks.training import gradients, relative_error
 
@@ -51,10 +52,12 @@ from benchmarks.training import gradients, relative_error
 MODEL = "llama-8"
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)
 REPEATS = 5
-LIMITS = fresh.Limits(seconds=900, gigabytes=12)
+OPERATORS = "aot_eager_decomp_partition"
+LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 # The blocks that most models repeat, by the names they commonly have.
 MODULES = r"(.*\.)?(blocks?|layers?|h|stages?|down|merge|cells)\.\d+"
-EAGER, UPSTREAM, PEAK = "eager", "compile, upstream dp", "compile, peak"
+EAGER, CHECKPOINT = "eager", "checkpoint"
+UPSTREAM, PEAK = "compile, upstream dp", "compile, peak"
 
 
 # --------------------------------------------------------------- techniques
@@ -124,7 +127,7 @@ SetUp = Callable[[nn.Module, fresh.Task], Forward]
 TECHNIQUES: dict[str, SetUp] = {
     EAGER: eager,
     "autocast bf16": autocast,
-    "checkpoint": checkpointed,
+    CHECKPOINT: checkpointed,
     "selective checkpoint": selective,
     UPSTREAM: compiled,
     "compile, exact": compiled,
@@ -149,7 +152,7 @@ def measure(task: fresh.Task) -> Row:
         settings["activation_memory_budget"] = task["budget"]
     # Or budgets would mean another thing on a CPU than on a GPU.
     with torch._functorch.config.patch(settings), cpu_attention_counted():
-        return measured(task)
+        return swept(task) if task.get("swept") else measured(task)
 
 
 class Step:
@@ -220,10 +223,8 @@ def at_budget_1(task: fresh.Task) -> list[Tensor]:
         return step.counted()[2]
 
 
-def measured(task: fresh.Task) -> Row:
-    step = Step(task, TECHNIQUES[task["technique"]])
-    step.seconds()
-    recorded = record_step(
+def recorded(step: Step) -> Recorded:
+    return record_step(
         step.loss,
         step.module.parameters(),
         step.inputs,
@@ -231,6 +232,49 @@ def measured(task: fresh.Task) -> Row:
         # Inductor's kernels make their buffers out of the dispatcher's sight.
         allocator=step.cuda,
     )
+
+
+def swept(task: fresh.Task) -> Row:
+    """The peaks of all budgets' plans, and the row of the lowest one."""
+    plans = swept_at_once(task) if task["backend"] == OPERATORS else swept_singly(task)
+    budget = sweep.lowest(plans)["budgets"][0]
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        row = measured({**task, "budget": budget})
+    return {"sweep": plans, **row}
+
+
+def swept_at_once(task: fresh.Task) -> list[Row]:
+    backend = sweep.Sweep()
+    step = Step({**task, "backend": backend}, compiled)
+    step.seconds()
+
+    def measure(budget: float) -> Row:
+        backend.budget = budget
+        return {"peak": recorded(step).peak}
+
+    return sweep.measured(backend.graphs, measure)
+
+
+def swept_singly(task: fresh.Task) -> list[Row]:
+    graphs: list[sweep.Split] = []
+
+    def measure(budget: float) -> Row:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            step = Step(task, compiled)
+            step.seconds()
+            return {"peak": recorded(step).peak}
+
+    with sweep.noted(graphs):
+        measure(1.0)
+    return sweep.measured(graphs, measure)
+
+
+def measured(task: fresh.Task) -> Row:
+    step = Step(task, TECHNIQUES[task["technique"]])
+    step.seconds()
+    found_bytes = recorded(step)
     plain = Step(task, eager)
     random = plain.random_operators()
     _, flops, found = step.counted()
@@ -241,8 +285,8 @@ def measured(task: fresh.Task) -> Row:
     if random and task["budget"] is not None:
         wanted = at_budget_1(task)
     return {
-        "peak_bytes": recorded.peak,
-        "saved_bytes": recorded.saved_bytes,
+        "peak_bytes": found_bytes.peak,
+        "saved_bytes": found_bytes.saved_bytes,
         "forward_flops": forward,
         "recomputed_flops": flops - wanted_flops,
         "gradient_error": relative_error(found, wanted),
@@ -256,11 +300,18 @@ def measured(task: fresh.Task) -> Row:
 # ------------------------------------------------------------------- report
 
 
+def told_budget(row: Row) -> str:
+    if "sweep" in row:
+        return sweep.told(sweep.lowest(row["sweep"])["budgets"])
+    return "" if row["budget"] is None else f"{row['budget']:g}"
+
+
 def page(data: dict[str, Any]) -> str:
     lines, failed = [], []
     random: dict[str, int] = {}
-    for row in data["rows"]:
-        line = [row["technique"], "" if row["budget"] is None else f"{row['budget']:g}"]
+    for row in data["measured"]:
+        swept = f", the lowest of {sweep.count(row['sweep'])}" if "sweep" in row else ""
+        line = [row["technique"], told_budget(row) + swept]
         if "error" in row:
             lines.append([*line, *["-"] * 5])
             failed.append(f"- {' '.join(line).strip()}: `{row['error']}`\n")
@@ -286,29 +337,64 @@ def page(data: dict[str, Any]) -> str:
         + (
             f"\nModel {facts['model']}, backend {facts['backend']}, medians of {facts['repeats']} interleaved steps. Times on a CPU are CPU times. "
             "saved: what the forward leaves alive for the backward. recomputed: flops beyond eager mode's, as a share of "
-            f"the forward's. gradient error: {compared}"
+            f"the forward's. gradient error: {compared}{sweep.HOW} "
         )
         + measured_on(facts)
     )
 
 
+def lowest(rows: Sequence[Row], technique: str) -> Row:
+    """A technique's row of the lowest peak; of a sweep, that of its lowest plan."""
+    mine = []
+    for row in rows:
+        if row["technique"] == technique and "error" not in row:
+            swept = [step["peak"] for step in row.get("sweep", ())]
+            mine.append({**row, "peak_bytes": min(swept, default=row["peak_bytes"])})
+    return sweep.lowest(mine, "peak_bytes")
+
+
+def upstreams_lowest(common: fresh.Task) -> Row:
+    """The row of upstream's lowest peak: its budgets are swept by the untouched wheel.
+
+    ``common`` are the entries of all tasks (`on_this_machine`). ``sweep`` in the row has
+    all plans; `told_budget` of the row its budget.
+    """
+    (row,) = fresh.run(__name__, [sweep_of_upstream(common)], LIMITS)
+    return row
+
+
+def sweep_of_upstream(common: fresh.Task) -> fresh.Task:
+    task = {"technique": UPSTREAM, "budget": None, "swept": True}
+    return {**task, **common, "torch": fresh.UNTOUCHED}
+
+
+def lowest_peaks(data: dict[str, Any]) -> str:
+    """What the page says of the lowest peaks."""
+    told = []
+    for technique, name in (
+        (PEAK, 'the target `"peak"`'),
+        (UPSTREAM, "upstream's budgets"),
+        (CHECKPOINT, "a checkpoint around each block"),
+    ):
+        row = lowest(data["measured"], technique)
+        budget = told_budget(row)
+        at = f" at {budget}" if budget else ""
+        told.append(f"{name} {row['peak_bytes'] / 1e6:,.0f} MB{at}")
+    return f"- peaks: in the table below the lowest of {', of '.join(told)};\n  "
+
+
 def headline(data: dict[str, Any]) -> str:
     """The README's table: eager mode, the lowest peak of upstream's, and of ours."""
-
-    def lowest(technique: str) -> Row:
-        rows = [row for row in data["rows"] if row["technique"] == technique]
-        least: Row = min(rows, key=lambda row: row["peak_bytes"])
-        return least
-
-    upstream, ours = lowest(UPSTREAM), lowest(PEAK)
+    rows = data["measured"]
+    upstream, ours = lowest(rows, UPSTREAM), lowest(rows, PEAK)
     names = (
         "eager mode",
-        "torch.compile, the lowest peak that upstream's budgets reach (budget "
-        f"{upstream['budget']:g})",
+        "torch.compile, the lowest peak that upstream's budgets reach "
+        f"(budget {told_budget(upstream)})",
         f'torch.compile with this set, target `"peak"`, budget {ours["budget"]:g}',
     )
     lines = []
-    for name, row in zip(names, (lowest(EAGER), upstream, ours)):
+    for name, row in zip(names, (lowest(rows, EAGER), upstream, ours)):
         bold = "**" if row is ours else ""
         peak = f"{row['peak_bytes'] / 1e6:,.0f} MB"
         line = (name, peak, f"{row['step_over_eager']:.2f}")
@@ -320,12 +406,11 @@ def headline(data: dict[str, Any]) -> str:
         f"\nLlama-like, {shape.layers} layers of width {shape.width}, batch "
         f"{shape.batch} x {shape.tokens} tokens, fp32, AdamW; one graph, run operator by "
         "operator on a CPU. All that is live counts: parameters, optimizer states, "
-        "gradients and activations.\n"
+        f"gradients and activations. {sweep.HOW}\n"
     )
 
 
 def main() -> int:
-    cuda = torch.cuda.is_available()
     parser = options.parser(__doc__)
     parser.add_argument(
         "--model",
@@ -340,26 +425,40 @@ def main() -> int:
         metavar="REGEX",
         help="submodules to checkpoint, by their whole name (default: %(default)s)",
     )
+    parser.add_argument(
+        "--technique",
+        nargs="+",
+        choices=TECHNIQUES,
+        help="these alone, the others stay in FILE",
+    )
     arguments = parser.parse_args()
-    common = {
-        "model": arguments.model,
-        "device": "cuda" if cuda else "cpu",
-        # On a CPU inductor needs a C++ compiler.
-        "backend": "inductor" if cuda else "aot_eager_decomp_partition",
-        "modules": arguments.modules,
-    }
-    tasks = [
-        {
-            "technique": name,
-            "budget": budget,
-            **common,
-            "torch": fresh.UNTOUCHED if name == UPSTREAM else "patched",
-        }
-        for name in TECHNIQUES
-        for budget in (BUDGETS if name in SETTINGS else (None,))
-    ]
+    common = on_this_machine(arguments.model, arguments.modules)
+    names = arguments.technique or TECHNIQUES
+    tasks = [task for name in names for task in tasks_of(name, common)]
     rows = fresh.run(__name__, tasks, LIMITS)
+    if arguments.technique:
+        rows = merged(arguments.json, rows, "technique", "swept", "budget")
     facts = {**environment(), **common, "repeats": REPEATS}
-    data = {"environment": facts, "rows": rows}
+    data = {"environment": facts, "measured": rows}
     fresh.finish(arguments.json, data, page)
     return 0
+
+
+def on_this_machine(model: str, modules: str = MODULES) -> fresh.Task:
+    """What is the same in all tasks."""
+    cuda = torch.cuda.is_available()
+    return {
+        "model": model,
+        "device": "cuda" if cuda else "cpu",
+        # On a CPU inductor needs a C++ compiler.
+        "backend": "inductor" if cuda else OPERATORS,
+        "modules": modules,
+    }
+
+
+def tasks_of(name: str, common: fresh.Task) -> Iterator[fresh.Task]:
+    wheel = fresh.UNTOUCHED if name == UPSTREAM else "patched"
+    for budget in BUDGETS if name in SETTINGS else (None,):
+        yield {"technique": name, "budget": budget, **common, "torch": wheel}
+    if name == UPSTREAM:
+        yield sweep_of_upstream(common)

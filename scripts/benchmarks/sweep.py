@@ -1,0 +1,180 @@
+"""What upstream's budgets reach at best: all of them, each plan measured once.
+
+backend = Sweep()
+step = torch.compile(model, backend=backend)
+step(*inputs)                                # traced once
+steps = measured(backend.graphs, lambda budget: {"peak": peak(step, budget)})
+told(lowest(steps)["budgets"])               # "0.125 to 0.156"
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, ExitStack
+from functools import cache, wraps
+from itertools import groupby
+from typing import Any
+from unittest import mock
+
+import torch._functorch.config as config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import partitioners
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from benchmarks.results import Row
+from benchmarks.tracing import BACKENDS
+
+
+# Budgets are multiples of the one, and beside the lowest peak of these of the other.
+COARSE, FINE = 32, 256
+BUDGETS = tuple(n / COARSE for n in range(COARSE, -1, -1))
+# Gradients of the same operators differ by less.
+SAME = 1e-5
+# Forward and backward of a graph, by budget.
+Split = Callable[[float], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+class Sweep:
+    """A backend that traces graphs once, and runs them by the plan of any ``budget``.
+
+    Operator by operator, as `aot_eager_decomp_partition` does.
+    """
+
+    def __init__(self) -> None:
+        self.budget = 1.0
+        self.graphs: list[Split] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any) -> Any:
+        at = len(self.graphs)
+
+        def compiler(part: int) -> Callable[..., Any]:
+            def run(args: list[Any]) -> Any:
+                module = self.graphs[at](self.budget)[part]
+                return boxed_nop(module, [])(args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return lambda *_: run
+
+        def split(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
+            partition = partitioners.min_cut_rematerialization_partition
+            options["compiler"] = "inductor"
+            self.graphs.append(splits(partition, joint, *args, **options))
+            return self.graphs[at](self.budget)
+
+        return aot_autograd(
+            fw_compiler=compiler(0),
+            bw_compiler=compiler(1),
+            decompositions=select_decomp_table,
+            partition_fn=split,
+        )(graph, inputs)
+
+
+def measured(
+    graphs: Sequence[Split],
+    measure: Callable[[float], Row],
+    budgets: Sequence[float] = BUDGETS,
+) -> list[Row]:
+    """What ``measure`` finds of each plan, once, with all ``budgets`` that give it.
+
+    Of ``budgets``, then of finer ones beside the lowest ``peak``. Costs a partition for
+    each budget and graph.
+    """
+    steps = coarsely(graphs, measure, budgets)
+    finer = beside(lowest(steps)["budgets"])
+    return steps + coarsely(graphs, measure, finer)
+
+
+def coarsely(
+    graphs: Sequence[Split], measure: Callable[[float], Row], budgets: Sequence[float]
+) -> list[Row]:
+    """The same of ``budgets`` alone."""
+    plans = distinct(budgets, graphs)
+    return [{"budgets": plan, **measure(plan[0])} for plan in plans]
+
+
+def beside(plan: Sequence[float]) -> list[float]:
+    """Finer budgets, between those of a plan and the next ones of the sweep."""
+    per_step = FINE // COARSE
+    above, below = round(max(plan) * FINE), round(min(plan) * FINE)
+    finer = [*range(above + per_step - 1, above, -1)]
+    finer += range(below - 1, below - per_step, -1)
+    return [n / FINE for n in finer if 0 < n < FINE]
+
+
+def splits(
+    partition: Callable[..., Any], joint: fx.GraphModule, *args: Any, **options: Any
+) -> Split:
+    """A graph's ``partition`` by any budget."""
+    joint = copy.deepcopy(joint)
+
+    @cache
+    def split(budget: float) -> tuple[fx.GraphModule, fx.GraphModule]:
+        # A graph has a mode of its own for its fakes.
+        with (
+            unset_fake_temporarily(),
+            config.patch(activation_memory_budget=budget),
+        ):
+            found: tuple[fx.GraphModule, fx.GraphModule] = partition(
+                copy.deepcopy(joint), *args, **options
+            )
+        return found
+
+    return split
+
+
+def distinct(budgets: Sequence[float], graphs: Sequence[Split]) -> list[list[float]]:
+    """Neighbouring budgets by which each graph's backward is given the same, together."""
+
+    def given(budget: float) -> list[frozenset[str]]:
+        backwards = (split(budget)[1].graph for split in graphs)
+        found = (graph.find_nodes(op="placeholder") for graph in backwards)
+        return [frozenset(node.name for node in nodes) for nodes in found]
+
+    return [list(plan) for _, plan in groupby(budgets, given)]
+
+
+@contextmanager
+def noted(graphs: list[Split]) -> Iterator[None]:
+    """Notes the graphs that any backend partitions meanwhile."""
+    partition = partitioners.min_cut_rematerialization_partition
+
+    @wraps(partition)
+    def note(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        graphs.append(splits(partition, joint, *args, **options))
+        return partition(joint, *args, **options)
+
+    with ExitStack() as stack:
+        for module in BACKENDS:
+            stack.enter_context(mock.patch.object(module, partition.__name__, note))
+        yield
+
+
+def right(steps: Sequence[Row]) -> list[Row]:
+    """Those without wrong gradients: a dropout's mask drawn again costs nothing."""
+    return [step for step in steps if step.get("off_budget_1", 0) <= SAME]
+
+
+def lowest(steps: Sequence[Row], of: str = "peak") -> Row:
+    """The right one of the lowest peak."""
+    return min(right(steps), key=lambda step: step[of])
+
+
+def told(budgets: Sequence[float]) -> str:
+    """The budgets of one plan, as text."""
+    least, most = min(budgets), max(budgets)
+    return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+
+
+def count(steps: Sequence[Row]) -> int:
+    """How many budgets were tried."""
+    return sum(len(step["budgets"]) for step in steps)
+
+
+HOW = (
+    f"Upstream's lowest is that of all multiples of 1/{COARSE} from 0 to 1, and beside "
+    f"their lowest of 1/{FINE}; plans with wrong gradients are left out."
+)
