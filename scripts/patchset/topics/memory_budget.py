@@ -59,6 +59,7 @@ its FLOP.
     sources=(
         module_path("memory_budget"),
         module_path("budget_curve"),
+        module_path("budget_options"),
         module_path("liveness"),
         module_path("rerun_cost"),
     ),

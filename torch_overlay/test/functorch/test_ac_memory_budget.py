@@ -21,6 +21,9 @@ from torch._functorch._activation_checkpointing.budget_curve import (
     CurvePoint,
     knee_budget,
 )
+from torch._functorch._activation_checkpointing.budget_options import (
+    check_budget_options,
+)
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
@@ -226,7 +229,7 @@ class TestOptions(TestCase):
         super().setUp()
         self.joint = Joint(chain, CHAIN[:3])
 
-    @parametrize("budget", [-0.1, 1.001, math.nan, math.inf, "0.5", None])
+    @parametrize("budget", [-0.1, 1.001, math.nan, math.inf, "0.5", None, True])
     def test_bad_budget(self, budget):
         message = f"budget is {re.escape(repr(budget))}; .* from 0 .* to 1 "
         with self.assertRaisesRegex(RuntimeError, message):
@@ -243,15 +246,15 @@ class TestOptions(TestCase):
                 with (
                     config.patch({option: choice}),
                     self.assertRaisesRegex(
-                        RuntimeError, f"Unknown {option} {choice!r}"
+                        RuntimeError, f"{option} is {choice!r}; it has to be"
                     ) as caught,
                 ):
-                    memory_budget.check_budget_options(budget)
+                    check_budget_options(budget)
                 for name in known:
                     self.assertIn(name, str(caught.exception))
         for choice in known:
             with config.patch({option: choice}):
-                memory_budget.check_budget_options(0.5)
+                check_budget_options(0.5)
 
     @unittest.skipIf(Custom is object, "any callable will do")
     def test_instances_and_other_callables(self):
@@ -264,13 +267,13 @@ class TestOptions(TestCase):
 
         for option, custom in ((SOLVER, SaveDearest), (ESTIMATOR, Estimator)):
             with config.patch({option: custom()}):
-                memory_budget.check_budget_options(0.5)
+                check_budget_options(0.5)
             for choice in (custom, len):
                 with (
                     config.patch({option: choice}),
-                    self.assertRaisesRegex(RuntimeError, "an instance of .*Custom"),
+                    self.assertRaisesRegex(RuntimeError, "or an instance of .*Custom"),
                 ):
-                    memory_budget.check_budget_options(0.5)
+                    check_budget_options(0.5)
 
 
 @instantiate_parametrized_tests

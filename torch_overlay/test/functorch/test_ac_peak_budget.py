@@ -9,10 +9,12 @@ draws random numbers, fit finite differences of the compiled forward itself.
 import functools
 import gc
 import inspect
+import itertools
 import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,6 +71,17 @@ AOT_KEEPING = aot_autograd(
     partition_fn=partitioners.min_cut_rematerialization_partition,
     keep_inference_input_mutations=True,
 )
+
+
+# What options are not, in any plan.
+WRONG = {
+    "activation_memory_budget_target": ("peek", None, True),
+    "activation_memory_peak_bytes": (0, -1, 1.5, "1GB", True, math.nan),
+    "activation_memory_peak_margin": (-0.1, math.nan, "5%", None, 1, True, 10**30),
+    "activation_memory_graph_calls": ("2", math.nan, 0, -1, 1.5, True, 10**30),
+    "activation_memory_peak_judge": ("2", math.nan, 1, -1, None, True, 10**30),
+    "drop_unread_arguments": ("no", None, 1),
+}
 
 
 @contextmanager
@@ -623,16 +636,22 @@ class PeakBudgetTest(TestCase):
 
     def test_wrong_settings(self):
         def ask(plan, without):
-            for value in (0, -1, 1.5, "1GB", True):
-                with self.assertRaisesRegex(RuntimeError, f"peak_bytes is {value!r}"):
-                    plan(0.5, peak_bytes=value)
-            with self.assertRaisesRegex(RuntimeError, "'peek': known are saved, peak"):
-                plan(0.5, target="peek")
-            with self.assertRaisesRegex(RuntimeError, "budget is 1.5"):
-                plan(1.5)
-            for value in (-0.1, math.nan, "5%", None):
-                with self.assertRaisesRegex(RuntimeError, f"margin is {value!r}"):
-                    plan(0.5, activation_memory_peak_margin=value)
+            short = {
+                "activation_memory_budget_target": "target",
+                "activation_memory_peak_bytes": "peak_bytes",
+            }
+            for option, values in WRONG.items():
+                if not hasattr(config, option):
+                    continue
+                for value, target in itertools.product(values, ("saved", "peak")):
+                    given = {"target": target, short.get(option, option): value}
+                    message = re.escape(f"{option} is {value!r}; it has to be")
+                    with self.assertRaisesRegex(RuntimeError, message):
+                        plan(0.5, **given)
+            for budget in (1.5, True, "0.5", torch.tensor(0.5)):
+                message = re.escape(f"budget is {budget!r}; it has to be")
+                with self.assertRaisesRegex(RuntimeError, message):
+                    plan(budget)
 
         self.planned(layers(dense, 1), ask)
 

@@ -8,6 +8,7 @@ inside of the graphs too.
 import contextlib
 import gc
 import logging
+import math
 import os
 import re
 import subprocess
@@ -906,6 +907,9 @@ class StepBudgetTest(TestCase):
         for message, options in (
             ("share is 2; it has to be a number from 0 to 1", {"share": 2}),
             ("share is 'x'", {"share": "x"}),
+            ("share is True", {"share": True}),
+            ("share is nan", {"share": math.nan}),
+            ("peak_bytes is True", {"peak_bytes": True}),
             ("peak_bytes is 0; it has to be a positive", {"peak_bytes": 0}),
             ("device_bytes is 1.5", {"device_bytes": 1.5}),
             ("give one of", {"share": 0.5, "peak_bytes": 1}),

@@ -87,16 +87,11 @@ def partition(
     """Split a joint graph by ``partitioner``, at the budget that the judge chooses.
 
     Where nothing asks for a judge, or it fails, that is the budget of the config.
-    Raises RuntimeError for a number of plans, or of bytes, that means nothing.
+    Raises RuntimeError as :func:`.check_budget_options` does.
     """
     count = functorch_config.activation_memory_peak_judge  # type: ignore[attr-defined]
-    if type(count) is not int or count < 0 or count == 1:
-        raise RuntimeError(
-            f"activation_memory_peak_judge is {count!r}; it has to be a number of plans, "
-            "at least 2, or 0 for none"
-        )
     budget = functorch_config.activation_memory_budget
-    if count and bounds_peak(budget):
+    if bounds_peak(budget) and count:
         try:
             started = time.perf_counter()
             candidates = _schedule_plans(
@@ -112,6 +107,7 @@ def partition(
                 )
                 return _choose(candidates, budget)
         except Exception as error:
+            log.debug("no judge of peaks", exc_info=error)
             log.warning(
                 "no judge of peaks, so they are the planner's estimates for this graph: "
                 "%s: %s",

@@ -39,11 +39,12 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
 from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
+from .budget_options import check_budget_options, KNEE
 from .knapsack import KNAPSACK_SOLVERS
 from .knapsack_exact import exact_knapsack, solve_knapsack
 from .liveness import CannotPlan, JointGraph
 from .random_ops import is_overwritten, must_run_once, NEVER, recomputable_nodes
-from .rerun_cost import concrete, rerun_cost, RUNTIME_UNITS
+from .rerun_cost import concrete, rerun_cost
 
 
 if TYPE_CHECKING:
@@ -52,21 +53,9 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
 
-try:
-    from torch._inductor.custom_graph_pass import (
-        CustomKnapsackSolver,
-        CustomRuntimeEstimator,
-    )
-except ImportError:  # Before 2.11, a solver could be any callable.
-    CustomKnapsackSolver = Callable  # type: ignore[assignment, misc]
-    CustomRuntimeEstimator = None  # type: ignore[assignment, misc]
-
 log = logging.getLogger(__name__)
 
 __all__ = ["ChosenPlan", "Knapsack", "Planner", "choose_plan"]
-
-# The name that asks for a lower budget where a lower one is the better trade.
-_KNEE = "dynamic_memory_budget_dp"
 
 # Plans whose recomputed runtimes differ by less are as fast, by any estimator.
 _NOISE = 1e-3
@@ -174,8 +163,7 @@ def choose_plan(
     budget's curve is plotted.  Warns where a plan keeps more than it may: one that a
     custom solver insists on, or where no model of the graph can be made.
 
-    Raises RuntimeError for a budget outside [0, 1], and for a solver or an estimator in
-    the config that is unknown, whether this graph needs them or not.
+    Raises RuntimeError as :func:`.check_budget_options` does.
     """
     check_budget_options(memory_budget)
     graph = Planner(joint_graph, node_info, num_fwd_outputs)
@@ -224,6 +212,7 @@ class Planner:
         try:
             return JointGraph(self.joint, self.info, self.num_fwd_outputs)
         except Exception as error:
+            log.debug("no model of live bytes", exc_info=error)
             name = type(error).__name__
             log.warning("this graph's budget is kept by estimate: %s: %s", name, error)
             return None
@@ -293,7 +282,7 @@ class Planner:
         def solved_at(
             budget: float, saved: list[int]
         ) -> tuple[Knapsack, int, list[fx.Node]]:
-            if name in ("exact", _KNEE):
+            if name in ("exact", KNEE):
                 saved = lightest(memory, runtimes, saved)
             again = [i for i in range(len(items)) if i not in {*saved}]
             values = cut(tuple(node for i in again for node in items[i].ops))
@@ -328,7 +317,7 @@ class Planner:
         )
         if config.visualize_memory_budget_pareto:
             # The knee search is shown by the curve that it searches.
-            solver = {**KNAPSACK_SOLVERS, _KNEE: exact_knapsack}.get(name, ask)
+            solver = {**KNAPSACK_SOLVERS, KNEE: exact_knapsack}.get(name, ask)
             points = budget_curve(
                 solved, lambda *at: solved_at(*at)[:2], solver, limits, cheap
             )
@@ -520,7 +509,7 @@ def ask_solver(
     """
     solver: Any = config.activation_memory_budget_solver
     if isinstance(solver, str):
-        if solver == _KNEE:
+        if solver == KNEE:
             solver, budget = "exact", knee_budget(memory, runtimes, budget)
         return KNAPSACK_SOLVERS[solver](memory, runtimes, budget)
     more = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
@@ -562,34 +551,6 @@ def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
                 "items, from 0 on, has to be named once"
             )
     return saved, recomputable
-
-
-def check_budget_options(memory_budget: float) -> None:
-    """Refuse a budget outside [0, 1], and a solver or an estimator that is unknown.
-
-    Raises RuntimeError with the value and with what would be valid.
-    """
-    try:
-        valid = 0 <= memory_budget <= 1
-    except TypeError:
-        valid = False
-    if not valid:
-        raise RuntimeError(
-            f"The activation memory budget is {memory_budget!r}; it has to be a number "
-            "from 0 (save the inputs only) to 1 (save what runs fastest)"
-        )
-    for option, known, custom in (
-        ("solver", (*KNAPSACK_SOLVERS, _KNEE), CustomKnapsackSolver),
-        ("runtime_estimator", (*RUNTIME_UNITS,), CustomRuntimeEstimator),
-    ):
-        option = f"activation_memory_budget_{option}"
-        choice = getattr(config, option)
-        if choice in known or (custom is not None and isinstance(choice, custom)):
-            continue
-        names = ", ".join(known)
-        if custom is not None:
-            names += f", an instance of {custom.__module__}.{custom.__name__}"
-        raise RuntimeError(f"Unknown {option} {choice!r}: known are {names}")
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:

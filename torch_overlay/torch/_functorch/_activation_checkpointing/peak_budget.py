@@ -42,6 +42,7 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 from torch._functorch import config
 
 from . import memory_budget, saved_report
+from .budget_options import check_budget_options
 from .fused_peak import FusedJointGraph
 from .liveness import Evaluation, JointGraph
 from .memory_budget import activation_bytes, ChosenPlan, Planner
@@ -74,8 +75,6 @@ __all__ = [
     "rerun_costs",
     "search",
 ]
-
-_TARGETS = ("saved", "peak")
 
 # Places at which checkpoints may stand: of the minima, the narrowest by these shares.
 _SHARES = (1, 0.75, 0.5, 0.25)
@@ -211,29 +210,13 @@ class PeakPlan(saved_report.Plan):
 def bounds_peak(budget: float) -> bool:
     """Whether the config asks for a plan by peak memory at that budget.
 
-    Raises RuntimeError for a target, a number of bytes or a margin that means nothing.
+    Raises RuntimeError as :func:`.check_budget_options` does.
     """
+    check_budget_options(budget)
     limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
-    margin = config.activation_memory_peak_margin  # type: ignore[attr-defined]
     target = config.activation_memory_budget_target  # type: ignore[attr-defined]
-    if target not in _TARGETS:
-        raise RuntimeError(
-            "Unknown activation_memory_budget_target "
-            f"{target!r}: known are {', '.join(_TARGETS)}"
-        )
-    if limit is not None and (type(limit) is not int or limit <= 0):
-        raise RuntimeError(
-            f"activation_memory_peak_bytes is {limit!r}; it has to be a positive number "
-            "of bytes, or None"
-        )
-    if not (isinstance(margin, (int, float)) and 0 <= margin < math.inf):
-        raise RuntimeError(
-            f"activation_memory_peak_margin is {margin!r}; it has to be a share of the "
-            "peak, 0 or more"
-        )
     by_budget = limit is None and (target == "saved" or budget == 1)
-    # A budget that is none gets the error of one for saved bytes.
-    return not by_budget and 0 <= budget <= 1
+    return not by_budget
 
 
 def choose_plan(
@@ -271,6 +254,7 @@ def choose_plan(
         if not fused or plan is not curve.fastest:
             saved = graph.saved_values(graph.evaluate(plan.storages).saved)
     except Exception as error:
+        log.debug("no plan by peak memory", exc_info=error)
         log.warning(
             "no plan by peak memory, so the budget of %s is one of saved bytes for this "
             "graph: %s: %s",

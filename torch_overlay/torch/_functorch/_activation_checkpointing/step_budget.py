@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from . import memory_budget, peak_budget, saved_report
+from .budget_options import is_number
 from .memory_budget import activation_bytes, ChosenPlan
 from .rerun_cost import concrete
 from .saved_report import format_bytes
@@ -152,9 +153,7 @@ class StepBudget:
         given = {name: value for name, value in asked.items() if value is not None}
         if len(given) + (share is not None) > 1:
             raise ValueError("give one of share, peak_bytes and device_bytes")
-        if share is not None and not (
-            isinstance(share, (int, float)) and 0 <= share <= 1
-        ):
+        if share is not None and not is_number(share, 0, 1):
             raise ValueError(f"share is {share!r}; it has to be a number from 0 to 1")
         for name, value in given.items():
             if type(value) is not int or value <= 0:
