@@ -1081,6 +1081,7 @@ class PeakBudgetTest(TestCase):
 
         with config.patch(activation_memory_peak_margin=0.25):
             self.assertEqual(self.fused(joint).margin, 0.25)
+        self.assertFalse(hasattr(self.fused(joint), "lower_bound"))
 
     def test_kernels_of_many_plans(self):
         def chain(primals_x, primals_w, tangents_y):

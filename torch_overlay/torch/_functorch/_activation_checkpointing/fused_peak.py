@@ -144,6 +144,11 @@ class FusedJointGraph(JointGraph):
         self._joined_in_backward = _concatenations(self._in_backward)
         self._joined_in_forward = _concatenations(self._in_forward)
 
+    @property
+    def lower_bound(self) -> int:
+        """Not offered: that of operators does not hold for kernels."""
+        raise AttributeError("no lower bound is known for inductor's kernels")
+
     def releasing(self, inputs: Mapping[int, int]) -> FusedJointGraph:
         graph = cast(FusedJointGraph, super().releasing(inputs))
         # Of its arguments, inductor writes over those alone that the forward made.
