@@ -41,6 +41,7 @@ from torch._functorch._activation_checkpointing import (
 from torch._functorch._activation_checkpointing.fused_peak import FusedJointGraph
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
 from torch._functorch._activation_checkpointing.peak_budget import PeakPlan
+from torch._functorch._activation_checkpointing.rerun_cost import rerun_cost
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._functorch.compilers import nop
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -689,13 +690,28 @@ class PeakBudgetTest(TestCase):
         with self.assertNoLogs(peak_budget.log, "WARNING"):
             self.planned(layers(dense, 2), ask)
         flops, roofline, testing, *by_own = by_name
-        # Two products and a reduction have a cost, unless bytes count as well.
-        product = 2 * 32 * 8 * 8
+        # Two products and a reduction have a cost, unless bytes count as well.  These
+        # products are so small that they move more bytes than they take FLOP.
+        product = 8 * (32 * 8 + 8 * 8 + 32 * 8)
         self.assertEqual([c for c in flops if c], [product, product, 1])
         self.assertGreater(min(roofline), 0)
         self.assertEqual([c for c in testing if c], [1, 1, 1])
         for elements in by_own:
             self.assertEqual([c for c in elements if c], [32 * 8, 32 * 8, 1])
+
+    def test_custom_operators_have_the_price_that_they_have_elsewhere(self):
+        def ask(graph, cheapest, expensive, fastest):
+            costs = dict(zip(graph.nodes, peak_budget.rerun_costs(graph, expensive)))
+            (node,) = (node for node in costs if "tick" in str(node.target))
+            return costs[node], rerun_cost(node)
+
+        def function(x, w):
+            return (tick(x @ w).sin() @ w).exp().sum()
+
+        given = case(function, *(square(*shape) for shape in ((32, 8), (8, 8))))
+        _, (price, elsewhere) = self.watched(given, "search", ask)
+        self.assertEqual(price, elsewhere)
+        self.assertEqual(price, 2 * 8 * 32 * 8)
 
     def test_the_cache_tells_plans_apart(self):
         given = layers(torch.matmul, 1)

@@ -47,7 +47,7 @@ from .fused_peak import FusedJointGraph
 from .liveness import Evaluation, JointGraph
 from .memory_budget import activation_bytes, ChosenPlan, Planner
 from .random_ops import must_run_once
-from .rerun_cost import flops, rerun_cost, roofline
+from .rerun_cost import is_costly, rerun_cost, roofline
 
 
 if TYPE_CHECKING:
@@ -309,18 +309,19 @@ def build_curve(
 def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:
     """What it costs to repeat each operator, by the estimator of the config.
 
-    As for the knapsack, only what a min cut does not recompute freely has a cost,
-    unless the estimator knows better.
+    As for the knapsack, only what a min cut does not recompute freely has a cost, which
+    is the same.  But "roofline" charges all bytes, and "flops" all that is not fused.
     """
     estimator = config.activation_memory_budget_runtime_estimator
     if estimator == "roofline":
         return [roofline(node) for node in graph.nodes]
-    if estimator == "flops":
-        return [max(flops(node), node in expensive) for node in graph.nodes]
-    return [
-        rerun_cost(node) if node in expensive and not must_run_once(node) else 0
-        for node in graph.nodes
-    ]
+
+    def has_cost(node: fx.Node) -> bool:
+        if estimator == "flops" and is_costly(node):
+            return True
+        return node in expensive and not must_run_once(node)
+
+    return [rerun_cost(node) if has_cost(node) else 0 for node in graph.nodes]
 
 
 def search(

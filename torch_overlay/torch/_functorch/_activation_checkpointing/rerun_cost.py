@@ -1,8 +1,8 @@
 """What it costs to run a node of the forward again.
 
-By the estimator "flops", an operator costs its FLOP.  One that no compiler fuses and
-that has no formula costs the bytes that it moves, as FLOP: little beside a product, and
-never nothing.  What a custom operator costs is said by
+By the estimator "flops", an operator costs its FLOP, and one that no compiler fuses at
+least the bytes that it moves, as FLOP: little beside a product, and never nothing, also
+of a custom operator or a kernel of a user's own.  What a custom operator costs is said by
 ``torch.utils.flop_counter.register_flop_formula``.  All others, sums say, cost 1.
 "roofline" counts the bytes of all of them as the arithmetic that an accelerator would
 have done meanwhile (Williams, Waterman and Patterson, "Roofline: an insightful visual
