@@ -109,7 +109,7 @@ def to_renamed_function(place):
 
 
 def to_latin(place):
-    rewrite(place, lambda content: content + "# caf\xe9\n".encode("latin-1"))
+    rewrite(place, lambda content: content + b"# \xe9\n")
 
 
 def to_null_byte(place):
