@@ -48,6 +48,12 @@ unconstrained_pip() {
     "$PYTHON" -m pip --disable-pip-version-check "$@"
 }
 
+# quiet COMMAND: what it prints is shown only if it fails.
+quiet() {
+  local said
+  said=$("$@" 2>&1) || { local status=$?; echo "$said" >&2; return $status; }
+}
+
 # The .venv with torch and the pinned requirements; nothing to do where it is current.
 ensure_environment() {
   local wanted base
@@ -58,7 +64,7 @@ ensure_environment() {
   "$base" -m venv --clear "$VENV"
   # pip would make the bytecode on one core; trees that tests link or copy need it, and
   # of a library of four hundred models hardly anything is imported.
-  unconstrained_pip install --quiet --no-compile \
+  quiet unconstrained_pip install --quiet --no-compile \
     "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
   "$PYTHON" -m compileall -q -j 0 -x '/transformers/models/' "$VENV/lib" >/dev/null || true
   echo "$wanted" >"$VENV/.complete"

@@ -69,6 +69,35 @@ def test_environment_is_free_of_constraints_but_not_of_the_index(machine, pip, c
     ), done.stderr
 
 
+@pytest.mark.parametrize("version, code", [("2.0", 0), ("3.0", 1)])
+def test_pip_speaks_only_where_it_fails(machine, version, code):
+    made_up_wheel(machine, CAPPED, "2.0", "py3-none-any")
+    settings = machine / "pip.conf"
+    nowhere = f"find-links = {machine} {machine / 'nowhere'}"
+    settings.write_text(
+        settings.read_text().replace(f"find-links = {machine}", nowhere)
+    )
+    words = f"install --quiet --target {machine / 'there'} {CAPPED}=={version}"
+    script = f"set -e; source scripts/environment.sh; PYTHON=$1; %s {words}"
+    said = {}
+    for pip in ("quiet unconstrained_pip", "unconstrained_pip"):
+        done = subprocess.run(
+            ["bash", "-c", script % pip, "bash", sys.executable],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        said[pip] = done.stdout + done.stderr
+    assert "nowhere' is ignored" in said["unconstrained_pip"]
+    reason = f"No matching distribution found for {CAPPED}=={version}"
+    if code:
+        assert reason in said["quiet unconstrained_pip"]
+    else:
+        assert said["quiet unconstrained_pip"] == ""
+
+
 def test_tree_is_free_of_constraints_but_not_of_the_index(machine, monkeypatch):
     monkeypatch.setattr(releases, "TREES", machine / "trees")
     made_up_wheel(machine, "torch", "2.99.0", "cp312-cp312-macosx_14_0_arm64")
