@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train a small transformer under activation memory budgets and show who keeps them.
 
 Run it through scripts/quickstart.sh, which assembles and patches a PyTorch

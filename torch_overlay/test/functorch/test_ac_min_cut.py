@@ -5,6 +5,7 @@ import random
 from unittest.mock import patch
 
 import networkx as nx
+
 import torch
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing.min_cut import minimum_cut

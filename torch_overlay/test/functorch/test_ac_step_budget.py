@@ -19,10 +19,11 @@ import weakref
 from datetime import timedelta
 from unittest import mock
 
+from test_ac_peak_budget import in_two_ranks, needs_two_ranks
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_ac_peak_budget import in_two_ranks, needs_two_ranks
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters

@@ -6,9 +6,10 @@ import unittest
 from contextlib import contextmanager, ExitStack
 from unittest.mock import patch
 
+from test_buffer_reuse import live_at_most
+
 import torch
 import torch.nn.functional as F
-from test_buffer_reuse import live_at_most
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch._functorch._activation_checkpointing import (
@@ -17,8 +18,7 @@ from torch._functorch._activation_checkpointing import (
     step_budget,
 )
 from torch._functorch.compilers import nop
-from torch._inductor import compile_fx, peak_judge
-from torch._inductor import config as inductor_config
+from torch._inductor import compile_fx, config as inductor_config, peak_judge
 from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
