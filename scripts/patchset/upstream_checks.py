@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from . import tree_linters
 from .commits import git
 from .patch import Patch, REPOSITORY
 from .target import Conflict, Target
 
 
-# What of upstream's pyproject.toml (of 2.15) bears on what the set changes: not every
-# tree comes with one, and its lintrunner needs the network. The overlay runs on
+# What of upstream's pyproject.toml (of 2.15) bears on what the set changes, for trees
+# that come without linters: those made of a wheel, and the overlay. The overlay runs on
 # Python 3.9, so `Optional[X]` is no fault.
 SETTINGS = """
 [tool.usort]
@@ -75,8 +76,11 @@ class Check(NamedTuple):
 def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
     """Yield the outcome of every linter and test on the branch."""
     with _work_tree(target, branch) as tree:
-        yield _lint(tree)
-        yield from _test(tree, patch)
+        linked = _run(
+            [sys.executable, "scripts/checkout.py", "link", str(tree)], REPOSITORY
+        )
+        yield from _lint(tree, built=not linked.returncode)
+        yield from _test(tree, patch, linked)
 
 
 @contextmanager
@@ -120,17 +124,26 @@ def run_test(
         )
 
 
-def _lint(tree: Path) -> Check:
-    """Whether the topic's own commit brings no finding, those below it aside."""
+def _lint(tree: Path, built: bool) -> Iterator[Check]:
+    """Whether the topic's own commit brings no finding, those below it aside.
+
+    By the tree's own linters, or, in one that came without, by some of upstream's.
+    """
+    changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree).stdout.split()
+    if (tree / tree_linters.CONFIG).is_file():
+        new, ran, missing = tree_linters.lint(tree, changed, built)
+        yield Check(f"lintrunner: {', '.join(ran)}", not new, "\n".join(new))
+        for code, reason in missing.items():
+            yield Check(f"lintrunner: {code}", None, reason)
+        return
     before, after = {}, {}
-    changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree)
-    for path in changed.stdout.split():
+    for path in changed:
         after[path] = (tree / path).read_text()
         shown = _run(["git", "show", f"HEAD^:{path}"], tree)
         if not shown.returncode:
             before[path] = shown.stdout
     new = new_findings(before, after)
-    return Check("usort and ruff, by upstream's settings", not new, "\n".join(new))
+    yield Check("usort and ruff, by upstream's settings", not new, "\n".join(new))
 
 
 def new_findings(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -163,9 +176,9 @@ def _said(files: dict[str, str]) -> Counter[tuple[str, str]]:
     return found
 
 
-def _test(tree: Path, patch: Patch) -> Iterator[Check]:
-    command = [sys.executable, "scripts/checkout.py", "link", str(tree)]
-    linked = _run(command, REPOSITORY)
+def _test(
+    tree: Path, patch: Patch, linked: subprocess.CompletedProcess[str]
+) -> Iterator[Check]:
     commands: list[tuple[str, ...]] = [(patch.test,)]
     commands += [test for test in TESTS if (tree / test[0]).is_file()]
     for words in commands:
