@@ -198,7 +198,8 @@ def test_trees_own_linters_pass_a_topic(source_tree, bodies, capsys):
 
 def test_trees_own_linters_tell_new_findings_from_old(source_tree):
     path = "torch/_functorch/made_up.py"
-    for text in ("x = 1  # type: ignore\n", "x = 1  # type: ignore\ny  = 2 \n"):
+    old = "x = 1  # type: " + "ignore\n"
+    for text in (old, old + "y  = 2 \n"):
         (source_tree / path).write_text(text)
         commit_all(source_tree)
     git(source_tree, "checkout", "--quiet", "--detach")
