@@ -27,12 +27,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     budget = StepBudget(share=0.2)
     for _ in range(4):
-        batch, labels = torch.randn(1024, 128), torch.randint(10, (1024,))
+        batch = torch.randn(1024, 128)
+        labels = batch[:, :10].argmax(dim=1)
         with budget:
             loss = nn.functional.cross_entropy(model(batch), labels)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        print(f"loss: {loss.item():.3f}")
     print(budget)
 
 

@@ -3,8 +3,10 @@
     >>> budget = StepBudget(share=0.2)
     >>> for batch in data:
     ...     with budget:
-    ...         model(batch).sum().backward()
+    ...         loss = model(batch)
+    ...         loss.backward()
     ...         optimizer.step()
+    ...         optimizer.zero_grad()
     >>> print(budget)
 
 A budget of a graph says little about a step that runs several, or one many times: what
