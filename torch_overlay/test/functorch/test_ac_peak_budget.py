@@ -1088,9 +1088,10 @@ class PeakBudgetTest(TestCase):
         chosen = {109: 100, 153: 100, 154: 140, 208: 140, 209: 190, 220: 200}
         for asked, planned in chosen.items():
             self.assertEqual(curve.within(asked).peak, planned)
-        # Where nothing is sure to be lower than budget 1, there is no reason to repeat.
+        # Where nothing is sure to be lower than budget 1, estimates are compared.
         curve = peak_budget.Curve(plans, plans[-1], 1.0)
-        self.assertEqual(curve.within(curve.allowed(0)), plans[-1])
+        chosen = [curve.within(curve.allowed(k / 4)).peak for k in range(5)]
+        self.assertEqual(chosen, [100, 100, 140, 140, 200])
 
         def joint(x, w):
             return (x @ w,)
@@ -1098,6 +1099,27 @@ class PeakBudgetTest(TestCase):
         with config.patch(activation_memory_peak_margin=0.25):
             self.assertEqual(self.fused(joint).margin, 0.25)
         self.assertFalse(hasattr(self.fused(joint), "lower_bound"))
+
+    def test_budget_zero_is_the_lowest_peak_whatever_the_margin(self):
+        def ask(plan, without):
+            low, *more = (plan(k / 10, fused=True).peak for k in range(10))
+            self.assertLess(low.floor, low.fastest)
+            self.assertGreater(1.05 * low.floor, low.fastest)
+            self.assertEqual(low.predicted, low.floor)
+            peaks = [peak.predicted for peak in (low, *more)]
+            self.assertEqual(peaks, sorted(peaks))
+            for peak in (low, *more):
+                self.assertLessEqual(1.05 * peak.predicted, peak.allowed + 1)
+
+        def function(x, head, *weights):
+            for w in weights:
+                x = dense(x, w)
+            return (x @ head).exp().sum()
+
+        # The head's logits are most of what is live, in any plan.
+        shapes = (32, 8), (8, 512), (8, 8), (8, 8)
+        given = case(function, *(square(*shape) for shape in shapes))
+        self.planned(given, ask)
 
     def test_kernels_of_many_plans(self):
         def chain(primals_x, primals_w, tangents_y):

@@ -126,14 +126,14 @@ class Curve:
         return self.plans[0].peak
 
     def allowed(self, budget: float) -> int:
-        """The peak in bytes that a budget allows.
+        """The peak in bytes that a budget allows: at 0, what the lowest may turn out as.
 
-        Where the margin leaves nothing between the floor and budget 1, that of budget 1.
+        Where that is as much as the peak of budget 1, both ends have the margin.
         """
-        floor = self.at_most(self.plans[0])
-        if floor >= self.fastest.peak:
-            return self.at_most(self.fastest)
-        return allowed_peak(budget, floor, self.fastest.peak)
+        floor, top = self.at_most(self.plans[0]), self.fastest.peak
+        if floor >= top:
+            top = self.at_most(self.fastest)
+        return allowed_peak(budget, floor, top)
 
     def at_most(self, plan: PlannedPeak) -> int:
         """What a plan's peak may turn out to be, in bytes."""
