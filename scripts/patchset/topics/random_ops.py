@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from ..patch import Edit, PARTITIONERS, Patch
+from ..patch import Edit, module_path, PARTITIONERS, Patch
 
 
-RANDOM_OPS = "torch/_functorch/_activation_checkpointing/random_ops.py"
 CHOOSE = "choose_saved_values_set"
 _CONFIG = "\nfrom . import config\n"
 IMPORT = "from ._activation_checkpointing import random_ops\n"
+_CLASSIFIED = "    # networkx blows up on graphs with no required backward nodes\n"
 _NO_INPUTS_YET = """\
             ban_if_not_in_allowlist=False,
         )
@@ -14,7 +14,7 @@ _NO_INPUTS_YET = """\
 
 PATCH = Patch(
     name="random-ops",
-    subject="Never recompute random ops under an activation memory budget",
+    subject="Never recompute random ops, or what decides what is read",
     why="""\
 At any budget below 1, and with aggressive_recomputation at every budget, the
 backward draws new random numbers: the gradients of a net with dropout are off by
@@ -28,10 +28,21 @@ the cut: it saves dropout's mask, or inductor's seed, not the noise. Attention
 without dropout carries the tag and stays recomputable, user tags keep their
 meaning, and plans of nets without randomness do not change. Effectful ops and
 MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
+
+So are decisions. Inductor may round or add up in another way when the backward
+repeats a value, and a top-k, a sort or a comparison that becomes an index then reads
+other elements than the forward did: in bf16 on a CPU, a recomputed router sends some
+tokens to other experts. A decision is recognized by what the graph does with the
+integers and masks that it makes of floats. The integers are saved; a mask that only
+selects between two values of an element, as a ReLU's, may still be recomputed.
 """,
-    trailers=("Fixes: #190758", "Fixes: #190717"),
+    trailers=("Fixes: #190758", "Fixes: #190717", "See also: #186572"),
     test="test/functorch/test_ac_random_ops.py",
-    sources=(RANDOM_OPS,),
+    sources=(
+        module_path("random_ops"),
+        module_path("decisions"),
+        "test/functorch/test_ac_decisions.py",
+    ),
     edits=(
         Edit(
             PARTITIONERS,
@@ -59,6 +70,23 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
             replacement='            return "must not run twice"\n',
             inside="should_ban_recomputation",
             since=(2, 11),
+        ),
+        *(
+            Edit(
+                PARTITIONERS,
+                anchor=_CLASSIFIED,
+                replacement=f"""\
+    random_ops.mark_decisions(joint_graph, node_info.{backward})
+
+{_CLASSIFIED}""",
+                inside="min_cut_rematerialization_partition",
+                since=since,
+                until=until,
+            )
+            for backward, since, until in (
+                ("required_bw_nodes", (2, 10), (2, 10)),
+                ("tangents_closure", (2, 11), None),
+            )
         ),
         Edit(
             PARTITIONERS,
@@ -110,6 +138,8 @@ MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
     "(pytorch/pytorch#190758)",
     risks="""\
 Plans of nets with random ops change: they save a mask or a seed that used to be drawn
-again, with other numbers. Plans of nets without randomness do not change.
+again, with other numbers. Plans of nets that route or sort save the positions, at every
+budget and under checkpoints, unless a MUST_RECOMPUTE tag insists. Other plans do not
+change.
 """,
 )

@@ -52,6 +52,19 @@ class Layer(nn.Module):
         return x + self.down(F.dropout(inner, self.dropout))
 
 
+class Routed(nn.Module):
+    """Each token is scaled by two of eight experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8)
+        self.experts = nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, x):
+        weights, chosen = self.router(self.norm(x)).softmax(-1).topk(2)
+        return x + (self.experts[chosen] * weights.unsqueeze(-1)).sum(-2)
+
+
 def transformer(layers=4, dropout=0.0):
     torch.manual_seed(0)
     return nn.Sequential(*(Layer(dropout) for _ in range(layers)))
@@ -220,6 +233,16 @@ class MemoryPolicyTest(TestCase):
             model += nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
             model += nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU())
         self.check_model(model)
+
+    def test_routing_is_decided_once(self):
+        model = nn.Sequential()
+        for layer in transformer():
+            model += nn.Sequential(layer, Routed())
+        for gm in self.check_model(model):
+            routers = gm.graph.find_nodes(
+                op="call_function", target=torch.ops.aten.topk.default
+            )
+            self.assertEqual(len(routers), 4)
 
     def test_optimizer_in_the_graph(self):
         self.check_model(transformer(layers=6), update=True)

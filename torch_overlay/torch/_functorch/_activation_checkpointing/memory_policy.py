@@ -21,6 +21,7 @@ from torch._functorch import partitioners
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .decisions import mark_decisions
 from .liveness import CannotPlan, JointGraph
 from .peak_budget import Peak, search
 from .random_ops import is_replayed, must_run_once
@@ -83,6 +84,7 @@ def tag_for_peak(
     main = max(runs, key=len)
     start, stop = main[0], main[-1] + 1
     others = [nodes[i] for run in runs if run is not main for i in run]
+    mark_decisions(joint.graph, set(nodes[start:]))
     _save_what_runs_once(nodes[:start], others)
     graph = _model(nodes, start, stop)
     costly = OrderedSet(node for node in nodes[:start] if is_costly(node))

@@ -1,9 +1,11 @@
 """Nodes that a compiled forward and its backward must not both run.
 
 A node that draws random numbers draws other ones when it runs again, and the gradient
-then belongs to another forward; an effectful node would have its effect twice. It is
-enough that every path from such a node to the backward goes through a saved value: what
-is kept of a dropout is its boolean mask, and of inductor's random numbers their seed.
+then belongs to another forward; an effectful node would have its effect twice; and one
+that decides what is read may decide otherwise (see :mod:`.decisions`). It is enough that
+every path from such a node to the backward goes through a saved value: what is kept of a
+dropout is its boolean mask, of inductor's random numbers their seed, and of a router the
+numbers of the experts.
 """
 
 from __future__ import annotations
@@ -19,10 +21,24 @@ from torch._functorch._aot_autograd.utils import is_with_effects
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .decisions import is_decision, mark_decisions, subgraphs
+
 
 if TYPE_CHECKING:
     from torch._functorch.partitioners import NodeInfo
 
+
+__all__ = [
+    "NEVER",
+    "draw_on_one_side",
+    "is_collective",
+    "is_overwritten",
+    "is_random",
+    "is_replayed",
+    "mark_decisions",
+    "must_run_once",
+    "recomputable_nodes",
+]
 
 # What the partitioner sets as ``dist_from_bw`` where no path leads to the backward.
 NEVER = int(1e9)
@@ -49,7 +65,8 @@ def is_replayed(node: fx.Node) -> bool:
 
     ``functionalize_rng_ops`` lets both runs of a tagged operator draw the same
     numbers. It cannot do so for a random higher-order operator: that one and the
-    parts of its result are not replayed, whatever their tag.
+    parts of its result are not replayed, whatever their tag. Nor is a decision, unless
+    ``MUST_RECOMPUTE`` insists: plain checkpoints tag all that they run.
     """
     policy = node.meta.get("recompute")
     if policy not in (
@@ -60,26 +77,17 @@ def is_replayed(node: fx.Node) -> bool:
     origin = node
     while origin.target is operator.getitem:
         origin = origin.all_input_nodes[0]
+    if is_decision(origin) and policy == CheckpointPolicy.PREFER_RECOMPUTE:
+        return False
     is_higher_order = isinstance(origin.target, torch._ops.HigherOrderOperator)
     return not (is_higher_order and _runs_random(origin))
-
-
-def subgraphs(node: fx.Node) -> list[fx.Graph]:
-    """The graphs that the call of a higher-order operator runs."""
-    module = node.graph.owning_module
-    attributes = [
-        operator.attrgetter(str(argument.target))(module)
-        for argument in node.all_input_nodes
-        if argument.op == "get_attr" and module is not None
-    ]
-    return [each.graph for each in attributes if isinstance(each, fx.GraphModule)]
 
 
 def must_run_once(node: fx.Node) -> bool:
     """Whether ``node``, if the forward runs it, must not be run by the backward too.
 
-    True for random and effectful nodes, for collectives and for those tagged
-    ``MUST_SAVE``, False for a node that is replayed.
+    True for random and effectful nodes, for decisions, for collectives and for those
+    tagged ``MUST_SAVE``, False for a node that is replayed.
     """
     if is_replayed(node):
         return False
@@ -87,6 +95,7 @@ def must_run_once(node: fx.Node) -> bool:
         node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
         or is_collective(node)
         or is_with_effects(node)
+        or is_decision(node)
         or is_random(node)
     )
 
@@ -123,7 +132,7 @@ def draw_on_one_side(joint_graph: fx.Graph, node_info: NodeInfo, nx_graph: Any) 
     The backward may draw such numbers (a custom backward's, say), but not again once a
     value made of them is saved. So the edges that are added to ``nx_graph``, a
     networkx.DiGraph, keep every node that depends on them out of the forward unless
-    they are drawn there.
+    they are drawn there. Decisions are treated alike.
     """
     drawn: OrderedSet[fx.Node] = OrderedSet()
     for node in joint_graph.nodes:
@@ -137,7 +146,7 @@ def draw_on_one_side(joint_graph: fx.Graph, node_info: NodeInfo, nx_graph: Any) 
                 capacity=math.inf,
                 reason="must run where its random numbers are drawn",
             )
-        if needed or is_random(node):
+        if needed or is_random(node) or is_decision(node):
             drawn.add(node)
 
 

@@ -18,7 +18,7 @@ from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from .random_ops import subgraphs
+from .decisions import subgraphs
 
 
 if TYPE_CHECKING:
