@@ -142,22 +142,7 @@ def test_each_plan_is_measured_once():
         asked.append(budget)
         return {"peak": abs(budget - 0.6)}
 
-    coarse = sweep.coarsely(graphs, measure, sweep.BUDGETS)
-    assert 1 < len(coarse) < 8 and asked == [max(s["budgets"]) for s in coarse]
-    assert [b for step in coarse for b in step["budgets"]] == [*sweep.BUDGETS]
     steps = sweep.measured(graphs, measure)
-    least = sweep.lowest(steps)
-    (budgets,) = (
-        s["budgets"] for s in coarse if s["peak"] == sweep.lowest(coarse)["peak"]
-    )
-    finer = [b for step in steps[len(coarse) :] for b in step["budgets"]]
-    assert finer == sweep.beside(budgets)
-    assert least["peak"] == min(step["peak"] for step in steps)
-
-
-def test_finer_budgets_lie_between_a_plan_and_its_neighbours():
-    assert sweep.beside([0.0]) == [n / 256 for n in range(7, 0, -1)]
-    finer = sweep.beside([0.15625, 0.125])
-    assert len(finer) == 14
-    assert (max(finer), min(finer)) == (0.1875 - 1 / 256, 0.09375 + 1 / 256)
-    assert not [b for b in finer if 0.125 <= b <= 0.15625]
+    assert 1 < len(steps) < 8 and asked == [max(s["budgets"]) for s in steps]
+    assert [b for step in steps for b in step["budgets"]] == [*sweep.BUDGETS]
+    assert sweep.lowest(steps)["peak"] == min(step["peak"] for step in steps)

@@ -526,7 +526,8 @@ def page(data: dict[str, Any]) -> str:
             "floor: at budget 0. no plan below: what single steps of the backward need "
             "anyway, mostly for parameter gradients. ours / upstream's at most: the worst "
             "of upstream's plans (its budget) against ours at no more flops. "
-            f"{sweep.HOW}\n\n" + lowest_table(rows)
+            f"budgets: how many of upstream's were tried. {sweep.HOW}\n\n"
+            + lowest_table(rows)
         )
     if "inductor" in kinds:
         text += (

@@ -127,7 +127,7 @@ def swept(task: fresh.Task) -> list[Row]:
     def measure(budget: float) -> Row:
         return first if budget == most else measure_plan(task, budget)
 
-    return sweep.coarsely(graphs, measure, task["budgets"])
+    return sweep.measured(graphs, measure, task["budgets"])
 
 
 def measure_plan(task: fresh.Task, budget: float) -> Row:

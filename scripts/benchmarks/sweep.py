@@ -29,9 +29,7 @@ from benchmarks.results import Row
 from benchmarks.tracing import BACKENDS
 
 
-# Budgets are multiples of the one, and beside the lowest peak of these of the other.
-COARSE, FINE = 32, 256
-BUDGETS = tuple(n / COARSE for n in range(COARSE, -1, -1))
+BUDGETS = tuple(n / 100 for n in range(100, -1, -1))
 # Gradients of the same operators differ by less.
 SAME = 1e-5
 # Forward and backward of a graph, by budget.
@@ -80,29 +78,10 @@ def measured(
 ) -> list[Row]:
     """What ``measure`` finds of each plan, once, with all ``budgets`` that give it.
 
-    Of ``budgets``, then of finer ones beside the lowest ``peak``. Costs a partition for
-    each budget and graph.
+    Costs a partition for each budget and graph.
     """
-    steps = coarsely(graphs, measure, budgets)
-    finer = beside(lowest(steps)["budgets"])
-    return steps + coarsely(graphs, measure, finer)
-
-
-def coarsely(
-    graphs: Sequence[Split], measure: Callable[[float], Row], budgets: Sequence[float]
-) -> list[Row]:
-    """The same of ``budgets`` alone."""
     plans = distinct(budgets, graphs)
     return [{"budgets": plan, **measure(plan[0])} for plan in plans]
-
-
-def beside(plan: Sequence[float]) -> list[float]:
-    """Finer budgets, between those of a plan and the next ones of the sweep."""
-    per_step = FINE // COARSE
-    above, below = round(max(plan) * FINE), round(min(plan) * FINE)
-    finer = [*range(above + per_step - 1, above, -1)]
-    finer += range(below - 1, below - per_step, -1)
-    return [n / FINE for n in finer if 0 < n < FINE]
 
 
 def splits(
@@ -175,6 +154,6 @@ def count(steps: Sequence[Row]) -> int:
 
 
 HOW = (
-    f"Upstream's lowest is that of all multiples of 1/{COARSE} from 0 to 1, and beside "
-    f"their lowest of 1/{FINE}; plans with wrong gradients are left out."
+    "Upstream's lowest is of budgets from 0 to 1 at every 1/32 or finer, plans with wrong "
+    "gradients left out."
 )
