@@ -82,6 +82,7 @@ ROWS = [
         "steps": [
             {
                 "budget": b,
+                "budgets": schedule.SWEPT[:-1] if b else [0.0],
                 "peak": p,
                 "flops": f,
                 "estimated": p,
@@ -120,6 +121,11 @@ def test_each_mark_fails_where_it_should(kind, entry, value, what):
         if row["kind"] == kind:
             row["steps"][1][entry] = value
     check_marks(schedule.judged(rows), what, 8)
+
+
+def test_a_lowest_peak_is_only_told_of_a_sweep():
+    rows = copy.deepcopy(ROWS)
+    assert "not swept" not in schedule.peaks(rows)
 
 
 def test_a_net_measured_anew_replaces_its_rows(tmp_path):
