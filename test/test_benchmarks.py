@@ -19,7 +19,6 @@ from benchmarks import (
     fresh,
     nets,
     results,
-    sweep,
     techniques,
 )
 from benchmarks import compile as compile_parts
@@ -226,12 +225,13 @@ def test_technique_saves_and_recomputes(name, budget, saved, recomputed):
 def test_the_sweep_of_upstreams_budgets_gives_its_lowest():
     torch._dynamo.reset()
     common = {"model": own(chain), "device": "cpu", "modules": techniques.MODULES}
-    task = techniques.sweep_of_upstream({**common, "backend": techniques.OPERATORS})
+    common["backend"], budgets = techniques.OPERATORS, (1.0, 0.8, 0.5, 0.0)
+    task = techniques.sweep_of_upstream(common, budgets)
     assert task["torch"] == fresh.UNTOUCHED
     row = {**task, **techniques.measure(task)}
     peaks = [step["peak"] for step in row["sweep"]]
     assert row["peak_bytes"] == min(peaks)
-    assert [b for s in row["sweep"] for b in s["budgets"]] == [*sweep.BUDGETS]
+    assert [b for s in row["sweep"] for b in s["budgets"]] == [*budgets]
     larger = {**technique(techniques.UPSTREAM, 0.5), "technique": techniques.UPSTREAM}
     assert larger["peak_bytes"] in peaks
     found = techniques.lowest([{**larger, "budget": 0.5}, row], techniques.UPSTREAM)

@@ -253,7 +253,7 @@ def swept_at_once(task: fresh.Task) -> list[Row]:
         backend.budget = budget
         return {"peak": recorded(step).peak}
 
-    return sweep.measured(backend.graphs, measure)
+    return sweep.measured(backend.graphs, measure, task["budgets"])
 
 
 def swept_singly(task: fresh.Task) -> list[Row]:
@@ -268,7 +268,7 @@ def swept_singly(task: fresh.Task) -> list[Row]:
 
     with sweep.noted(graphs):
         measure(1.0)
-    return sweep.measured(graphs, measure)
+    return sweep.measured(graphs, measure, task["budgets"])
 
 
 def measured(task: fresh.Task) -> Row:
@@ -353,18 +353,22 @@ def lowest(rows: Sequence[Row], technique: str) -> Row:
     return sweep.lowest(mine, "peak_bytes")
 
 
-def upstreams_lowest(common: fresh.Task) -> Row:
-    """The row of upstream's lowest peak: its budgets are swept by the untouched wheel.
+def upstreams_lowest(
+    common: fresh.Task, budgets: Sequence[float] = sweep.BUDGETS
+) -> Row:
+    """The row of upstream's lowest peak: ``budgets`` are swept by the untouched wheel.
 
     ``common`` are the entries of all tasks (`on_this_machine`). ``sweep`` in the row has
     all plans; `told_budget` of the row its budget.
     """
-    (row,) = fresh.run(__name__, [sweep_of_upstream(common)], LIMITS)
+    (row,) = fresh.run(__name__, [sweep_of_upstream(common, budgets)], LIMITS)
     return row
 
 
-def sweep_of_upstream(common: fresh.Task) -> fresh.Task:
-    task = {"technique": UPSTREAM, "budget": None, "swept": True}
+def sweep_of_upstream(
+    common: fresh.Task, budgets: Sequence[float] = sweep.BUDGETS
+) -> fresh.Task:
+    task = {"technique": UPSTREAM, "budget": None, "swept": True, "budgets": budgets}
     return {**task, **common, "torch": fresh.UNTOUCHED}
 
 
