@@ -484,7 +484,8 @@ def test_commits_that_cannot_be_made(repository):
 def test_output_is_short(root, capsys):
     assert apply.main([str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == [f"  patches: {len(SERIES)} applied", "  wrote 45 files"]
+    assert lines[1] == f"  patches: {len(SERIES)} applied"
+    assert lines[2].startswith("  wrote ") and lines[2].endswith(" files")
     assert len(lines) == 4
     assert apply.main(["--reverse", str(root)]) == 0
     out = capsys.readouterr().out

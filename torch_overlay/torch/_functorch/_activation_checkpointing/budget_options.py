@@ -50,7 +50,7 @@ def check_budget_options(memory_budget: float) -> None:
             f"The activation memory budget is {memory_budget!r}; it has to be a number "
             "from 0 (save the inputs only) to 1 (save what runs fastest)"
         )
-    for name, option in _OPTIONS.items():
+    for name, option in _options().items():
         # A patch of its own brings each of them.
         value = getattr(config, name, None)
         if hasattr(config, name) and not option.is_valid(value):
@@ -80,31 +80,33 @@ def _one_of(*names: str, custom: Any = None) -> _Option:
     )
 
 
-_OPTIONS = {
-    "activation_memory_budget_solver": _one_of(
-        *KNAPSACK_SOLVERS, KNEE, custom=CustomKnapsackSolver
-    ),
-    "activation_memory_budget_runtime_estimator": _one_of(
-        *RUNTIME_UNITS, custom=CustomRuntimeEstimator
-    ),
-    "activation_memory_budget_target": _one_of("saved", "peak"),
-    "activation_memory_peak_bytes": _Option(
-        lambda value: value is None or _is_count(value, 1, float("inf")),
-        "a positive number of bytes, or None",
-    ),
-    "activation_memory_peak_margin": _Option(
-        lambda value: is_number(value, 0, 1) and value < 1,
-        "a share of the peak, from 0 to less than 1",
-    ),
-    "activation_memory_graph_calls": _Option(
-        lambda value: value is None or _is_count(value, 1, _MOST),
-        f"a number of calls from 1 to {_MOST:,}, or None",
-    ),
-    "activation_memory_peak_judge": _Option(
-        lambda value: _is_count(value, 0, _MOST) and value != 1,
-        f"a number of plans from 2 to {_MOST:,}, or 0 for none",
-    ),
-    "drop_unread_arguments": _Option(
-        lambda value: isinstance(value, bool), "True or False"
-    ),
-}
+def _options() -> dict[str, _Option]:
+    """All options but the budget itself; a solver may be registered at any time."""
+    return {
+        "activation_memory_budget_solver": _one_of(
+            *KNAPSACK_SOLVERS, KNEE, custom=CustomKnapsackSolver
+        ),
+        "activation_memory_budget_runtime_estimator": _one_of(
+            *RUNTIME_UNITS, custom=CustomRuntimeEstimator
+        ),
+        "activation_memory_budget_target": _one_of("saved", "peak"),
+        "activation_memory_peak_bytes": _Option(
+            lambda value: value is None or _is_count(value, 1, float("inf")),
+            "a positive number of bytes, or None",
+        ),
+        "activation_memory_peak_margin": _Option(
+            lambda value: is_number(value, 0, 1) and value < 1,
+            "a share of the peak, from 0 to less than 1",
+        ),
+        "activation_memory_graph_calls": _Option(
+            lambda value: value is None or _is_count(value, 1, _MOST),
+            f"a number of calls from 1 to {_MOST:,}, or None",
+        ),
+        "activation_memory_peak_judge": _Option(
+            lambda value: _is_count(value, 0, _MOST) and value != 1,
+            f"a number of plans from 2 to {_MOST:,}, or 0 for none",
+        ),
+        "drop_unread_arguments": _Option(
+            lambda value: isinstance(value, bool), "True or False"
+        ),
+    }
