@@ -8,10 +8,11 @@ operator that decides, and must keep no more than what was decided.
 import functools
 import unittest
 
+from test_ac_random_ops import AOT, configured, PARTITIONS, Plan, plans
+
 import torch
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
-from test_ac_random_ops import AOT, configured, PARTITIONS, Plan, plans
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.compilers import nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
