@@ -70,7 +70,8 @@ ensure_environment() {
   echo "$wanted" >"$VENV/.complete"
 }
 
-# The default checkout: the wheel's Python tree, its binaries linked in, the set applied.
+# The default checkout: the wheel's Python tree, its binaries linked in, the set applied,
+# with the arguments given.
 ensure_patched_checkout() {
   ensure_environment
   mkdir -p "$REPO/build"
@@ -78,7 +79,7 @@ ensure_patched_checkout() {
   {
     flock 9
     "$PYTHON" "$REPO/scripts/checkout.py" assemble "$CHECKOUT" >&2
-    APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2
+    APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$@" "$CHECKOUT" >&2
   } 9>"$REPO/build/.lock"
 }
 

@@ -1,11 +1,10 @@
-"""Train a small transformer under activation memory budgets and show who keeps them.
+"""Train a small transformer under activation memory budgets and show what they do.
 
 Run it through scripts/quickstart.sh, which assembles and patches a PyTorch
 checkout first. A decoder-only transformer (grouped-query attention, gated MLP,
-RMSNorm; random weights, nothing downloaded) is trained for a few steps with
-torch.compile on the CPU, once for each budget and each knapsack solver, and every
-run is compared with the same steps in eager mode. Upstream's own solvers, taken
-from the untouched wheel, are given the very same knapsack instances.
+RMSNorm; random weights, nothing downloaded) is trained on the CPU: in eager mode, at
+the budget of upstream that has the lowest peak, with the target "peak", with a
+StepBudget, and with each knapsack solver. Upstream's steps run on the untouched wheel.
 """
 
 from __future__ import annotations
@@ -14,18 +13,16 @@ import argparse
 import copy
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch._functorch.config
-import torch._inductor.config
+from benchmarks import techniques
 from benchmarks.corpus import keeps_promise, over, used
 from benchmarks.live_bytes import record_step
-from benchmarks.nets import Shape, Transformer
+from benchmarks.nets import Shape, tokens, Transformer
 from benchmarks.results import environment, fail, markdown, Row, show, store
 from benchmarks.tracing import Instance, observed, PARTITION, SOLVE
 from benchmarks.training import TOLERANCE, train, Training
@@ -33,93 +30,91 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn, Tensor
 from torch._functorch._activation_checkpointing import knapsack
-from upstream import untouched_knapsack
 
 
 SEED = 0
-BUDGETS = (1.0, 0.5, 0.2)
+# What solvers are asked for.
+BUDGET = 0.2
 STEPS = 3
 SHAPE = Shape()
-UPSTREAM = {
-    "upstream dp": "dp_knapsack",
-    "upstream Hirschberg": "dp_knapsack_sliding_hirschberg",
+TECHNIQUES = (
+    (techniques.EAGER, None),
+    (techniques.UPSTREAM, None),
+    (techniques.PEAK, 0.2),
+    (techniques.PEAK, 0.0),
+    (techniques.BLOCKS, 0.0),
+)
+# Of upstream, for its lowest peak.
+SWEPT = tuple(n / 32 for n in range(32, -1, -1))
+# What all of them have in common.
+COMMON = {
+    "model": f"{Path(__file__).stem}:small",
+    "modules": techniques.MODULES,
+    "device": "cpu",
+    "backend": techniques.OPERATORS,
 }
 
 
-def choice(
-    solver: str, instance: Instance, saved: Sequence[int], seconds: float
-) -> Row:
+def small() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The model and a batch, as benchmarks take them."""
+    return Transformer(SHAPE), tokens(SHAPE.vocabulary, SHAPE.batch, SHAPE.tokens)
+
+
+def run_technique(technique: str, budget: Optional[float]) -> Row:
+    words = technique if budget is None else f"{technique} {budget:g}"
+    print(f"measuring {words} ...", file=sys.stderr)
+    if technique == techniques.UPSTREAM:
+        return techniques.upstreams_lowest(COMMON, SWEPT)
+    torch._dynamo.reset()
+    task = {"technique": technique, "budget": budget, **COMMON}
+    return {**task, **techniques.measure(task)}
+
+
+def choice(solver: str, instance: Instance, seconds: float) -> Row:
     """What the chosen items really cost, and whether that was promised.
 
-    ``used`` and the budget are shares of the same range. Upstream's solvers are shown
-    for comparison and promise nothing here.
+    ``used`` and the budget are shares of the same range.
     """
-    memory, budget = instance.memory, instance.budget
-    promised = keeps_promise(solver, memory, budget, saved)
+    memory, budget, saved = instance.memory, instance.budget, instance.saved
     return {
         "items": len(memory),
         "used": used(memory, saved),
         "over": over(memory, budget, saved),
-        "kept_promise": None if solver in UPSTREAM else promised,
+        "kept_promise": keeps_promise(solver, memory, budget, saved),
         "solver_seconds": seconds,
     }
 
 
 def measure(
-    solver: str,
-    budget: float,
-    backend: str,
-    initial: nn.Module,
-    batches: Sequence[Tensor],
-    reference: Training,
-) -> tuple[Row, Instance | None]:
+    solver: str, initial: nn.Module, batches: Sequence[Tensor], reference: Training
+) -> Row:
     """Compile and train one copy of ``initial``; nothing is left from runs before."""
     torch._dynamo.reset()
     model = copy.deepcopy(initial)
     with (
         torch._functorch.config.patch(
-            activation_memory_budget=budget,
+            activation_memory_budget=BUDGET,
             activation_memory_budget_solver=solver,
             # A cached plan would be served without partitioning.
             enable_autograd_cache=False,
         ),
-        torch._inductor.config.patch(fx_graph_cache=False),
         observed() as observer,
     ):
-        step = torch.compile(model, backend=backend)
+        step = torch.compile(model, backend=techniques.OPERATORS)
         training = train(step, model, batches)
         inputs = batches[0][:, :-1], batches[0][:, 1:]
-        timeline = record_step(
-            lambda: step(*inputs), model.parameters(), inputs, allocator=True
-        )
-    loss_error, gradient_error = training.errors(reference)
-    instance = observer.instance
-    row: Row = {"solver": solver, "budget": budget, "choice": None}
-    if instance is not None:
-        seconds = observer.seconds[SOLVE]
-        row["choice"] = choice(solver, instance, instance.saved, seconds)
-    row["measured"] = {
+        timeline = record_step(lambda: step(*inputs), model.parameters(), inputs)
+    instance, seconds = observer.instance, observer.seconds
+    return {
+        "solver": solver,
+        "choice": instance and choice(solver, instance, seconds[SOLVE]),
         "saved_bytes": timeline.saved_bytes,
-        "loss_error": loss_error,
-        "gradient_error": gradient_error,
-        "equals_eager": loss_error <= TOLERANCE and gradient_error <= TOLERANCE,
-        "partition_seconds": observer.seconds[PARTITION],
+        "error": max(training.errors(reference)),
+        "partition_seconds": seconds[PARTITION],
     }
-    return row, instance
 
 
-def compare(
-    name: str, budget: float, solve: Callable[..., Any], instance: Instance
-) -> Row:
-    """Give a solver from outside the running torch the instance of that budget."""
-    start = time.process_time()
-    saved = solve(instance.memory, instance.runtimes, instance.budget)[1]
-    found = choice(name, instance, saved, time.process_time() - start)
-    return {"solver": name, "budget": budget, "choice": found, "measured": None}
-
-
-def run(solvers: Sequence[str], backend: str) -> Iterator[Row]:
-    """All rows, budget by budget."""
+def run_solvers(solvers: Sequence[str]) -> list[Row]:
     torch.manual_seed(SEED)
     initial = Transformer(SHAPE)
     size = (STEPS, SHAPE.batch, SHAPE.tokens + 1)
@@ -127,87 +122,69 @@ def run(solvers: Sequence[str], backend: str) -> Iterator[Row]:
     eager = copy.deepcopy(initial)
     reference = train(eager, eager, batches)
     console = Console(stderr=True)
-    for budget in track(BUDGETS, "budgets", console=console, transient=True):
-        instance = None
-        for solver in solvers:
-            row, instance = measure(
-                solver, budget, backend, initial, batches, reference
-            )
-            yield row
-        for name, function in UPSTREAM.items():
-            solve = getattr(untouched_knapsack(), function, None)
-            if instance is not None and solve is not None:
-                yield compare(name, budget, solve, instance)
+    return [
+        measure(solver, initial, batches, reference)
+        for solver in track(solvers, "solvers", console=console, transient=True)
+    ]
 
 
 # ------------------------------------------------------------------- report
 
 
-def faults(rows: Sequence[Row]) -> list[str]:
+def faults(data: dict[str, Any]) -> Iterator[str]:
     """What must not happen with the patch set applied."""
-    found = []
-    for row in rows:
-        name = f"{row['solver']} at budget {row['budget']}"
-        chosen, measured = row["choice"], row["measured"]
-        if measured is not None and not measured["equals_eager"]:
-            found.append(
-                f"{name}: differs from eager mode by {measured['gradient_error']:.1e} "
-                f"in the gradients and {measured['loss_error']:.1e} in the loss "
-                f"(allowed: {TOLERANCE:.0e})"
-            )
-        if chosen is not None and chosen["kept_promise"] is False:
-            found.append(
-                f"{name}: used {chosen['used']:.6f} of the range, which it promised "
-                "not to do"
-            )
-    if all(row["choice"] is None for row in rows):
-        found.append("no budget reached the knapsack, so nothing was shown")
-    return found
+    measured = data["measured"]
+    for row in measured:
+        name = f"{row['technique']} {techniques.told_budget(row)}"
+        if "error" in row:
+            yield f"{name}: {row['error']}"
+        elif row["gradient_error"] > TOLERANCE:
+            yield f"{name}: {differs(row['gradient_error'])}"
+    if not any("error" in row for row in measured):
+        ours = techniques.lowest(measured, techniques.PEAK)["peak_bytes"]
+        if ours >= techniques.lowest(measured, techniques.UPSTREAM)["peak_bytes"]:
+            yield 'the target "peak" is not below upstream\'s lowest peak'
+    for row in data["rows"]:
+        name = f"solver {row['solver']}"
+        if row["error"] > TOLERANCE:
+            yield f"{name}: {differs(row['error'])}"
+        if row["choice"] is None:
+            yield f"{name}: the solver was not asked"
+        elif not row["choice"]["kept_promise"]:
+            share = row["choice"]["used"]
+            yield f"{name}: used {share:.6f} of the range, more than it promised"
+
+
+def differs(error: float) -> str:
+    return f"differs from eager mode by {error:.1e} (allowed: {TOLERANCE:.0e})"
 
 
 def page(data: dict[str, Any]) -> str:
     lines = []
     for row in data["rows"]:
-        chosen, measured = row["choice"], row["measured"]
-        share, excess, solver_time, rest = "-", "-", "-", ["", "", ""]
-        if chosen is not None:
-            share = f"{chosen['used']:.5f}"
-            excess = f"**+{chosen['used'] / row['budget'] - 1:.2%}**"
-            excess = excess if chosen["over"] else "no"
-            solver_time = f"{chosen['solver_seconds'] * 1e3:.1f}"
-        if measured is not None:
-            rest = [
-                f"{measured['saved_bytes'] / 1024:,.1f}",
-                "yes" if measured["equals_eager"] else "**no**",
-                f"{measured['partition_seconds']:.2f}",
-            ]
-        line = [str(row["budget"]), row["solver"], share, excess, *rest, solver_time]
-        lines.append(line)
-    heading = ["budget asked", "solver", "really used", "over", "saved KiB, measured"]
-    heading += ["loss and gradients as eager", "partition s", "solver ms"]
-    facts = data["environment"]
-    return markdown(heading, lines) + (
-        f"\ntorch {facts['torch']}, backend {facts['backend']}, seed {facts['seed']}, "
-        f"{facts['machine']}, Python {facts['python']}. At budget 1.0 no solver is "
-        "asked. The rows named upstream are the untouched wheel's solvers on the same "
-        "instance.\n"
-    )
+        line = [row["solver"], "-", "-", "-"]
+        if row["choice"] is not None:
+            share, seconds = row["choice"]["used"], row["choice"]["solver_seconds"]
+            excess = f"**+{share / BUDGET - 1:.2%}**"
+            excess = excess if row["choice"]["over"] else "no"
+            line[1:] = [f"{share:.5f}", excess, f"{seconds * 1e3:.1f}"]
+        line += [f"{row['partition_seconds']:.2f}", f"{row['saved_bytes'] / 1024:,.1f}"]
+        lines.append([*line, f"{row['error']:.0e}"])
+    heading = ["solver", "used", "over", "solver ms", "partition s", "saved KiB"]
+    return (
+        f"{techniques.page(data)}\nThe same model with each solver, at budget {BUDGET:g} "
+        "of the saved bytes; errors are those of losses and gradients:\n\n"
+    ) + markdown([*heading, "error"], lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Train a small transformer with torch.compile at activation "
-        "memory budgets 1.0, 0.5 and 0.2, with every knapsack solver, and print what "
-        "each solver was asked, what it used, and whether the gradients are eager's.",
-        epilog="exit status: 0 all well; 1 gradients differ from eager's, or a solver "
-        "did not keep the budget it promises; 2 bad call, or torch without the patches",
-    )
-    parser.add_argument(
-        "--backend",
-        default="aot_eager_decomp_partition",
-        choices=("aot_eager_decomp_partition", "inductor"),
-        help="torch.compile's backend (default: %(default)s, which needs no C++ "
-        "compiler; inductor does)",
+        description="Train a small transformer in eager mode, at upstream's lowest "
+        'peak, with the target "peak", with a StepBudget and with every knapsack '
+        "solver, and print peaks, times and whether gradients are eager mode's.",
+        epilog="exit status: 0 all well; 1 gradients differ from eager's, a peak is not "
+        "below upstream's, or a solver did not keep the budget it promises; 2 bad call, "
+        "or torch without the patches",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the rows to FILE"
@@ -227,16 +204,17 @@ def main() -> int:
     torch.set_num_threads(1)
     # The profiler's library announces every start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    facts = {"backend": arguments.backend, "seed": SEED, "steps": STEPS}
-    rows = list(run(solvers, arguments.backend))
+    facts = {**environment(), **COMMON, "seed": SEED, "repeats": techniques.REPEATS}
     data = {
-        "environment": {**environment(), **facts, "model": asdict(SHAPE)},
-        "rows": rows,
+        # Nothing of it runs on one.
+        "environment": {**facts, "gpu": None},
+        "measured": [run_technique(*each) for each in TECHNIQUES],
+        "rows": run_solvers(solvers),
     }
     show(page(data))
     if arguments.json is not None:
         store(arguments.json, data)
-    return fail(faults(rows))
+    return fail(list(faults(data)))
 
 
 if __name__ == "__main__":

@@ -5,21 +5,30 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 usage() {
   cat <<'EOF'
-usage: scripts/quickstart.sh [--torch VERSION] [--backend NAME] [--json FILE]
+usage: scripts/quickstart.sh [-v] [--torch VERSION] [--json FILE]
 
 Sets up a .venv, assembles a PyTorch checkout in build/ from the installed wheel,
-applies the patch set, verifies it, and trains a small transformer with every solver
-at three budgets. Takes about three minutes, the first time with downloads on top.
+applies the patch set, verifies it, and trains a small transformer on the CPU: in eager
+mode, at upstream's lowest peak, with the target "peak", with a StepBudget, and with
+every solver. Takes about three minutes, the first time with downloads on top.
 
+  -v, --verbose     name each patch and each file that is written
   --torch VERSION   the torch to do it on (default 2.13.0)
-  --backend NAME    torch.compile's backend: aot_eager_decomp_partition (default) or
-                    inductor, which needs a C++ compiler
-  --json FILE       also write the table's rows to FILE
+  --json FILE       also write the tables' rows to FILE
 
-Exit status: 0 all well; 1 gradients differ from eager's, or a solver did not keep the
-budget it promises; 2 bad call.
+Exit status: 0 all well; 1 gradients differ from eager's, a peak is not below upstream's,
+or a solver did not keep the budget it promises; 2 bad call.
 EOF
 }
 
 take_torch "$@"
-exec "$REPO/scripts/run_patched.sh" python "$REPO/scripts/quickstart.py" "${rest[@]}"
+verbose=()
+arguments=()
+for word in "${rest[@]}"; do
+  case $word in
+    -v | --verbose) verbose=(-v) ;;
+    *) arguments+=("$word") ;;
+  esac
+done
+exec "$REPO/scripts/run_patched.sh" "${verbose[@]}" \
+  python -W ignore "$REPO/scripts/quickstart.py" "${arguments[@]}"

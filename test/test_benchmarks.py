@@ -222,6 +222,12 @@ def test_technique_saves_and_recomputes(name, budget, saved, recomputed):
     assert row["peak_bytes"] > 3 * parameters + 16 * 4 + MATRIX + saved
 
 
+def test_step_budget_saves_memory():
+    row, plain = technique(techniques.BLOCKS, 0.0), technique("eager")
+    assert row["peak_bytes"] < plain["peak_bytes"] and row["recomputed_flops"] > 0
+    assert row["gradient_error"] <= TOLERANCE
+
+
 def test_the_sweep_of_upstreams_budgets_gives_its_lowest():
     torch._dynamo.reset()
     common = {"model": own(chain), "device": "cpu", "modules": techniques.MODULES}
@@ -249,7 +255,8 @@ def dropped():
 
 def test_gradients_of_a_random_model_are_compared_with_those_of_budget_1():
     """A compiled net draws other numbers than eager mode does, a checkpoint the same."""
-    for name, budget in (("compile, exact", 0.55), ("checkpoint", None)):
+    asked = (("compile, exact", 0.55), ("checkpoint", None), (techniques.BLOCKS, 0.0))
+    for name, budget in asked:
         row = technique(name, budget, dropped)
         assert row["random"] == {"aten.bernoulli_.float": 1}
         assert row["gradient_error"] == 0, name

@@ -27,7 +27,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional
 
 import torch
 import torch._functorch.config
@@ -45,7 +46,7 @@ from benchmarks.live_bytes import record_step
 from benchmarks.live_bytes import Step as Recorded
 from benchmarks.nets import find, LLAMA_8, LossOf
 from benchmarks.results import environment, markdown, measured_on, merged, Row
-from benchmarks.tracing import CountedFlops, cpu_attention_counted
+from benchmarks.tracing import CountedFlops, cpu_attention_counted, overlay
 from benchmarks.training import gradients, relative_error
 
 
@@ -58,6 +59,11 @@ LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 MODULES = r"(.*\.)?(blocks?|layers?|h|stages?|down|merge|cells)\.\d+"
 EAGER, CHECKPOINT = "eager", "checkpoint"
 UPSTREAM, PEAK = "compile, upstream dp", "compile, peak"
+BLOCKS = "compile each block, StepBudget"
+# Of a StepBudget they are shares.
+SHARES = (0.0,)
+# It makes its plan of the first step, or of the second.
+WARM_UP = 3
 
 
 # --------------------------------------------------------------- techniques
@@ -123,6 +129,12 @@ def compiled(module: nn.Module, task: fresh.Task) -> Forward:
     return forward
 
 
+def compiled_blocks(module: nn.Module, task: fresh.Task) -> Forward:
+    for part in chosen_modules(module, task["modules"]):
+        part.forward = torch.compile(part.forward, backend=task["backend"])
+    return module
+
+
 SetUp = Callable[[nn.Module, fresh.Task], Forward]
 TECHNIQUES: dict[str, SetUp] = {
     EAGER: eager,
@@ -132,6 +144,7 @@ TECHNIQUES: dict[str, SetUp] = {
     UPSTREAM: compiled,
     "compile, exact": compiled,
     PEAK: compiled,
+    BLOCKS: compiled_blocks,
 }
 # Settings of torch._functorch.config; upstream's runs on the untouched wheel.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -148,7 +161,7 @@ def measure(task: fresh.Task) -> Row:
     if task["device"] == "cpu":
         torch.set_num_threads(1)
     settings = {"enable_autograd_cache": False, **SETTINGS.get(task["technique"], {})}
-    if task["budget"] is not None:
+    if task["technique"] in SETTINGS and task["budget"] is not None:
         settings["activation_memory_budget"] = task["budget"]
     # Or budgets would mean another thing on a CPU than on a GPU.
     with torch._functorch.config.patch(settings), cpu_attention_counted():
@@ -156,13 +169,19 @@ def measure(task: fresh.Task) -> Row:
 
 
 class Step:
-    """A training step of a model, once ``set_up`` has put a technique to work on it."""
+    """A training step of a model, once ``set_up`` has put a technique to work on it.
+
+    It runs within ``around``.
+    """
 
     def __init__(self, task: fresh.Task, set_up: SetUp) -> None:
         self.cuda = task["device"] == "cuda"
         self.module, self.inputs = find(task["model"]).make(task["device"])
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0)
         self.loss = functools.partial(set_up(self.module, task), *self.inputs)
+        self.around: AbstractContextManager[Any] = nullcontext()
+        if set_up is compiled_blocks:
+            self.around = overlay("step_budget").StepBudget(share=task["budget"])
 
     def seconds(self) -> float:
         # One thread computes on the CPU: what else the machine does is left out.
@@ -170,9 +189,10 @@ class Step:
         if self.cuda:
             torch.cuda.synchronize()
         start = clock()
-        self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self.around:
+            self.loss().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         if self.cuda:
             torch.cuda.synchronize()
         return clock() - start
@@ -180,7 +200,7 @@ class Step:
     def counted(self) -> tuple[int, int, list[Tensor]]:
         """Flops of the forward, flops of both, and the gradients."""
         torch.manual_seed(0)
-        with CountedFlops() as counter:
+        with self.around, CountedFlops() as counter:
             loss = self.loss()
             forward_flops = counter.flops
             loss.backward()
@@ -218,20 +238,21 @@ def at_budget_1(task: fresh.Task) -> list[Tensor]:
     """The gradients of the same, compiled with budget 1."""
     torch._dynamo.reset()
     with torch._functorch.config.patch(activation_memory_budget=1.0):
-        step = Step(task, compiled)
+        step = Step({**task, "budget": 1.0}, TECHNIQUES[task["technique"]])
         step.seconds()
         return step.counted()[2]
 
 
 def recorded(step: Step) -> Recorded:
-    return record_step(
-        step.loss,
-        step.module.parameters(),
-        step.inputs,
-        step.optimizer,
-        # Inductor's kernels make their buffers out of the dispatcher's sight.
-        allocator=step.cuda,
-    )
+    with step.around:
+        return record_step(
+            step.loss,
+            step.module.parameters(),
+            step.inputs,
+            step.optimizer,
+            # Inductor's kernels make their buffers out of the dispatcher's sight.
+            allocator=step.cuda,
+        )
 
 
 def swept(task: fresh.Task) -> Row:
@@ -273,7 +294,8 @@ def swept_singly(task: fresh.Task) -> list[Row]:
 
 def measured(task: fresh.Task) -> Row:
     step = Step(task, TECHNIQUES[task["technique"]])
-    step.seconds()
+    for _ in range(WARM_UP):
+        step.seconds()
     found_bytes = recorded(step)
     plain = Step(task, eager)
     random = plain.random_operators()
@@ -462,7 +484,9 @@ def on_this_machine(model: str, modules: str = MODULES) -> fresh.Task:
 
 def tasks_of(name: str, common: fresh.Task) -> Iterator[fresh.Task]:
     wheel = fresh.UNTOUCHED if name == UPSTREAM else "patched"
-    for budget in BUDGETS if name in SETTINGS else (None,):
+    none: Sequence[Optional[float]] = (None,)
+    budgets = SHARES if name == BLOCKS else BUDGETS if name in SETTINGS else none
+    for budget in budgets:
         yield {"technique": name, "budget": budget, **common, "torch": wheel}
     if name == UPSTREAM:
         yield sweep_of_upstream(common)
