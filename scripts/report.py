@@ -59,7 +59,7 @@ def releases(data: dict[str, Any]) -> str:
     rows.append(["tested", *(min(found, default="-") for found in dates)])
     return markdown(["patch", *data], rows) + (
         "\napplies: the edits fit and the result compiles. ✓: the patch's own tests were "
-        "run by that release's torch, fail without it and pass with it; ✗: they fail "
+        "run on a CPU by that release's torch, fail without it and pass with it; ✗: they fail "
         "with it. faulty: upstream has it, with its fault. -: not for this release.\n"
     )
 

@@ -143,8 +143,8 @@ def page(data: dict[str, Any]) -> str:
     heading += ["fail with the set only", "fail without it only"]
     table = [heading, ["---"] * len(heading), *lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in table) + (
-        f"\ntorch {data['torch']}, on a CPU. What fails on both sides says nothing about the "
-        "set.\n"
+        f"\nRun on a CPU; torch {data['torch']}. What fails on both sides says nothing about "
+        "the set.\n"
     )
 
 

@@ -47,7 +47,15 @@ from benchmarks.live_bytes import CountedStorages
 from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, Net
 from benchmarks.replay import compiled_for, GPUS
-from benchmarks.results import environment, markdown, measured_on, merged, Row, save
+from benchmarks.results import (
+    environment,
+    markdown,
+    measured_on,
+    merged,
+    Row,
+    save,
+    SIMULATED,
+)
 from benchmarks.techniques import chosen_modules, MODULES
 from benchmarks.tracing import CountedFlops, overlay
 
@@ -371,7 +379,7 @@ def page(data: dict[str, Any]) -> str:
         + "\nAgainst what blocks do by themselves:\n\n"
         + others_table([row for row in rows if row["others"]])
         + "\n"
-        + measured_on(data["environment"])
+        + measured_on(data["environment"], SIMULATED)
     )
 
 
@@ -403,7 +411,7 @@ def plot(data: dict[str, Any], result: Path) -> None:
         axes.set_ylabel("more flops, %")
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=7)
-    save(figure, result, data["environment"])
+    save(figure, result, data["environment"], SIMULATED)
 
 
 def main() -> int:

@@ -284,7 +284,7 @@ def page(data: dict[str, Any]) -> str:
     return text + (
         f"CPU time. A process may take {facts['limit_s']:g} s and {facts['limit_gb']:g} GB. "
         "Loses: of the proven optimum, by answers within the budget. "
-        f"OR-tools {facts['ortools']}, scipy {facts['scipy']}, {measured_on(facts)}"
+        f"OR-tools {facts['ortools']}, scipy {facts['scipy']}. {measured_on(facts)}"
     )
 
 

@@ -21,7 +21,7 @@ import torch._functorch.config
 
 from benchmarks import corpus, fresh, options
 from benchmarks.nets import find
-from benchmarks.results import environment, markdown, measured_on, Row
+from benchmarks.results import environment, markdown, measured_on, PLANNED, Row
 from benchmarks.tracing import CUT, observed, PARTITION, SOLVE, trace
 
 
@@ -98,11 +98,11 @@ def page(data: dict[str, Any]) -> str:
     return (
         markdown([*heading, "knapsack / total", "used / budget"], lines)
         + (
-            f"\nBudget {data['rows'][0]['budget']:g}, fake tensors at real size, cold caches, CPU seconds. "
+            f"\nBudget {data['rows'][0]['budget']:g}, at real size, cold caches, CPU seconds. "
             "before: the untouched wheel and its solver (dp); after: with the set. "
             "used / budget: true bytes of what the knapsack saves; above 1 is over. "
         )
-        + measured_on(data["environment"])
+        + measured_on(data["environment"], PLANNED)
     )
 
 

@@ -20,7 +20,7 @@ import torch._functorch.config
 
 from benchmarks import fresh, options
 from benchmarks.nets import find
-from benchmarks.results import environment, fail, markdown, Row
+from benchmarks.results import environment, fail, markdown, measured_on, PLANNED, Row
 from benchmarks.tracing import CHOOSE, CUT, observed, PARTITION, REPORT, SOLVE, trace
 
 
@@ -102,8 +102,8 @@ def page(data: dict[str, Any]) -> str:
         lines.append(line)
     heading = ("net", "torch", "nodes", "items", "min cuts", "solver calls")
     return markdown([*heading, "CPU s", "mark", "recording"], lines) + (
-        f"\ntorch {facts['torch']}, {facts['machine']}, Python {facts['python']}, one "
-        f"thread, budget {facts['budget']}, solver of the release's default.\n"
+        f"\nBudget {facts['budget']}, solver of the release's default. "
+        f"{measured_on(facts, PLANNED)}"
     )
 
 

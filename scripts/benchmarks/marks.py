@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from benchmarks import fresh
-from benchmarks.results import environment, markdown, Row
+from benchmarks.results import environment, markdown, measured_on, Row
 
 
 class Mark(NamedTuple):
@@ -37,8 +37,7 @@ def table(rows: Sequence[Row]) -> str:
 def page(data: dict[str, Any]) -> str:
     facts = data["environment"]
     return table(data["rows"]) + (
-        f"\ntorch {facts['torch']}, {facts['machine']}, Python {facts['python']}, one "
-        f"thread, medians of {facts['repeats']} interleaved runs.\n"
+        f"\nMedians of {facts['repeats']} interleaved runs. {measured_on(facts)}"
     )
 
 

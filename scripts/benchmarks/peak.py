@@ -471,7 +471,7 @@ def rising(data: dict[str, Any]) -> str:
     return (
         f"  Our Llama-like net of 8 layers peaks at {first} at budget 1, at {least} at "
         f"{sweep.told(lowest['budgets'])}, the lowest of {sweep.count(steps)} budgets, and "
-        f"at {last} at 0.\n  "
+        f"at {last} at 0 (fake tensors, operator by operator).\n  "
     )
 
 
@@ -516,12 +516,13 @@ def summary(data: dict[str, Any]) -> str:
 def page(data: dict[str, Any]) -> str:
     rows, facts = data["measured"], data["environment"]
     kinds = {row["kind"] for row in rows}
-    text = "### Is the bound kept?\n\nOperator by operator.\n\n"
+    text = "### Is the bound kept?\n\nRun operator by operator.\n\n"
     text += summary(data)
     if "upstream" in kinds:
         text += (
-            "\n### How much lower is the peak than upstream's?\n\nOperator by operator, in MB; "
-            "in brackets as a share of upstream's lowest peak. ours at no more flops: the "
+            "\n### How much lower is the peak than upstream's?\n\nOperator by operator, in MB: "
+            "our floors are of steps that were run, upstream's peaks of steps on fake tensors "
+            "(run for nets with dropout), plans at no more flops are predictions. In brackets as a share of upstream's lowest peak. ours at no more flops: the "
             "lowest peak of ours that recomputes no more than that plan of upstream's. our "
             "floor: at budget 0. no plan below: what single steps of the backward need "
             "anyway, mostly for parameter gradients. ours / upstream's at most: the worst "
@@ -531,7 +532,7 @@ def page(data: dict[str, Any]) -> str:
         )
     if "inductor" in kinds:
         text += (
-            "\n### What do inductor's kernels make of it?\n\nOn a CPU, by its allocator: "
+            "\n### What do inductor's kernels make of it?\n\nRun on a CPU, by its allocator: "
             "the peak in MB of the plan that the estimates choose, and of the one that the "
             f"judge keeps of {JUDGED}; in brackets how far what they said is off (bold: by "
             "more than 5 %).\n\n" + by_inductor(rows)
@@ -542,7 +543,7 @@ def page(data: dict[str, Any]) -> str:
             "that of upstream's at the same budget (bold: above the mark of "
             f"{PLANNING:g}).\n\n" + planning(rows)
         )
-    repeats = f"\nMedians of {facts['repeats']} interleaved runs, "
+    repeats = f"\nTimes are medians of {facts['repeats']} interleaved runs. "
     return text + repeats + measured_on(facts)
 
 

@@ -34,11 +34,17 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
-def measured_on(facts: dict[str, Any]) -> str:
-    where = f"torch {facts['torch']}, Python {facts['python']}, {facts['system']}, "
-    if facts["gpu"]:
-        return where + f"measured on {facts['gpu']}.\n"
-    return where + "one thread. Measured on a CPU; no GPU was at hand.\n"
+# How a page came by its figures, for `measured_on` and `save`.
+RUN = "Run"
+PLANNED = "No step was run: planned for fake tensors"
+SIMULATED = "Simulated, no kernel was run: scheduled for fake tensors"
+
+
+def measured_on(facts: dict[str, Any], how: str = RUN) -> str:
+    """The end of a caption: how, on what, and by which torch."""
+    device = facts.get("gpu") or "a CPU, one thread"
+    versions = f"torch {facts['torch']}, Python {facts['python']}, {facts['system']}"
+    return f"{how} on {device}; {versions}.\n"
 
 
 def replace(path: Path, text: str) -> None:
@@ -81,10 +87,9 @@ def fail(faults: Sequence[str]) -> int:
     return int(bool(faults))
 
 
-def save(figure: Figure, result: Path, facts: dict[str, Any]) -> None:
+def save(figure: Figure, result: Path, facts: dict[str, Any], how: str = RUN) -> None:
     """Write a figure as .svg beside ``result``, with where it was measured, no dates."""
-    machine = facts["gpu"] or f"{facts['cores']} cores, {facts['system']}"
-    origin = f"torch {facts['torch']}, {machine}"
+    origin = measured_on(facts, how).strip()
     figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     # Or the names of clip paths would be random.

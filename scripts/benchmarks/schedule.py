@@ -31,7 +31,15 @@ from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, images, Net, Shape
 from benchmarks.peak import allocated, budgeted, judge, JUDGED
 from benchmarks.replay import compiled_for, GPUS, Live, Replay, replay
-from benchmarks.results import environment, markdown, measured_on, merged, Row, save
+from benchmarks.results import (
+    environment,
+    markdown,
+    measured_on,
+    merged,
+    Row,
+    save,
+    SIMULATED,
+)
 from benchmarks.tracing import overlay
 
 
@@ -393,7 +401,7 @@ def page(data: dict[str, Any]) -> str:
         and len({r["net"] for r in rows}) == 1
     ):
         text += "\nWhere the peak is:\n\n" + places(rows)
-    return text + "\n" + measured_on(data["environment"])
+    return text + "\n" + measured_on(data["environment"], SIMULATED)
 
 
 def plot(data: dict[str, Any], result: Path) -> None:
@@ -413,7 +421,7 @@ def plot(data: dict[str, Any], result: Path) -> None:
     axis.set_ylabel("live MB, without parameters and inputs")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=8)
-    save(figure, result, data["environment"])
+    save(figure, result, data["environment"], SIMULATED)
 
 
 def budgets_of(net: str, kind: str) -> Sequence[float]:

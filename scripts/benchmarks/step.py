@@ -400,12 +400,12 @@ def others_table(data: dict[str, Any]) -> str:
 
 
 def summary(data: dict[str, Any]) -> str:
-    return table(data["rows"])
+    return table(data["rows"]) + f"\n{measured_on(data['environment'])}"
 
 
 def page(data: dict[str, Any]) -> str:
     return (
-        summary(data)
+        table(data["rows"])
         + "\nBy share; flops are the whole step's, as a multiple of the forward's:\n\n"
         + peaks_table(data)
         + "\nAgainst what blocks can do by themselves:\n\n"

@@ -430,9 +430,9 @@ def headline(data: dict[str, Any]) -> str:
         ["one training step", "peak memory", "step time, relative to eager mode"], lines
     ) + (
         f"\nLlama-like, {shape.layers} layers of width {shape.width}, batch "
-        f"{shape.batch} x {shape.tokens} tokens, fp32, AdamW; one graph, run operator by "
-        "operator on a CPU. All that is live counts: parameters, optimizer states, "
-        f"gradients and activations. {sweep.HOW}\n"
+        f"{shape.batch} x {shape.tokens} tokens, fp32, AdamW; one graph, operator by "
+        "operator. All that is live counts: parameters, optimizer states, gradients and "
+        f"activations. {sweep.HOW} {measured_on(data['environment'])}"
     )
 
 
