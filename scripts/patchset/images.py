@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import itertools
 import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -45,9 +44,6 @@ class _Case:
     base: View
     current: View
     without: Collection[str]
-
-    def edits(self) -> list[Edit]:
-        return [e for p in self.series for e in p.edits_for(self.release)]
 
 
 @dataclass(frozen=True)
@@ -293,7 +289,7 @@ def _classify_one(
     if lacks:
         return PatchState(patch, LEFT_OUT, f"it needs {', '.join(lacks)}")
     done = all(case.current[path] == overlay(path) for path in files) and all(
-        _has(case.current[edit.path], edit, case) for edit in edits
+        _has(case.current[edit.path], edit) for edit in edits
     )
     texts = {path: _text(case.base[path]) for path in patch.paths() if path in view}
     landed = bool(patch.landed) and all(
@@ -331,7 +327,7 @@ def _changes(
         before = after.get(edit.path, view[edit.path])
         if before is None:
             raise LookupError(f"{edit.path}: no such file")
-        if _has(before, edit, case):
+        if _has(before, edit):
             after[edit.path] = before
             continue
         text = before.decode()
@@ -347,29 +343,12 @@ def _changes(
     )
 
 
-def _has(content: Optional[bytes], edit: Edit, case: _Case) -> bool:
-    """Whether the edit is in the file, as it is or as a later edit changed it."""
+def _has(content: Optional[bytes], edit: Edit) -> bool:
+    """Whether the edit is in the file."""
     text = _text(content)
-    if edit.replacement == "" and edit.anchor not in text:
-        return True
-    if edit.replacement != "" and text.count(edit.replacement) == 1:
-        return True
-    following = itertools.dropwhile(lambda other: other is not edit, case.edits())
-    return any(
-        other.path == edit.path
-        and _takes_over(other, edit, text)
-        and _has(content, other, case)
-        for other in itertools.islice(following, 1, None)
-    )
-
-
-def _takes_over(later: Edit, edit: Edit, text: str) -> bool:
-    """Whether ``later`` changes what ``edit`` leaves, which says that it was there."""
-    inside = later.whole and later.inside == edit.inside
-    if inside or (later.replacement == "" and later.anchor in edit.replacement):
-        # Nothing of the edit is left to see, but then nor is what it replaced.
+    if edit.replacement == "":
         return edit.anchor not in text
-    return later.anchor in edit.replacement
+    return text.count(edit.replacement) == 1
 
 
 def _text(content: Optional[bytes]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -56,10 +55,7 @@ class Edit:
     ``digests`` (of any release, the first 16 hex digits of the SHA-256) pin it, so
     that upstream's lines need not stand here and no unknown line can be swallowed.
     ``inside`` names the function that must hold the new text, None the module
-    level. With ``whole``, ``anchor`` begins that function, and all of it is replaced,
-    the empty lines after it included: ``digests`` pin it as the patches before leave
-    it, and what they edited inside counts as done where this edit is done.
-    The edit is for releases ``since`` to ``until``, both included, of its patch's.
+    level. The edit is for releases ``since`` to ``until``, both included, of its patch's.
     """
 
     path: str
@@ -70,7 +66,6 @@ class Edit:
     until: Optional[tuple[int, int]] = None
     through: Optional[str] = None
     digests: tuple[str, ...] = ()
-    whole: bool = False
 
     def locate(self, text: str) -> tuple[int, int]:
         """Start and end of the text to replace; LookupError says what is off."""
@@ -88,11 +83,7 @@ class Edit:
                     f"{self.anchor.strip()!r}"
                 )
             end = last + len(self.through)
-        if self.whole:
-            # Up to the next line of the module's own that does not close the signature.
-            following = re.search(r"^[^\s)]", text[end:], re.MULTILINE)
-            end = len(text) if following is None else end + following.start()
-        if self.whole or self.through is not None:
+        if self.through is not None:
             found = hashlib.sha256(text[start:end].encode()).hexdigest()[:16]
             if found not in self.digests:
                 number = text.count("\n", 0, start) + 1

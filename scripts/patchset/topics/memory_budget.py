@@ -8,9 +8,6 @@ from ..patch import (
     Patch,
     SOLVER_CLASS,
 )
-from . import random_ops
-from .random_ops import CHOOSE
-from .solver_by_name import DISPATCH, NEW_IMPORT
 
 
 _TESTING = '# "testing": Returns 1 for everything\n'
@@ -18,15 +15,19 @@ _DOCUMENTED = (
     "    1) The __call__() method contains the implementation of the knapsack solver.\n"
 )
 
-IMPORT = "from ._activation_checkpointing import random_ops, rerun_cost\n"
-CHOICE_IMPORT = "from ._activation_checkpointing.memory_budget import choose_plan\n"
-CHOICE = """\
-    plan = choose_plan(joint_graph, node_info, memory_budget, num_fwd_outputs)
+_IMPORTS = (
+    "from ._activation_checkpointing.planning import decide, Request\n"
+    "from ._activation_checkpointing.rerun_cost import is_costly\n"
+)
+_NEXT_IMPORT = "from ._aot_autograd.functional_utils import _is_functional_graph\n"
+_PARTITION = "min_cut_rematerialization_partition"
+_COMPILER = '    compiler: str = "inductor",\n    *,\n'
+_DECISION = """\
+    decision = decide(
+        joint_graph, node_info, num_fwd_outputs, memory_budget, request, fused
+    )
+    saved_values = decision.saved_values
 """
-
-
-def _drop(lines: str) -> Edit:
-    return Edit(PARTITIONERS, anchor=lines, replacement="")
 
 
 PATCH = Patch(
@@ -42,8 +43,9 @@ knapsacks for a net of 15 items), and the knee search of dynamic_memory_budget_d
 a hundred knapsacks one by one and may exceed small budgets. A custom solver gets the
 sizes but not the runtimes, and nothing checks its answer.
 
-The new module works in small steps and returns one value: what to save, what decided
-it, the range, the knapsack and what the plan keeps. A model of the graph's storages tells
+planning.decide takes what is asked and returns one value: what to save, what decided
+it, the range, the knapsack and what the plan keeps. choose_saved_values_set stays, for
+graphs that the new modules cannot plan for. A model of the graph's storages tells
 what each plan keeps and recomputes, and where the cut's is over the budget, or recomputes
 more, nothing but the solver's items is saved. Items that a smaller value can be kept for
 are one item. A budget is kept to the byte, and what fits to the byte is saved. What no
@@ -57,6 +59,8 @@ its FLOP.
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_memory_budget.py",
     sources=(
+        module_path("planning"),
+        module_path("decision"),
         module_path("memory_budget"),
         module_path("budget_curve"),
         module_path("budget_options"),
@@ -93,74 +97,38 @@ its FLOP.
         ),
         Edit(
             PARTITIONERS,
-            anchor="from dataclasses import dataclass, replace\n",
-            replacement="from dataclasses import dataclass\n",
+            anchor=_NEXT_IMPORT,
+            replacement=_IMPORTS + _NEXT_IMPORT,
         ),
-        _drop(
-            "from torch._functorch._activation_checkpointing.ac_logging_utils import (\n"
-            "    create_structured_trace_for_min_cut_info,\n)\n"
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="from torch._inductor.custom_graph_pass import (\n"
-            "    CustomKnapsackSolver,\n    CustomRuntimeEstimator,\n)\n",
-            replacement="from torch._inductor.custom_graph_pass import "
-            "CustomRuntimeEstimator\n",
-            since=(2, 11),
-        ),
-        _drop(
-            "from ._activation_checkpointing.graph_info_provider import "
-            "GraphInfoProvider\n"
-        ),
-        _drop(NEW_IMPORT),
-        _drop("from ._aot_autograd.logging_utils import get_aot_graph_name\n"),
-        Edit(
-            PARTITIONERS,
-            anchor="from ._activation_checkpointing.knapsack_evaluator import "
-            "KnapsackEvaluator\n",
-            replacement=CHOICE_IMPORT,
-        ),
-        Edit(PARTITIONERS, anchor=random_ops.IMPORT, replacement=IMPORT),
         Edit(
             PARTITIONERS,
             anchor="op_types.is_compute_intensive(node)",
-            replacement="op_types.is_compute_intensive(node) "
-            "or rerun_cost.is_costly(node)",
+            replacement="op_types.is_compute_intensive(node) or is_costly(node)",
             inside="should_ban_recomputation",
         ),
         Edit(
             PARTITIONERS,
-            anchor=f"def {DISPATCH}(",
-            whole=True,
-            digests=("3fba9bddfb6d8114", "af0da039a0fc1a73"),
-            replacement="",
-            inside=DISPATCH,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=f"def {CHOOSE}(",
-            whole=True,
-            digests=(
-                "a6c27db3ffa72829",
-                "9406093cc54bb9fe",
-                "864b26f8cc5d500f",
-                "cc082be51f7a97b7",
-                "c3e5cfa93d4aad1b",
-            ),
-            replacement="",
-            inside=CHOOSE,
+            anchor=_COMPILER,
+            replacement=_COMPILER
+            + """\
+    # What is asked of the plan, if not what the config says.
+    request: Request | None = None,
+    # Whether inductor makes kernels of the two graphs, which hold less than operators.
+    fused: bool = False,
+""",
+            inside=_PARTITION,
         ),
         Edit(
             PARTITIONERS,
             anchor="    saved_values = choose_saved_values_set(\n",
             through="    )\n",
             digests=("2682dbbcfdd08e77",),
-            replacement=f"{CHOICE}    saved_values = plan.saved_values\n",
-            inside="min_cut_rematerialization_partition",
+            replacement=_DECISION,
+            inside=_PARTITION,
         ),
     ),
-    since=(2, 10),
-    landed=((PARTITIONERS, "memory_budget import choose_plan"),),
+    since=(2, 11),
+    landed=((PARTITIONERS, "decision = decide("),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
     evidence=(("kept", "share kept"), ("kept", "forwards"), ("solvers", "99 budgets")),
     risks="""\

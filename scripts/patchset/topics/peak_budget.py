@@ -4,33 +4,17 @@ from ..patch import (
     CONFIG,
     Edit,
     module_path,
-    PARTITIONERS,
     Patch,
 )
-from . import memory_budget, saved_report
 
 
-ESTIMATOR = "# This controls how we estimate the runtime when deciding"
-IMPORT = "from ._activation_checkpointing import peak_budget, random_ops, rerun_cost\n"
-CHOICE = """\
-    plan = peak_budget.choose_plan(
-        joint_graph, node_info, memory_budget, num_fwd_outputs, fused
-    )
-"""
+_BUDGET = "activation_memory_budget = 1.0\n"
 COMPILE_FX = "torch/_inductor/compile_fx.py"
-INDUCTOR_PARTITION = """\
-            return min_cut_rematerialization_partition(
-                gm,
-                joint_inputs,
+_KWARGS = """\
+                # pyrefly: ignore[bad-argument-type]
+                **kwargs,
+            )
 """
-COMPILER = '"inductor",\n    *,\n'
-# Whether inductor compiles the two graphs, which other backends do not say.
-FUSED = """\
-    *,
-    # Whether inductor makes kernels of the two graphs, which hold less than operators.
-    fused: bool = False,
-"""
-RECORD = "peak_budget.record_plan("
 
 PATCH = Patch(
     name="peak-budget",
@@ -69,8 +53,9 @@ warning says why and the graph gets the plan for saved bytes.
     edits=(
         Edit(
             CONFIG,
-            anchor=ESTIMATOR,
-            replacement="""\
+            anchor=_BUDGET,
+            replacement=_BUDGET
+            + """
 # What the budget bounds. "saved": the bytes saved for the backward, as a share of
 # those between the inputs and the plan that runs fastest. "peak": the peak of live
 # bytes, parameters and inputs apart, as a share of the peaks between the lowest that
@@ -88,43 +73,17 @@ activation_memory_peak_margin = 0.05
 # How many calls of a graph wait for their backward at once, as where each block of a
 # model is compiled by itself, for the target "peak" and a peak in bytes; None: one.
 activation_memory_graph_calls: int | None = None
-
-"""
-            + ESTIMATOR,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=saved_report.IMPORT,
-            replacement=IMPORT,
-        ),
-        Edit(PARTITIONERS, anchor=memory_budget.CHOICE_IMPORT, replacement=""),
-        Edit(
-            PARTITIONERS,
-            anchor=memory_budget.CHOICE,
-            replacement=CHOICE,
-            inside="min_cut_rematerialization_partition",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=COMPILER,
-            replacement=COMPILER.replace("    *,\n", FUSED),
-            inside="min_cut_rematerialization_partition",
+""",
         ),
         Edit(
             COMPILE_FX,
-            anchor=INDUCTOR_PARTITION,
-            replacement=INDUCTOR_PARTITION + "                fused=True,\n",
+            anchor=_KWARGS,
+            replacement="                fused=True,\n" + _KWARGS,
             inside="partition_fn",
         ),
-        Edit(
-            PARTITIONERS,
-            anchor=saved_report.RECORD,
-            replacement=RECORD,
-            inside="min_cut_rematerialization_partition",
-        ),
     ),
-    since=(2, 10),
-    landed=((PARTITIONERS, "peak_budget.choose_plan("),),
+    since=(2, 11),
+    landed=((COMPILE_FX, "                fused=True,\n"),),
     risks="""\
 Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for graphs
 that run operator by operator and estimates for inductor's kernels. A kernel's own

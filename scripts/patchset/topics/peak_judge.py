@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 from ..patch import CONFIG, Edit, Patch
-from .peak_budget import COMPILE_FX, ESTIMATOR, INDUCTOR_PARTITION
+from .peak_budget import COMPILE_FX
 
 
+_ESTIMATOR = "# This controls how we estimate the runtime when deciding"
+_PARTITION = """\
+            return min_cut_rematerialization_partition(
+                gm,
+                joint_inputs,
+"""
 _IMPORTS = "from . import config, distributed_autotune, metrics\n"
 
 PATCH = Patch(
@@ -27,7 +33,7 @@ bound is made of.
     edits=(
         Edit(
             CONFIG,
-            anchor=ESTIMATOR,
+            anchor=_ESTIMATOR,
             replacement="""\
 # How many plans inductor schedules to know their true peaks, for the target "peak" and a
 # peak in bytes, before it keeps one of them; at least 2, or 0: the estimates decide. For a
@@ -35,7 +41,7 @@ bound is made of.
 activation_memory_peak_judge = 0
 
 """
-            + ESTIMATOR,
+            + _ESTIMATOR,
         ),
         Edit(
             COMPILE_FX,
@@ -44,7 +50,7 @@ activation_memory_peak_judge = 0
         ),
         Edit(
             COMPILE_FX,
-            anchor=INDUCTOR_PARTITION,
+            anchor=_PARTITION,
             replacement="""\
             return peak_judge.partition(
                 min_cut_rematerialization_partition,

@@ -3,15 +3,18 @@ from __future__ import annotations
 from typing import Optional
 
 from ..patch import AUTOGRAD_CACHE, Edit, GRAPH_COMPILE, PARTITIONERS, Patch, REPORT
-from . import memory_budget
 
 
 _SPLIT = (
     "    if AOT_PARTITIONER_DEBUG:\n        # Calculate sorted sizes of saved values\n"
 )
 _PARTITION = "min_cut_rematerialization_partition"
-IMPORT = "from ._activation_checkpointing import random_ops, rerun_cost, saved_report\n"
-RECORD = "saved_report.record_plan("
+_ATTACH = """\
+    from ._activation_checkpointing import saved_report
+
+    saved_report.attach_plan(decision, fw_module, bw_module, num_fwd_outputs)
+
+"""
 
 _HIT = 'log.info("AOTAutograd cache hit for key %s", cache_key)\n'
 _SYMINTS = "fw_metadata.num_symints_saved_for_bw = num_symints_saved_for_bw\n"
@@ -37,7 +40,8 @@ def _kept(
         Edit(
             GRAPH_COMPILE,
             anchor=f"{split}{_SYMINTS}",
-            replacement=f"{split}{_SYMINTS}" + call(split, "keep_plan(fw_metadata)"),
+            replacement=f"{split}{_SYMINTS}"
+            + call(split, "keep_plan(fw_module, fw_metadata)"),
             inside=split_in,
             since=since,
             until=until,
@@ -72,14 +76,8 @@ numbers are kept, and they go into the compile cache with the graph.
     edits=(
         Edit(
             PARTITIONERS,
-            anchor=memory_budget.IMPORT,
-            replacement=IMPORT,
-        ),
-        Edit(
-            PARTITIONERS,
             anchor=_SPLIT,
-            replacement=f"    {RECORD}plan, fw_module, bw_module, num_fwd_outputs)\n\n"
-            f"{_SPLIT}",
+            replacement=f"{_ATTACH}{_SPLIT}",
             inside=_PARTITION,
         ),
         *_kept(" " * 12, " " * 20, "_aot_stage2a_partition", until=(2, 11)),
@@ -90,8 +88,8 @@ numbers are kept, and they go into the compile cache with the graph.
             since=(2, 12),
         ),
     ),
-    since=(2, 10),
-    landed=((PARTITIONERS, RECORD),),
+    since=(2, 11),
+    landed=((PARTITIONERS, "saved_report.attach_plan("),),
     risks="""\
 Every partitioned graph leaves a record of names and numbers, of the last few graphs only;
 no tensor or graph is kept alive. Plans are not changed.

@@ -5,10 +5,9 @@ from ..patch import (
     Edit,
     GRAPH_COMPILE,
     module_path,
-    PARTITIONERS,
     Patch,
 )
-from . import frozen_layers, peak_budget
+from . import frozen_layers
 
 
 _STAGE = "return aot_stage2_autograd("
@@ -37,24 +36,6 @@ noticed and learned anew.
     needs=("peak-budget", "frozen-layers"),
     edits=(
         Edit(
-            PARTITIONERS,
-            anchor=peak_budget.IMPORT,
-            replacement="from ._activation_checkpointing import "
-            "random_ops, rerun_cost, step_budget\n",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=peak_budget.CHOICE,
-            replacement=peak_budget.CHOICE.replace("peak_budget.", "step_budget."),
-            inside="min_cut_rematerialization_partition",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=peak_budget.RECORD,
-            replacement="step_budget.record_plan(",
-            inside="min_cut_rematerialization_partition",
-        ),
-        Edit(
             GRAPH_COMPILE,
             anchor=frozen_layers.IMPORT,
             replacement=frozen_layers.IMPORT
@@ -78,7 +59,7 @@ noticed and learned anew.
         ),
     ),
     since=(2, 13),
-    landed=((PARTITIONERS, "step_budget.choose_plan("),),
+    landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
     risks="""\
 Opt-in: nothing changes outside of a StepBudget. Peaks are those of operators; inductor's
 kernels mostly hold less. What an allocator loses to fragmentation is not counted.

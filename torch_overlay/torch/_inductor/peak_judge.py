@@ -19,6 +19,7 @@ import copy
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
@@ -40,17 +41,15 @@ from torch._inductor.utils import output_node, shape_env_from_inputs
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
+from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._functorch._activation_checkpointing import saved_report
+from .._functorch._activation_checkpointing.decision import Peak
 from .._functorch._activation_checkpointing.memory_budget import activation_bytes
-from .._functorch._activation_checkpointing.peak_budget import (
-    allowed_peak,
-    bounds_peak,
-    Peak,
-    PeakPlan,
-)
+from .._functorch._activation_checkpointing.peak_budget import allowed_peak, PeakBytes
+from .._functorch._activation_checkpointing.planning import requested
 
 
 if TYPE_CHECKING:
@@ -90,12 +89,12 @@ def partition(
     Raises RuntimeError as :func:`.check_budget_options` does.
     """
     count = functorch_config.activation_memory_peak_judge  # type: ignore[attr-defined]
-    budget = functorch_config.activation_memory_budget
-    if bounds_peak(budget) and count:
+    asked = requested(functorch_config.activation_memory_budget)
+    if count and kwargs.get("request") is None and isinstance(asked, PeakBytes):
         try:
             started = time.perf_counter()
             candidates = _schedule_plans(
-                count, partitioner, joint_module, joint_inputs, kwargs
+                count, asked.calls, partitioner, joint_module, joint_inputs, kwargs
             )
             if candidates:
                 log.info(
@@ -105,7 +104,7 @@ def partition(
                     time.perf_counter() - started,
                     ", ".join(f"{candidate.peak:,}" for candidate in candidates),
                 )
-                return _choose(candidates, budget)
+                return _choose(candidates, asked)
         except Exception as error:
             log.debug("no judge of peaks", exc_info=error)
             log.warning(
@@ -119,6 +118,7 @@ def partition(
 
 def _schedule_plans(
     count: int,
+    calls: int,
     partitioner: Callable[..., Split],
     joint_module: GraphModule,
     joint_inputs: Sequence[object],
@@ -126,46 +126,48 @@ def _schedule_plans(
 ) -> list[_Candidate]:
     """Plans by falling cost; those of them that are equal, once.
 
-    None where the judge does not decide: the graph is one of a `StepBudget`, its budget
-    is that of a region, or it has no plan.
+    None where the graph's budget is that of a region, or it cannot be split.
     """
     candidates: dict[tuple[str, ...], _Candidate] = {}
     num_fwd_outputs = kwargs["num_fwd_outputs"]
-    waiting = (functorch_config.activation_memory_graph_calls or 1) - 1  # type: ignore[attr-defined]
+    if any(map(_has_own_budget, joint_module.graph.nodes)):
+        return []
     for level in range(count):
-        by_share = functorch_config.patch(
-            # Closer to each other at the floor, where a little room buys most.
-            activation_memory_budget=(level / (count - 1)) ** 1.5,
-            activation_memory_budget_target="peak",
-            activation_memory_peak_bytes=None,
-            activation_memory_peak_margin=0.0,  # They are about to be known.
+        # Closer to each other at the floor, where a little room buys most; without a
+        # margin, as the peaks are about to be known.
+        request = PeakBytes((level / (count - 1)) ** 1.5, calls=calls)
+        split = partitioner(
+            _copied(joint_module), joint_inputs, request=request, **kwargs
         )
-        with by_share, saved_report.trial() as made:
-            split = partitioner(_copied(joint_module), joint_inputs, **kwargs)
-        plan = made[-1] if made else None
+        plan = saved_report.plan_of(split[0])
         if plan is None:
-            return []
-        if level == 0 and (plan.budget != 0 or not isinstance(plan, PeakPlan)):
             return []
         saved = tuple(node.name for node in split[1].graph.find_nodes(op="placeholder"))
         if saved not in candidates:
             peak = schedule_peak(*split, num_fwd_outputs)
-            peak += waiting * plan.activation_bytes
+            peak += (calls - 1) * plan.activation_bytes
             candidates[saved] = _Candidate(peak, split, plan)
     return list(candidates.values())
 
 
-def _choose(candidates: list[_Candidate], budget: float) -> Split:
+def _has_own_budget(node: Node) -> bool:
+    return (
+        "memory_budget" in node.meta or _get_memory_budget_annotation(node) is not None
+    )
+
+
+def _choose(candidates: list[_Candidate], asked: PeakBytes) -> Split:
     """The last, so the cheapest, that is within what was asked; else the lowest."""
     floor = min(candidate.peak for candidate in candidates)
     fastest = candidates[-1].peak
-    limit = functorch_config.activation_memory_peak_bytes  # type: ignore[attr-defined]
-    allowed = allowed_peak(budget, floor, fastest) if limit is None else limit
+    allowed = asked.limit
+    if allowed is None:
+        allowed = allowed_peak(asked.budget, floor, fastest)
     within = [each for each in candidates if each.peak <= max(allowed, floor)]
     lowest, split, plan = within[-1]
     peak = Peak(allowed, lowest, floor, fastest, fused=True)
     peak.warn_if_over()
-    saved_report.adopt(PeakPlan(**{**vars(plan), "budget": budget, "peak": peak}))
+    saved_report.set_plan(split[0], replace(plan, budget=asked.budget, peak=peak))
     return split
 
 

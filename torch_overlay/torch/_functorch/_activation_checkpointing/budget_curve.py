@@ -25,7 +25,7 @@ from .rerun_cost import RUNTIME_UNITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .memory_budget import Knapsack
+    from .decision import Knapsack
 
     Solution = tuple[float, list[int], list[int]]
     Solver = Callable[[list[float], list[float], float], Solution]

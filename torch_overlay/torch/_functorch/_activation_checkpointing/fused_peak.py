@@ -34,7 +34,6 @@ from typing import cast, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
-from torch._functorch import config
 
 from .liveness import JointGraph, Phase
 from .rerun_cost import concrete, is_view
@@ -105,7 +104,6 @@ class FusedJointGraph(JointGraph):
         self, graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int
     ) -> None:
         super().__init__(graph, node_info, num_fwd_outputs)
-        self.margin = config.activation_memory_peak_margin  # type: ignore[attr-defined]
         self._freeable = [
             nbytes > 0 and s not in self.outputs for s, nbytes in enumerate(self.nbytes)
         ]

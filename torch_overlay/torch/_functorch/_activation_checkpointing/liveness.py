@@ -194,14 +194,11 @@ class JointGraph:
     steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
     own_nodes: for each step, the backward's own nodes from behind the step before to its
         own, which for the last step is the output.
-    margin: the share by which a peak may be above that of the model, which is exact.
 
     The first ``num_fwd_outputs`` outputs of the graph are the forward's.
 
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
-
-    margin = 0.0
 
     def __init__(
         self, graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int

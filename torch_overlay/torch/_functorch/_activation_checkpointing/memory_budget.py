@@ -8,7 +8,7 @@ bytes alive for the backward: storages, whole, without parameters and inputs.  `
 is what the plan of budget 1 keeps, which runs fastest, and ``low`` what that of budget 0
 keeps: what must not be computed twice, nothing in most graphs.  (Upstream means sums of
 sizes, in which views count again, and lets a plan that saves fewer of the inputs save
-other values for them.)  In between, :func:`choose_plan` takes the first of these that is
+other values for them.)  In between, :func:`decide` takes the first of these that is
 within the budget:
 
 1.  a min cut that recomputes more, and one that recomputes all that is cheap;
@@ -39,9 +39,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
 from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
-from .budget_options import check_budget_options, KNEE
+from .budget_options import KNEE
+from .decision import Decision, Knapsack
 from .knapsack import KNAPSACK_SOLVERS
-from .knapsack_exact import exact_knapsack, solve_knapsack
+from .knapsack_exact import exact_knapsack
 from .liveness import CannotPlan, JointGraph
 from .random_ops import is_overwritten, must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, rerun_cost
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ChosenPlan", "Knapsack", "Planner", "choose_plan"]
+__all__ = ["Planner", "WrongAnswer", "activation_bytes", "decide"]
 
 # Plans whose recomputed runtimes differ by less are as fast, by any estimator.
 _NOISE = 1e-3
@@ -79,56 +80,8 @@ _CHEAP = tuple(_BANS)[:3]
 _ALL_CHEAP = tuple(_BANS)[:4]
 
 
-@dataclass(frozen=True)
-class Knapsack:
-    """What a solver was asked, in the unit of the budget, and the items it saved.
-
-    ``capacity`` is what the budget allows to the byte: see :class:`.Range`.
-    """
-
-    solver: str
-    budget: float
-    capacity: float
-    memory: list[float]
-    runtimes: list[float]
-    saved: list[int]
-
-    @property
-    def weight(self) -> float:
-        return math.fsum(self.memory[i] for i in self.saved)
-
-    @property
-    def value(self) -> float:
-        return math.fsum(self.runtimes[i] for i in self.saved)
-
-    @functools.cached_property
-    def upper_bound(self) -> float:
-        """No set within the budget is worth more: proven by the exact solver."""
-        return solve_knapsack(self.memory, self.runtimes, self.capacity).upper_bound
-
-
-@dataclass(frozen=True)
-class ChosenPlan:
-    """What to save for the backward, and how that was decided.
-
-    Args:
-        saved_values: the nodes to save, inputs among them.
-        budget: the budget asked for.
-        decided_by: "budget 0", "min cut" or "knapsack".
-        activation_bytes: what the saved values keep beyond inputs and views of them.
-        limits: what the plans of budgets 0 and 1 keep; None where the plan was found
-            without them.
-        knapsack: what was solved, None where no solver was asked.
-        items: the node of each item of the knapsack.
-    """
-
-    saved_values: list[fx.Node]
-    budget: float
-    decided_by: str
-    activation_bytes: int
-    limits: Optional[tuple[int, int]] = None
-    knapsack: Optional[Knapsack] = None
-    items: Sequence[fx.Node] = ()
+class WrongAnswer(ValueError):
+    """A custom solver returned what is no answer."""
 
 
 class _Item(NamedTuple):
@@ -150,37 +103,28 @@ class _Item(NamedTuple):
         return math.fsum(self.ops.values())
 
 
-def choose_plan(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    memory_budget: float,
-    num_fwd_outputs: int,
-) -> ChosenPlan:
-    """What to save under ``memory_budget``; the module's docstring has what it means.
+def decide(graph: Planner, budget: float) -> Decision:
+    """What to save under a budget; the module's docstring has what it means.
 
-    The first ``num_fwd_outputs`` outputs of the graph are the forward's.  Every node's
-    ``dist_from_bw`` must be set.  Makes at most four min cuts, and 32 more where the
-    budget's curve is plotted.  Warns where a plan keeps more than it may: one that a
-    custom solver insists on, or where no model of the graph can be made.
+    Makes at most four min cuts, and 32 more where the budget's curve is plotted.  Warns
+    where a plan keeps more than it may: one that a custom solver insists on.
 
-    Raises RuntimeError as :func:`.check_budget_options` does.
+    Raises CannotPlan where the graph has no model, and what a custom solver raises.
     """
-    check_budget_options(memory_budget)
-    graph = Planner(joint_graph, node_info, num_fwd_outputs)
-    if memory_budget == 0:
+    if budget == 0:
         least = graph.least()
-        return ChosenPlan(least, memory_budget, "budget 0", graph.kept_bytes(least))
-    fastest, _ = graph.cut()
+        return Decision(least, budget, "budget 0", graph.kept_bytes(least))
+    fastest = graph.fastest()
     kept = graph.kept_bytes(fastest)
-    plan = ChosenPlan(fastest, memory_budget, "min cut", kept)
-    if memory_budget == 1:
+    plan = Decision(fastest, budget, "min cut", kept)
+    if budget == 1:
         return plan
     limits = Range(graph.kept_bytes(graph.least()), kept)
     plan = replace(plan, limits=limits)
     if limits.high <= limits.low:
         return plan
     plan = graph.within(limits, plan)
-    allowed = limits.allowed(memory_budget)
+    allowed = limits.allowed(budget)
     if plan.activation_bytes > allowed:
         log.warning(
             "%s keeps %d bytes of activations (a budget of %.4g), more than the %d that "
@@ -189,33 +133,33 @@ def choose_plan(
             plan.activation_bytes,
             limits.budget(plan.activation_bytes),
             allowed,
-            memory_budget,
+            budget,
         )
     return plan
 
 
 @dataclass(frozen=True)
 class Planner:
-    """A joint graph, and the plans for it."""
+    """A joint graph that is to be split, and the plans for it.
+
+    ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
+    make kernels of the graph's operators.
+    """
 
     joint: fx.Graph
     info: NodeInfo
     num_fwd_outputs: int
+    budget: float
+    fused: bool = False
     # Of a caller who has it already.
     made_model: Optional[JointGraph] = None
 
     @functools.cached_property
-    def model(self) -> Optional[JointGraph]:
-        """What each plan keeps and repeats; None where that cannot be said."""
+    def model(self) -> JointGraph:
+        """What each plan keeps and repeats."""
         if self.made_model is not None:
             return self.made_model
-        try:
-            return JointGraph(self.joint, self.info, self.num_fwd_outputs)
-        except Exception as error:
-            log.debug("no model of live bytes", exc_info=error)
-            name = type(error).__name__
-            log.warning("this graph's budget is kept by estimate: %s: %s", name, error)
-            return None
+        return JointGraph(self.joint, self.info, self.num_fwd_outputs)
 
     def cut(
         self,
@@ -236,9 +180,20 @@ class Planner:
         }
         return solve_min_cut(self.joint, self.info, MinCutOptions(**bans), dont_ban)
 
+    def fastest(self) -> list[fx.Node]:
+        """What budget 1 saves."""
+        return self.cut()[0]
+
     def cheapest_cut(self) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
         """What a cut saves that recomputes all that is cheap, and what is not cheap."""
         return self.cut(_ALL_CHEAP)
+
+    def upstream(self) -> Decision:
+        """The plan that the partitioner would make without the modules here."""
+        from torch._functorch.partitioners import choose_saved_values_set
+
+        saved = choose_saved_values_set(self.joint, self.info, self.budget)
+        return Decision(saved, self.budget, "upstream", self.kept_bytes(saved))
 
     def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
         return activation_bytes(self.info.inputs, saved)
@@ -249,15 +204,11 @@ class Planner:
         # The backward can compute nothing from an input that was overwritten by then.
         if again is None and not any(map(is_overwritten, self.info.inputs)):
             return self.info.inputs
-        found = [self.cut((), again)[0]]
-        if self.model is not None:
-            try:
-                found.append(self.model.saved_values(self.model.evaluate(()).saved))
-            except CannotPlan as error:
-                log.warning("budget 0 is one for a min cut in this graph: %s", error)
-        return min(found, key=self.kept_bytes)
+        cut, _ = self.cut((), again)
+        fewest = self.model.saved_values(self.model.evaluate(()).saved)
+        return min(cut, fewest, key=self.kept_bytes)
 
-    def within(self, limits: Range, fastest: ChosenPlan) -> ChosenPlan:
+    def within(self, limits: Range, fastest: Decision) -> Decision:
         """The plan of a budget between 0 and 1; the module's docstring has the steps."""
         budget = fastest.budget
         cheap = []
@@ -301,7 +252,7 @@ class Planner:
                 _, saved, _ = ask(memory, runtimes, capacity)
             solved, kept, values = solved_at(budget, list(saved))
             excess = kept - limits.allowed(budget)
-            if excess <= 0 or is_custom or self.model is None:
+            if excess <= 0 or is_custom:
                 break
             over += excess
         else:
@@ -337,18 +288,12 @@ class Planner:
         The cut's values where they are within what is allowed and no more runs again.
         """
         kept, model = self.kept_bytes(cut), self.model
-        if model is None:
-            return cut, kept
         alone = (s for i in saved_items for s in items[i].storages)
         plans = [model.storages(cut), {*alone}]
         saved = model.saved_by(plans)
-        try:
-            needed, repeated = model.follow(saved, 3)
-            storages = {s for s, by in enumerate(saved) if by & needed[s] & 2}
-            values = model.saved_values(storages)
-        except CannotPlan as error:
-            log.warning("this graph's budget is kept by estimate: %s", error)
-            return cut, kept
+        needed, repeated = model.follow(saved, 3)
+        storages = {s for s, by in enumerate(saved) if by & needed[s] & 2}
+        values = model.saved_values(storages)
         runs = dict(zip(model.nodes, repeated))
         runtimes = [
             math.fsum(
@@ -371,7 +316,7 @@ class Planner:
 
         The nodes reach the backward, share no memory with an input, and may run again.
         """
-        from torch._functorch.partitioners import _size_of, is_non_builtin_to_include
+        from torch._functorch.partitioners import is_non_builtin_to_include
         from torch._inductor.fx_utils import get_node_storage
 
         # A size has none, as the pair of results of an operator has none.
@@ -386,11 +331,8 @@ class Planner:
                 )
                 and not must_run_once(node)
             ):
-                storages: Iterable[int] = ()
-                nbytes = _size_of(node)
-                if self.model is not None:
-                    storages = self.model.saveable([node])
-                    nbytes = self.model.size(storages)
+                storages = self.model.saveable([node])
+                nbytes = self.model.size(storages)
                 ops = {node: rerun_cost(node)}
                 items.append(_Item(node, ops, frozenset(storages), nbytes))
         # A solver of the user's own knows the nodes.
@@ -406,8 +348,6 @@ class Planner:
         that the value is kept for.  O(operators + edges), on a bit for each value.
         """
         model = self.model
-        if model is None:
-            return items
         values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
         everyone = (1 << len(values)) - 1
         saved = [everyone * by for by in model.saved_by([values])]
@@ -447,7 +387,7 @@ class Planner:
 
     def trace(
         self,
-        plan: ChosenPlan,
+        plan: Decision,
         solved: Knapsack,
         items: Sequence[_Item],
         limits: Range,
@@ -505,7 +445,7 @@ def ask_solver(
     One of the user's own is called as ``CustomKnapsackSolver`` documents it, with the
     runtimes as well where it has a parameter of that name.  Its two lists have to name
     every item once.  It may have reasons to save more than the budget, but not without
-    a warning.  Raises TypeError or ValueError for any other answer.
+    a warning.  Raises WrongAnswer for any other answer.
     """
     solver: Any = config.activation_memory_budget_solver
     if isinstance(solver, str):
@@ -539,14 +479,14 @@ def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
     try:
         saved, recomputable = (sorted(map(operator.index, part)) for part in answer)
     except (TypeError, ValueError) as error:
-        raise TypeError(
+        raise WrongAnswer(
             f"{name} must return two lists of indices, those to save and those to "
             f"recompute, not {answer!r}"
         ) from error
     named = Counter(saved + recomputable)
     for index in sorted({*named, *range(items)}):
         if named[index] != 1 or not 0 <= index < items:
-            raise ValueError(
+            raise WrongAnswer(
                 f"{name} names item {index} {named[index]} times: each of the {items} "
                 "items, from 0 on, has to be named once"
             )

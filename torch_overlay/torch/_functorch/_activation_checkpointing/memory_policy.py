@@ -21,9 +21,10 @@ from torch._functorch import partitioners
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .decision import Peak
 from .decisions import mark_decisions
 from .liveness import CannotPlan, JointGraph
-from .peak_budget import Peak, search
+from .peak_budget import find_plans
 from .random_ops import is_replayed, must_run_once
 from .rerun_cost import is_costly, is_view
 
@@ -88,7 +89,7 @@ def tag_for_peak(
     _save_what_runs_once(nodes[:start], others)
     graph = _model(nodes, start, stop)
     costly = OrderedSet(node for node in nodes[:start] if is_costly(node))
-    curve = search(graph, list(costly), costly, nodes[:start])
+    curve = find_plans(graph, list(costly), costly, nodes[:start]).curve()
     allowed = curve.allowed(budget or 0) if peak_bytes is None else peak_bytes
     plan = curve.within(allowed)
     saved = set(graph.saved_values(graph.evaluate(plan.storages).saved))

@@ -41,11 +41,10 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
 
-from . import memory_budget, saved_report
-from .budget_options import check_budget_options
+from .decision import Decision, Peak
 from .fused_peak import FusedJointGraph
 from .liveness import Evaluation, JointGraph
-from .memory_budget import activation_bytes, ChosenPlan, Planner
+from .memory_budget import Planner
 from .random_ops import must_run_once
 from .rerun_cost import is_costly, rerun_cost, roofline
 
@@ -54,26 +53,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
-    from torch._functorch.partitioners import NodeInfo
-    from torch.fx import GraphModule
     from torch.utils._ordered_set import OrderedSet
 
 log = logging.getLogger(__name__)
 
 __all__ = [
     "Curve",
-    "Peak",
-    "PeakPlan",
+    "PeakBytes",
     "PlannedPeak",
     "Plans",
     "allowed_peak",
-    "bounds_peak",
     "build_curve",
-    "choose_plan",
     "find_plans",
-    "record_plan",
+    "model_of",
     "rerun_costs",
-    "search",
 ]
 
 # Places at which checkpoints may stand: of the minima, the narrowest by these shares.
@@ -147,163 +140,56 @@ class Curve:
         return self.plans[max(found - 1, 0)]
 
 
-class Peak(NamedTuple):
-    """What was planned, in bytes without parameters and inputs.
+@dataclass(frozen=True)
+class PeakBytes:
+    """A request for a peak: a share of those that can be reached, or ``limit`` bytes.
 
-    ``allowed`` is what the budget asked for, ``predicted`` the plan's own peak,
-    ``floor`` the lowest that was found, ``fastest`` that of budget 1; ``fused`` tells
-    that they are estimates for inductor's kernels, not those of operators.
+    ``calls`` of the graph keep what they save at once, and by the share ``margin``, an
+    estimate for inductor's kernels may be too low.
     """
 
-    allowed: int
-    predicted: int
-    floor: int
-    fastest: int
-    fused: bool = False
+    budget: float
+    limit: Optional[int] = None
+    calls: int = 1
+    margin: float = 0.0
 
-    def warn_if_over(self) -> None:
-        """Log where a limit in bytes cannot be reached."""
-        if self.predicted > self.allowed:
-            log.warning(
-                "activation_memory_peak_bytes is %d, but the lowest peak found is %d "
-                "bytes (without parameters and inputs); this graph gets the plan of that",
-                self.allowed,
-                self.predicted,
-            )
+    def decide(self, graph: Planner) -> Decision:
+        """The cheapest plan that is sure to be below the peak.
 
-
-@dataclass(frozen=True, kw_only=True)
-class _ChosenByPeak(ChosenPlan):
-    """What to save for a peak; ``decided_by`` is "peak"."""
-
-    peak: Peak
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakPlan(saved_report.Plan):
-    """A plan whose budget is one of peak memory, not a share of saved bytes."""
-
-    peak: Peak
-
-    @property
-    def used(self) -> Optional[float]:
-        return None
-
-    def recalled(self) -> None:
-        self.peak.warn_if_over()
-
-    def chosen_by(self) -> str:
-        return "peak planner: cheapest plan found below the peak allowed"
-
-    def summary(self) -> list[tuple[str, str]]:
-        text = (
-            "{1} predicted, {0} allowed (floor: {2}, budget 1: {3}; "
-            "parameters and inputs apart)"
-        )
-        if self.peak.fused:
-            text += ", of inductor's kernels"
-        sizes = [saved_report.format_bytes(size) for size in self.peak[:4]]
-        lines = super().summary()
-        return [*lines[:3], ("peak", text.format(*sizes)), *lines[3:]]
-
-
-def bounds_peak(budget: float) -> bool:
-    """Whether the config asks for a plan by peak memory at that budget.
-
-    Raises RuntimeError as :func:`.check_budget_options` does.
-    """
-    check_budget_options(budget)
-    limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
-    target = config.activation_memory_budget_target  # type: ignore[attr-defined]
-    by_budget = limit is None and (target == "saved" or budget == 1)
-    return not by_budget
-
-
-def choose_plan(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    budget: float,
-    num_fwd_outputs: int,
-    fused: bool = False,
-) -> ChosenPlan:
-    """What to save, by what ``config.activation_memory_budget_target`` means.
-
-    The first ``num_fwd_outputs`` outputs are the forward's.  With ``fused``, peaks are
-    those of the kernels that inductor makes of the graph's operators.  The plan is one for
-    saved bytes where the target is "saved", where the budget is 1, and where no other can be
-    made, which a warning tells.  Raises RuntimeError as `bounds_peak` does.
-    """
-
-    def plan_saved_bytes(budget: float) -> ChosenPlan:
-        return memory_budget.choose_plan(
-            joint_graph, node_info, budget, num_fwd_outputs
-        )
-
-    if not bounds_peak(budget):
-        return plan_saved_bytes(budget)
-    limit = config.activation_memory_peak_bytes  # type: ignore[attr-defined]
-    fastest = plan_saved_bytes(1).saved_values
-    try:
-        graph, curve = build_curve(
-            joint_graph, node_info, num_fwd_outputs, fastest, fused
-        )
-        asked = curve.allowed(budget) if limit is None else limit
-        plan = curve.within(asked)
+        Warns where the lowest found is above the limit.  Raises as :class:`.JointGraph`
+        does.
+        """
+        fastest = graph.fastest()
+        model, curve = build_curve(graph, fastest, self.calls, self.margin)
+        allowed = curve.allowed(self.budget) if self.limit is None else self.limit
+        plan = curve.within(allowed)
         saved = fastest
         # Kernels also depend on the nodes that keep a storage, operators do not.
-        if not fused or plan is not curve.fastest:
-            saved = graph.saved_values(graph.evaluate(plan.storages).saved)
-    except Exception as error:
-        log.debug("no plan by peak memory", exc_info=error)
-        log.warning(
-            "no plan by peak memory, so the budget of %s is one of saved bytes for this "
-            "graph: %s: %s",
-            budget,
-            type(error).__name__,
-            error,
-        )
-        return plan_saved_bytes(budget)
-    peak = Peak(asked, plan.peak, curve.floor, curve.fastest.peak, fused)
-    peak.warn_if_over()
-    return _ChosenByPeak(
-        saved,
-        budget,
-        "peak",
-        activation_bytes(node_info.inputs, saved),
-        peak=peak,
-    )
-
-
-def record_plan(
-    chosen: ChosenPlan,
-    forward: GraphModule,
-    backward: GraphModule,
-    num_fwd_outputs: int,
-) -> None:
-    """Keep the plan of a joint graph that was split; see :mod:`.saved_report`."""
-    split = chosen, forward, backward, num_fwd_outputs
-    if not isinstance(chosen, _ChosenByPeak):
-        saved_report.record_plan(*split)
-        return
-    saved_report.record_plan(*split, PeakPlan, peak=chosen.peak)
+        if not graph.fused or plan is not curve.fastest:
+            saved = model.saved_values(model.evaluate(plan.storages).saved)
+        peak = Peak(allowed, plan.peak, curve.floor, curve.fastest.peak, graph.fused)
+        peak.warn_if_over()
+        kept = graph.kept_bytes(saved)
+        return Decision(saved, self.budget, "peak", kept, peak=peak)
 
 
 def build_curve(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    num_fwd_outputs: int,
-    fastest: Sequence[fx.Node],
-    fused: bool = False,
+    graph: Planner, fastest: Sequence[fx.Node], calls: int = 1, margin: float = 0.0
 ) -> tuple[JointGraph, Curve]:
     """The model of a joint graph and the curve of its plans, for any number of budgets.
 
-    ``fastest`` is what the plan of budget 1 saves, and ``fused`` as for `choose_plan`.
+    ``fastest`` is what the plan of budget 1 saves; the others are as in `PeakBytes`.
     """
-    model = FusedJointGraph if fused else JointGraph
-    graph = model(joint_graph, node_info, num_fwd_outputs)
-    planner = Planner(joint_graph, node_info, num_fwd_outputs)
-    cheapest, expensive = planner.cheapest_cut()
-    return graph, search(graph, cheapest, expensive, fastest)
+    model = model_of(graph)
+    cheapest, expensive = graph.cheapest_cut()
+    plans = find_plans(model, cheapest, expensive, fastest, calls)
+    return model, plans.curve(margin if graph.fused else 0)
+
+
+def model_of(graph: Planner) -> JointGraph:
+    """What a graph holds: inductor's kernels, or its operators one by one."""
+    kind = FusedJointGraph if graph.fused else JointGraph
+    return kind(graph.joint, graph.info, graph.num_fwd_outputs)
 
 
 def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:
@@ -324,23 +210,12 @@ def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float
     return [rerun_cost(node) if has_cost(node) else 0 for node in graph.nodes]
 
 
-def search(
-    graph: JointGraph,
-    cheapest: Sequence[fx.Node],
-    expensive: OrderedSet[fx.Node],
-    fastest: Sequence[fx.Node],
-) -> Curve:
-    """The plans that trade peak for recomputation best, of those of `find_plans`."""
-    plans = find_plans(graph, cheapest, expensive, fastest)
-    found = plans.found.values()
-    return Curve(found, next(iter(found)), graph.margin)
-
-
 def find_plans(
     graph: JointGraph,
     cheapest: Sequence[fx.Node],
     expensive: OrderedSet[fx.Node],
     fastest: Sequence[fx.Node],
+    calls: int = 1,
 ) -> Plans:
     """Evaluate plans for many peaks; the first is that of budget 1.
 
@@ -349,10 +224,11 @@ def find_plans(
         cheapest: what a min cut saves that recomputes nothing expensive.
         expensive: the nodes whose recomputation has a cost.
         fastest: what the plan of budget 1 saves.
+        calls: how many calls of the graph keep what they save at once.
 
     Some hundred evaluations, and O(places * _SPAN) for dynamic programming.
     """
-    plans = Plans(graph, rerun_costs(graph, expensive))
+    plans = Plans(graph, rerun_costs(graph, expensive), calls)
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     plans.evaluate(bases)
     for places in _places(graph):
@@ -381,12 +257,21 @@ def find_plans(
 class Plans:
     """All plans that were evaluated, by the storages to save."""
 
-    def __init__(self, graph: JointGraph, cost: Sequence[float]) -> None:
+    def __init__(
+        self, graph: JointGraph, cost: Sequence[float], calls: int = 1
+    ) -> None:
         self.graph = graph
         self.cost = cost
+        # The other calls of the graph only keep what waits for their backward.
+        self.waiting = calls - 1
         self.expensive = [op for op, each in enumerate(cost) if each]
         self.found: dict[frozenset[int], PlannedPeak] = {}
         self.evaluations: dict[frozenset[int], Evaluation] = {}
+
+    def curve(self, margin: float = 0.0) -> Curve:
+        """The plans that trade peak for recomputation best."""
+        found = self.found.values()
+        return Curve(found, next(iter(found)), margin)
 
     def evaluate(
         self, choices: Iterable[frozenset[int]]
@@ -394,8 +279,6 @@ class Plans:
         """Evaluate plans together, equal ones once."""
         wanted = dict.fromkeys(choices)
         new = [chosen for chosen in wanted if chosen not in self.evaluations]
-        # The other calls of the graph only keep what waits for their backward.
-        others = (config.activation_memory_graph_calls or 1) - 1  # type: ignore[attr-defined]
         for chosen, evaluation in zip(new, self.graph.evaluate_all(new)):
             self.evaluations[chosen] = evaluation
             repeated, bit = evaluation.repeated, evaluation.bit
@@ -403,8 +286,10 @@ class Plans:
                 self.cost[op] for op in self.expensive if repeated[op] & bit
             )
             peak = evaluation.peak
-            if others:
-                peak += others * self.graph.size(evaluation.saved - self.graph.outputs)
+            if self.waiting:
+                peak += self.waiting * self.graph.size(
+                    evaluation.saved - self.graph.outputs
+                )
             self.found[chosen] = PlannedPeak(peak, cost, chosen)
         return {chosen: self.evaluations[chosen] for chosen in wanted}
 

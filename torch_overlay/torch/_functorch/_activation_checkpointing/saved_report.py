@@ -20,7 +20,6 @@ import operator
 import os
 import re
 from collections import Counter, deque
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional, TextIO, TYPE_CHECKING
 
@@ -30,12 +29,13 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._logging._internal import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .memory_budget import activation_bytes, ChosenPlan, Knapsack
+from .decision import Decision, Knapsack, Peak
+from .memory_budget import activation_bytes
 from .rerun_cost import is_view, RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -57,6 +57,16 @@ _POLICIES = (
     (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
     (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE),
 )
+
+# What decided, in words, where that is all there is to say.
+_CHOSEN_BY = {
+    "peak": "peak planner: cheapest plan found below the peak allowed",
+    "step": "step budget: one plan of this graph for a whole training step",
+    "upstream": "upstream's planner, as no other plan could be made",
+}
+
+# Where a forward has its plan until it is compiled.
+_PLAN = "activation_memory_plan"
 
 # Why a value is saved that takes no memory of its own.
 _OF_INPUTS = ("input", "view of input")
@@ -98,6 +108,7 @@ class Plan:
 
     graph: str
     budget: float
+    decided_by: str
     saved: tuple[PlannedValue, ...]
     recomputed: tuple[PlannedValue, ...]
     views: int
@@ -105,8 +116,7 @@ class Plan:
     activation_bytes: int
     limits: Optional[tuple[int, int]] = None
     knapsack: Optional[Knapsack] = None
-    # Of a plan for peak memory alone: its peaks.
-    peak: Any = None
+    peak: Optional[Peak] = None
 
     @property
     def saved_bytes(self) -> int:
@@ -117,15 +127,15 @@ class Plan:
     def used(self) -> Optional[float]:
         """The share of the range that is really saved, to compare with ``budget``."""
         if self.limits is None:
-            return self.budget if self.budget in (0, 1) else None
+            is_share = self.decided_by not in ("peak", "step")
+            return self.budget if is_share and self.budget in (0, 1) else None
         low, high = self.limits
         return (self.activation_bytes - low) / (high - low) if low < high else None
 
-    def recalled(self) -> None:
-        """Say again what was logged of the plan; it comes from the compile cache."""
-
     def chosen_by(self) -> str:
         """What decided, in words."""
+        if self.decided_by in _CHOSEN_BY:
+            return _CHOSEN_BY[self.decided_by]
         k = self.knapsack
         if k is not None:
             saved = f"{len(k.saved)} of {len(k.memory)} items saved"
@@ -160,6 +170,7 @@ class Plan:
             ("graph", self.graph),
             ("budget", budget),
             ("chosen by", self.chosen_by()),
+            *([("peak", _peaks(self.peak))] if self.peak is not None else ()),
             ("saved", saved),
             ("recomputed", recomputed),
         ]
@@ -220,6 +231,17 @@ class Plan:
         return result
 
 
+def _peaks(peak: Peak) -> str:
+    """The peaks that a plan was chosen by, in words."""
+    text = (
+        "{1} predicted, {0} allowed (floor: {2}, budget 1: {3}; "
+        "parameters and inputs apart)"
+    )
+    if peak.fused:
+        text += ", of inductor's kernels"
+    return text.format(*map(format_bytes, peak[:4]))
+
+
 def _verdict(knapsack: Knapsack) -> str:
     """How good a solver's answer is, in words."""
     over = knapsack.weight - knapsack.capacity
@@ -262,37 +284,48 @@ def last_plan() -> Plan:
     return _plans[-1]
 
 
-@contextmanager
-def trial() -> Iterator[deque[Optional[Plan]]]:
-    """Plans made inside are not kept among `plans`; what is yielded has them."""
-    global _plans
-    kept, _plans = _plans, deque()
-    try:
-        yield _plans
-    finally:
-        _plans = kept
+def plan_of(forward: GraphModule) -> Optional[Plan]:
+    """The plan by which a joint graph was split, of the forward made of it."""
+    return forward.meta.get(_PLAN)
 
 
-def adopt(plan: Plan) -> None:
-    """Make a plan that was tried the last one."""
-    _plans.append(plan)
+def set_plan(forward: GraphModule, plan: Plan) -> None:
+    """Let a forward have another plan than the one that it was split by."""
+    forward.meta[_PLAN] = plan
 
 
-def keep_plan(metadata: Any) -> None:
-    """Put the plan of a graph that was just split into what is cached of the graph.
+def untold(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """A partitioner whose splits are not compiled, and have no plan to report."""
 
-    ``metadata`` is the graph's ViewAndMutationMeta.
+    @functools.wraps(partition)
+    def split(*args: Any, **kwargs: Any) -> Any:
+        forward, backward = partition(*args, **kwargs)
+        forward.meta.pop(_PLAN, None)
+        return forward, backward
+
+    return split
+
+
+def keep_plan(forward: GraphModule, metadata: Any) -> None:
+    """Make the plan of a graph that is about to be compiled the last one.
+
+    ``metadata`` is the graph's ViewAndMutationMeta, with which a cache keeps the plan.
+    Those of nested regions come before it.
     """
-    plan = _plans[-1] if _plans else None
-    if plan is not None and plan.graph == get_aot_graph_name():
-        metadata.activation_memory_plan = plan
+    for module in reversed([*forward.modules()]):
+        plan = getattr(module, "meta", {}).pop(_PLAN, None)
+        if plan is not None:
+            _plans.append(plan)
+            if module is forward:
+                metadata.activation_memory_plan = plan
 
 
 def recall_plan(metadata: Any) -> None:
     """Take the plan of a graph from the compile cache for that of the last one."""
     plan = getattr(metadata, "activation_memory_plan", None)
-    if plan is not None:
-        plan.recalled()
+    if plan is not None and plan.peak is not None:
+        # What was said when it was made holds again.
+        plan.peak.warn_if_over()
     # Without a backward there is no plan.
     if plan is not None or metadata.num_symints_saved_for_bw is not None:
         _plans.append(plan)
@@ -323,26 +356,24 @@ def print_saved_values(
     print(plan.format(rows), file=file)
 
 
-def record_plan(
-    chosen: ChosenPlan,
+def attach_plan(
+    decision: Decision,
     forward: GraphModule,
     backward: GraphModule,
     num_fwd_outputs: int,
-    kind: type[Plan] = Plan,
-    **more: Any,
 ) -> None:
-    """Keep the plan of a joint graph that was split as the last one, and trace it.
+    """Describe how a joint graph was split for `plan_of` the forward, and trace it.
 
-    ``more`` are the fields that another ``kind`` of plan has.  O(nodes).
+    O(nodes).
     """
     from torch._functorch.partitioners import _size_of
     from torch._inductor.fx_utils import get_node_storage
 
-    solved = chosen.knapsack
+    solved = decision.knapsack
     runtimes: dict[str, float] = {}
     kept: set[str] = set()
     if solved is not None:
-        names = [node.name for node in chosen.items]
+        names = [node.name for node in decision.items]
         runtimes = dict(zip(names, solved.runtimes))
         kept = {names[i] for i in solved.saved}
     placeholders = forward.graph.find_nodes(op="placeholder")
@@ -356,7 +387,7 @@ def record_plan(
         if node.meta.get("recompute") in _POLICIES[is_saved]:
             return "user"
         if solved is None:
-            return chosen.decided_by
+            return decision.decided_by
         # A min cut settles what the knapsack did not.
         is_items = node.name in runtimes and (node.name in kept) == is_saved
         return "knapsack" if is_items else "min cut"
@@ -393,19 +424,20 @@ def record_plan(
         if not is_view(node) and node.target is not operator.getitem
     ]
     estimator = config.activation_memory_budget_runtime_estimator
-    plan = kind(
+    plan = Plan(
         graph=get_aot_graph_name(),
-        budget=chosen.budget,
+        budget=decision.budget,
+        decided_by=decision.decided_by,
         saved=tuple(describe(node, True) for node in saved),
         recomputed=tuple(describe(node, False) for node in computed),
         views=len(repeated) - len(computed),
         runtime_unit=RUNTIME_UNITS.get(str(estimator), ""),
         activation_bytes=activation_bytes(placeholders, saved),
-        limits=chosen.limits,
+        limits=decision.limits,
         knapsack=solved,
-        **more,
+        peak=decision.peak,
     )
-    _plans.append(plan)
+    set_plan(forward, plan)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},

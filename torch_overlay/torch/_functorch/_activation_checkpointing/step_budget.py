@@ -27,6 +27,7 @@ import copy
 import functools
 import gc
 import importlib
+import inspect
 import itertools
 import logging
 import math
@@ -52,9 +53,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from . import memory_budget, peak_budget, saved_report
+from . import memory_budget, planning, saved_report
 from .budget_options import is_number
-from .memory_budget import activation_bytes, ChosenPlan
+from .decision import Decision, Peak
+from .memory_budget import Planner
 from .rerun_cost import concrete
 from .saved_report import format_bytes
 from .step_plan import (
@@ -71,8 +73,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from typing_extensions import Self
 
-    import torch.fx as fx
-    from torch._functorch.partitioners import NodeInfo
     from torch.fx import GraphModule
 
 
@@ -88,9 +88,6 @@ _NEW = 0.01
 
 # Where the autograd node of a compiled backward has its call.
 _CALL = "activation memory budget: call"
-
-# The graph that is being compiled in this thread, for `choose_plan`.
-_compiling: ContextVar[Optional[_Graph]] = ContextVar("compiling", default=None)
 
 
 class GraphUse(NamedTuple):
@@ -842,7 +839,6 @@ class _Graph:
         )
         if self._is_nested:
             self.fault = "it calls nested compiled regions, which have their own plans"
-        self._chosen = 0
         self._is_fused = False
         self._is_retained = False
         self._variants: dict[int, Callable[..., Any]] = {}
@@ -858,7 +854,7 @@ class _Graph:
 
     def first(self) -> Any:
         """Compile by the lean plan; returns what AOTAutograd wants in return."""
-        run, metadata = self._compiled(self.lean)
+        run, metadata = self._compiled(None)
         self._variants[self.lean] = run
 
         def call(args: list[Any]) -> Any:
@@ -965,39 +961,42 @@ class _Graph:
             call._boxed_call = True  # type: ignore[attr-defined]
             return call
 
-        with saved_report.trial():
-            self._compiled(plan, (keep, keep))
+        self._compiled(plan, (keep, keep))
         forward, backward = split
         model: Any = self.plans.model
         peaks = peak_judge.schedule_peaks(forward, backward, self._num_fwd_outputs)
         return peaks[0], peaks[1] - model.held_by_caller
 
-    def _compiled(self, plan: int, compilers: Any = None) -> Any:
-        """Split and compile a copy of the joint graph, by other ``compilers`` if given."""
+    def _compiled(self, plan: Optional[int], compilers: Any = None) -> Any:
+        """Split and compile a copy of the joint graph by a plan, None for the lean one.
+
+        With ``compilers`` that are given, to see what they get: no report has that plan.
+        """
         # Splitting a graph writes down in there what it finds.
         state, capture = _own_copy((self._state, self._capture))
         # Of another plan, what does not compile has to be known before it runs. But the
         # backward of a graph that is retained is compiled when that is seen.
         is_another = bool(self._variants) and not self._is_retained
+        is_seen = compilers is not None
         state.aot_config = replace(
             state.aot_config,
             cache_info=None,
-            force_non_lazy_backward_lowering=is_another or compilers is not None,
+            force_non_lazy_backward_lowering=is_another or is_seen,
         )
         with unset_fake_temporarily():
             capture.graph_module = copy.deepcopy(capture.graph_module)
-        if compilers is None:
+        if not is_seen:
             forward, backward = self._compilers
             compilers = (
                 _marked(forward, self._forward),
                 _marked(backward, self._backward),
             )
-        self._chosen = plan
-        before = _compiling.set(None if self._is_nested else self)
-        try:
-            return self._compile_graph(state, capture, self._partition, *compilers)
-        finally:
-            _compiling.reset(before)
+        partition = self._partition
+        if not self._is_nested and _takes_request(partition):
+            partition = functools.partial(partition, request=_Variant(self, plan))
+        if is_seen:
+            partition = saved_report.untold(partition)
+        return self._compile_graph(state, capture, partition, *compilers)
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = _running_step()
@@ -1044,77 +1043,58 @@ class _Graph:
 
     # ----------------------------------------------------------------- its plans
 
-    def choose(
-        self,
-        joint_graph: fx.Graph,
-        node_info: NodeInfo,
-        budget: float,
-        num_fwd_outputs: int,
-        fused: bool,
-    ) -> ChosenPlan:
-        """What to save by the plan that is being compiled."""
+    def decide(self, graph: Planner, plan: Optional[int]) -> Decision:
+        """What to save by one of the plans, None for the lean one."""
         if self.plans.model is None:
-            self._num_fwd_outputs = num_fwd_outputs
-            asked = joint_graph, node_info, budget, num_fwd_outputs
             try:
-                self._find_plans(*asked, fused)
+                self._find_plans(graph)
             except Exception as error:
                 log.debug("no plans for %s", self.name, exc_info=error)
                 self.fault = f"{type(error).__name__}: {error}"
-                return peak_budget.choose_plan(*asked, fused)
+                return planning.decide(
+                    graph.joint,
+                    graph.info,
+                    graph.num_fwd_outputs,
+                    graph.budget,
+                    fused=graph.fused,
+                )
         model: Any = self.plans.model
-        evaluation = model.evaluate(self.plans.plans[self._chosen].storages)
+        index = self.lean if plan is None else plan
+        evaluation = model.evaluate(self.plans.plans[index].storages)
         wanted = {node.name for node in model.saved_values(evaluation.saved)}
-        saved = [node for node in joint_graph.nodes if node.name in wanted]
+        saved = [node for node in graph.joint.nodes if node.name in wanted]
         if len(saved) != len(wanted):
             raise RuntimeError(f"{self.name} was traced into another graph")
-        return _ChosenForStep(
-            saved, budget, "step", activation_bytes(node_info.inputs, saved)
-        )
+        return Decision(saved, graph.budget, "step", graph.kept_bytes(saved))
 
-    def _find_plans(
-        self,
-        joint_graph: fx.Graph,
-        node_info: NodeInfo,
-        budget: float,
-        num_fwd_outputs: int,
-        fused: bool,
-    ) -> None:
+    def _find_plans(self, graph: Planner) -> None:
+        self._num_fwd_outputs = graph.num_fwd_outputs
         # A budget that the user gave to a region of the model stays.
-        is_only = budget != config.activation_memory_budget or any(
+        is_only = graph.budget != config.activation_memory_budget or any(
             _get_memory_budget_annotation(node) is not None
-            for node in joint_graph.nodes
+            for node in graph.joint.nodes
         )
-        chosen = memory_budget.choose_plan(
-            joint_graph, node_info, budget if is_only else 1, num_fwd_outputs
-        )
-        self.plans = plan_graph(
-            joint_graph,
-            node_info,
-            num_fwd_outputs,
-            chosen.saved_values,
-            fused,
-            is_only,
-        )
-        self.fault, self._is_fused = "", fused
-        self.lean = self._chosen = self.plans.leanest(calls_assumed())
+        chosen = memory_budget.decide(graph, graph.budget if is_only else 1)
+        self.plans = plan_graph(graph, chosen.saved_values, is_only)
+        self.fault, self._is_fused = "", graph.fused
+        self.lean = self.plans.leanest(calls_assumed())
 
 
-@dataclass(frozen=True)
-class _ChosenForStep(ChosenPlan):
-    """What to save by a step's plan; ``decided_by`` is "step"."""
+class _Variant(NamedTuple):
+    """The request for one of a graph's plans."""
+
+    graph: _Graph
+    plan: Optional[int]
+
+    def decide(self, graph: Planner) -> Decision:
+        return self.graph.decide(graph, self.plan)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPlanOfGraph(saved_report.Plan):
-    """A plan that was made for a whole step."""
-
-    @property
-    def used(self) -> Optional[float]:
-        return None
-
-    def chosen_by(self) -> str:
-        return "step budget: one plan of this graph for a whole training step"
+def _takes_request(partition: Callable[..., Any]) -> bool:
+    """Whether a partitioner splits by what is asked of it."""
+    parameters = inspect.signature(partition).parameters
+    kinds = (parameter.kind for parameter in parameters.values())
+    return "request" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _own_copy(value: Any, made: Optional[dict[int, Any]] = None) -> Any:
@@ -1208,7 +1188,7 @@ def counted(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any
         return run
     told = plan.graph, plan.activation_bytes
     is_only = options.activation_memory_graph_calls is None
-    peak: Optional[peak_budget.Peak] = plan.peak
+    peak: Optional[Peak] = plan.peak
     symbolic, planned = _symbolic(given)
     largest = planned
 
@@ -1262,30 +1242,3 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         return counted(run, arguments[0].flat_args, metadata), metadata
 
     return compile_for_step
-
-
-def choose_plan(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    budget: float,
-    num_fwd_outputs: int,
-    fused: bool = False,
-) -> ChosenPlan:
-    """What to save: by a step's plan, or else by :func:`.peak_budget.choose_plan`."""
-    graph = _compiling.get()
-    choose = peak_budget.choose_plan if graph is None else graph.choose
-    return choose(joint_graph, node_info, budget, num_fwd_outputs, fused)
-
-
-def record_plan(
-    chosen: ChosenPlan,
-    forward: GraphModule,
-    backward: GraphModule,
-    num_fwd_outputs: int,
-) -> None:
-    """Keep the plan of a joint graph that was split; see :mod:`.saved_report`."""
-    split = chosen, forward, backward, num_fwd_outputs
-    if isinstance(chosen, _ChosenForStep):
-        saved_report.record_plan(*split, StepPlanOfGraph)
-    else:
-        peak_budget.record_plan(*split)

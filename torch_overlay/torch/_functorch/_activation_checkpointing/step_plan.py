@@ -29,11 +29,10 @@ from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .fused_peak import FusedJointGraph
 from .knapsack_exact import solve_knapsack_budgets
 from .liveness import Evaluation, JointGraph
 from .memory_budget import lightest, Planner
-from .peak_budget import find_plans, Plans, rerun_costs
+from .peak_budget import find_plans, model_of, Plans, rerun_costs
 from .random_ops import is_random
 from .rerun_cost import concrete
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
-    from torch._functorch.partitioners import NodeInfo
 
 
 __all__ = ["GraphPlan", "GraphPlans", "Moment", "StepCurve", "plan_graph"]
@@ -173,25 +171,18 @@ class Moment(NamedTuple):
 
 
 def plan_graph(
-    joint_graph: fx.Graph,
-    node_info: NodeInfo,
-    num_fwd_outputs: int,
-    saved: Sequence[fx.Node],
-    fused: bool,
-    is_only: bool = False,
+    joint: Planner, saved: Sequence[fx.Node], is_only: bool = False
 ) -> GraphPlans:
     """The plans of a joint graph, and its model; ``saved`` is what that of budget 1 saves.
 
-    Or the one that saves ``saved``, if that is the only one to have.  Bytes are those of
-    inductor's kernels if it is to be ``fused``, and by operators if not.
+    Or the one that saves ``saved``, if that is the only one to have.
 
     There are those of the search for a peak, and those of knapsacks at many budgets:
     where calls wait for each other, what a call keeps counts for more than its own peak.
     Raises as :class:`.JointGraph` does.
     """
-    model = FusedJointGraph if fused else JointGraph
-    graph = model(joint_graph, node_info, num_fwd_outputs)
-    planner = Planner(joint_graph, node_info, num_fwd_outputs, graph)
+    graph = model_of(joint)
+    planner = replace(joint, made_model=graph)
     cheapest, expensive = planner.cheapest_cut()
     if is_only:
         plans = Plans(graph, rerun_costs(graph, expensive))
@@ -199,13 +190,13 @@ def plan_graph(
     else:
         plans = find_plans(graph, cheapest, expensive, saved)
         plans.evaluate(_knapsacks(planner.items(cheapest, expensive)))
-    (output,) = joint_graph.find_nodes(op="output")
+    (output,) = joint.joint.find_nodes(op="output")
     returned: dict[int, int] = {}
-    for index, node in enumerate(tree_leaves(output.args)[:num_fwd_outputs]):
+    for index, node in enumerate(tree_leaves(output.args)[: joint.num_fwd_outputs]):
         if isinstance(node, torch.fx.Node):
             for s in graph.storages([node]):
                 returned.setdefault(s, index)
-    placeholders = joint_graph.find_nodes(op="placeholder")
+    placeholders = joint.joint.find_nodes(op="placeholder")
     tangents = sum(node in graph.tangents for node in placeholders)
     sizes = [
         {s: concrete(node.meta["val"].untyped_storage().nbytes())}

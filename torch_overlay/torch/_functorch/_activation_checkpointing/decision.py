@@ -1,0 +1,102 @@
+"""What was decided about a joint graph, and the figures behind it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, TYPE_CHECKING
+
+from .knapsack_exact import solve_knapsack
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.fx as fx
+
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Decision", "Knapsack", "Peak"]
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """What a solver was asked, in the unit of the budget, and the items it saved.
+
+    ``capacity`` is what the budget allows to the byte.
+    """
+
+    solver: str
+    budget: float
+    capacity: float
+    memory: list[float]
+    runtimes: list[float]
+    saved: list[int]
+
+    @property
+    def weight(self) -> float:
+        return math.fsum(self.memory[i] for i in self.saved)
+
+    @property
+    def value(self) -> float:
+        return math.fsum(self.runtimes[i] for i in self.saved)
+
+    @functools.cached_property
+    def upper_bound(self) -> float:
+        """No set within the budget is worth more: proven by the exact solver."""
+        return solve_knapsack(self.memory, self.runtimes, self.capacity).upper_bound
+
+
+class Peak(NamedTuple):
+    """The peaks that a plan was chosen by, in bytes without parameters and inputs.
+
+    ``allowed`` is what was asked for, ``predicted`` the plan's own, ``floor`` the lowest
+    that was found, and ``fastest`` that of budget 1; ``fused`` tells that they are
+    estimates for inductor's kernels, not those of operators.
+    """
+
+    allowed: int
+    predicted: int
+    floor: int
+    fastest: int
+    fused: bool = False
+
+    def warn_if_over(self) -> None:
+        """Log where a limit in bytes cannot be reached."""
+        if self.predicted > self.allowed:
+            log.warning(
+                "activation_memory_peak_bytes is %d, but the lowest peak found is %d "
+                "bytes (without parameters and inputs); this graph gets the plan of that",
+                self.allowed,
+                self.predicted,
+            )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to save for the backward, and how that was decided.
+
+    Args:
+        saved_values: the nodes to save, inputs among them.
+        budget: the budget asked for.
+        decided_by: "budget 0", "min cut", "knapsack", "peak", "step", or "upstream" where
+            no plan could be made.
+        activation_bytes: what the saved values keep beyond inputs and views of them.
+        limits: what the plans of budgets 0 and 1 keep; None where the plan was found
+            without them.
+        knapsack: what was solved, None where no solver was asked.
+        items: the node of each item of the knapsack.
+        peak: its peaks, None where they played no part.
+    """
+
+    saved_values: list[fx.Node]
+    budget: float
+    decided_by: str
+    activation_bytes: int
+    limits: Optional[tuple[int, int]] = None
+    knapsack: Optional[Knapsack] = None
+    items: Sequence[fx.Node] = ()
+    peak: Optional[Peak] = None
