@@ -128,7 +128,7 @@ def compiled_loss(backend: Any) -> Callable[..., Tensor]:
 class Training:
     """A net of fakes, its blocks and its loss compiled one by one.
 
-    ``kind`` is one of `CHECKPOINTS`, or empty. To be made and run within `on_fakes`.
+    ``kind`` is one of `CHECKPOINTS`, or empty. To be made and run within `fake_ranks`.
     """
 
     def __init__(self, name: str, backend: Any, kind: str = "") -> None:
@@ -185,18 +185,11 @@ class Training:
         return {"peak": live.peak, "given": live.given, "flops": flops.flops}
 
 
-@contextmanager
-def on_fakes() -> Iterator[Callable[..., Any]]:
-    """Gives what makes a StepBudget for fakes, whose storages are no device's."""
-    module = overlay("step_budget")
-
-    def make(**asked: Any) -> Any:
-        budget = module.StepBudget(**asked)
-        budget.device = torch.device("meta")
-        return budget
-
-    with mock.patch.object(module, "_allocated", lambda _: 0):
-        yield make
+def budget_on_fakes(**asked: Any) -> Any:
+    """A StepBudget for fakes, whose storages are no device's."""
+    budget = overlay("step_budget").StepBudget(**asked)
+    budget.device = torch.device("meta")
+    return budget
 
 
 @contextmanager
@@ -217,11 +210,8 @@ def measure(task: fresh.Task) -> Row:
     ):
         if "saved" in task:
             return measure_upstream(task, backend)
-        with (
-            on_fakes() as step_budget,
-            config.patch(activation_memory_peak_judge=task["judge"]),
-        ):
-            return measure_steps(task, step_budget, backend)
+        with config.patch(activation_memory_peak_judge=task["judge"]):
+            return measure_steps(task, backend)
 
 
 def measure_upstream(task: fresh.Task, backend: Any) -> Row:
@@ -237,14 +227,12 @@ def measure_upstream(task: fresh.Task, backend: Any) -> Row:
     return {"plans": sweep.measured(graphs, measured, task["saved"])}
 
 
-def measure_steps(
-    task: fresh.Task, step_budget: Callable[..., Any], backend: Any
-) -> Row:
+def measure_steps(task: fresh.Task, backend: Any) -> Row:
     name = task["net"]
     training = Training(name, backend)
 
     def by_step(**asked: Any) -> Row:
-        budget = step_budget(**asked)
+        budget = budget_on_fakes(**asked)
         started = time.perf_counter()
         # The first is recorded, and what it leaves behind may have the second, too.
         training.run(budget)

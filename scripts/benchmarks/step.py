@@ -251,7 +251,7 @@ def measure_inductor(task: fresh.Task) -> Row:
 @contextmanager
 def planning_watched() -> Iterator[list[float]]:
     """CPU seconds of planning, and of upstream's partition of the same graphs."""
-    module = overlay("step_budget")
+    module, graphs = overlay("step_budget"), overlay("step_graph").Graph
     theirs = untouched_partitioners().min_cut_rematerialization_partition
     found = [0.0, 0.0]
 
@@ -268,21 +268,19 @@ def planning_watched() -> Iterator[list[float]]:
 
         return call
 
-    def both(
-        graph: Any, joint: Any, info: Any, budget: float, outputs: int, fused: bool
-    ) -> None:
-        parent = joint.owning_module
+    def both(graph: Any, joint: Any) -> None:
+        parent = joint.joint.owning_module
         split = timed(1, theirs)
         with config.patch(
             activation_memory_budget=0.5, activation_memory_budget_solver="dp"
         ):
-            split(copy.deepcopy(parent), [], num_fwd_outputs=outputs)
-        find(graph, joint, info, budget, outputs, fused)
+            split(copy.deepcopy(parent), [], num_fwd_outputs=joint.num_fwd_outputs)
+        find(graph, joint)
 
-    find = timed(0, module._Graph._find_plans)
+    find = timed(0, graphs._find_plans)
     plan = timed(0, module.StepBudget._make_plan)
     with (
-        mock.patch.object(module._Graph, "_find_plans", both),
+        mock.patch.object(graphs, "_find_plans", both),
         mock.patch.object(module.StepBudget, "_make_plan", plan),
     ):
         yield found

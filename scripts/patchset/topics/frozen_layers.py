@@ -5,7 +5,7 @@ from ..patch import CONFIG, Edit, GRAPH_COMPILE, module_path, Patch
 
 _COMPILERS = "        inference_compiler = fw_compiler\n"
 _CONFIG = "from .. import config\n"
-IMPORT = (
+_IMPORT = (
     "from .._activation_checkpointing.frozen_layers import without_unread_arguments\n"
 )
 
@@ -43,7 +43,7 @@ drop_unread_arguments = True
         Edit(
             GRAPH_COMPILE,
             anchor=_CONFIG,
-            replacement=_CONFIG + IMPORT,
+            replacement=_CONFIG + _IMPORT,
         ),
         Edit(
             GRAPH_COMPILE,

@@ -7,9 +7,9 @@ from ..patch import (
     module_path,
     Patch,
 )
-from . import frozen_layers
 
 
+_NEXT_IMPORT = "from .aot_autograd_result import"
 _STAGE = "return aot_stage2_autograd("
 _INDENT = " " * 16
 _LOADED = (
@@ -32,14 +32,23 @@ compiled anew from their joint graphs. Steps that differ from the one recorded a
 noticed and learned anew.
 """,
     test="test/functorch/test_ac_step_budget.py",
-    sources=(module_path("step_budget"), module_path("step_plan")),
+    sources=tuple(
+        module_path(name)
+        for name in (
+            "step_budget",
+            "step_graph",
+            "step_plan",
+            "step_recorder",
+            "graph_calls",
+        )
+    ),
     needs=("peak-budget", "frozen-layers"),
     edits=(
         Edit(
             GRAPH_COMPILE,
-            anchor=frozen_layers.IMPORT,
-            replacement=frozen_layers.IMPORT
-            + "from .._activation_checkpointing.step_budget import for_step\n",
+            anchor=_NEXT_IMPORT,
+            replacement="from .._activation_checkpointing.step_graph import for_step\n"
+            + _NEXT_IMPORT,
         ),
         Edit(
             GRAPH_COMPILE,
@@ -51,8 +60,8 @@ noticed and learned anew.
             AUTOGRAD_CACHE,
             anchor=_LOADED,
             replacement=f"{_LOADED}"
-            f"{_INDENT}from torch._functorch._activation_checkpointing import step_budget\n\n"
-            f"{_INDENT}compiled_fn = step_budget.counted(\n"
+            f"{_INDENT}from torch._functorch._activation_checkpointing import graph_calls\n\n"
+            f"{_INDENT}compiled_fn = graph_calls.counted(\n"
             f"{_INDENT}    compiled_fn, args, entry.runtime_metadata\n"
             f"{_INDENT})\n",
             inside="try_load",

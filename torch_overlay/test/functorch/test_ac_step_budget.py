@@ -29,8 +29,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import (
+    graph_calls,
     saved_report,
-    step_budget,
     step_plan,
 )
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
@@ -57,6 +57,7 @@ from torch.utils.checkpoint import checkpoint
 
 aten = torch.ops.aten
 AOT = "aot_eager_decomp_partition"
+PLACE = "torch._functorch._activation_checkpointing"
 WIDTH, BATCH = 64, 256
 
 
@@ -817,28 +818,25 @@ class StepBudgetTest(TestCase):
     @parametrize(
         "stage",
         (
-            "_Graph._compiled",
-            "_Graph._find_plans",
-            "_Graph.choose",
-            "_Graph._await_backward",
-            "_Recorder.follow",
-            "_Recorder.moments",
-            "_Recorder.given_later",
-            "_Recorder.left_behind",
-            "_Step.begin",
-            "GraphPlans.corrected",
-            "StepBudget._allowed",
-            "StepCurve._options",
-            "StepCurve.within",
+            "step_graph.Graph._compiled",
+            "step_graph.Graph._find_plans",
+            "step_graph.Graph.decide",
+            "step_graph.Graph._await_backward",
+            "step_recorder.Recorder.follow",
+            "step_recorder._Timeline.begin",
+            "step_recorder.Recorder.given_later",
+            "step_recorder.Recorder.left_behind",
+            "step_graph.Step.begin",
+            "step_plan.GraphPlans.corrected",
+            "step_budget.StepBudget._allowed",
+            "step_plan.StepCurve._options",
+            "step_plan.StepCurve.within",
         ),
     )
     def test_error_at_a_stage_of_planning(self, stage):
         before = unbudgeted(Net(), batch())
         torch._dynamo.reset()
-        owner, name = stage.split(".")
-        fault = mock.patch.object(
-            getattr(step_budget, owner), name, side_effect=ValueError("injected")
-        )
+        fault = mock.patch(f"{PLACE}.{stage}", side_effect=ValueError("injected"))
         model, budget = Net(), StepBudget(share=0.5)
         with self.assertLogs("torch._functorch", "WARNING") as logs, fault:
             gradients = steps(budget, model, batch(), count=4)
@@ -923,7 +921,7 @@ class StepBudgetTest(TestCase):
 
     @parametrize("calls", (None, 4))
     def test_without_a_step_budget(self, calls):
-        step_budget._warn_of_calls.cache_clear()
+        graph_calls._warn_of_calls.cache_clear()
         options = {
             "activation_memory_budget_target": "peak",
             "activation_memory_budget": 0.0,

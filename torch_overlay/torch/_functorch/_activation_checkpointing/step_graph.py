@@ -1,0 +1,490 @@
+"""The compiled graphs of a training step, and the calls that a step makes of them.
+
+A graph is split and compiled by the lean plan when a step first meets it, and anew, from
+the joint graph that was traced, by each other plan that a call is to run by.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import itertools
+import logging
+import weakref
+from contextlib import contextmanager, ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+from torch._functorch import config
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._guards import compile_context, CompileContext, tracing, TracingContext
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.traceback import _get_memory_budget_annotation
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import memory_budget, planning, saved_report
+from .decision import Decision
+from .graph_calls import backward_of, bytes_of, CALL, counted, symbolic_sizes
+from .memory_budget import Planner
+from .step_plan import calls_assumed, GraphPlan, GraphPlans, plan_graph
+from .step_recorder import Event, of_this_thread, Recorder
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch.fx import GraphModule
+
+    from .step_budget import StepBudget
+
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Call", "Graph", "Slots", "Step", "for_step", "running"]
+
+# The step that this thread runs.
+running: ContextVar[Optional[Step]] = ContextVar("running step", default=None)
+
+
+def running_step() -> Optional[Step]:
+    """The step that this thread runs, or that the backward which it serves is part of."""
+    step: Optional[Step] = of_this_thread(running)
+    return step
+
+
+class Step:
+    """One run of a step, and the calls that are made in it."""
+
+    def __init__(self, budget: StepBudget) -> None:
+        self.budget = budget
+        self.recorder: Optional[Recorder] = None
+        # The calls, in order; of graphs the numbers, as they may go meanwhile.
+        self.seen: list[Any] = []
+        # That whose forward runs.
+        self.call: Optional[Call] = None
+        self._taken: dict[int, set[int]] = {}
+        self._context = ExitStack()
+
+    def record(self) -> None:
+        """Let `open` also record what the step does."""
+        self.recorder = Recorder(self.budget.device)
+
+    def open(self) -> None:
+        running.set(self)
+        # The plans of a step are not those that a cache has for its graphs.
+        self._context.enter_context(config.patch(enable_autograd_cache=False))
+        if self.recorder is not None:
+            self._context.enter_context(self.recorder)
+
+    def close(self) -> None:
+        running.set(None)
+        self.call = None
+        self._context.close()
+
+    def begin(self, graph: Graph, args: Sequence[Any]) -> tuple[Call, int]:
+        """A call of a graph starts: which one, and by which plan."""
+        slots = self.budget.graphs.setdefault(graph, Slots())
+        size = bytes_of(args, graph.symbolic)
+        is_held = not self._is_checkpointed()
+        # A checkpoint runs a call twice, and both have to save the same.
+        slot, taken = 0, self._taken.setdefault(graph.number, set())
+        while is_held and slot in taken:
+            slot += 1
+        if is_held:
+            taken.add(slot)
+        call = Call(graph, self, slot, is_held)
+        self.seen.append(("F", graph.number, slot, size))
+        if self.recorder is not None:
+            slots.calls += [0] * (slot + 1 - len(slots.calls))
+            slots.calls[slot] += 1
+            slots.scale = max(slots.scale, size / graph.size if graph.size else 1.0)
+            slots.size = max(slots.size, size)
+        choice = slots.choice
+        if choice is None or slot >= len(slots.calls) or size > slots.size:
+            return call, graph.lean
+        return call, choice[slot]
+
+    def end(self, call: Call) -> None:
+        """Nothing is kept for the call any more."""
+        if not call.ended:
+            call.ended = True
+            if call.is_held:
+                self._taken[call.graph.number].discard(call.slot)
+
+    def _is_checkpointed(self) -> bool:
+        """Whether a checkpoint around the call keeps nothing and runs it again."""
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None:
+            return False
+        pack, _ = hooks
+        if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
+            return True
+        self.budget.warn(
+            "saved-tensor hooks are set around compiled graphs, and what they keep in "
+            "place of a saved value is not known; it counts as if that was kept"
+        )
+        return False
+
+
+@dataclass
+class Slots:
+    """The calls of a graph in a step; ``choice`` has the plan of each, if there is one."""
+
+    calls: list[int] = field(default_factory=list)
+    choice: Optional[tuple[int, ...]] = None
+    # Of a graph for several shapes: what its plans' bytes are to be multiplied by.
+    scale: float = 0.0
+    size: int = 0
+
+
+@dataclass(eq=False)
+class Call:
+    """A forward that ran and its backward, and the storages that it read and returned."""
+
+    graph: Graph
+    step: Step
+    slot: int
+    is_held: bool
+    ended: bool = False
+    outputs: list[Optional[int]] = field(default_factory=list)
+    inputs: list[Optional[int]] = field(default_factory=list)
+    # Kept, so that it tells when the node goes without having run.
+    node: Optional[weakref.ref[Any]] = None
+
+
+_numbers = itertools.count()
+
+
+class Graph:
+    """A joint graph that was compiled in a step, and what was made of it by each plan."""
+
+    def __init__(self, compile_graph: Callable[..., Any], *arguments: Any) -> None:
+        self._compile_graph = compile_graph
+        self._state, self._capture, self._partition, *self._compilers = arguments
+        self.number = next(_numbers)
+        self.name = get_aot_graph_name()
+        self.plans = GraphPlans([GraphPlan(0, 0, 0, 0.0, frozenset(), frozenset())], 0)
+        self.lean = 0
+        self.fault = "its backend does not split it by a budget"
+        # Partitioned before their caller, each by itself.
+        self._is_nested = bool(
+            self._capture.graph_module.graph.find_nodes(
+                op="call_function", target=torch.ops.higher_order.invoke_subgraph
+            )
+        )
+        if self._is_nested:
+            self.fault = "it calls nested compiled regions, which have their own plans"
+        self._is_fused = False
+        self._is_retained = False
+        self._variants: dict[int, Callable[..., Any]] = {}
+        self._contexts = TracingContext.try_get(), CompileContext.try_get()
+        self._config = config.get_config_copy()
+        self._num_fwd_outputs = 0
+        self.symbolic, self.size = symbolic_sizes(self._state.flat_args)
+
+    @functools.cached_property
+    def may_save(self) -> frozenset[int]:
+        """The outputs of the forward that some plan saves."""
+        return frozenset().union(*(plan.outputs for plan in self.plans.plans))
+
+    def first(self) -> Any:
+        """Compile by the lean plan; returns what AOTAutograd wants in return."""
+        run, metadata = self._compiled(None)
+        self._variants[self.lean] = run
+
+        def call(args: list[Any]) -> Any:
+            return self._call(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call, metadata
+
+    def _call(self, args: list[Any]) -> Any:
+        step = running_step()
+        run = self._variants[self.lean]
+        if step is None:
+            return run(args)
+        call = None
+        with step.budget.tolerated(f"a call of {self.name} was not followed"):
+            call, plan = step.begin(self, args)
+            run = self._variant(plan, step.budget)
+        step.call = call
+        try:
+            result = run(args)
+        except BaseException:
+            if call is not None:
+                step.end(call)
+            raise
+        if call is not None:
+            with step.budget.tolerated(f"a call of {self.name} was not followed"):
+                self._await_backward(result, call)
+        return result
+
+    def _await_backward(self, result: Any, call: Call) -> None:
+        """Let the backward of what was returned find its call, which ends with it."""
+        step, node = call.step, backward_of(result)
+        if node is None:
+            step.end(call)
+            return
+        node.metadata[CALL] = call
+
+        def died(_: Any) -> None:
+            if not call.ended:
+                step.end(call)
+                if step.recorder is not None:
+                    step.recorder.log.append(Event("x", call=call))
+
+        call.node = weakref.ref(node, died)
+
+    def _variant(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
+        if plan not in self._variants:
+            # Unless it compiles.
+            self._variants[plan] = self._variants[self.lean]
+            failure = f"{self.name} stays with its first plan, as another fails"
+            with budget.tolerated(failure), self._as_traced():
+                self._variants[plan], _ = self._compiled(plan)
+        return self._variants[plan]
+
+    @contextmanager
+    def _as_traced(self) -> Iterator[None]:
+        from torch._inductor.virtualized import V
+
+        traced, compiled = self._contexts
+        with (
+            # As Dynamo does; a caller's would see what is compiled.
+            _disable_current_modes(),
+            tracing(traced),
+            compile_context(compiled),
+            V.set_fake_mode(traced and traced.fake_mode),
+            config.patch(self._config),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def judge(self, plans: Iterable[int]) -> bool:
+        """Let inductor's schedules tell what plans hold; whether that is new of one."""
+        new = sorted({*plans} - self.plans.judged.keys()) if self._is_fused else []
+        for plan in new:
+            try:
+                with self._as_traced():
+                    self.plans.judged[plan] = self._schedule(plan)
+            except Exception as error:
+                log.debug("no judge for %s", self.name, exc_info=error)
+                self._is_fused = False
+                log.warning(
+                    "no judge of peaks for %s, so they are the planner's estimates: "
+                    "%s: %s",
+                    self.name,
+                    type(error).__name__,
+                    error,
+                )
+                return False
+        return bool(new)
+
+    def _schedule(self, plan: int) -> tuple[int, int]:
+        """What a plan's forward and backward hold, as a :class:`GraphPlan` has it."""
+        # A patch of its own brings it, and the option.
+        peak_judge = importlib.import_module("torch._inductor.peak_judge")
+
+        split: list[GraphModule] = []
+
+        def keep(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            split.append(graph)
+
+            def call(_: list[Any]) -> None:
+                raise AssertionError("scheduled only")
+
+            call._boxed_call = True  # type: ignore[attr-defined]
+            return call
+
+        self._compiled(plan, (keep, keep))
+        forward, backward = split
+        model: Any = self.plans.model
+        peaks = peak_judge.schedule_peaks(forward, backward, self._num_fwd_outputs)
+        return peaks[0], peaks[1] - model.held_by_caller
+
+    def _compiled(self, plan: Optional[int], compilers: Any = None) -> Any:
+        """Split and compile a copy of the joint graph by a plan, None for the lean one.
+
+        With ``compilers`` that are given, to see what they get: no report has that plan.
+        """
+        # Splitting a graph writes down in there what it finds.
+        state, capture = _own_copy((self._state, self._capture))
+        # Of another plan, what does not compile has to be known before it runs. But the
+        # backward of a graph that is retained is compiled when that is seen.
+        is_another = bool(self._variants) and not self._is_retained
+        is_seen = compilers is not None
+        state.aot_config = replace(
+            state.aot_config,
+            cache_info=None,
+            force_non_lazy_backward_lowering=is_another or is_seen,
+        )
+        with unset_fake_temporarily():
+            capture.graph_module = copy.deepcopy(capture.graph_module)
+        if not is_seen:
+            forward, backward = self._compilers
+            compilers = (
+                _marked(forward, self._forward),
+                _marked(backward, self._backward),
+            )
+        partition = self._partition
+        if not self._is_nested and _takes_request(partition):
+            partition = functools.partial(partition, request=_Variant(self, plan))
+        if is_seen:
+            partition = saved_report.untold(partition)
+        return self._compile_graph(state, capture, partition, *compilers)
+
+    def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
+        step = running_step()
+        call = step.call if step is not None else None
+        recorder = call.step.recorder if call is not None else None
+        if call is None or recorder is None:
+            return run(args)
+        with recorder.noting():
+            recorder.meet(args)
+            call.inputs = recorder.made(args[: self.plans.primals])
+        with recorder.around(Event("F", call=call)):
+            results = run(args)
+        with recorder.noting():
+            call.outputs = recorder.made(list(results[: self._num_fwd_outputs]))
+        return results
+
+    def _backward(self, run: Callable[..., Any], args: list[Any]) -> Any:
+        node: Any = torch._C._current_autograd_node()
+        call = node.metadata.get(CALL) if node is not None else None
+        step = running_step()
+        # To another step, what is left of one is as eager code.
+        if call is None or step is None or call.step is not step:
+            return run(args)
+        is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._is_retained |= is_retained
+        step.seen.append(("B", self.number, call.slot, is_retained))
+        recorder = step.recorder
+        if recorder is None:
+            results = run(args)
+        else:
+            inputs: list[Optional[int]] = []
+            with recorder.noting():
+                tangents = [each for each in args if isinstance(each, torch.Tensor)]
+                del tangents[: len(tangents) - self.plans.tangents]
+                inputs = call.inputs + recorder.made(tangents)
+                del tangents
+            begin = Event("B", call=call, flag=is_retained, inputs=inputs)
+            with recorder.around(begin):
+                results = run(args)
+            with recorder.noting():
+                recorder.made(list(results))
+        if not is_retained:
+            step.end(call)
+        return results
+
+    # ----------------------------------------------------------------- its plans
+
+    def decide(self, graph: Planner, plan: Optional[int]) -> Decision:
+        """What to save by one of the plans, None for the lean one."""
+        if self.plans.model is None:
+            try:
+                self._find_plans(graph)
+            except Exception as error:
+                log.debug("no plans for %s", self.name, exc_info=error)
+                self.fault = f"{type(error).__name__}: {error}"
+                return planning.decide(
+                    graph.joint,
+                    graph.info,
+                    graph.num_fwd_outputs,
+                    graph.budget,
+                    fused=graph.fused,
+                )
+        model: Any = self.plans.model
+        index = self.lean if plan is None else plan
+        evaluation = model.evaluate(self.plans.plans[index].storages)
+        wanted = {node.name for node in model.saved_values(evaluation.saved)}
+        saved = [node for node in graph.joint.nodes if node.name in wanted]
+        if len(saved) != len(wanted):
+            raise RuntimeError(f"{self.name} was traced into another graph")
+        return Decision(saved, graph.budget, "step", graph.kept_bytes(saved))
+
+    def _find_plans(self, graph: Planner) -> None:
+        self._num_fwd_outputs = graph.num_fwd_outputs
+        # A budget that the user gave to a region of the model stays.
+        is_only = graph.budget != config.activation_memory_budget or any(
+            _get_memory_budget_annotation(node) is not None
+            for node in graph.joint.nodes
+        )
+        chosen = memory_budget.decide(graph, graph.budget if is_only else 1)
+        self.plans = plan_graph(graph, chosen.saved_values, is_only)
+        self.fault, self._is_fused = "", graph.fused
+        self.lean = self.plans.leanest(calls_assumed())
+
+
+class _Variant(NamedTuple):
+    """The request for one of a graph's plans."""
+
+    graph: Graph
+    plan: Optional[int]
+
+    def decide(self, graph: Planner) -> Decision:
+        return self.graph.decide(graph, self.plan)
+
+
+def _takes_request(partition: Callable[..., Any]) -> bool:
+    """Whether a partitioner splits by what is asked of it."""
+    parameters = inspect.signature(partition).parameters
+    kinds = (parameter.kind for parameter in parameters.values())
+    return "request" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _own_copy(value: Any, made: Optional[dict[int, Any]] = None) -> Any:
+    """A copy of AOTAutograd's records and of all that is in them, but for tensors."""
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
+    kind, found = type(value), value
+    if kind in (list, tuple):
+        found = kind(_own_copy(each, made) for each in value)
+    elif kind is dict:
+        found = {key: _own_copy(each, made) for key, each in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = copy.copy(value)
+        made[id(value)] = found
+        for name, each in vars(value).items():
+            object.__setattr__(found, name, _own_copy(each, made))
+    made[id(value)] = found
+    return found
+
+
+def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """A compiler whose results are called by ``run``."""
+
+    def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        compiled = compile_graph(graph, inputs)
+        if not getattr(compiled, "_boxed_call", False):
+            unboxed = compiled
+            compiled = lambda args: unboxed(*args)  # noqa: E731
+
+        def call(args: list[Any]) -> Any:
+            return run(compiled, args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    return compile_marked
+
+
+def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
+
+    def compile_for_step(*arguments: Any) -> Any:
+        step = running_step()
+        # Without a context, inductor traces its patterns, amid a compilation.
+        if step is not None and TracingContext.try_get() is not None:
+            failure = "a graph that does not compile by a lean plan is not counted"
+            with step.budget.tolerated(failure):
+                return Graph(compile_graph, *arguments).first()
+        run, metadata = compile_graph(*arguments)
+        return counted(run, arguments[0].flat_args, metadata), metadata
+
+    return compile_for_step
