@@ -26,7 +26,7 @@ at once, and a plan for the peak of one block makes the step's peak worse.
 
 StepBudget is a context manager around a training step. The first step runs by lean
 plans and is recorded: the calls of each graph, and what eager code holds between
-them. Then up to three plans are chosen for each graph, so that no moment of the step
+them. Then one or two plans are chosen for each graph, so that no moment of the step
 is above the peak asked and little is computed again, and the graphs are split and
 compiled anew from their joint graphs. Steps that differ from the one recorded are
 noticed and learned anew.

@@ -31,7 +31,6 @@ from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import (
     graph_calls,
     saved_report,
-    step_plan,
 )
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
 from torch._functorch.aot_autograd import make_boxed_func
@@ -511,24 +510,6 @@ class StepBudgetTest(TestCase):
         by_step = recorded(budget, model, batch())
         self.assertLessEqual(by_step.peak, by_blocks.peak)
         self.assertLessEqual(by_step.flops, by_blocks.flops)
-
-    def test_third_plan_where_it_is_worth_it(self):
-        def run(worth, **asked):
-            torch._dynamo.reset()
-            model, budget = gated(), StepBudget(**asked)
-            with mock.patch.object(step_plan, "_THIRD", worth):
-                steps(budget, model, batch())
-            (use,) = budget.plan.graphs
-            step = recorded(budget, model, batch())
-            self.assertLessEqual(step.peak, budget.plan.allowed)
-            return step, budget.plan, len({*zip(use.kept, use.transient)})
-
-        without, two, count = run(10.0, share=0.0)
-        self.assertEqual(count, 2)
-        step, three, count = run(step_plan._THIRD, peak_bytes=without.peak)
-        self.assertEqual(count, 3)
-        self.assertLess(step.flops, without.flops)
-        self.assertLess(three.cost, 0.97 * two.cost)
 
     def test_compiles_once_and_once_more(self):
         model, budget = Net(), StepBudget(share=0.3)

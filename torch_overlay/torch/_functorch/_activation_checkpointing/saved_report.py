@@ -26,6 +26,7 @@ from typing import Any, Optional, TextIO, TYPE_CHECKING
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._inductor.fx_utils import get_node_storage
 from torch._logging._internal import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -366,50 +367,7 @@ def attach_plan(
 
     O(nodes).
     """
-    from torch._functorch.partitioners import _size_of
-    from torch._inductor.fx_utils import get_node_storage
-
-    solved = decision.knapsack
-    runtimes: dict[str, float] = {}
-    kept: set[str] = set()
-    if solved is not None:
-        names = [node.name for node in decision.items]
-        runtimes = dict(zip(names, solved.runtimes))
-        kept = {names[i] for i in solved.saved}
-    placeholders = forward.graph.find_nodes(op="placeholder")
-    inputs = {get_node_storage(node) for node in placeholders} - {None}
-
-    def why(node: Node, is_saved: bool) -> str:
-        if node.op == "placeholder":
-            return "input"
-        if is_saved and get_node_storage(node) in inputs:
-            return "view of input"
-        if node.meta.get("recompute") in _POLICIES[is_saved]:
-            return "user"
-        if solved is None:
-            return decision.decided_by
-        # A min cut settles what the knapsack did not.
-        is_items = node.name in runtimes and (node.name in kept) == is_saved
-        return "knapsack" if is_items else "min cut"
-
-    def describe(node: Node, is_saved: bool) -> PlannedValue:
-        value: Any = node.meta.get("val")
-        if isinstance(value, (tuple, list)) and value:
-            value = value[0]
-        is_tensor = isinstance(value, torch.Tensor)
-        shape = value.shape if is_tensor else ()
-        dtype = str(value.dtype) if is_tensor else type(value).__name__
-        return PlannedValue(
-            name=node.name,
-            op="input" if node.op == "placeholder" else str(node.target),
-            shape=tuple(d if isinstance(d, int) else str(d) for d in shape),
-            dtype=dtype.removeprefix("torch."),
-            nbytes=_size_of(node) if is_tensor else 0,
-            runtime=runtimes.get(node.name),
-            source=_source(node.meta.get("stack_trace")),
-            why=why(node, is_saved),
-        )
-
+    why = _Why(decision, forward)
     (output,) = forward.graph.find_nodes(op="output")
     saved = [node for node in output.args[0][num_fwd_outputs:] if node is not None]
     again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
@@ -428,13 +386,15 @@ def attach_plan(
         graph=get_aot_graph_name(),
         budget=decision.budget,
         decided_by=decision.decided_by,
-        saved=tuple(describe(node, True) for node in saved),
-        recomputed=tuple(describe(node, False) for node in computed),
+        saved=tuple(why.describe(node, True) for node in saved),
+        recomputed=tuple(why.describe(node, False) for node in computed),
         views=len(repeated) - len(computed),
         runtime_unit=RUNTIME_UNITS.get(str(estimator), ""),
-        activation_bytes=activation_bytes(placeholders, saved),
+        activation_bytes=activation_bytes(
+            forward.graph.find_nodes(op="placeholder"), saved
+        ),
         limits=decision.limits,
-        knapsack=solved,
+        knapsack=decision.knapsack,
         peak=decision.peak,
     )
     set_plan(forward, plan)
@@ -443,6 +403,56 @@ def attach_plan(
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
         payload_fn=lambda: json.dumps(plan.as_dict()),
     )
+
+
+class _Why:
+    """What a decision means for each node of the forward that was made by it."""
+
+    def __init__(self, decision: Decision, forward: GraphModule) -> None:
+        self.decided_by = decision.decided_by
+        placeholders = forward.graph.find_nodes(op="placeholder")
+        self.inputs = set(map(get_node_storage, placeholders)) - {None}
+        # Of the items of the knapsack.
+        self.runtimes: dict[str, float] = {}
+        self.kept: set[str] = set()
+        solved = decision.knapsack
+        if solved is not None:
+            names = [node.name for node in decision.items]
+            self.runtimes = dict(zip(names, solved.runtimes))
+            self.kept = {names[i] for i in solved.saved}
+
+    def describe(self, node: Node, is_saved: bool) -> PlannedValue:
+        from torch._functorch.partitioners import _size_of
+
+        value: Any = node.meta.get("val")
+        if isinstance(value, (tuple, list)) and value:
+            value = value[0]
+        is_tensor = isinstance(value, torch.Tensor)
+        shape = value.shape if is_tensor else ()
+        dtype = str(value.dtype) if is_tensor else type(value).__name__
+        return PlannedValue(
+            name=node.name,
+            op="input" if node.op == "placeholder" else str(node.target),
+            shape=tuple(d if isinstance(d, int) else str(d) for d in shape),
+            dtype=dtype.removeprefix("torch."),
+            nbytes=_size_of(node) if is_tensor else 0,
+            runtime=self.runtimes.get(node.name),
+            source=_source(node.meta.get("stack_trace")),
+            why=self._why(node, is_saved),
+        )
+
+    def _why(self, node: Node, is_saved: bool) -> str:
+        if node.op == "placeholder":
+            return "input"
+        if is_saved and get_node_storage(node) in self.inputs:
+            return "view of input"
+        if node.meta.get("recompute") in _POLICIES[is_saved]:
+            return "user"
+        if self.decided_by != "knapsack":
+            return self.decided_by
+        # A min cut settles what the knapsack did not.
+        is_item = node.name in self.runtimes and (node.name in self.kept) == is_saved
+        return "knapsack" if is_item else "min cut"
 
 
 # Traces repeat for thousands of nodes.

@@ -13,7 +13,7 @@ A budget of a graph says little about a step that runs several, or one many time
 each call keeps for its backward is live at once.  The first step runs by lean plans and
 is recorded: the calls of each graph, and the bytes that eager code holds meanwhile (and
 the second one too, where the first leaves more behind than gradients).  When the next
-starts, :class:`.StepCurve` chooses one to three plans for each graph, and they
+starts, :class:`.StepCurve` chooses one or two plans for each graph, and they
 are split and compiled anew from the joint graphs that were traced.  From then on steps
 are compared with the one recorded; where one differs, the next is recorded again.
 

@@ -10,9 +10,8 @@ so a plan of a graph is three numbers and a cost (:class:`GraphPlan`), and a ste
 list of moments (:class:`Moment`).  :class:`StepCurve` chooses plans so that no moment
 is above a peak and little is computed again.
 
-Calls of one graph may get two plans, or three where that is worth another compile.  A
-call's *slot* is the smallest number that no other call alive has; those up to some slot
-get one plan, those above it another.  That fills the room that one plan for all would
+Calls of one graph may get two plans.  A call's *slot* is the smallest number that no
+other call alive has; those up to some slot get one plan, those above it another.  That fills the room that one plan for all would
 leave, and lets the calls whose backward comes first keep what they need at once anyway.
 """
 
@@ -47,12 +46,8 @@ __all__ = ["GraphPlan", "GraphPlans", "Moment", "StepCurve", "plan_graph"]
 
 # Budgets of saved bytes whose knapsacks become plans.
 _BUDGETS = [k / 48 for k in range(48)]
-# Plans of one graph that may be combined, and slots at which two or three of them change,
-# at most.
-_COMBINED, _SPLITS = 16, (32, 8)
-# What a third plan has to be worth, of the most that the calls of its graph can compute
-# again, which is about a third of a step: it is compiled too.
-_THIRD = 0.03
+# Plans of one graph that may be combined, and slots at which they change, at most.
+_COMBINED, _SPLITS = 16, 32
 # Peaks between the floor and the fastest that are planned for.
 _LEVELS = 48
 # Calls of a graph that are taken to be alive at once before a step has shown it.
@@ -190,12 +185,11 @@ def plan_graph(
     else:
         plans = find_plans(graph, cheapest, expensive, saved)
         plans.evaluate(_knapsacks(planner.items(cheapest, expensive)))
-    (output,) = joint.joint.find_nodes(op="output")
-    returned: dict[int, int] = {}
-    for index, node in enumerate(tree_leaves(output.args)[: joint.num_fwd_outputs]):
-        if isinstance(node, torch.fx.Node):
-            for s in graph.storages([node]):
-                returned.setdefault(s, index)
+    best = _undominated(_graph_plans(joint, plans))
+    fastest = next(iter(plans.evaluations))
+    top = min(
+        range(len(best)), key=lambda i: (best[i].cost, best[i].storages != fastest)
+    )
     placeholders = joint.joint.find_nodes(op="placeholder")
     tangents = sum(node in graph.tangents for node in placeholders)
     sizes = [
@@ -205,6 +199,19 @@ def plan_graph(
         for node in placeholders
         for s in graph.storages([node]) or (0,)
     ]
+    primals = len(placeholders) - tangents
+    return GraphPlans(best, top, primals, tangents, sizes, graph)
+
+
+def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
+    """The plans that were evaluated, those that are equal once."""
+    graph = plans.graph
+    (output,) = joint.joint.find_nodes(op="output")
+    returned: dict[int, int] = {}
+    for index, node in enumerate(tree_leaves(output.args)[: joint.num_fwd_outputs]):
+        if isinstance(node, torch.fx.Node):
+            for s in graph.storages([node]):
+                returned.setdefault(s, index)
     found: dict[tuple[int, int, int, float], GraphPlan] = {}
     for storages, evaluation in plans.evaluations.items():
         kept = evaluation.saved
@@ -218,13 +225,7 @@ def plan_graph(
             storages,
         )
         found.setdefault(plan[:4], plan)
-    fastest_plan = next(iter(plans.evaluations))
-    best = _undominated(list(found.values()))
-    top = min(
-        range(len(best)), key=lambda i: (best[i].cost, best[i].storages != fastest_plan)
-    )
-    primals = len(placeholders) - tangents
-    return GraphPlans(best, top, primals, tangents, sizes, graph)
+    return [*found.values()]
 
 
 def _generator_states(graph: JointGraph, evaluation: Evaluation) -> int:
@@ -268,15 +269,12 @@ def calls_assumed() -> int:
     return calls or _CALLS
 
 
-# Three plans, and the slots at which the second and the third begin.
-Choice = tuple[int, int, int, int, int]
+# Two plans, and the slot at which the second begins.
+Choice = tuple[int, int, int]
 
 
 class StepPlan(NamedTuple):
-    """The plan of each slot of each graph; bytes, and cost in the estimator's unit.
-
-    The cost has what each third plan must be worth.
-    """
+    """The plan of each slot of each graph; bytes, and cost in the estimator's unit."""
 
     peak: int
     cost: float
@@ -341,7 +339,38 @@ class StepCurve:
     ) -> tuple[list[Choice], torch.Tensor, list[float]]:
         """The choices for a graph, what each has live at every moment, and its cost."""
         slots = len(calls)
-        # What slots below k have live, by plan and k.
+        live = self._live_by_slots(g, graph, slots, scale)
+        choices: list[Choice] = [(p, p, slots) for p in range(len(graph.plans))]
+        if slots > 1:
+            lowest = int((live[:, -1] + self.rest).amax(1).argmin())
+            choices += [
+                (p, q, at)
+                for p, q in itertools.permutations(_hull(graph, slots, lowest), 2)
+                for at in _splits(slots)
+            ]
+        first, second, begin = torch.tensor(choices).unbind(1)
+        vectors = live[first, begin] + live[second, -1] - live[second, begin]
+        cost = torch.tensor([plan.cost for plan in graph.plans], dtype=torch.float64)
+        made = torch.tensor([0, *itertools.accumulate(calls)])
+        total = made[begin] * cost[first] + (made[-1] - made[begin]) * cost[second]
+        costs = total.tolist()
+        if slots > 1:
+            # Whatever the other graphs do, these are the ones that may be of use.
+            measures = (
+                vectors.amax(1),
+                (vectors + self.rest).amax(1),
+                vectors[:, int((live[:, -1].amax(0) + self.rest).argmax())],
+            )
+            found = {i for m in measures for i in _staircase(m.tolist(), costs)}
+            good = sorted(found | {graph.fastest})
+            choices = [choices[i] for i in good]
+            vectors, costs = vectors[good], [costs[i] for i in good]
+        return choices, vectors, costs
+
+    def _live_by_slots(
+        self, g: int, graph: GraphPlans, slots: int, scale: float
+    ) -> torch.Tensor:
+        """What calls in slots below k have live: by plan, k and moment."""
         shape = (slots + 1, len(self.moments), len(graph.plans))
         live = torch.zeros(shape, dtype=torch.float64)
         numbers = torch.tensor([plan[:2] for plan in graph.plans]).double() * scale
@@ -367,58 +396,12 @@ class StepCurve:
                     live[slot + 1, at] += backward(frozenset())
                 else:
                     live[slot + 1, at] += backward(moment.released) - kept
-        live = live.cumsum(0).permute(2, 0, 1)
-        combined = []
-        if slots > 1:
-            lowest = int((live[:, -1] + self.rest).amax(1).argmin())
-            combined = _hull(graph, slots, lowest)
-        # The call in the last slot is the only one that runs beside all others.
-        many, few = (
-            sorted(
-                {slots - 1, *(round(k * slots / n) for k in range(1, n))} - {0, slots}
-            )
-            for n in _SPLITS
-        )
-        choices: list[Choice] = [
-            (p, p, p, slots, slots) for p in range(len(graph.plans))
-        ]
-        choices += [
-            (p, q, q, i, slots)
-            for p, q in itertools.permutations(combined, 2)
-            for i in many
-        ]
-        # Three are in order: the later the backward, the less is kept for it.
-        choices += [
-            (p, q, r, i, j)
-            for p, q, r in itertools.combinations(combined, 3)
-            for i, j in itertools.combinations(few, 2)
-        ]
-        first, second, third, begin, end = torch.tensor(choices).unbind(1)
-        vectors = live[first, begin] + live[second, end] - live[second, begin]
-        vectors += live[third, -1] - live[third, end]
-        cost = torch.tensor([plan.cost for plan in graph.plans], dtype=torch.float64)
-        made = torch.tensor([0, *itertools.accumulate(calls)])
-        total = made[begin] * cost[first] + (made[end] - made[begin]) * cost[second]
-        total += (made[-1] - made[end]) * cost[third]
-        total += (second != third) * (_THIRD * made[-1] * cost.max())
-        costs = total.tolist()
-        if combined:
-            # Whatever the other graphs do, these are the ones that may be of use.
-            measures = (
-                vectors.amax(1),
-                (vectors + self.rest).amax(1),
-                vectors[:, int((live[:, -1].amax(0) + self.rest).argmax())],
-            )
-            found = {i for m in measures for i in _staircase(m.tolist(), costs)}
-            good = sorted(found | {graph.fastest})
-            choices = [choices[i] for i in good]
-            vectors, costs = vectors[good], [costs[i] for i in good]
-        return choices, vectors, costs
+        return live.cumsum(0).permute(2, 0, 1)
 
     def _search(self, graphs: Sequence[GraphPlans]) -> list[StepPlan]:
         """States on the way from the fastest plans to the lowest peak; that is first."""
         fastest = [
-            [choice[:3] for choice in choices].index((plans.fastest,) * 3)
+            [choice[:2] for choice in choices].index((plans.fastest,) * 2)
             for plans, (choices, _, _) in zip(graphs, self.options)
         ]
         costs = [torch.tensor(c, dtype=torch.float64) for _, _, c in self.options]
@@ -449,8 +432,8 @@ class StepCurve:
         cost = math.fsum(costs[i] for i, (_, _, costs) in zip(state, self.options))
         chosen = (choices[at] for at, (choices, _, _) in zip(state, self.options))
         plans = (
-            (p,) * i + (q,) * (j - i) + (r,) * (slots - j)
-            for (p, q, r, i, j), slots in zip(chosen, self.slots)
+            (p,) * at + (q,) * (slots - at)
+            for (p, q, at), slots in zip(chosen, self.slots)
         )
         return StepPlan(peak, cost, tuple(plans))
 
@@ -505,6 +488,12 @@ class StepCurve:
                 others = self._live(state) - vectors[state[g]]
                 fits = (vectors + others).amax(1) <= peak
                 state[g] = int(torch.where(fits, costs[g], math.inf).argmin())
+
+
+def _splits(slots: int) -> list[int]:
+    """Slots at which another plan may begin; the last runs beside all others."""
+    spread = {round(k * slots / _SPLITS) for k in range(1, _SPLITS)}
+    return sorted({slots - 1, *spread} - {0, slots})
 
 
 def _hull(graph: GraphPlans, slots: int, lowest: int) -> list[int]:
