@@ -819,7 +819,7 @@ class StepBudgetTest(TestCase):
         (
             "_Graph._compiled",
             "_Graph._find_plans",
-            "_Graph.choose",
+            "_Graph.decide",
             "_Graph._await_backward",
             "_Recorder.follow",
             "_Recorder.moments",
