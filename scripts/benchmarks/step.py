@@ -268,16 +268,15 @@ def planning_watched() -> Iterator[list[float]]:
 
         return call
 
-    def both(
-        graph: Any, joint: Any, info: Any, budget: float, outputs: int, fused: bool
-    ) -> None:
-        parent = joint.owning_module
+    def both(graph: Any, planner: Any) -> None:
+        parent = planner.joint.owning_module
         split = timed(1, theirs)
         with config.patch(
             activation_memory_budget=0.5, activation_memory_budget_solver="dp"
         ):
+            outputs = planner.num_fwd_outputs
             split(copy.deepcopy(parent), [], num_fwd_outputs=outputs)
-        find(graph, joint, info, budget, outputs, fused)
+        find(graph, planner)
 
     find = timed(0, module._Graph._find_plans)
     plan = timed(0, module.StepBudget._make_plan)
