@@ -163,11 +163,11 @@ def measure_steps(task: fresh.Task) -> Row:
     steps = Steps(*nets.find(task["net"]).make())
     searched: dict[str, Any] = {"curve": [], "lower_bound": 0}
 
-    def noted(search: Callable[..., Any], graph: Any, *arguments: Any) -> Any:
-        found = search(graph, *arguments)
+    def noted(*arguments: Any) -> Any:
+        model, found = build_curve(*arguments)
         curve = [(plan.peak, plan.cost / steps.forward) for plan in found.plans]
-        searched.update(curve=curve, lower_bound=graph.lower_bound)
-        return found
+        searched.update(curve=curve, lower_bound=model.lower_bound)
+        return model, found
 
     def measured() -> Iterator[Row]:
         first: list[Tensor] = []
@@ -187,8 +187,8 @@ def measure_steps(task: fresh.Task) -> Row:
                 "off_budget_1": relative_error(found, first),
             }
 
-    search = functools.partial(noted, overlay("peak_budget").search)
-    with mock.patch.object(overlay("peak_budget"), "search", search):
+    build_curve = overlay("peak_budget").build_curve
+    with mock.patch.object(overlay("peak_budget"), build_curve.__name__, noted):
         return {"steps": list(measured()), **searched}
 
 

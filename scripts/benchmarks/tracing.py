@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack, suppress
@@ -249,7 +248,7 @@ _PARTITIONERS = "torch._functorch.partitioners"
 _OVERLAY = "torch._functorch._activation_checkpointing"
 WATCHED = {
     CHOOSE: (
-        (f"{_OVERLAY}.memory_budget", "choose_plan"),
+        (_PARTITIONERS, "decide"),
         (_PARTITIONERS, "choose_saved_values_set"),
     ),
     SOLVE: (
@@ -257,7 +256,7 @@ WATCHED = {
         (_PARTITIONERS, "_optimize_runtime_with_given_memory"),
     ),
     CUT: ((_PARTITIONERS, "solve_min_cut"),),
-    REPORT: ((f"{_OVERLAY}.peak_budget", "record_plan"),),
+    REPORT: ((f"{_OVERLAY}.saved_report", "attach_plan"),),
     "solve_budgets": ((f"{_OVERLAY}.budget_curve", "solve_budgets"),),
 }
 # The backends imported the partitioner by name, each into a module of its own.
@@ -309,7 +308,9 @@ def observed() -> Iterator[Observer]:
 
         for label, places in WATCHED.items():
             for place, name in places:
-                module = sys.modules.get(place)
+                module = None
+                with suppress(ImportError):  # The untouched wheel has not all of them.
+                    module = importlib.import_module(place)
                 if hasattr(module, name):
                     put(module, name, observer.watched(label, getattr(module, name)))
                     break

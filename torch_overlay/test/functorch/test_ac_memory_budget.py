@@ -1,7 +1,7 @@
 # Owner(s): ["module: functorch"]
 """What a memory budget is checked for, what it makes the partitioner save, and its curve."""
 
-import copy
+import functools
 import importlib.util
 import json
 import math
@@ -16,7 +16,11 @@ from unittest.mock import patch
 
 import torch
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import budget_curve, memory_budget
+from torch._functorch._activation_checkpointing import (
+    budget_curve,
+    memory_budget,
+    planning,
+)
 from torch._functorch._activation_checkpointing.budget_curve import (
     CurvePoint,
     knee_budget,
@@ -27,6 +31,7 @@ from torch._functorch._activation_checkpointing.budget_options import (
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
+from torch._functorch._activation_checkpointing.memory_budget import WrongAnswer
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
 from torch._functorch._activation_checkpointing.rerun_cost import (
     FLOP_PER_BYTE,
@@ -119,10 +124,12 @@ def memory_of(nodes):
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def _twins(plan, graph):
-    """The nodes of another copy of the graph that a plan saves."""
-    names = {node.name for node in plan.saved_values}
-    return [node for node in graph.nodes if node.name in names]
+def held_bytes(out, inputs):
+    """What the graph that returned ``out`` holds for its backward, inputs apart."""
+    held = [tensor.untyped_storage() for tensor in out.grad_fn.saved_tensors]
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    kept = {s.data_ptr(): s.nbytes() for s in held if s.data_ptr() not in given}
+    return sum(kept.values())
 
 
 def inputs_of(plan):
@@ -130,57 +137,46 @@ def inputs_of(plan):
 
 
 class Joint:
-    """A joint graph that can be partitioned again and again."""
+    """A joint graph, for which plans can be made again and again."""
 
     def __init__(self, function, shapes):
-        def keep(module, joint_inputs, **options):
-            self.module = copy.deepcopy(module)
-            self.inputs, self.options = joint_inputs, options
-            return min_cut_rematerialization_partition(module, joint_inputs, **options)
+        decide = partitioners.decide
 
-        aot_function(
-            function,
-            fw_compiler=lambda module, _: module,
-            bw_compiler=lambda module, _: module,
-            partition_fn=keep,
-            decompositions=select_decomp_table(),
-        )(*[torch.randn(shape, requires_grad=True) for shape in shapes])
+        def keep(*asked):
+            self.graph, self.info, self.outputs, *_ = asked
+            return decide(*asked)
+
+        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        with patch.object(partitioners, "decide", keep):
+            split(function, inputs)
 
     def plan(self, budget, solver="exact", **settings):
-        """What is chosen; ``self.sets`` has what the min cut was let recompute.
-
-        ``self.asked`` is what was asked: graph, node info, budget, number of outputs.
-        """
-        plans, self.sets = [], []
-        choose, cut = memory_budget.choose_plan, partitioners.solve_min_cut
-
-        def watched_choose(*args):
-            self.asked = args
-            plans.append(choose(*args))
-            raise StopIteration
+        """What is decided; ``self.sets`` has what the min cut was let recompute."""
+        self.sets = []
+        cut = partitioners.solve_min_cut
 
         def watched_cut(graph, info, options, dont_ban=None):
             if dont_ban is not None:
                 self.sets.append(frozenset(node.name for node in dont_ban))
             return cut(graph, info, options, dont_ban)
 
-        settings.update(activation_memory_budget=budget, **{SOLVER: solver})
         with (
-            config.patch(settings),
-            # In what the later patches make of the partitioner it is called elsewhere.
-            patch.object(memory_budget, "choose_plan", watched_choose),
-            patch.object(partitioners, "choose_plan", watched_choose, create=True),
+            config.patch({SOLVER: solver, **settings}),
             patch.object(partitioners, "solve_min_cut", watched_cut),
-            self.assert_stops(),
         ):
-            min_cut_rematerialization_partition(
-                copy.deepcopy(self.module), self.inputs, **self.options
-            )
-        return plans[0]
+            return planning.decide(self.graph, self.info, self.outputs, budget)
 
-    @staticmethod
-    def assert_stops():
-        return unittest.TestCase().assertRaises(StopIteration)
+
+def split(function, inputs, **options):
+    """Call a function that is split as for inductor; returns what it returns."""
+    partition = functools.partial(min_cut_rematerialization_partition, **options)
+    return aot_function(
+        function,
+        fw_compiler=lambda module, _: module,
+        bw_compiler=lambda module, _: module,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )(*inputs)
 
 
 class Fixed(Custom):
@@ -328,25 +324,69 @@ class TestPlans(TestCase):
                 )
                 self.assertLessEqual(before, plan.activation_bytes)
                 before = plan.activation_bytes
-                if plan.decided_by != "knapsack":
-                    continue
-                # Without a model of the graph, there is the cut alone.
-                with (
-                    patch.object(memory_budget, "JointGraph", side_effect=CannotPlan),
-                    self.assertLogs(memory_budget.log, "WARNING") as logs,
-                ):
-                    cut = joint.plan(budget, solver)
-                self.assertIn("kept by estimate", logs.output[0])
-                for message in logs.output[1:]:
-                    numbers = re.search(
-                        r"keeps (\d+) bytes .*of (\S+)\), more than the (\d+) ", message
-                    )
-                    used, ratio, allowed = map(float, numbers.groups())
-                    self.assertEqual(used, cut.activation_bytes)
-                    self.assertGreater(used, allowed)
-                    self.assertGreater(ratio, budget)
-                    over.append(budget)
-        self.assertGreater(len(over), 0)
+                with config.patch({SOLVER: solver}):
+                    cut = self.planner(joint, budget).upstream()
+                over.append(cut.activation_bytes - low > budget * (high - low))
+        self.assertIn(True, over)
+
+    def planner(self, joint, budget):
+        return memory_budget.Planner(joint.graph, joint.info, joint.outputs, budget)
+
+    @parametrize("solver", ["exact", "greedy"])
+    def test_without_a_model_the_plan_is_upstreams(self, solver):
+        joint = Joint(gated, GATED)
+        inputs = [torch.full(shape, 0.01, requires_grad=True) for shape in GATED]
+        wanted = torch.autograd.grad(gated(*inputs), inputs)
+        broken = patch.object(
+            memory_budget, "JointGraph", side_effect=CannotPlan("odd")
+        )
+        for budget in (0.2, 0.6):
+            settings = {SOLVER: solver, "activation_memory_budget": budget}
+            with config.patch(settings), broken:
+                saved = partitioners.choose_saved_values_set(
+                    joint.graph, joint.info, budget
+                )
+                with self.assertLogs("torch._functorch", "WARNING") as logs:
+                    plan = joint.plan(budget, solver)
+                    found = torch.autograd.grad(split(gated, inputs), inputs)
+            self.assertEqual(plan.saved_values, saved)
+            self.assertEqual(plan.activation_bytes, self.kept(plan))
+            self.assertEqual(found, wanted)
+            self.assertEqual(len(logs.output), 2)
+            for said in logs.output:
+                self.assertIn(f":{planning.log.name}:", said)
+                self.assertIn("upstream's plan", said)
+                self.assertIn(f"for SavedBytes(budget={budget}): CannotPlan: odd", said)
+
+    def test_what_is_asked_of_the_partitioner_is_done(self):
+        """Whatever the config says, and errors are the caller's."""
+
+        class Failing:
+            def decide(self, graph):
+                raise CannotPlan("not for me")
+
+        inputs = [torch.randn(shape, requires_grad=True) for shape in CHAIN[:5]]
+        wanted = torch.autograd.grad(chain(*inputs), inputs)
+        decide = memory_budget.decide
+        for budget in (0.0, 0.4):
+            made = []
+
+            def watched(*asked, decide=decide, made=made):
+                made.append(decide(*asked))
+                return made[-1]
+
+            asked = planning.SavedBytes(budget)
+            with patch.object(memory_budget, "decide", watched):
+                loss = split(chain, inputs, request=asked)
+            (plan,) = made
+            self.assertEqual(held_bytes(loss, inputs), plan.activation_bytes)
+            self.assertEqual(plan.budget, budget)
+            self.assertEqual(torch.autograd.grad(loss, inputs), wanted)
+        with (
+            self.assertNoLogs("torch._functorch", "WARNING"),
+            self.assertRaisesRegex(CannotPlan, "not for me"),
+        ):
+            split(chain, inputs, request=Failing())
 
     @parametrize("net", [chain, cell, forked])
     def test_no_plan_within_the_budget_recomputes_less(self, net):
@@ -359,8 +399,7 @@ class TestPlans(TestCase):
         }[net]
         joint = Joint(net, shapes)
         fastest = joint.plan(1)
-        graph, info, _, outputs = joint.asked
-        model = JointGraph(graph, info, outputs)
+        model = JointGraph(joint.graph, joint.info, joint.outputs)
         costs = [rerun_cost(node) if is_costly(node) else 0 for node in model.nodes]
         values = [
             s
@@ -395,7 +434,7 @@ class TestPlans(TestCase):
             plan = joint.plan(percent / 100)
             allowed = percent * fastest.activation_bytes / 100
             best = min(cost for size, cost in zip(kept, again) if size <= allowed)
-            mine = model.saved_by([model.storages(_twins(plan, graph))])
+            mine = model.saved_by([model.storages(plan.saved_values)])
             _, runs = model.follow(mine, 1)
             found = sum(cost for cost, by in zip(costs, runs) if by)
             self.assertLessEqual(found, 1.01 * best, f"budget {percent} %")
@@ -427,7 +466,7 @@ class TestPlans(TestCase):
     def test_an_overwritten_input_needs_a_plan_at_budget_zero(self):
         joint = Joint(chain, CHAIN)
         inputs = [n.name for n in joint.plan(0).saved_values]
-        x = joint.module.graph.find_nodes(op="placeholder")[0]
+        x = joint.info.inputs[0]
         x.meta["aot_runtime_epilogue_input_mutation"] = True
         plan = joint.plan(0)
         self.assertEqual(plan.decided_by, "budget 0")
@@ -493,16 +532,12 @@ class TestWhatFits(TestCase):
             for run in (function, call):
                 out = run(*inputs)
                 if run is call:
-                    held = [t.untyped_storage() for t in out.grad_fn.saved_tensors]
+                    kept = held_bytes(out, inputs)
                 with FlopCounterMode(display=False) as counter:
                     out.backward()
                 counts.append(counter.get_total_flops())
-        given = {t.untyped_storage().data_ptr() for t in inputs}
-        kept = {s.data_ptr(): s.nbytes() for s in held if s.data_ptr() not in given}
         eager, compiled = counts
-        return sum(kept.values()) / (4 * SQUARE**2), (compiled - eager) / (
-            2 * SQUARE**3
-        )
+        return kept / (4 * SQUARE**2), (compiled - eager) / (2 * SQUARE**3)
 
     def matrices(self, *shapes):
         return [
@@ -698,7 +733,7 @@ class TestCustomSolver(TestCase):
         self.assertEqual(solver.runtimes, exact.knapsack.runtimes)
         # Items come largest first, and the widest is the dearest: 48 x 104 per row.
         self.assertEqual(joint.plan(0.3, SaveDearest()).knapsack.saved, [0])
-        with self.assertRaisesRegex(ValueError, "Fixed names item 7 1 times"):
+        with self.assertRaisesRegex(WrongAnswer, "Fixed names item 7 1 times"):
             joint.plan(0.3, Fixed([7], range(7)))
 
     def test_lists_are_sorted_and_the_runtime_is_summed(self):
@@ -709,20 +744,20 @@ class TestCustomSolver(TestCase):
         self.assertEqual(ask(Fixed(places[:0], places)), (0.0, [], [0, 1, 2]))
 
     def test_bad_answers(self):
-        for error, message, answer in (
-            (ValueError, "names item 3 1 times: each of the 3 items", ([0, 3], [1, 2])),
-            (ValueError, "names item -1 1 times", ([0, 1, 2], [-1])),
-            (ValueError, "names item 0 2 times", ([0, 1, 0], [2])),
-            (ValueError, "names item 1 2 times", ([0, 1], [2, 1])),
-            (ValueError, "names item 1 0 times", ([0], [2])),
-            (ValueError, "names item 0 0 times", ([True] * 3, [])),
-            (TypeError, "must return two lists of indices", ([0.0], [1, 2])),
-            (TypeError, "must return two lists of indices", ([0, 1, 2], None)),
-            (TypeError, "must return two lists of indices", ([0], [1], [2])),
+        for message, answer in (
+            ("names item 3 1 times: each of the 3 items", ([0, 3], [1, 2])),
+            ("names item -1 1 times", ([0, 1, 2], [-1])),
+            ("names item 0 2 times", ([0, 1, 0], [2])),
+            ("names item 1 2 times", ([0, 1], [2, 1])),
+            ("names item 1 0 times", ([0], [2])),
+            ("names item 0 0 times", ([True] * 3, [])),
+            ("must return two lists of indices", ([0.0], [1, 2])),
+            ("must return two lists of indices", ([0, 1, 2], None)),
+            ("must return two lists of indices", ([0], [1], [2])),
         ):
             with (
                 self.subTest(message),
-                self.assertRaisesRegex(error, f"^Fixed {message}"),
+                self.assertRaisesRegex(WrongAnswer, f"^Fixed {message}"),
             ):
                 ask(Fixed(*answer))
 
@@ -733,6 +768,13 @@ class TestCustomSolver(TestCase):
         (message,) = logs.output
         self.assertIn("Fixed saves 0.75 of the activations", message)
         self.assertIn("the budget of 0.5", message)
+        with self.assertLogs(log, "WARNING") as logs:
+            plan = Joint(chain, CHAIN).plan(0.3, Fixed(range(7), []))
+        _, high = plan.limits
+        self.assertRegex(
+            logs.output[-1],
+            rf"keeps {high} bytes .*of 1\), more than the {int(0.3 * high)} that",
+        )
         # Ten tenths are 1, but a solver that adds them one by one gets less.
         with self.assertNoLogs(log, "WARNING"):
             ask(Fixed(range(10), []), [0.1] * 10, [1.0] * 10, sum([0.1] * 10))

@@ -6,9 +6,11 @@ import logging
 import math
 import re
 import tempfile
+import threading
+import unittest
 import weakref
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch._dynamo
@@ -16,10 +18,11 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends import debugging
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import saved_report
-from torch._functorch._activation_checkpointing.memory_budget import Knapsack
+from torch._functorch._activation_checkpointing.decision import Knapsack
 from torch._functorch._activation_checkpointing.saved_report import (
     _verdict,
     last_plan,
@@ -28,6 +31,8 @@ from torch._functorch._activation_checkpointing.saved_report import (
     plans,
     print_saved_values,
 )
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.compilers import nop
 from torch._logging._internal import trace_log
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -80,7 +85,6 @@ class TestSavedReport(TestCase):
         torch._dynamo.reset()
         counters.clear()
         saved_report._plans.clear()
-        saved_report._hits_before_last = 0
 
     def compiled(self, function, *inputs, budget, solver=None, **options):
         """Run ``function`` compiled; its output, whose grad_fn holds what is saved."""
@@ -285,6 +289,62 @@ recomputed in the backward
         self.assertNotIn("aten.cos.default", ops[0])
         self.assertNotIn("aten.sin.default", ops[1])
 
+    @unittest.skipIf(torch.__version__ < (2, 12), "AOTAutograd cannot trace it")
+    def test_plans_of_nested_regions_come_first(self):
+        compiled = []
+
+        def compiler(module, _):
+            compiled.extend(getattr(m, "meta", {}) for m in module.modules())
+            return make_boxed_func(module.forward)
+
+        region = torch.compiler.nested_compile_region(lambda x, w: (x @ w).sin().exp())
+        backend = aot_autograd(
+            fw_compiler=compiler,
+            partition_fn=partitioners.min_cut_rematerialization_partition,
+        )
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        torch.compile(
+            lambda x, w: region(region(x, w), w).cos().sum(), backend=backend
+        )(x, w)
+        inner, outer = plans()
+        ops = [{v.op for v in (*p.saved, *p.recomputed)} for p in (inner, outer)]
+        self.assertIn("aten.mm.default", ops[0])
+        self.assertNotIn("aten.mm.default", ops[1])
+        self.assertIn("aten.neg.default", ops[1])
+        self.assertEqual(len(compiled), 2)
+        for meta in compiled:
+            # A cache would hash it.
+            self.assertIsNone(meta.get(saved_report._PLAN))
+
+    def test_graphs_of_one_name_in_two_threads(self):
+        """The second is compiled between the first one's split and its compilation."""
+        found, keep = [], saved_report.keep_plan
+
+        def keep_after_another(forward, metadata):
+            if threading.current_thread() is threading.main_thread():
+                thread = threading.Thread(target=run, args=(5,))
+                thread.start()
+                thread.join()
+            keep(forward, metadata)
+            (output,) = forward.graph.find_nodes(op="output")
+            names = [node.name for node in output.args[0][1:]]
+            plan = metadata.activation_memory_plan
+            found.append(plan)
+            self.assertEqual([value.name for value in plan.saved], names)
+
+        def run(count):
+            inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(count)]
+            partition = partitioners.min_cut_rematerialization_partition
+            aot_function(chain, fw_compiler=nop, partition_fn=partition)(*inputs)
+
+        with (
+            patch.object(saved_report, "get_aot_graph_name", lambda: "one"),
+            patch.object(saved_report, "keep_plan", keep_after_another),
+        ):
+            run(3)
+        self.assertEqual(plans(), found)
+        self.assertLess(len(found[1].saved), len(found[0].saved))
+
     def test_old_plans_are_dropped(self):
         self.run_chain(1.0)
         (plan,) = plans()
@@ -293,16 +353,16 @@ recomputed in the backward
 
     def test_nothing_is_kept_alive(self):
         alive = []
-        record = saved_report.record_plan
+        attach = saved_report.attach_plan
 
-        def watched(chosen, forward, backward, *args):
-            alive.extend(weakref.ref(x) for x in (chosen, forward, backward))
+        def watched(decision, forward, backward, *args):
+            alive.extend(weakref.ref(x) for x in (decision, forward, backward))
             for node in forward.graph.nodes:
                 if isinstance(node.meta.get("val"), torch.Tensor):
                     alive.append(weakref.ref(node.meta["val"]))
-            record(chosen, forward, backward, *args)
+            attach(decision, forward, backward, *args)
 
-        with patch.object(saved_report, record.__name__, watched):
+        with patch.object(saved_report, attach.__name__, watched):
             self.compiled(gated(), torch.randn(32, 16), budget=0.3, dynamic=True)
         torch._dynamo.reset()
         gc.collect()
@@ -370,7 +430,11 @@ recomputed in the backward
             self.assertEqual(len(plans()), 2)
             self.assertEqual(last_plan(), plans()[0])
             # An entry made before this was kept has none.
-            with patch.object(saved_report, "keep_plan"), config.patch(**other):
+            keep = saved_report.keep_plan
+            without = patch.object(
+                saved_report, "keep_plan", lambda forward, _: keep(forward, Mock())
+            )
+            with without, config.patch(**other):
                 for hits in (1, 2):
                     torch._dynamo.reset()
                     torch.compile(products)(*inputs).sum().backward()
@@ -438,7 +502,7 @@ class TestVerdict(TestCase):
 
     def test_used_is_unknown_where_the_range_is(self):
         value = PlannedValue("x", "input", (2,), "float32", 8, None, None, "input")
-        plan = Plan("g", 0.5, (value,), (), 0, "FLOP", 6)
+        plan = Plan("g", 0.5, "knapsack", (value,), (), 0, "FLOP", 6)
         self.assertIsNone(plan.used)
         self.assertIn("0.5 asked, 6 B of activations used\n", plan.format())
         self.assertTrue(math.isclose(plan.saved_bytes, 8))

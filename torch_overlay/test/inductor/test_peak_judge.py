@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch._functorch._activation_checkpointing import (
-    peak_budget,
+    decision,
     saved_report,
     step_budget,
 )
@@ -218,7 +218,7 @@ class PeakJudgeTest(TestCase):
         plan, _ = self.planned(
             1,
             f"is 1, but the lowest peak found is {floor.peak.floor} bytes",
-            peak_budget.log,
+            decision.log,
             activation_memory_peak_bytes=1,
         )
         self.assertEqual(plan.peak.predicted, floor.peak.floor)

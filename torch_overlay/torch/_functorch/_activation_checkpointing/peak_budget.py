@@ -32,7 +32,6 @@ The search, on integers alone and without a min cut of its own:
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from torch.utils._ordered_set import OrderedSet
-
-log = logging.getLogger(__name__)
 
 __all__ = [
     "Curve",
