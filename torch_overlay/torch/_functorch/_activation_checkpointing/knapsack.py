@@ -57,7 +57,6 @@ from .knapsack_items import (
     by_density,
     check_budget,
     check_items,
-    Classes,
     exact_integers,
     fill,
     relax,
@@ -190,7 +189,7 @@ def dp_knapsack(
     capacity = _quanta(max_memory)
     numbers = [min(copies[g], capacity // size) for g, size in zip(groups, sizes)]
     values, _ = exact_integers([r for _, r in groups])
-    relaxation = relax(Classes(sizes, values, numbers), capacity)
+    relaxation = relax(sizes, values, numbers, capacity)
 
     # A set that differs from Dantzig's base by a copy more than the gap between the
     # bounds pays for is worse than the greedy one; the rest is undecided.
