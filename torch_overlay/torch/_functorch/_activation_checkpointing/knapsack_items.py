@@ -76,7 +76,7 @@ def integer_capacity(max_memory: float, unit: Any) -> int:
     if isinstance(unit, int):
         return int(max_memory) // unit
     half_an_ulp = Fraction(math.ulp(max_memory)) / 2
-    capacity = math.floor((Fraction(max_memory) + half_an_ulp) / unit)
+    capacity: int = math.floor((Fraction(max_memory) + half_an_ulp) / unit)
     # Halfway between two floats, the sum rounds to the even one.
     return capacity if float(capacity * unit) <= max_memory else capacity - 1
 
