@@ -261,9 +261,10 @@ def test_a_lowered_limit_does_not_hide_the_optimum():
 
 def test_corpus():
     for net in corpus.instances():
-        items = net.memory, net.runtimes
-        many = exact.solve_knapsack_budgets(*items, corpus.BUDGETS)
-        for budget, solution in zip(corpus.BUDGETS, many):
-            check(*items, budget, solution)
+        items = net.sizes, net.runtimes
+        capacities = list(map(net.capacity, corpus.BUDGETS))
+        many = exact.solve_knapsack_budgets(*items, capacities)
+        for budget, capacity, solution in zip(corpus.BUDGETS, capacities, many):
+            check(*items, capacity, solution)
             optimum = corpus.optima()[net.name, budget]
             assert solution.proven and solution.value == optimum, (net.name, budget)

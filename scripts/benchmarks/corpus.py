@@ -21,8 +21,18 @@ BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 @dataclass(frozen=True)
 class Instance:
     name: str
-    memory: list[float]  # fractions of the range of plans, as the partitioner has them
+    sizes: list[int]  # bytes
+    range: float  # the bytes that a budget of 1 allows
     runtimes: list[int]  # flops
+
+    @functools.cached_property
+    def memory(self) -> list[float]:
+        """Shares of the range, as upstream's partitioner has them."""
+        return [size / self.range for size in self.sizes]
+
+    def capacity(self, budget: float) -> int:
+        """The bytes that a budget allows."""
+        return math.floor(budget * self.range)
 
     def __str__(self) -> str:
         return self.name
@@ -34,8 +44,8 @@ def instances() -> list[Instance]:
     for path in sorted(FOLDER.glob("*.json.gz")):
         with gzip.open(path, "rt") as file:
             data = json.load(file)
-        memory = [size / 1e9 / data["denominator_gb"] for size in data["bytes"]]
-        found.append(Instance(data["name"], memory, data["runtimes"]))
+        span = data["denominator_gb"] * 1e9
+        found.append(Instance(data["name"], data["bytes"], span, data["runtimes"]))
     return found
 
 

@@ -61,11 +61,16 @@ def progress(cases: Iterable[Any], what: str) -> Iterable[Any]:
     return track(cases, what, console=console, transient=True, auto_refresh=False)
 
 
-def timed(nets: list[corpus.Instance]) -> Iterator[tuple[str, Case]]:
-    """Cases where not everything that fits alone also fits together, and their names."""
+def timed(nets: list[corpus.Instance]) -> Iterator[tuple[str, Case, Case]]:
+    """Cases where not everything that fits alone also fits together.
+
+    Their names, and what they are in shares of the range and in bytes.
+    """
     for net, budget in itertools.product(nets, TIMED_BUDGETS):
         if math.fsum(m for m in net.memory if m <= budget) > budget:
-            yield f"{net.name}@{budget:g}", (net.memory, net.runtimes, budget)
+            shares: Case = net.memory, net.runtimes, budget
+            in_bytes: Any = net.sizes, net.runtimes, net.capacity(budget)
+            yield f"{net.name}@{budget:g}", shares, in_bytes
 
 
 def large_nets() -> list[corpus.Instance]:
@@ -114,7 +119,8 @@ def counts(repeats: int) -> Iterator[Mark]:
     over = wrong = unproven = below = 0
     cases = list(itertools.product(corpus.instances(), corpus.BUDGETS))
     for net, budget in progress(cases, "corpus"):
-        solution = exact().solve_knapsack(net.memory, net.runtimes, budget)
+        capacity = net.capacity(budget)
+        solution = exact().solve_knapsack(net.sizes, net.runtimes, capacity)
         value = sum(net.runtimes[i] for i in solution.saved)
         over += corpus.used(net.memory, solution.saved) > budget
         wrong += not value == solution.value == corpus.optima()[net.name, budget]
@@ -128,9 +134,9 @@ def counts(repeats: int) -> Iterator[Mark]:
 
 def times(repeats: int) -> Iterator[Mark]:
     results = []
-    for where, case in progress(timed(corpus.instances()), "time"):
-        ours = functools.partial(solvers.exact_knapsack, *case)
-        theirs = functools.partial(upstream.dp_knapsack, *case)
+    for where, shares, in_bytes in progress(timed(corpus.instances()), "time"):
+        ours = functools.partial(solvers.exact_knapsack, *in_bytes)
+        theirs = functools.partial(upstream.dp_knapsack, *shares)
         results.append((ratio(ours, theirs, repeats), where))
     mean = 1 / statistics.geometric_mean(r for r, _ in results)
     worst, where = max(results)
@@ -144,9 +150,10 @@ def many(repeats: int) -> Iterator[Mark]:
     grid = [percent / 100 for percent in range(1, 100)]
     results = []
     for net in progress(corpus.instances(), "budgets"):
-        items = net.memory, net.runtimes
-        ours = functools.partial(exact().solve_knapsack_budgets, *items, grid)
-        theirs = functools.partial(upstream.dp_knapsack, *items, 0.5)
+        items = net.sizes, net.runtimes
+        capacities = list(map(net.capacity, grid))
+        ours = functools.partial(exact().solve_knapsack_budgets, *items, capacities)
+        theirs = functools.partial(upstream.dp_knapsack, net.memory, net.runtimes, 0.5)
         results.append(ratio(ours, theirs, repeats))
     median = statistics.median(results)
     text = f"{median:.2f} (worst {max(results):.1f})"
@@ -156,10 +163,10 @@ def many(repeats: int) -> Iterator[Mark]:
 
 def memory(repeats: int) -> Iterator[Mark]:
     results = []
-    for where, case in timed(large_nets()):
+    for where, (items, _, budget), in_bytes in timed(large_nets()):
         # Upstream's dp fills a float32 table of (items + 1) x (quanta + 1) cells.
-        table = 4 * (len(case[0]) + 1) * (round(case[2] * corpus.QUANTA) + 1)
-        call = functools.partial(solvers.exact_knapsack, *case)
+        table = 4 * (len(items) + 1) * (round(budget * corpus.QUANTA) + 1)
+        call = functools.partial(solvers.exact_knapsack, *in_bytes)
         results.append((peak_bytes(call) / table, where))
     worst, where = max(results)
     what = "peak memory / dp's table, nets of 400 items or more, worst"
@@ -172,7 +179,7 @@ def hirschberg(repeats: int) -> Iterator[Mark]:
     theirs = upstream.dp_knapsack
     faster, smaller = [], []
     real = [net for net in large_nets() if not net.name.startswith("synth")]
-    for where, case in progress(timed(real), "Hirschberg"):
+    for where, case, _ in progress(timed(real), "Hirschberg"):
         calls = functools.partial(ours, *case), functools.partial(theirs, *case)
         faster.append((1 / ratio(*calls, repeats), where))
         smaller.append((allocations(calls[1]).peak / peak_bytes(calls[0]), where))

@@ -288,10 +288,16 @@ class Observer:
             if name == CUT:
                 self.cuts.append((args, result))
             if name == SOLVE:
-                if len(args) == 5:  # As the set asks it; upstream takes graphs apart.
-                    graph, items, *posed = args
-                    args = (graph.joint, *posed, graph.info, items)
-                self.instance = Instance(*(*args, list(result[1])))
+                saved = result
+                if len(args) == 2:  # As the set asks it; upstream takes graphs apart.
+                    items, capacity = args
+                    memory = list(map(items.limits.size, items.memory))
+                    budget = items.limits.size(capacity)
+                    args = items.joint, memory, items.runtimes, budget
+                    args = *args, items.info, items.nodes
+                else:
+                    _, saved, _ = result
+                self.instance = Instance(*(*args, list(saved)))
             return result
 
         return call

@@ -64,6 +64,7 @@ its FLOP.
         module_path("memory_budget"),
         module_path("budget_curve"),
         module_path("budget_options"),
+        module_path("budget_solver"),
         module_path("liveness"),
         module_path("rerun_cost"),
     ),

@@ -169,7 +169,6 @@ class TestKnapsackSolvers(TestCase):
             ([0.1], [math.inf], 1.0, r"runtimes\[0\] is inf"),
             ([0.1, -math.inf], [1.0, 1.0], math.inf, r"memory\[1\] is -inf"),
             ([0.1, 0.1], [10**400, 1], 0.0, r"runtimes\[0\] is 10+:"),
-            ([1e308, 1e308], [1.0, 1.0], 1.0, "the sum of memory exceeds"),
             ([0.1], [1.0], math.nan, "max_memory is nan"),
         ):
             with self.subTest(message), self.assertRaisesRegex(ValueError, message):

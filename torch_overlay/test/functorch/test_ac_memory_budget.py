@@ -9,7 +9,6 @@ import random
 import re
 import sys
 import tempfile
-import types
 import unittest
 from pathlib import Path
 from unittest.mock import patch
@@ -18,20 +17,18 @@ import torch
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import (
     budget_curve,
+    budget_solver,
     memory_budget,
     planning,
 )
-from torch._functorch._activation_checkpointing.budget_curve import (
-    CurvePoint,
-    knee_budget,
-)
+from torch._functorch._activation_checkpointing.budget_curve import CurvePoint
 from torch._functorch._activation_checkpointing.budget_options import (
     check_budget_options,
 )
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
-from torch._functorch._activation_checkpointing.memory_budget import WrongAnswer
+from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
 from torch._functorch._activation_checkpointing.rerun_cost import (
     FLOP_PER_BYTE,
@@ -210,13 +207,13 @@ class SaveDearest(Custom):
         return None
 
 
-def ask(solver, memory=(0.25, 0.5, 0.125), runtimes=(1.0, 2.0, 4.0), max_memory=0.5):
+def ask(solver, memory=(250, 500, 125), runtimes=(1.0, 2.0, 4.0), capacity=500):
+    """What is saved of items of so many bytes, of a range of a thousand."""
     nodes = [object() for _ in memory]
-    graph = types.SimpleNamespace(joint=None, info=None)
+    limits = budget_solver.Range(0, 1000)
+    items = budget_solver.Items(None, None, limits, nodes, list(memory), list(runtimes))
     with config.patch({SOLVER: solver}):
-        return memory_budget.ask_solver(
-            graph, nodes, list(memory), list(runtimes), max_memory
-        )
+        return budget_solver.ask_solver(items, capacity)
 
 
 @instantiate_parametrized_tests
@@ -619,11 +616,15 @@ class TestWhatFits(TestCase):
     def test_equal_layers_at_every_share(self):
         for count in range(1, 40):
             for kept in range(1, count):
-                limits = budget_curve.Range(1000, 1000 + 12 * count)
-                sizes = [limits.size(12)] * count
-                capacity = limits.capacity(kept / count)
+                limits = budget_solver.Range(1000, 1000 + 12 * count)
+                items = budget_solver.Items(
+                    None, None, limits, [None] * count, [12] * count, [1.0] * count
+                )
                 for name in ("exact", "greedy", "dp"):
-                    _, saved, _ = KNAPSACK_SOLVERS[name](sizes, [1.0] * count, capacity)
+                    with config.patch({SOLVER: name}):
+                        saved = budget_solver.ask_solver(
+                            items, limits.capacity(kept / count)
+                        )
                     self.assertEqual(len(saved), kept, f"{name} {kept}/{count}")
 
 
@@ -707,12 +708,12 @@ class TestCosts(TestCase):
     def test_of_plans_as_fast_the_lightest_is_taken(self):
         """Ten FLOP of two hundred million do not decide for an eighth of the bytes."""
         memory, runtimes = [0.5, 0.375, 0.25], [1e8 + 10, 1e8, 1e7]
-        self.assertEqual(memory_budget.lightest(memory, runtimes, [0]), [1])
-        self.assertEqual(memory_budget.lightest(memory, runtimes, [0, 2]), [1, 2])
+        self.assertEqual(budget_solver.lightest(memory, runtimes, [0]), [1])
+        self.assertEqual(budget_solver.lightest(memory, runtimes, [0, 2]), [1, 2])
         # A hundredth is no noise.
         runtimes[0] = 1.02e8
-        self.assertEqual(memory_budget.lightest(memory, runtimes, [0]), [0])
-        self.assertEqual(memory_budget.lightest([], [], []), [])
+        self.assertEqual(budget_solver.lightest(memory, runtimes, [0]), [0])
+        self.assertEqual(budget_solver.lightest([], [], []), [])
 
 
 class TestCustomSolver(TestCase):
@@ -722,9 +723,9 @@ class TestCustomSolver(TestCase):
         for solver in (Fixed([0], range(1, 7)), WithRuntimes([0], range(1, 7))):
             plan = joint.plan(0.3, solver)
             memory, budget, nodes = solver.asked
-            self.assertEqual(budget, exact.knapsack.capacity)
+            self.assertEqual(budget, plan.limits.size(exact.knapsack.capacity + 0.5))
             self.assertEqual(budget, 0.3, atol=1e-4, rtol=0)
-            self.assertEqual(memory, exact.knapsack.memory)
+            self.assertEqual(memory, [*map(plan.limits.size, exact.knapsack.memory)])
             self.assertEqual(nodes, plan.items)
             self.assertEqual(plan.knapsack.solver, type(solver).__name__)
             saved = set(memory_of(plan.saved_values))
@@ -736,12 +737,12 @@ class TestCustomSolver(TestCase):
         with self.assertRaisesRegex(WrongAnswer, "Fixed names item 7 1 times"):
             joint.plan(0.3, Fixed([7], range(7)))
 
-    def test_lists_are_sorted_and_the_runtime_is_summed(self):
-        self.assertEqual(ask(Fixed((2, 0), {1})), (5.0, [0, 2], [1]))
-        self.assertEqual(ask(WithRuntimes([], [2, 1, 0])), (0.0, [], [0, 1, 2]))
-        self.assertEqual(ask(Fixed([], []), (), ()), (0.0, [], []))
+    def test_lists_are_sorted(self):
+        self.assertEqual(ask(Fixed((2, 0), {1})), [0, 2])
+        self.assertEqual(ask(WithRuntimes([], [2, 1, 0])), [])
+        self.assertEqual(ask(Fixed([], []), (), ()), [])
         places = torch.tensor([1, 0, 2])
-        self.assertEqual(ask(Fixed(places[:0], places)), (0.0, [], [0, 1, 2]))
+        self.assertEqual(ask(Fixed(places[:0], places)), [])
 
     def test_bad_answers(self):
         for message, answer in (
@@ -762,9 +763,9 @@ class TestCustomSolver(TestCase):
                 ask(Fixed(*answer))
 
     def test_more_than_the_budget_is_told(self):
-        log = memory_budget.log
+        log = budget_solver.log
         with self.assertLogs(log, "WARNING") as logs:
-            self.assertEqual(ask(Fixed([0, 1], [2])), (3.0, [0, 1], [2]))
+            self.assertEqual(ask(Fixed([0, 1], [2])), [0, 1])
         (message,) = logs.output
         self.assertIn("Fixed saves 0.75 of the activations", message)
         self.assertIn("the budget of 0.5", message)
@@ -775,9 +776,8 @@ class TestCustomSolver(TestCase):
             logs.output[-1],
             rf"keeps {high} bytes .*of 1\), more than the {int(0.3 * high)} that",
         )
-        # Ten tenths are 1, but a solver that adds them one by one gets less.
         with self.assertNoLogs(log, "WARNING"):
-            ask(Fixed(range(10), []), [0.1] * 10, [1.0] * 10, sum([0.1] * 10))
+            ask(Fixed(range(10), []), [100] * 10, [1.0] * 10, 1000)
 
 
 @instantiate_parametrized_tests
@@ -826,18 +826,18 @@ class TestCurve(TestCase):
     def test_budgets_are_solved_together_and_sets_cut_once(self, solver):
         solve, calls = budget_curve.solve_budgets, []
 
-        def watched(algorithm, memory, runtimes, budgets):
-            calls.append(list(budgets))
-            return solve(algorithm, memory, runtimes, budgets)
+        def watched(items, capacities):
+            calls.append(list(capacities))
+            return solve(items, capacities)
 
         with patch.object(budget_curve, "solve_budgets", watched):
             curve, plan = self.plot(0.3, solver)
-        # The curve's budgets; for the knee search, those of the plan's knee before.
-        self.assertEqual(len(calls), 2 if solver == KNEE else 1)
-        self.assertGreater(len(calls[-1]), 16)
-        self.assertIn(plan.knapsack.capacity, calls[-1])
+        self.assertEqual(len(calls), 1)
+        self.assertGreater(len(calls[0]), 16)
+        self.assertIn(plan.knapsack.capacity, calls[0])
         # Above that, the partitioner takes a cut without asking a solver.
-        self.assertLessEqual(max(calls[-1]), curve["points"][-2]["ratio"])
+        most = curve["points"][-2]["saved_bytes"] - plan.limits.low
+        self.assertLessEqual(max(calls[0]), most)
         self.assertEqual(len(self.joint.sets), len(set(self.joint.sets)))
         self.assertLessEqual(len(self.joint.sets), budget_curve._CURVE_STEPS)
         names = [n.name for n in plan.saved_values]
@@ -870,38 +870,11 @@ class TestCurve(TestCase):
 
 
 class TestKnee(TestCase):
-    def knee(self, *args):
-        with self.assertLogs(budget_curve.log, "WARNING") as self.logged:
-            return knee_budget(*args)
-
-    def instance(self, generator):
-        """A random knapsack: sizes and runtimes repeat, as layers do."""
-        kinds = [
-            (generator.random() / 20, float(generator.randrange(1000)))
-            for _ in range(generator.randrange(1, 6))
-        ]
-        items = [generator.choice(kinds) for _ in range(generator.randrange(1, 40))]
-        return [m for m, _ in items], [r for _, r in items]
-
-    def test_never_above_the_budget_asked(self):
-        generator = random.Random(0)
-        for _ in range(50):
-            memory, runtimes = self.instance(generator)
-            asked = generator.choice([0.0, 1e-4, 5e-4, 1e-3, generator.random()])
-            knee = self.knee(memory, runtimes, asked)
-            self.assertLessEqual(knee, asked)
-            self.assertGreaterEqual(knee, min(asked, 1e-3))
-
-    def test_a_hundred_budgets_from_a_thousandth_on_are_tried(self):
-        solve, tried = budget_curve.solve_budgets, []
-
-        def watched(solver, memory, runtimes, budgets):
-            tried.extend(budgets)
-            return solve(solver, memory, runtimes, budgets)
-
-        with patch.object(budget_curve, "solve_budgets", watched):
-            self.knee([0.1] * 4, [100.0, 10.0, 1.0, 1.0], 0.4)
-        self.assertEqual((len(tried), tried[0], tried[-1]), (100, 0.001, 0.4))
+    def knee(self, memory, runtimes, capacity):
+        limits = budget_solver.Range(0, 1000)
+        items = budget_solver.Items(None, None, limits, [], memory, runtimes)
+        with self.assertLogs(budget_solver.log, "WARNING") as self.logged:
+            return budget_solver.knee(items, capacity)
 
     def test_is_the_solution_nearest_to_the_origin(self):
         def on_unit(values):
@@ -911,41 +884,42 @@ class TestKnee(TestCase):
         generator = random.Random(1)
         found = 0
         for _ in range(50):
-            memory, runtimes = self.instance(generator)
-            with patch.multiple(budget_curve, _SMALLEST_KNEE=0.1, _KNEE_STEPS=4):
-                knee = self.knee(memory, runtimes, 0.5)
-            budgets = [0.1, 0.2, 0.3, 0.4, 0.5]
+            kinds = [
+                (generator.randrange(1, 50), float(generator.randrange(1000)))
+                for _ in range(generator.randrange(1, 6))
+            ]
+            items = [generator.choice(kinds) for _ in range(generator.randrange(1, 40))]
+            memory, runtimes = map(list, zip(*items))
+            asked = generator.randrange(600)
+            taken = self.knee(memory, runtimes, asked) if any(runtimes) else []
+            self.assertLessEqual(sum(memory[i] for i in taken), asked)
             saved, repeated = [], []
-            for budget in budgets:
-                _, kept, again = exact_knapsack(memory, runtimes, budget)
+            for step in range(1, 101):
+                _, kept, again = exact_knapsack(memory, runtimes, asked * step / 100)
                 saved.append(sum(memory[i] for i in kept))
                 repeated.append(sum(runtimes[i] for i in again))
             if len(set(saved)) == 1 or len(set(repeated)) == 1:
-                self.assertEqual(knee, 0.5)
                 continue
             distances = list(map(math.hypot, on_unit(saved), on_unit(repeated)))
-            taken = min(range(5), key=lambda k: abs(budgets[k] - knee))
-            self.assertEqual(distances[taken], min(distances))
+            nearest = saved[distances.index(min(distances))]
+            self.assertEqual(sum(memory[i] for i in taken), nearest)
             found += 1
         self.assertGreater(found, 10)
 
     def test_the_log_says_what_was_taken_and_why(self):
-        memory, runtimes = [0.1] * 4, [100.0, 10.0, 1.0, 1.0]
-        with patch.multiple(budget_curve, _SMALLEST_KNEE=0.1, _KNEE_STEPS=3):
-            self.assertEqual(self.knee(memory, runtimes, 0.4), 0.2)
+        self.assertEqual(self.knee([100] * 4, [100.0, 10.0, 1.0, 1.0], 400), [0])
         (said,) = self.logged.output
-        for words in ("took budget 0.2 of the 0.4 asked", "50.0%", "1.8%", "knee"):
+        for words in ("took budget 0.1 of the 0.4 asked", "25.0%", "10.7%", "knee"):
             self.assertIn(words, said)
-        self.assertEqual(self.knee([0.3], [1.0], 0.2), 0.2)
+        self.assertEqual(self.knee([300], [1.0], 200), [])
         self.assertIn("no knee", self.logged.output[0])
 
     def test_the_partitioner_keeps_the_budget(self):
         joint = Joint(gated, GATED)
         for budget in (0.0005, 0.2, 0.5):
-            with self.assertLogs(budget_curve.log, "WARNING"):
+            with self.assertLogs(budget_solver.log, "WARNING"):
                 plan = joint.plan(budget, KNEE)
-            kept = math.fsum(plan.knapsack.memory[i] for i in plan.knapsack.saved)
-            self.assertLessEqual(kept, budget)
+            self.assertLessEqual(plan.knapsack.weight, plan.knapsack.capacity)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class TestSavedReport(TestCase):
         for value in chosen:
             self.assertIn(value.runtime, items.runtimes)
             sizes = {
-                round(size * (high - low))
+                size
                 for size, runtime in zip(items.memory, items.runtimes)
                 if runtime == value.runtime
             }

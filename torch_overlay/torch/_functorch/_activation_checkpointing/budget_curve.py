@@ -1,7 +1,6 @@
-"""Many activation memory budgets of one joint graph, solved together.
+"""Plots what all activation memory budgets of a joint graph lead to.
 
-For the Pareto plot (``config.visualize_memory_budget_pareto``) and the knee search (the
-solver named ``"dynamic_memory_budget_dp"``).
+For ``config.visualize_memory_budget_pareto``.
 """
 
 from __future__ import annotations
@@ -16,64 +15,24 @@ import torch
 import torch.distributed
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from torch.utils._mode_utils import no_dispatch
 
-from .knapsack_exact import exact_knapsack, solve_knapsack_budgets
+from .budget_solver import solve_budgets
 from .rerun_cost import RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .decision import Knapsack
-
-    Solution = tuple[float, list[int], list[int]]
-    Solver = Callable[[list[float], list[float], float], Solution]
+    from .budget_solver import Items, Knapsack
 
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CurvePoint", "Range", "budget_curve", "knee_budget", "write_budget_curve"]
+__all__ = ["CurvePoint", "budget_curve", "write_budget_curve"]
 
-# Steps between the budgets of a curve, and of a knee search.  Each step of a curve may
-# take a min cut, 0.7 s on a graph of 5,000 nodes.
-_CURVE_STEPS, _KNEE_STEPS = 32, 99
-
-# The smallest budget that the knee search tries.
-_SMALLEST_KNEE = 0.001
-
-
-class Range(NamedTuple):
-    """The bytes of activations that the plans of budgets 0 and 1 keep.
-
-    They are whole storages without those of the inputs, so a budget is a fraction of
-    what a plan can change.
-    """
-
-    low: int
-    high: int
-
-    def size(self, nbytes: float) -> float:
-        """``nbytes`` in the unit of a budget."""
-        return nbytes / (self.high - self.low)
-
-    def budget(self, nbytes: int) -> float:
-        """The budget that is used up by keeping ``nbytes``."""
-        return self.size(nbytes - self.low)
-
-    def allowed(self, budget: float) -> int:
-        """The bytes that a plan may keep under ``budget``.
-
-        A budget of 0.7 is a little less than seven tenths, which must not cost a byte.
-        """
-        return self.low + math.floor(budget * (self.high - self.low) * (1 + 2.0**-50))
-
-    def capacity(self, budget: float) -> float:
-        """What a solver may fill with sizes: what is allowed, and half a byte.
-
-        Sizes are rounded, so what fits to the byte might not fit into less.
-        """
-        return self.size(self.allowed(budget) - self.low + 0.5)
+# Steps between the budgets of a curve.  Each may take a min cut, 0.7 s on a graph of
+# 5,000 nodes.
+_CURVE_STEPS = 32
 
 
 class CurvePoint(NamedTuple):
@@ -90,25 +49,10 @@ class CurvePoint(NamedTuple):
     saved_items: int
 
 
-def solve_budgets(
-    solver: Solver,
-    memory: list[float],
-    runtimes: list[float],
-    budgets: Sequence[float],
-) -> list[Solution]:
-    """What ``solver`` answers at each budget; the exact one prepares them together."""
-    with no_dispatch():
-        if solver is exact_knapsack:
-            solutions = solve_knapsack_budgets(memory, runtimes, budgets)
-            return [solution[:3] for solution in solutions]
-        return [solver(memory, runtimes, budget) for budget in budgets]
-
-
 def budget_curve(
-    posed: Knapsack,
-    kept_at: Callable[[float, list[int]], tuple[Knapsack, int]],
-    solver: Solver,
-    limits: Range,
+    items: Items,
+    budget: float,
+    settle: Callable[[float, list[int]], tuple[int, list[int]]],
     cheap: Sequence[int],
 ) -> list[CurvePoint]:
     """The plans that the budgets from 0 to 1, and the one asked, lead to.
@@ -116,29 +60,27 @@ def budget_curve(
     As in the partitioner, a cut that fits comes before the knapsack.  The points are by
     rising budget, each with another set of saved items or another cut.
 
-    ``solver`` answers ``posed`` at other budgets, ``kept_at`` tells of a budget and an
-    answer what is saved in the end and the bytes that this keeps, and ``cheap`` is what
-    the cuts keep that the partitioner tries first, in order.
+    ``settle`` tells of a budget and a solver's answer what bytes and what items are
+    kept in the end, and ``cheap`` is what the cuts keep that the partitioner tries
+    first, in order.
     """
+    limits = items.limits
 
     def point(budget: float, nbytes: int, saved: Sequence[int]) -> CurvePoint:
-        again = {*range(len(posed.memory))} - {*saved}
-        runtime = math.fsum(posed.runtimes[i] for i in again)
+        again = {*range(len(items.memory))} - {*saved}
+        runtime = math.fsum(items.runtimes[i] for i in again)
         return CurvePoint(budget, nbytes, limits.budget(nbytes), runtime, len(saved))
 
-    every = range(len(posed.memory))
+    every = range(len(items.memory))
     steps = (step / _CURVE_STEPS for step in range(1, _CURVE_STEPS))
-    budgets = sorted({posed.budget, *steps})
+    budgets = sorted({budget, *steps})
     tried = [b for b in budgets if limits.allowed(b) < min(cheap)]
-    capacities = list(map(limits.capacity, tried))
-    solutions = solve_budgets(solver, posed.memory, posed.runtimes, capacities)
     points = [point(0.0, limits.low, [])]
-    for budget, (_, saved, _) in zip(tried, solutions):
-        solved, kept = kept_at(budget, saved)
-        points.append(point(budget, kept, solved.saved))
-    for budget in budgets[len(tried) :]:
-        fits = next(size for size in cheap if size <= limits.allowed(budget))
-        points.append(point(budget, fits, every))
+    for b, saved in zip(tried, solve_budgets(items, list(map(limits.capacity, tried)))):
+        points.append(point(b, *settle(b, saved)))
+    for b in budgets[len(tried) :]:
+        fits = next(size for size in cheap if size <= limits.allowed(b))
+        points.append(point(b, fits, every))
     points.append(point(1.0, limits.high, every))
     return [p for i, p in enumerate(points) if i == 0 or p[1:] != points[i - 1][1:]]
 
@@ -204,43 +146,3 @@ def _draw(
     # The same curve gives the same file, byte for byte.
     with matplotlib.rc_context({"svg.hashsalt": "memory budget"}):
         figure.savefig(place, metadata={"Date": None})
-
-
-def knee_budget(memory: list[float], runtimes: list[float], asked: float) -> float:
-    """The budget, up to ``asked``, at the knee of runtime against memory.
-
-    Of 100 at even distances it is the smallest whose exact solution is nearest to the
-    origin, with the memory saved and the runtime recomputed both scaled to [0, 1]; it is
-    ``asked`` where all solutions have the same memory or the same runtime.
-    """
-    start = min(_SMALLEST_KNEE, asked)
-    step = (asked - start) / _KNEE_STEPS
-    # Rounding could lead a little above the budget asked.
-    budgets = [min(start + i * step, asked) for i in range(_KNEE_STEPS + 1)]
-    solutions = solve_budgets(exact_knapsack, memory, runtimes, budgets)
-    saved = [math.fsum(memory[i] for i in s[1]) for s in solutions]
-    recomputed = [math.fsum(runtimes[i] for i in s[2]) for s in solutions]
-    distances = list(map(math.hypot, _scaled(saved), _scaled(recomputed)))
-    if not distances:
-        log.warning(
-            "dynamic_memory_budget_dp took the budget asked, %g: there is no knee, as "
-            "no lower one changes both the memory saved and the runtime recomputed",
-            asked,
-        )
-        return asked
-    knee = distances.index(min(distances))
-    log.warning(
-        "dynamic_memory_budget_dp took budget %g of the %g asked, the knee: it saves "
-        "%.1f%% of the items' memory and recomputes %.1f%% of their runtime",
-        budgets[knee],
-        asked,
-        100 * saved[knee] / math.fsum(memory),
-        100 * recomputed[knee] / math.fsum(runtimes),
-    )
-    return budgets[knee]
-
-
-def _scaled(values: Sequence[float]) -> list[float]:
-    """``values`` on [0, 1], or nothing where they are all the same."""
-    low, high = min(values), max(values)
-    return [(v - low) / (high - low) for v in values] if low < high else []

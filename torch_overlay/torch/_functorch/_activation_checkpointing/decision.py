@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, TYPE_CHECKING
-
-from .knapsack_exact import solve_knapsack
 
 
 if TYPE_CHECKING:
@@ -16,38 +12,12 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
 
+    from .budget_solver import Knapsack
+
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Decision", "Knapsack", "Peak"]
-
-
-@dataclass(frozen=True)
-class Knapsack:
-    """What a solver was asked, in the unit of the budget, and the items it saved.
-
-    ``capacity`` is what the budget allows to the byte.
-    """
-
-    solver: str
-    budget: float
-    capacity: float
-    memory: list[float]
-    runtimes: list[float]
-    saved: list[int]
-
-    @property
-    def weight(self) -> float:
-        return math.fsum(self.memory[i] for i in self.saved)
-
-    @property
-    def value(self) -> float:
-        return math.fsum(self.runtimes[i] for i in self.saved)
-
-    @functools.cached_property
-    def upper_bound(self) -> float:
-        """No set within the budget is worth more: proven by the exact solver."""
-        return solve_knapsack(self.memory, self.runtimes, self.capacity).upper_bound
+__all__ = ["Decision", "Peak"]
 
 
 class Peak(NamedTuple):

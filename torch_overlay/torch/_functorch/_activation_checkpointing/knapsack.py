@@ -57,7 +57,6 @@ from .knapsack_items import (
     by_density,
     check_budget,
     check_items,
-    Classes,
     exact_integers,
     fill,
     relax,
@@ -123,7 +122,7 @@ def ilp_knapsack(
     check_items(memory, runtimes)
     max_memory = check_budget(max_memory)
     try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        import scipy.optimize  # noqa: F401
     except ImportError as error:
         raise RuntimeError(
             "the activation memory budget solver 'ilp' needs scipy, which cannot be "
@@ -137,6 +136,24 @@ def ilp_knapsack(
     )
     if not groups or len(greedy) == len(order):
         return _solution(runtimes, greedy)
+
+    proposed = set(_first_copies(_propose(groups, max_memory), memory, runtimes))
+    # Proposed items first, each part in order of density: an overfull proposal
+    # loses its least dense items, and the densest others fill what room there is.
+    order.sort(key=lambda index: index not in proposed)
+    filled = fill(order, memory, max_memory)
+    return max(
+        _solution(runtimes, filled),
+        _solution(runtimes, greedy),
+        key=lambda solution: solution[0],
+    )
+
+
+def _propose(
+    groups: dict[tuple[float, float], int], max_memory: float
+) -> dict[tuple[float, float], int]:
+    """About the best number of copies of each group, by scipy's integer program."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
     largest_runtime = max(runtime for _, runtime in groups)
     result = milp(
@@ -155,18 +172,7 @@ def ilp_knapsack(
             result.mip_node_count,
             result.mip_gap,
         )
-
-    proposed_copies = {group: round(copies) for group, copies in zip(groups, result.x)}
-    proposed = set(_first_copies(proposed_copies, memory, runtimes))
-    # Proposed items first, each part in order of density: an overfull proposal
-    # loses its least dense items, and the densest others fill what room there is.
-    order.sort(key=lambda index: index not in proposed)
-    filled = fill(order, memory, max_memory)
-    return max(
-        _solution(runtimes, filled),
-        _solution(runtimes, greedy),
-        key=lambda solution: solution[0],
-    )
+    return {group: round(copies) for group, copies in zip(groups, result.x)}
 
 
 def dp_knapsack(
@@ -190,7 +196,7 @@ def dp_knapsack(
     capacity = _quanta(max_memory)
     numbers = [min(copies[g], capacity // size) for g, size in zip(groups, sizes)]
     values, _ = exact_integers([r for _, r in groups])
-    relaxation = relax(Classes(sizes, values, numbers), capacity)
+    relaxation = relax(sizes, values, numbers, capacity)
 
     # A set that differs from Dantzig's base by a copy more than the gap between the
     # bounds pays for is worse than the greedy one; the rest is undecided.

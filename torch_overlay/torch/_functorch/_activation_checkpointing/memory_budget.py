@@ -13,8 +13,7 @@ within the budget:
 
 1.  a min cut that recomputes more, and one that recomputes all that is cheap;
 2.  a knapsack.  What even the second cut does not recompute are its *items*, each with
-    a size in the unit of the budget and the runtime of computing it again.  A solver
-    picks those to save.  One more min cut may recompute the others, and save other
+    its bytes and the runtime of computing it again.  A solver picks those to save.  One more min cut may recompute the others, and save other
     values in their place: where those are more bytes than allowed, or more has to run
     again, nothing but the solver's items is saved.
 """
@@ -25,8 +24,6 @@ import functools
 import inspect
 import logging
 import math
-import operator
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
@@ -35,14 +32,12 @@ from torch._functorch._activation_checkpointing.ac_logging_utils import (
     create_structured_trace_for_min_cut_info,
 )
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
-from .budget_curve import budget_curve, knee_budget, Range, write_budget_curve
+from .budget_curve import budget_curve, write_budget_curve
 from .budget_options import KNEE
-from .decision import Decision, Knapsack
-from .knapsack import KNAPSACK_SOLVERS
-from .knapsack_exact import exact_knapsack
+from .budget_solver import ask_solver, Items, Knapsack, lightest, Range
+from .decision import Decision
 from .liveness import CannotPlan, JointGraph
 from .random_ops import is_overwritten, must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, rerun_cost
@@ -56,16 +51,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Planner", "WrongAnswer", "activation_bytes", "decide"]
-
-# Plans whose recomputed runtimes differ by less are as fast, by any estimator.
-_NOISE = 1e-3
+__all__ = ["Planner", "activation_bytes", "decide"]
 
 # How often a solver is asked for less where a plan turns out to keep too much.
 _TRIES = 4
-
-# A solver that adds sizes one by one may be off by as much and mean no harm.
-_SUM_SLACK = 1e-9
 
 # What a min cut does not recompute, and the option of the config that says so.
 _BANS = {
@@ -78,10 +67,6 @@ _BANS = {
 # The first three are for what is cheap alone, if perhaps not where it is needed.
 _CHEAP = tuple(_BANS)[:3]
 _ALL_CHEAP = tuple(_BANS)[:4]
-
-
-class WrongAnswer(ValueError):
-    """A custom solver returned what is no answer."""
 
 
 class _Item(NamedTuple):
@@ -210,70 +195,32 @@ class Planner:
 
     def within(self, limits: Range, fastest: Decision) -> Decision:
         """The plan of a budget between 0 and 1; the module's docstring has the steps."""
-        budget = fastest.budget
         cheap = []
         for bans in (_CHEAP, _ALL_CHEAP):
             most, banned = self.cut(bans)
             cheap.append(self.kept_bytes(most))
             plan = replace(fastest, saved_values=most, activation_bytes=cheap[-1])
-            if cheap[-1] <= limits.allowed(budget):
+            if cheap[-1] <= limits.allowed(plan.budget):
                 return plan
         items = self.items(most, banned)
         if not items:
             least = self.least()
             kept = self.kept_bytes(least)
             return replace(plan, saved_values=least, activation_bytes=kept)
-
-        memory = [limits.size(item.nbytes) for item in items]
-        runtimes = [item.runtime for item in items]
-        name: Any = config.activation_memory_budget_solver
-        name = name if isinstance(name, str) else type(name).__name__
-        cut = functools.cache(lambda nodes: self.cut(_ALL_CHEAP, OrderedSet(nodes))[0])
-
-        def solved_at(
-            budget: float, saved: list[int]
-        ) -> tuple[Knapsack, int, list[fx.Node]]:
-            if name in ("exact", KNEE):
-                saved = lightest(memory, runtimes, saved)
-            again = [i for i in range(len(items)) if i not in {*saved}]
-            values = cut(tuple(node for i in again for node in items[i].ops))
-            allowed, capacity = limits.allowed(budget), limits.capacity(budget)
-            values, kept = self.cheapest(values, items, saved, allowed)
-            solved = Knapsack(name, budget, capacity, memory, runtimes, saved)
-            return solved, kept, values
-
-        ask = functools.partial(ask_solver, self, [item.node for item in items])
-        # What must not run twice may be kept in more bytes than budget 0 needs for it.
-        over = 0
-        is_custom = not isinstance(config.activation_memory_budget_solver, str)
-        for _ in range(_TRIES):
-            capacity = max(limits.capacity(budget) - limits.size(over), 0.0)
-            with no_dispatch():
-                _, saved, _ = ask(memory, runtimes, capacity)
-            solved, kept, values = solved_at(budget, list(saved))
-            excess = kept - limits.allowed(budget)
-            if excess <= 0 or is_custom:
-                break
-            over += excess
-        else:
-            values = self.least()
-            kept = self.kept_bytes(values)
+        solver = _Settled(self, items, limits)
+        knapsack, values = solver.solve(plan.budget)
         plan = replace(
-            fastest,
+            plan,
             saved_values=values,
             decided_by="knapsack",
-            activation_bytes=kept,
-            knapsack=solved,
-            items=[item.node for item in items],
+            activation_bytes=self.kept_bytes(values),
+            knapsack=knapsack,
+            items=solver.posed.nodes,
         )
         if config.visualize_memory_budget_pareto:
-            # The knee search is shown by the curve that it searches.
-            solver = {**KNAPSACK_SOLVERS, KNEE: exact_knapsack}.get(name, ask)
-            points = budget_curve(
-                solved, lambda *at: solved_at(*at)[:2], solver, limits, cheap
-            )
-            write_budget_curve(solved, points)
-        self.trace(plan, solved, items, limits, cheap)
+            points = budget_curve(solver.posed, plan.budget, solver.kept, cheap)
+            write_budget_curve(knapsack, points)
+        _trace(self.joint, plan, solver.posed, cheap)
         return plan
 
     def cheapest(
@@ -385,112 +332,97 @@ class Planner:
             left.append(_Item(node, ops, frozenset(kept), nbytes))
         return left
 
-    def trace(
-        self,
-        plan: Decision,
-        solved: Knapsack,
-        items: Sequence[_Item],
-        limits: Range,
-        cheap: Sequence[int],
-    ) -> None:
-        """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
-        from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
 
-        if not AOT_PARTITIONER_DEBUG:
-            return
-        told: dict[str, Any] = {
-            "joint_graph": self.joint,
-            "all_recomputable_banned_nodes": plan.items,
-            "saved_node_idxs": solved.saved,
-            "recomputable_node_idxs": sorted({*range(len(items))} - {*solved.saved}),
-            "expected_runtime": solved.value,
-            "memories_banned_nodes": [item.nbytes for item in items],
-            "normalized_memories_banned_nodes": solved.memory,
-            "runtimes_banned_nodes": solved.runtimes,
-            "min_cut_saved_values": plan.saved_values,
-            "memory_budget": plan.budget,
-            "min_act_size": limits.low / 1e9,
-            "max_act_size": limits.high / 1e9,
-            "saved_values_act_size": plan.activation_bytes / 1e9,
-            "more_aggressive_saved_values_mem_ratio": limits.budget(cheap[0]),
-            "aggressive_recomputation_saved_values_mem_ratio": limits.budget(cheap[1]),
-        }
-        # Before 2.13 it takes the first nine of these.
-        taken = inspect.signature(create_structured_trace_for_min_cut_info).parameters
-        create_structured_trace_for_min_cut_info(**{name: told[name] for name in taken})
+@dataclass(frozen=True)
+class _Settled:
+    """What to save in the end, once a solver has chosen among the items."""
 
+    graph: Planner
+    items: Sequence[_Item]
+    limits: Range
 
-def lightest(memory: list[float], runtimes: list[float], saved: list[int]) -> list[int]:
-    """The items to save that weigh least of all that recompute no more, but for noise.
-
-    To save few bytes is to recompute many: a knapsack of runtimes, worth their bytes.
-    """
-    recomputed = {*range(len(memory))} - {*saved}
-    capacity = math.fsum(runtimes[i] for i in recomputed) * (1 + _NOISE)
-    with no_dispatch():
-        _, again, rest = exact_knapsack(runtimes, memory, capacity)
-    lighter = math.fsum(memory[i] for i in again)
-    return sorted(rest) if lighter > math.fsum(memory[i] for i in recomputed) else saved
-
-
-def ask_solver(
-    graph: Planner,
-    items: list[fx.Node],
-    memory: list[float],
-    runtimes: list[float],
-    budget: float,
-) -> tuple[float, list[int], list[int]]:
-    """The answer of the solver that the config names; see :mod:`.knapsack`.
-
-    One of the user's own is called as ``CustomKnapsackSolver`` documents it, with the
-    runtimes as well where it has a parameter of that name.  Its two lists have to name
-    every item once.  It may have reasons to save more than the budget, but not without
-    a warning.  Raises WrongAnswer for any other answer.
-    """
-    solver: Any = config.activation_memory_budget_solver
-    if isinstance(solver, str):
-        if solver == KNEE:
-            solver, budget = "exact", knee_budget(memory, runtimes, budget)
-        return KNAPSACK_SOLVERS[solver](memory, runtimes, budget)
-    more = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
-    answer = solver(memory, graph.joint, budget, graph.info, items, **more)
-    name = getattr(solver, "__qualname__", type(solver).__qualname__)
-    saved, recomputable = _checked(answer, len(items), name)
-    weight = math.fsum(memory[i] for i in saved)
-    if weight > budget * (1 + _SUM_SLACK):
-        log.warning(
-            "%s saves %.6g of the activations, more than the budget of %.6g",
-            name,
-            weight,
-            budget,
+    @functools.cached_property
+    def posed(self) -> Items:
+        return Items(
+            self.graph.joint,
+            self.graph.info,
+            self.limits,
+            [item.node for item in self.items],
+            [item.nbytes for item in self.items],
+            [item.runtime for item in self.items],
         )
-    return math.fsum(runtimes[i] for i in saved), saved, recomputable
+
+    @functools.cached_property
+    def _cut(self) -> Callable[[tuple[fx.Node, ...]], list[fx.Node]]:
+        """What the min cut saves that may recompute some nodes; each set is cut once."""
+        return functools.cache(
+            lambda again: self.graph.cut(_ALL_CHEAP, OrderedSet(again))[0]
+        )
+
+    def solve(self, budget: float) -> tuple[Knapsack, list[fx.Node]]:
+        """Ask the solver, for less where the plan turns out to keep too much."""
+        # What must not run twice may be kept in more bytes than budget 0 needs for it.
+        over = 0
+        is_custom = not isinstance(config.activation_memory_budget_solver, str)
+        for _ in range(_TRIES):
+            capacity = max(self.limits.capacity(budget) - over, 0)
+            saved = ask_solver(self.posed, capacity)
+            knapsack, values = self.settle(budget, saved)
+            excess = self.graph.kept_bytes(values) - self.limits.allowed(budget)
+            if excess <= 0 or is_custom or self.graph.model is None:
+                return knapsack, values
+            over += excess
+        return knapsack, self.graph.least()
+
+    def settle(self, budget: float, saved: list[int]) -> tuple[Knapsack, list[fx.Node]]:
+        """The items that are saved, and the values to save for them."""
+        memory, runtimes = self.posed.memory, self.posed.runtimes
+        name: Any = config.activation_memory_budget_solver
+        name = name if isinstance(name, str) else type(name).__name__
+        if name in ("exact", KNEE):
+            saved = lightest(memory, runtimes, saved)
+        again = [i for i in range(len(memory)) if i not in {*saved}]
+        values = self._cut(tuple(node for i in again for node in self.items[i].ops))
+        allowed = self.limits.allowed(budget)
+        values, _ = self.graph.cheapest(values, self.items, saved, allowed)
+        capacity = self.limits.capacity(budget)
+        return Knapsack(name, budget, capacity, memory, runtimes, saved), values
+
+    def kept(self, budget: float, saved: list[int]) -> tuple[int, list[int]]:
+        """The bytes and the items that a solver's answer keeps in the end."""
+        knapsack, values = self.settle(budget, saved)
+        return self.graph.kept_bytes(values), knapsack.saved
 
 
-def _takes_runtimes(solver: Callable[..., Any]) -> bool:
-    try:
-        return "runtimes" in inspect.signature(solver).parameters
-    except ValueError:  # Written in C, and silent about its parameters.
-        return False
+def _trace(
+    joint: fx.Graph, plan: Decision, posed: Items, cheap: Sequence[int]
+) -> None:
+    """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
+    from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
 
-
-def _checked(answer: Any, items: int, name: str) -> tuple[list[int], list[int]]:
-    """The two lists of ``answer``, each item in one of them, ascending."""
-    try:
-        saved, recomputable = (sorted(map(operator.index, part)) for part in answer)
-    except (TypeError, ValueError) as error:
-        raise WrongAnswer(
-            f"{name} must return two lists of indices, those to save and those to "
-            f"recompute, not {answer!r}"
-        ) from error
-    named = Counter(saved + recomputable)
-    for index in sorted({*named, *range(items)}):
-        if named[index] != 1 or not 0 <= index < items:
-            raise WrongAnswer(
-                f"{name} names item {index} {named[index]} times: each of the {items} "
-                "items, from 0 on, has to be named once"
-            )
-    return saved, recomputable
+    if not AOT_PARTITIONER_DEBUG or plan.knapsack is None:
+        return
+    limits, solved = posed.limits, plan.knapsack
+    told: dict[str, Any] = {
+        "joint_graph": joint,
+        "all_recomputable_banned_nodes": posed.nodes,
+        "saved_node_idxs": solved.saved,
+        "recomputable_node_idxs": sorted({*range(len(posed.nodes))} - {*solved.saved}),
+        "expected_runtime": solved.value,
+        "memories_banned_nodes": posed.memory,
+        "normalized_memories_banned_nodes": list(map(limits.size, posed.memory)),
+        "runtimes_banned_nodes": posed.runtimes,
+        "min_cut_saved_values": plan.saved_values,
+        "memory_budget": plan.budget,
+        "min_act_size": limits.low / 1e9,
+        "max_act_size": limits.high / 1e9,
+        "saved_values_act_size": plan.activation_bytes / 1e9,
+        "more_aggressive_saved_values_mem_ratio": limits.budget(cheap[0]),
+        "aggressive_recomputation_saved_values_mem_ratio": limits.budget(cheap[1]),
+    }
+    # Before 2.13 it takes the first nine of these.
+    taken = inspect.signature(create_structured_trace_for_min_cut_info).parameters
+    create_structured_trace_for_min_cut_info(**{name: told[name] for name in taken})
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:

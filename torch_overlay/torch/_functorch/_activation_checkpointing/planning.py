@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from . import memory_budget
 from .budget_options import check_budget_options
+from .budget_solver import WrongAnswer
 from .decision import Decision
 from .memory_budget import Planner
 
@@ -87,7 +88,7 @@ def decide(
     request = requested(budget)
     try:
         return request.decide(graph)
-    except memory_budget.WrongAnswer:
+    except WrongAnswer:
         raise
     except Exception as error:
         log.debug("no plan for %s", request, exc_info=error)

@@ -30,7 +30,8 @@ from torch._inductor.fx_utils import get_node_storage
 from torch._logging._internal import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .decision import Decision, Knapsack, Peak
+from .budget_solver import Knapsack
+from .decision import Decision, Peak
 from .memory_budget import activation_bytes
 from .rerun_cost import is_view, RUNTIME_UNITS
 
@@ -247,7 +248,7 @@ def _verdict(knapsack: Knapsack) -> str:
     """How good a solver's answer is, in words."""
     over = knapsack.weight - knapsack.capacity
     if over > 0:
-        return f"over the budget by {over:.3g}"
+        return f"over the budget by {format_bytes(over)}"
     gap = knapsack.upper_bound - knapsack.value
     if gap <= 0:
         return "proven optimal"

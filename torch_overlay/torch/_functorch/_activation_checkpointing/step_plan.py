@@ -28,9 +28,10 @@ from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
 from .liveness import Evaluation, JointGraph
-from .memory_budget import lightest, Planner
+from .memory_budget import Planner
 from .peak_budget import find_plans, model_of, Plans, rerun_costs
 from .random_ops import is_random
 from .rerun_cost import concrete
