@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|blocks|compile|estimators|techniques|check_models|capture [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|blocks|compile|estimators|techniques|check_models|fuzz|capture [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | kept | frozen | peak | step | schedule | blocks | compile | estimators | techniques | check_models | capture) ;;
+  solvers | compare | curves | kept | frozen | peak | step | schedule | blocks | compile | estimators | techniques | check_models | fuzz | capture) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -35,9 +35,11 @@ $usage
                yours: peak memory against step time (a quarter of an hour)
   check_models trains models of the Hugging Face libraries within budgets, and checks
                gradients and bytes (a quarter of an hour)
+  fuzz         random programs of operators: whether all plans compute the same, bit for bit,
+               and whether peaks are those predicted (100 programs: ten minutes)
   capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
-Each has --help, and all but capture --json FILE, to store what they print. The first seven
+Each has --help, and all but fuzz and capture --json FILE, to store what they print. The first seven
 have --check, for the counts that must hold.
 EOF2
     exit

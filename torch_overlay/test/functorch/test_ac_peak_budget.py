@@ -262,6 +262,58 @@ class Early(torch.autograd.Function):
         return cosines.unflatten(0, (4, -1)).amax(0) * grad * (1 + largest)
 
 
+class ConstantFirst(torch.autograd.Function):
+    """Makes a constant before it needs what may have to be computed again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad = grad * 2
+        return torch.addcmul(grad, x, torch.ones_like(grad))
+
+
+class ViewFirst(torch.autograd.Function):
+    """Views what may have to be computed again, and needs it later."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad = grad * 2
+        x = x.view(-1)
+        grad = grad + tall(torch.cat((grad, grad)))[: len(grad)]
+        return grad * x.view(grad.shape)
+
+
+class Variance(torch.autograd.Function):
+    """Returns one result of an operator, and saves the other."""
+
+    @staticmethod
+    def forward(ctx, x):
+        variance, mean = torch.var_mean(x.unflatten(0, (2, -1)), 0)
+        ctx.save_for_backward(mean)
+        return variance
+
+    @staticmethod
+    def backward(ctx, grad):
+        (mean,) = ctx.saved_tensors
+        return (grad * mean).repeat(2, 1)
+
+
+def tall(x):
+    """Needs much more memory for a moment than before and after it."""
+    return torch.cat(8 * [x]).unflatten(0, (8, -1)).amax(0)
+
+
 def square(*shape):
     return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
@@ -334,7 +386,73 @@ LAYERS = {
     "several_results": several_results,
     "views": views,
     "early": early,
+    # What one checkpoint hands to the next is a view.
+    "checkpointed_view": checkpointed(lambda x, w: (x @ w).sin().t().contiguous().t()),
+    # Or one of two results, both of which are made again.
+    "checkpointed_part": checkpointed(
+        lambda x, w: Variance.apply(torch.cat((x, x.sin())) @ w)
+    ),
 }
+
+
+def returns_gaps(x, w, *buffers):
+    # Its tangent has gaps as well: what autograd gives is copied.
+    return [torch.cat((x @ w, x.sin()), -1)[:, ::2]]
+
+
+def returns_gaps_of_no_use(x, w, *buffers):
+    # As before, but that no gradient needs the copy does not end it.
+    return [(x @ w).sin(), torch.cat((x @ w, x), -1).sign()[:, ::2]]
+
+
+def returns_a_part(x, w, *buffers):
+    # Its backward needs the other part, and makes both again.
+    y = Variance.apply((x @ w).sin())
+    return [y, y.tanh().exp()]
+
+
+def returns_from_a_checkpoint(x, w, *buffers):
+    # Made again although the caller has it.
+    y = checkpointed(lambda x, w: (x @ w).sin().t())(x, w)
+    return [y, y.exp().sin()]
+
+
+def returns_early(x, w, *buffers):
+    # And held while the forward goes on.
+    return [*returns_from_a_checkpoint(x, w), tall(x.detach())]
+
+
+def constant_first(x, w, *buffers):
+    return [checkpointed(lambda x, w: ConstantFirst.apply(tall(x @ w)))(x, w)]
+
+
+def view_first(x, w, *buffers):
+    return [checkpointed(lambda x, w: ViewFirst.apply(tall(x @ w)))(x, w)]
+
+
+def writes_back(x, w, mean, var):
+    # What is copied into the statistics is dropped.
+    return [F.batch_norm(x @ w, mean, var, training=True).exp()]
+
+
+def writes_back_at_the_end(x, w, mean, var):
+    # Not before the forward has come to its end.
+    mean.add_(1)
+    var.mul_(2)
+    return [tall(x.detach()), x @ w]
+
+
+RETURNING = (
+    returns_gaps,
+    returns_gaps_of_no_use,
+    returns_a_part,
+    returns_from_a_checkpoint,
+    returns_early,
+    constant_first,
+    view_first,
+    writes_back,
+    writes_back_at_the_end,
+)
 
 
 ticks = []
@@ -748,6 +866,22 @@ class PeakBudgetTest(TestCase):
     def test_layers(self, name):
         with self.assertNoLogs(LOGS, "WARNING"):
             self.check(layers(LAYERS[name]), (0.4,) if name == "dense" else (0,))
+
+    @parametrize("function", RETURNING)
+    def test_what_the_caller_holds(self, function):
+        buffers = [torch.zeros(8, dtype=torch.double) for _ in range(2)]
+        given = case(function, square(32, 8), square(8, 8), *buffers)
+        with configured(0):
+            compiled = self.compiled(given)
+            for _ in range(2):
+                gc.collect()
+                with LiveBytes(given.given) as recording:
+                    outputs = compiled(*given.inputs)
+                    roots = [output for output in outputs if output.requires_grad]
+                    tangents = [torch.ones_like(root) for root in roots]
+                    torch.autograd.grad(roots, given.leaves, tangents)
+                del outputs, roots, tangents
+        self.assertEqual(recording.peak, last_plan().peak.predicted)
 
     # The bytes that live only within their subgraphs are unknown.
     @parametrize("layer", [branch, region])

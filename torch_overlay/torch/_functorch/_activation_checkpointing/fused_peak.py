@@ -111,7 +111,8 @@ class FusedJointGraph(JointGraph):
         self.shapes: dict[int, tuple[Any, ...]] = {}
         for node, own in self.values.own.items():
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
+            # Of its arguments, inductor writes over those alone that the forward made.
+            if isinstance(value, torch.Tensor) and node not in self.tangents:
                 for s in own:
                     # A guess for a symbolic size, as comparing those would guard.
                     shape = concrete(value.numel()), value.dtype
@@ -137,7 +138,9 @@ class FusedJointGraph(JointGraph):
                 self._in_backward[node] = each._replace(is_inlined=True)
         forward = [node for node, *_, is_required in self._early if is_required]
         # What only the backward needs is made in the forward, if that saves it.
-        self._in_forward = self._in_backward | self._operators(forward, self.outputs)
+        self._in_forward = self._in_backward | self._operators(
+            forward, self.outputs | self.written_back
+        )
         self._early_by_kernels = self._made_with_what_it_reads()
         self._joined_in_backward = _concatenations(self._in_backward)
         self._joined_in_forward = _concatenations(self._in_forward)
@@ -149,7 +152,7 @@ class FusedJointGraph(JointGraph):
 
     def releasing(self, inputs: Mapping[int, int]) -> FusedJointGraph:
         graph = cast(FusedJointGraph, super().releasing(inputs))
-        # Of its arguments, inductor writes over those alone that the forward made.
+        # As for tangents.
         graph.shapes = {s: shape for s, shape in self.shapes.items() if s not in inputs}
         return graph
 
@@ -365,6 +368,7 @@ class FusedJointGraph(JointGraph):
     def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         everyone = (1 << count) - 1
         phase = _FusedPhase(self, list(kept), self._in_forward, kept)
+        phase.touch(self.written_back, everyone)
         required = [everyone if birth >= 0 else 0 for birth in self.births]
         apart = [plans & ~keep for plans, keep in zip(required, kept)]
         phase.place(self._joined_in_forward, apart, required)

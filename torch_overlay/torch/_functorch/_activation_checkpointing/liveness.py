@@ -38,8 +38,11 @@ if TYPE_CHECKING:
 
     from torch._functorch.partitioners import NodeInfo
 
-    # What is late, a node of the backward's own, and what that reads and writes.
-    _BackwardStep = tuple[tuple[int, ...], fx.Node, tuple[int, ...], tuple[int, ...]]
+    # The results of each late operator, a node of the backward's own, and what that
+    # reads and writes.
+    _BackwardStep = tuple[
+        tuple[tuple[int, ...], ...], fx.Node, tuple[int, ...], tuple[int, ...]
+    ]
 
 
 __all__ = ["CannotPlan", "Evaluation", "JointGraph", "Phase"]
@@ -92,12 +95,13 @@ class Evaluation(NamedTuple):
 class _Step(NamedTuple):
     """A step of the backward, as an :class:`Evaluation` has them, or after ``late``.
 
-    Those are results of operators without tangents that were traced here, and run here
-    if the plan repeats them.  ``own_*`` are the live bytes that the backward alone made:
-    most of them since the last such step, those before this one, and those during it.
+    Those are the results of each operator without tangents that was traced here, which
+    runs here if the plan repeats it.  ``own_*`` are the live bytes that the backward
+    alone made: most of them since the last such step, those before this one, and those
+    during it.
     """
 
-    late: tuple[int, ...]
+    late: tuple[tuple[int, ...], ...]
     reads: tuple[int, ...]
     own_since: int
     own_before: int
@@ -181,15 +185,18 @@ class JointGraph:
     Operators are nodes that allocate, except the backward's own, which need a tangent.
     Those that the forward does not need either run where they are read first.  Public:
 
-    values: the storages of the graph's nodes, those of inputs without bytes.
+    values: the storages of the graph's nodes, those of inputs without bytes, but for
+        the copies of tangents that the backward works on.
     nodes[o], reads[o], writes[o]: an operator, and the storages it reads and allocates.
     repeatable[o]: whether the backward may run it.
     nbytes[s], producer[s]: a storage's size, and its operator or -1.
     saved_as[s]: the node to save in order to keep storage s, None where none can be.
     births[s], deaths[s]: the forward's steps that allocate it and read it last, or -1.
     outputs: the storages that the forward returns, which stay live in any plan.
+    written_back: those that the caller copies into its inputs, live until it has.
     returned: those that the backward returns.
     tangents: the inputs of the backward alone.
+    copied: the storages of those that are copied before they are read.
     forward_steps: how many steps the forward has at most.
     steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
     own_nodes: for each step, the backward's own nodes from behind the step before to its
@@ -214,6 +221,7 @@ class JointGraph:
         self.values = Storages(graph, self._forward)
         self.nbytes = self.values.nbytes
         self._tangent_bytes = 0
+        self.copied: set[int] = set()
         self._released: tuple[int, ...] = ()
         self.tangents: set[fx.Node] = set()
         self._calls: list[fx.Node] = []
@@ -221,25 +229,27 @@ class JointGraph:
             if node.op == "call_function":
                 self._calls.append(node)
                 continue
-            if self._is_tangent(node):
-                self.tangents.add(node)
-                self._tangent_bytes += self.size(self.values.writes[node])
             for s in self.values.writes[node]:
                 self.nbytes[s] = 0
+            if self._is_tangent(node):
+                self._receive(node)
         backward = self._classify(output)
         self.forward_steps = len(self._early)
-        # These are kept by whoever called the forward.
-        returned = self._read_by(_nodes(results[:num_fwd_outputs]))
-        self.outputs = {s for s in returned if self.births[s] >= 0}
-        self._lay_out_backward(backward)
         # The forward overwrites these inputs itself, or whoever calls it does.
+        descriptions = list(output.meta.get("desc") or results)
         overwritten = {
-            description.mutated_input
-            for description in output.meta.get("desc") or ()
+            at: description.mutated_input
+            for at, description in enumerate(descriptions)
             if isinstance(description, InputMutationAOTOutput)
         }
+        returned = dict(enumerate(results[:num_fwd_outputs]))
+        written_back = [value for at, value in returned.items() if at in overwritten]
+        kept = [value for at, value in returned.items() if at not in overwritten]
+        self.outputs = self._made_by_forward(kept)
+        self.written_back = self._made_by_forward(written_back) - self.outputs
+        self._lay_out_backward(backward)
         self._choose_what_to_save()
-        self._choose_what_to_repeat(overwritten)
+        self._choose_what_to_repeat(overwritten.values())
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The storages that saving these nodes keeps."""
@@ -271,7 +281,7 @@ class JointGraph:
         ] = []
         needed = self._backward_nodes()
         backward: list[_BackwardStep] = []
-        late: list[int] = []
+        late: list[tuple[int, ...]] = []
         started = False
         for node in self._calls:
             required = node in self._forward
@@ -290,9 +300,12 @@ class JointGraph:
                     self.deaths[s] = len(self._early)
             nbytes = self.size(writes)
             self._early.append((node, writes + reads, writes, nbytes, required))
+            if started and not required:
+                # A view has its place as well: what it is of comes before it.
+                wanted = writes or tuple(s for s in reads if self.producer[s] >= 0)
+                if wanted:
+                    late.append(wanted)
             if writes:
-                if started and not required:
-                    late += writes
                 for s in writes:
                     self.producer[s] = len(self.nodes)
                 self.nodes.append(node)
@@ -304,6 +317,33 @@ class JointGraph:
     def _read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The storages that whoever reads these nodes reads."""
         return tuple(s for node in nodes for s in self.values.held[node])
+
+    def _made_by_forward(self, values: Iterable[Any]) -> set[int]:
+        """Of the storages of these values, those that are no inputs."""
+        return {s for s in self._read_by(_nodes(values)) if self.births[s] >= 0}
+
+    def _receive(self, tangent: fx.Node) -> None:
+        """Count a tangent: what the caller holds, and the copy that is made of it.
+
+        Autograd makes gradients without gaps.  Where the output has some, as a slice
+        has, so has the tangent that the graph was traced with, and AOTAutograd copies
+        what it is given into such a one.
+        """
+        self.tangents.add(tangent)
+        value = tangent.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return
+        elements = concrete(value.numel())
+        spans = (
+            (concrete(size) - 1) * concrete(stride)
+            for size, stride in zip(value.shape, value.stride())
+        )
+        extent = 1 + sum(spans)
+        self._tangent_bytes += elements * value.itemsize
+        for s in self.values.writes[tangent]:
+            if extent > elements > 0:
+                self.nbytes[s] = extent * value.itemsize
+                self.copied.add(s)
 
     def _is_tangent(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node in self._tangents_closure
@@ -325,7 +365,7 @@ class JointGraph:
 
     def _lay_out_backward(self, steps: Sequence[_BackwardStep]) -> None:
         """Work out what does not depend on the plan: the backward's own storages."""
-        own = {s for *_, writes in steps for s in writes}
+        own = {s for *_, writes in steps for s in writes} | self.copied
         inputs = {s for s, op in enumerate(self.producer) if op < 0} - own
         last = {
             s: at
@@ -334,13 +374,14 @@ class JointGraph:
         }
         self.returned = set(self._read_by(self._bwd_outputs))
         dying: dict[int, int] = {}
-        for s in own - self.returned:
+        # What is never read stays to the end.
+        for s in own.intersection(last) - self.returned:
             dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
         self.steps: list[_Step] = []
         # The last step in which the backward's own operators read a storage.
         self._own_reads: dict[int, int] = {}
         self.own_nodes: list[list[fx.Node]] = [[]]
-        live = most = self.held_by_caller
+        live = most = self.held_by_caller + self.size(self.copied)
         for at, (late, node, reads, writes) in enumerate(steps):
             self.own_nodes[-1].append(node)
             self._own_reads.update(dict.fromkeys(reads, len(self.steps)))
@@ -359,6 +400,7 @@ class JointGraph:
 
     def _choose_what_to_save(self) -> None:
         self.saved_as: list[Optional[fx.Node]] = [None] * len(self.nbytes)
+        self._saved_anyway: set[int] = set()
         replayed: set[int] = set()
         for node in self._calls:
             if is_replayed(node):
@@ -368,7 +410,11 @@ class JointGraph:
                 node.meta.get("val"), torch.Tensor
             ):
                 (s,) = self.values.own[node]
-                if s not in replayed:
+                # But for what one checkpoint hands to the next.
+                is_kept = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+                if is_kept:
+                    self._saved_anyway.add(s)
+                if is_kept or s not in replayed:
                     self.saved_as[s] = self.saved_as[s] or node
 
     def _choose_what_to_repeat(self, overwritten: Iterable[Any]) -> None:
@@ -396,10 +442,12 @@ class JointGraph:
         self._needs = [
             tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
         ]
-        self._touches = [n + w for n, w in zip(self._needs, self.writes)]
+        self._touches = self._needs
         self._written = [self.size(writes) for writes in self.writes]
+        # A checkpoint's result is made again though the caller has it: that one dies.
+        held = {s for s in self.outputs if self.saved_as[s] is not None}
         self._freeable = [
-            op >= 0 and s not in self.outputs and nbytes > 0
+            op >= 0 and s not in held and nbytes > 0
             for s, (op, nbytes) in enumerate(zip(self.producer, self.nbytes))
         ]
 
@@ -505,7 +553,7 @@ class JointGraph:
             for s in chosen:
                 if self.saved_as[s] is not None:
                     saved[s] |= 1 << plan
-        for s in self.outputs:
+        for s in self.outputs | self._saved_anyway:
             if self.saved_as[s] is not None:
                 saved[s] = (1 << len(plans)) - 1
         return saved
@@ -544,24 +592,30 @@ class JointGraph:
     def _repeats_by_step(
         self, saved: Sequence[int], repeated: Sequence[int], everyone: int
     ) -> list[list[tuple[int, int]]]:
-        """What is repeated for each step, in order, and by whom."""
+        """What is repeated for each step, in order, and by whom.
+
+        What is late has its place: what it needs comes before it, and what the step
+        itself needs behind.
+        """
         producer, needs = self.producer, self._needs
         # No operator makes an input, whose producer is -1.
         left = [*repeated, 0]
         repeats: list[list[tuple[int, int]]] = []
         for step in self.steps:
-            found: dict[int, int] = {}
-            pending = [(s, everyone) for s in step.late + step.reads]
-            while pending:
-                s, plans = pending.pop()
-                op = producer[s]
-                plans &= left[op] & ~saved[s]
-                if plans:
-                    left[op] ^= plans
-                    found[op] = found.get(op, 0) | plans
-                    for read in needs[op]:
-                        pending.append((read, plans))
-            repeats.append(sorted(found.items()))
+            repeats.append([])
+            for reads in (*step.late, step.reads):
+                found: dict[int, int] = {}
+                pending = [(s, everyone) for s in reads]
+                while pending:
+                    s, plans = pending.pop()
+                    op = producer[s]
+                    plans &= left[op] & ~saved[s]
+                    if plans:
+                        left[op] ^= plans
+                        found[op] = found.get(op, 0) | plans
+                        for read in needs[op]:
+                            pending.append((read, plans))
+                repeats[-1] += sorted(found.items())
         return repeats
 
     def _backward_peaks(
@@ -579,17 +633,20 @@ class JointGraph:
             phase.moment(at, step.own_during)
             for op, plans in reversed(repeats[at]):
                 phase.touch(self._touches[op], plans)
+                for s in self.writes[op]:
+                    # A second one of what is saved is dropped at once.
+                    again = plans & saved[s]
+                    phase.change(again, -self.nbytes[s])
+                    phase.touch((s,), plans & ~again)
                 phase.moment(at, step.own_before)
                 phase.change(plans, self._written[op])
-                for s in self.writes[op]:
-                    phase.change(saved[s] & plans, -self.nbytes[s])
             phase.moment(at, step.own_since)
         kept = self._keep(phase, saved)
         return phase.peaks(count), kept
 
     def _keep(self, phase: Phase, saved: Sequence[int]) -> list[int]:
         """Begin a backward with what is live by then; which plans keep each storage."""
-        for s in self._released:
+        for s in (*self._released, *self.copied):
             phase.change(phase.touched[s], self.nbytes[s])
         kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
         for s, plans in enumerate(kept):
@@ -605,6 +662,9 @@ class JointGraph:
         """
         everyone = (1 << count) - 1
         phase = Phase(self, list(kept))
+        for s in self.outputs:
+            phase.touched[s] = everyone
+        phase.touch(self.written_back, everyone)
         for _, touches, writes, nbytes, required in reversed(self._early):
             plans = everyone if required else 0
             for s in writes:
