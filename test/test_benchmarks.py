@@ -1,10 +1,6 @@
-"""capture and the benchmarks, on models of a few layers and instances of a few items."""
+"""The benchmarks, on models of a few layers."""
 
-import gzip
-import json
-import math
 import os
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -12,16 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from benchmarks import (
-    capture,
-    compare,
-    corpus,
-    fresh,
-    nets,
-    results,
-    techniques,
-)
-from benchmarks import compile as compile_parts
+from benchmarks import fresh, nets, results, techniques
 from benchmarks.training import relative_error, TOLERANCE
 from torch import nn
 
@@ -64,34 +51,6 @@ def own(function):
     return f"{__name__}:{function.__name__}"
 
 
-# ------------------------------------------------------------------ capture
-
-
-def test_capture_of_a_model_of_ones_own(tmp_path):
-    """Eight products of one size; the last needs only its sigmoid's value."""
-    found = capture.capture(nets.find(own(chain)))
-    with gzip.open(corpus.FOLDER / "dlrm_dcn_fp32_b65536.json.gz", "rt") as file:
-        assert found.keys() == json.load(file).keys()
-    assert found["bytes"] == [MATRIX] * 8
-    assert found["runtimes"] == [2 * ROWS * SIDE * SIDE] * 8
-    assert found["targets"] == [0] * 8
-    assert found["target_table"] == ["aten.addmm.default"]
-    # The input and all parameters; what the fastest plan saves of them (no bias, not
-    # the first weight), and eight sigmoids' values.
-    assert found["min_act_bytes"] == MATRIX + 8 * (SIDE + 1) * SIDE * 4
-    assert found["max_act_bytes"] == 9 * MATRIX + 7 * SIDE * SIDE * 4
-    capture.write(found, tmp_path / "chain.json.gz")
-    with gzip.open(tmp_path / "chain.json.gz", "rt") as file:
-        assert json.load(file) == found
-
-
-def test_capture_finds_the_seeds_of_random_operators():
-    """As inductor's graph has them: one seed of eight bytes for each dropout."""
-    found = capture.capture(nets.NETS["mlp-dropout"])
-    seed = found["target_table"].index("prims.inductor_lookup_seed.default")
-    assert found["targets"].count(seed) == 6
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -104,12 +63,10 @@ def test_capture_finds_the_seeds_of_random_operators():
         (f"{__name__}:no_loss", r"Linear returned a tensor of shape \[128, 32\]"),
     ],
 )
-def test_capture_says_what_is_wrong_with_a_model(spec, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["capture", spec])
-    assert capture.main() == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("capture: ")
-    assert re.search(message, printed), printed
+def test_what_is_wrong_with_a_model_is_said(spec, message):
+    with pytest.raises(ValueError, match=message):
+        module, inputs = nets.find(spec).make()
+        module(*inputs)
 
 
 # ------------------------------------------------------------- fresh process
@@ -301,95 +258,19 @@ def test_an_error_in_a_small_gradient_is_seen(wrong):
     assert relative_error([large, small * 1e-6], [large, small * 2e-6]) < 1e-5
 
 
-# ------------------------------------------------------------------ compare
-
-
-def compared(solver, family="grid", n=8, runs=20, instance=""):
-    task = {"solver": solver, "instance": instance, "family": family, "n": n}
-    return compare.measure({**task, "runs": runs})
+# ------------------------------------------------------------------ options
 
 
 @pytest.mark.parametrize(
-    ("solver", "family"),
-    [("exact", "growth"), ("OR-tools", "growth"), ("HiGHS", "grid")],
-)
-def test_exact_solvers_agree(solver, family):
-    row = compared(solver, family)
-    assert row["calls"] == 20
-    assert row["over_budget"] == 0
-    assert row["worst_value"] == pytest.approx(1, abs=1e-9)
-    assert 0 < row["median_s"] <= row["worst_s"]
-
-
-def test_answers_over_the_budget_are_counted():
-    """At some budgets of this net; the true sizes decide."""
-    name = "convnext_l_bf16_b64"
-    (net,) = (net for net in corpus.instances() if net.name == name)
-    solve = compare.SOLVERS["upstream Hirschberg"]
-    spent = [
-        math.fsum(net.memory[i] for i in solve(net.memory, net.runtimes, b)) / b - 1
-        for b in compare.CORPUS_BUDGETS
-    ]
-    over = [overspend for overspend in spent if overspend > 0]
-    assert 0 < len(over) < 4
-    row = compared("upstream Hirschberg", "corpus", 159, 8, name)
-    assert row["over_budget"] == 2 * len(over)
-    assert row["worst_overspend"] == pytest.approx(max(over))
-    mine = compared("exact", "corpus", 159, 8, name)
-    assert (mine["over_budget"], mine["worst_value"]) == (0, 1)
-
-
-def test_memory_of_a_table_is_seen():
-    """A float32 for each row and quantum, beside which nothing else counts."""
-    budget = corpus.unnormalised(60, seed=0)[2]
-    task = {"solver": "upstream dp", "family": "grid", "n": 60, "runs": 1}
-    # As the benchmark does: memory that other tests freed would not be growth.
-    row = fresh.measure_in_child("benchmarks.compare", task, fresh.Limits(120, 8))
-    grown = row["grown_bytes"]
-    assert grown == pytest.approx(4 * 61 * 10_000 * budget, rel=0.3)
-
-
-def test_value_beyond_the_bound_is_an_error(monkeypatch):
-    monkeypatch.setattr(compare, "bound", lambda task, problem: 1e-3)
-    with pytest.raises(RuntimeError, match="of what was proven to be the most"):
-        compared("exact")
-
-
-def test_faults_of_a_comparison():
-    row = {"solver": "exact", "instance": "growth n=8", **compared("exact", "growth")}
-    failed = {**row, "error": "took more than 1 s"}
-    assert compare.faults([row, failed]) == ["growth n=8: took more than 1 s"]
-    (fault,) = compare.faults([{**row, "worst_value": 0.99}])
-    assert "0 of 20 answers are over the budget, the least value is 0.99" in fault
-
-
-# ------------------------------------------------------------------ compile
-
-
-def test_parts_of_a_compile_add_up():
-    task = {"model": own(chain), "variant": "after", "budget": 0.5}
-    row = {**task, **compile_parts.measure(task)}
-    names = ("trace", "min_cut", "knapsack", "partition_rest")
-    parts = [row[f"{name}_s"] for name in names]
-    assert all(part >= 0 for part in parts)
-    assert sum(parts) == pytest.approx(row["total_s"])
-    assert row["items"] == 8
-    assert row["used"] <= 0.5 and not row["over"]
-    rows = [row, {**task, "error": "blew up"}]
-    data = {"environment": results.environment(), "rows": rows}
-    assert f"| {own(chain)} | after | blew up |" in compile_parts.page(data)
-
-
-@pytest.mark.parametrize(
-    ("main", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (techniques, ["--model", "llama-9"], "no model named 'llama-9'"),
-        (compile_parts, ["--json", "/no/such/file"], "there is no folder /no/such"),
+        (["--model", "llama-9"], "no model named 'llama-9'"),
+        (["--json", "/no/such/file"], "there is no folder /no/such"),
     ],
 )
-def test_wrong_options_are_refused(main, arguments, message, monkeypatch, capsys):
+def test_wrong_options_are_refused(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
     with pytest.raises(SystemExit) as caught:
-        main.main()
+        techniques.main()
     assert caught.value.code == 2
     assert message in capsys.readouterr().err

@@ -94,6 +94,6 @@ def test_a_lower_peak_of_a_net_is_seen_in_text_and_figure(copies, capsys):
 
 
 def test_a_missing_result_is_named(copies):
-    (copies / "results/curves.json").unlink()
-    with pytest.raises(SystemExit, match=r"curves\.json is missing"):
+    (copies / "results/kept.json").unlink()
+    with pytest.raises(SystemExit, match=r"kept\.json is missing"):
         report.main(["--check"])

@@ -442,7 +442,7 @@ def main() -> int:
         "--model",
         type=options.net,
         default=MODEL,
-        help="one of the project's models (benchmark.sh capture --list), or "
+        help="one of the project's models (a wrong name lists them), or "
         f"module:function (default: {MODEL})",
     )
     parser.add_argument(
