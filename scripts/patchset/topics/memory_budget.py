@@ -89,7 +89,6 @@ its FLOP.
     costs, as well. The lists returned have to name every item once; see
     torch/_functorch/_activation_checkpointing/memory_budget.py.
 """,
-            since=(2, 11),
         ),
         Edit(
             PARTITIONERS,
@@ -106,7 +105,6 @@ its FLOP.
             "    CustomKnapsackSolver,\n    CustomRuntimeEstimator,\n)\n",
             replacement="from torch._inductor.custom_graph_pass import "
             "CustomRuntimeEstimator\n",
-            since=(2, 11),
         ),
         _drop(
             "from ._activation_checkpointing.graph_info_provider import "
@@ -132,7 +130,7 @@ its FLOP.
             PARTITIONERS,
             anchor=f"def {DISPATCH}(",
             whole=True,
-            digests=("3fba9bddfb6d8114", "af0da039a0fc1a73"),
+            digests=("af0da039a0fc1a73",),
             replacement="",
             inside=DISPATCH,
         ),
@@ -141,7 +139,6 @@ its FLOP.
             anchor=f"def {CHOOSE}(",
             whole=True,
             digests=(
-                "a6c27db3ffa72829",
                 "9406093cc54bb9fe",
                 "864b26f8cc5d500f",
                 "cc082be51f7a97b7",
@@ -159,7 +156,7 @@ its FLOP.
             inside="min_cut_rematerialization_partition",
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((PARTITIONERS, "memory_budget import choose_plan"),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
     evidence=(("kept", "share kept"), ("kept", "forwards"), ("solvers", "99 budgets")),

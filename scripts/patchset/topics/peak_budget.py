@@ -123,7 +123,7 @@ activation_memory_graph_calls: int | None = None
             inside="min_cut_rematerialization_partition",
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((PARTITIONERS, "peak_budget.choose_plan("),),
     risks="""\
 Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for graphs

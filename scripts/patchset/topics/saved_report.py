@@ -21,7 +21,7 @@ def _kept(
     split: str,
     hit: str,
     split_in: str,
-    since: tuple[int, int] = (2, 10),
+    since: tuple[int, int] = (2, 11),
     until: Optional[tuple[int, int]] = None,
 ) -> tuple[Edit, Edit]:
     """The plan goes into what the cache keeps, and comes back; each with its indent."""
@@ -90,7 +90,7 @@ numbers are kept, and they go into the compile cache with the graph.
             since=(2, 12),
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((PARTITIONERS, RECORD),),
     risks="""\
 Every partitioned graph leaves a record of names and numbers, of the last few graphs only;
