@@ -8,8 +8,9 @@ compiled for it up to their kernels, and what inductor's wrappers allocate is fo
 together with what runs in eager mode, as `scripts/benchmark.sh schedule` does for one graph.
 The last net is trained as torchtitan trains it: FSDP2 over 8 ranks, of which one is
 looked at, bf16 where it computes, AdamW, 2 x 8,192 tokens. Beside the budget for the step
-stand each block's own budgets of saved bytes, and checkpoints around each block: full
-ones, and selective ones that save attention and every second product.
+stand each block's own budgets of saved bytes, which are upstream's, swept on the untouched
+wheel, and checkpoints around each block: full ones, and selective ones that save attention
+and every second product.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks import fresh, models, nets, options, schedule
+from benchmarks import fresh, models, nets, options, schedule, sweep
 from benchmarks.live_bytes import CountedStorages
 from benchmarks.marks import failed, Mark, table
 from benchmarks.nets import BF16, classic, decoder, Net
@@ -56,6 +57,7 @@ from benchmarks.results import (
     save,
     SIMULATED,
 )
+from benchmarks.step import HOW, quoted, SAVED, swept, without_upstream
 from benchmarks.techniques import chosen_modules, MODULES
 from benchmarks.tracing import CountedFlops, overlay
 
@@ -78,8 +80,6 @@ NETS: dict[str, Net] = {
 }
 GPU = "h100"
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
-# Of each block's own budget of saved bytes.
-SAVED = (0.5, 0.2, 0.0)
 CHECKPOINTS = ("checkpoint", "selective checkpoint")
 # How often inductor's schedule is asked, at most.
 JUDGED = (0, 8)
@@ -195,26 +195,46 @@ def on_fakes() -> Iterator[Callable[..., Any]]:
         budget.device = torch.device("meta")
         return budget
 
+    with mock.patch.object(module, "_allocated", lambda _: 0):
+        yield make
+
+
+@contextmanager
+def fake_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
-        with mock.patch.object(module, "_allocated", lambda _: 0):
-            yield make
+        yield
     finally:
         dist.destroy_process_group()
 
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    settings = {
-        "enable_autograd_cache": False,
-        "activation_memory_peak_judge": task["judge"],
-    }
     with (
-        on_fakes() as step_budget,
+        fake_ranks(),
         compiled_for(GPUS[GPU]) as backend,
-        config.patch(**settings),
+        config.patch(enable_autograd_cache=False),
     ):
-        return measure_steps(task, step_budget, backend)
+        if "saved" in task:
+            return measure_upstream(task, backend)
+        with (
+            on_fakes() as step_budget,
+            config.patch(activation_memory_peak_judge=task["judge"]),
+        ):
+            return measure_steps(task, step_budget, backend)
+
+
+def measure_upstream(task: fresh.Task, backend: Any) -> Row:
+    """Steps in which all blocks have one budget of saved bytes, a row for each plan."""
+    graphs: list[sweep.Split] = []
+
+    def measured(budget: float) -> Row:
+        with config.patch(activation_memory_budget=budget):
+            return Training(task["net"], backend).measured(nullcontext())
+
+    with sweep.noted(graphs):
+        measured(1.0)
+    return {"plans": sweep.measured(graphs, measured, task["saved"])}
 
 
 def measure_steps(
@@ -242,11 +262,7 @@ def measure_steps(
     row: Row = {
         "steps": [{"share": share, **by_step(share=share)} for share in task["shares"]]
     }
-    others: list[Row] = []
-    for saved in task["saved"]:
-        with config.patch(activation_memory_budget=saved):
-            found = Training(name, backend).measured(nullcontext())
-        others.append({"kind": f"saved {saved:g}", **found})
+    others = [{"kind": "saved", **plan} for plan in task["upstream"]]
     for kind in task["checkpoints"]:
         found = Training(name, backend, kind).measured(nullcontext())
         others.append({"kind": kind, **found})
@@ -354,7 +370,7 @@ def others_table(rows: Sequence[Row]) -> str:
     lines = [
         [
             row["net"],
-            other["kind"],
+            name,
             gibibytes(other["peak"] + other["given"]),
             gibibytes(other["peak"]),
             f"{more_flops(other, row):.1%}",
@@ -362,7 +378,7 @@ def others_table(rows: Sequence[Row]) -> str:
             f"{more_flops(other['step'], row):.1%}",
         ]
         for row in rows
-        for other in row["others"]
+        for name, other in quoted(row["others"])
     ]
     heading = ["net", "each block by itself", "in all GiB", "peak", "more flops"]
     return markdown([*heading, "StepBudget of that peak: peak", "more flops"], lines)
@@ -376,7 +392,7 @@ def page(data: dict[str, Any]) -> str:
         "are beyond what is there when a step starts, and flops beyond those at share "
         "1:\n\n"
         + steps_table(rows)
-        + "\nAgainst what blocks do by themselves:\n\n"
+        + f"\nAgainst what blocks do by themselves. {HOW}\n\n"
         + others_table([row for row in rows if row["others"]])
         + "\n"
         + measured_on(data["environment"], SIMULATED)
@@ -419,18 +435,19 @@ def main() -> int:
     parser.add_argument("--net", choices=NETS, nargs="+", help="these alone")
     arguments = parser.parse_args()
     options.need_cuda(parser)
+    plans, failures = swept(__name__, arguments.net or [*NETS], SAVED, LIMITS)
     tasks: list[fresh.Task] = [
         {
             "net": name,
             "judge": judge,
             "shares": SHARES,
-            "saved": SAVED if judge else (),
+            "upstream": found if judge else (),
             "checkpoints": CHECKPOINTS if judge else (),
         }
-        for name in arguments.net or NETS
+        for name, found in plans.items()
         for judge in JUDGED
     ]
-    rows = fresh.run(__name__, tasks, LIMITS)
+    rows = [*without_upstream(fresh.run(__name__, tasks, LIMITS)), *failures]
     if arguments.net:
         rows = merged(arguments.json, rows, "net", "judge")
     data = {"environment": environment(), "measured": rows}

@@ -10,9 +10,10 @@
 Each net's blocks are compiled one by one; what is between them runs in eager mode. The
 step runs by a StepBudget at several shares, and beside that with each block's own budget
 of saved bytes, with a checkpoint around each block, and compiled as one graph that is
-held to the same peak. Peaks are bytes of live storages of a running step, operator by
-operator, beyond those that are there when it starts; flops are those of the whole step,
-as a multiple of the forward's. With inductor, peaks are the allocator's, of plans by
+held to the same peak. The blocks' own budgets are upstream's, swept on the untouched
+wheel. Peaks are bytes of live storages of a running step, operator by operator, beyond
+those that are there when it starts; flops are those of the whole step, as a multiple of
+the forward's. With inductor, peaks are the allocator's, of plans by
 estimates and of plans for which its schedule was asked.
 """
 
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,13 +37,13 @@ from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 from upstream import untouched_partitioners
 
-from benchmarks import fresh, models, nets, options
+from benchmarks import fresh, models, nets, options, sweep
 from benchmarks.live_bytes import allocations, CountedStorages
 from benchmarks.marks import failed, Mark, table
 from benchmarks.results import environment, markdown, measured_on, merged, Row, save
 from benchmarks.techniques import chosen_modules, MODULES
 from benchmarks.tracing import CountedFlops, cpu_attention_counted, overlay
-from benchmarks.training import gradients
+from benchmarks.training import gradients, relative_error
 
 
 def t5_small() -> tuple[nn.Module, dict[str, Any]]:
@@ -56,8 +57,9 @@ NETS = ("llama-8", "gpt2", "bert", "vit", "moe", T5.name)
 CHECKED = "vit"
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 CHECKED_SHARES = (0.5, 0.0)
-# What the blocks' own budgets of saved bytes are, to compare with at the same peak.
-SAVED = (0.8, 0.5, 0.2, 0.0)
+# The blocks' own budgets of saved bytes, to compare with at the same peak.
+SAVED = tuple(n / 32 for n in range(32, -1, -1))
+CHECKED_SAVED = (0.5,)
 INDUCTOR_SHARES = (1.0, 0.5, 0.1, 0.0)
 # How often inductor's schedule is asked, if it is.
 JUDGED = (0, 8)
@@ -71,7 +73,7 @@ LIMITS = fresh.Limits(seconds=3000, gigabytes=14)
 class Training:
     """A net, its blocks compiled one by one or all in one graph."""
 
-    def __init__(self, name: str, backend: str, whole: bool = False) -> None:
+    def __init__(self, name: str, backend: Any, whole: bool = False) -> None:
         torch._dynamo.reset()
         net = T5 if name == T5.name else nets.find(name)
         self.module, self.inputs = net.make()
@@ -120,18 +122,60 @@ class Training:
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
     with cpu_attention_counted(), config.patch(enable_autograd_cache=False):
+        if "saved" in task:
+            return measure_upstream(task)
         if task["backend"] == OPERATORS:
             return measure_operators(task)
         return measure_inductor(task)
+
+
+def forward_flops(training: Training) -> int:
+    with CountedFlops() as counter, torch.no_grad():
+        training.module(*training.inputs)
+    flops: int = counter.flops
+    return flops
+
+
+def measure_upstream(task: fresh.Task) -> Row:
+    """Steps in which all blocks have one budget of saved bytes, a row for each plan."""
+    backend = sweep.Sweep()
+    training = Training(task["net"], backend)
+    forward = forward_flops(training)
+    training.warmed(nullcontext(), 1)
+    *_, wanted = training.measured(nullcontext())
+
+    def measure(budget: float) -> Row:
+        backend.budget = budget
+        peak, flops, found = training.measured(nullcontext())
+        apart = relative_error(found, wanted)
+        return {"peak": peak, "flops": flops / forward, "off_budget_1": apart}
+
+    return {"plans": sweep.measured(backend.graphs, measure, task["saved"])}
+
+
+def swept(
+    module: str, names: Sequence[str], budgets: Sequence[float], limits: fresh.Limits
+) -> tuple[dict[str, list[Row]], list[Row]]:
+    """A module's rows of `measure_upstream` by net, and those that have an error."""
+    tasks: list[fresh.Task] = [
+        {"net": name, "backend": "upstream", "saved": budgets, "torch": fresh.UNTOUCHED}
+        for name in names
+    ]
+    rows = fresh.run(module, tasks, limits)
+    plans = {row["net"]: row.get("plans", []) for row in rows}
+    return plans, [row for row in rows if "error" in row]
+
+
+def without_upstream(rows: Sequence[Row]) -> list[Row]:
+    """Rows to store: the plans that they were given are among their others."""
+    return [{k: v for k, v in row.items() if k != "upstream"} for row in rows]
 
 
 def measure_operators(task: fresh.Task) -> Row:
     name = task["net"]
     StepBudget = overlay("step_budget").StepBudget
     training = Training(name, OPERATORS)
-    with CountedFlops() as counter, torch.no_grad():
-        training.module(*training.inputs)
-    forward = counter.flops
+    forward = forward_flops(training)
     training.warmed(nullcontext(), 1)
     plain_peak, _, wanted = training.measured(nullcontext())
 
@@ -144,10 +188,7 @@ def measure_operators(task: fresh.Task) -> Row:
             peak, flops, _ = training.measured(nullcontext())
         yield {"kind": kind, "peak": peak, "flops": flops / forward, **settings}
 
-    others: list[Row] = []
-    for saved in task["saved"]:
-        settings = {"activation_memory_budget": saved}
-        others += compare("saved", Training(name, OPERATORS), **settings)
+    others = [{"kind": "saved", **plan} for plan in sweep.right(task["upstream"])]
     checkpointed = Training(name, OPERATORS)
     checkpointed.checkpoint_blocks()
     others += compare("checkpoint", checkpointed)
@@ -378,12 +419,29 @@ def peaks_table(data: dict[str, Any]) -> str:
     return markdown([*heading, "flops (peak) as one graph"], lines)
 
 
+HOW = (
+    "Saved: upstream's budgets of saved bytes, the same for all blocks, from 0 to 1 at "
+    f"every 1/{len(SAVED) - 1}; of these the lowest peak, and where a StepBudget gains "
+    "least."
+)
+
+
+def quoted(others: Sequence[Row]) -> Iterator[tuple[str, Row]]:
+    """What a table shows of the other ways, and its name."""
+    saved = [other for other in others if other["kind"] == "saved"]
+    if saved:
+        least = max(saved, key=lambda other: other["step"]["flops"] / other["flops"])
+        for what, other in ("lowest", sweep.lowest(saved)), ("least gain", least):
+            yield f"saved {sweep.told(other['budgets'])}, {what}", other
+    for other in others:
+        if other["kind"] != "saved":
+            yield other["kind"], other
+
+
 def others_table(data: dict[str, Any]) -> str:
     lines = []
     for row in data["measured"]:
-        for other in row.get("others", ()):
-            budget = other.get("activation_memory_budget")
-            name = "checkpoint each block" if budget is None else f"saved {budget:g}"
+        for name, other in quoted(row.get("others", ())):
             step = other["step"]
             lines.append(
                 [
@@ -408,7 +466,7 @@ def page(data: dict[str, Any]) -> str:
         table(data["rows"])
         + "\nBy share; flops are the whole step's, as a multiple of the forward's:\n\n"
         + peaks_table(data)
-        + "\nAgainst what blocks can do by themselves:\n\n"
+        + f"\nAgainst what blocks can do by themselves. {HOW}\n\n"
         + others_table(data)
         + "\nBlocks compiled one by one, fp32, operator by operator. "
         + measured_on(data["environment"])
@@ -447,15 +505,18 @@ def main() -> int:
         "--inductor", action="store_true", help="only what runs by inductor"
     )
     arguments = parser.parse_args()
-    names: Sequence[Optional[str]] = (CHECKED,) if arguments.check else NETS
+    names: Sequence[str] = (CHECKED,) if arguments.check else NETS
     names = (arguments.net,) if arguments.net else names
     shares = CHECKED_SHARES if arguments.check else SHARES
-    saved = SAVED[1:2] if arguments.check else SAVED
-    tasks: list[fresh.Task] = [
-        {"net": name, "backend": OPERATORS, "shares": shares, "saved": saved}
-        for name in names
-        if not arguments.inductor
-    ]
+    saved = CHECKED_SAVED if arguments.check else SAVED
+    tasks: list[fresh.Task] = []
+    failures: list[Row] = []
+    if not arguments.inductor:
+        plans, failures = swept(__name__, names, saved, LIMITS)
+        tasks = [
+            {"net": name, "backend": OPERATORS, "shares": shares, "upstream": found}
+            for name, found in plans.items()
+        ]
     if not arguments.check:
         tasks += [
             {
@@ -467,7 +528,7 @@ def main() -> int:
             for name in names
             for judge in JUDGED
         ]
-    rows = fresh.run(__name__, tasks, LIMITS)
+    rows = [*without_upstream(fresh.run(__name__, tasks, LIMITS)), *failures]
     if arguments.net or arguments.inductor:
         rows = merged(arguments.json, rows, "net", "backend", "judge")
     marks = list(judged(rows))

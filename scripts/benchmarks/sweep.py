@@ -66,6 +66,8 @@ class Sweep:
         return aot_autograd(
             fw_compiler=compiler(0),
             bw_compiler=compiler(1),
+            # What needs no gradient has no plan.
+            inference_compiler=boxed_nop,
             decompositions=select_decomp_table,
             partition_fn=split,
         )(graph, inputs)
@@ -118,12 +120,19 @@ def distinct(budgets: Sequence[float], graphs: Sequence[Split]) -> list[list[flo
 
 @contextmanager
 def noted(graphs: list[Split]) -> Iterator[None]:
-    """Notes the graphs that any backend partitions meanwhile."""
+    """Notes the graphs that any backend partitions meanwhile, equal ones once."""
     partition = partitioners.min_cut_rematerialization_partition
+    seen: set[str] = set()
 
     @wraps(partition)
     def note(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
-        graphs.append(splits(partition, joint, *args, **options))
+        values = (
+            (node.format_node(), node.meta.get("val")) for node in joint.graph.nodes
+        )
+        written = repr([*values])
+        if written not in seen:
+            seen.add(written)
+            graphs.append(splits(partition, joint, *args, **options))
         return partition(joint, *args, **options)
 
     with ExitStack() as stack:
