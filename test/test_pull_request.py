@@ -5,18 +5,17 @@ import re
 import shutil
 import sys
 
-import debian_source
 import pytest
 import torch
 from conftest import commit_all, contents, git, PATHS
-from patchset import pull_request, tree_linters, upstream_checks
 from patchset.files import clone
 from patchset.images import survey_untouched
 from patchset.patch import KNAPSACK, RELEASES, REPOSITORY
-from patchset.refresh import untouched
-from patchset.releases import Unavailable
 from patchset.series import FORMS, SERIES, stack
 from patchset.target import find
+from upkeep import debian_source, pull_request, tree_linters, upstream_checks
+from upkeep.refresh import untouched
+from upkeep.releases import Unavailable
 
 
 TOPICS = [patch.name for patch in SERIES]

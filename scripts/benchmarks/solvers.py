@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch._functorch._activation_checkpointing import knapsack
-from upstream import untouched_knapsack
 
-from benchmarks import corpus, options
-from benchmarks.live_bytes import allocations
-from benchmarks.marks import conclude, Mark
+from benchmarks import corpus, fresh
+from benchmarks.meters import allocations
+from benchmarks.pages import Mark, marks_page, Row, stored_marks
+from benchmarks.upstream import untouched_knapsack
 
 
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
@@ -37,6 +36,11 @@ TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 PR_GRID = {1: 1000, 5: 1000, 10: 1000, 20: 200, 50: 20, 100: 10}
 HARD_SIZES = (100, 1_000, 10_000, 22_000)
 REPEATS = 5
+FACTS = {"repeats": REPEATS}
+CHECK = "only the counts"
+NETS: tuple[str, ...] = ()
+KIND, KEY = "part", ("part",)
+LIMITS = fresh.Limits(seconds=1800, gigabytes=12)
 
 upstream = untouched_knapsack()
 solvers: Any = knapsack  # with more in it than the one that mypy finds
@@ -206,13 +210,15 @@ def hard() -> Iterator[Mark]:
     yield count("hard classes: bound not Dantzig's", wrong, len(results))
 
 
-def main() -> int:
-    parser = options.parser(__doc__, check="only the counts")
-    arguments = parser.parse_args()
+PARTS = {"counts": counts, "times": times, "hirschberg": hirschberg, "hard": hard}
+judged, page = stored_marks, marks_page
+
+
+def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+    for part in ("counts",) if check else PARTS:
+        yield {"part": part}
+
+
+def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    # The profiler's library announces every start and stop on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    parts = (counts,) if arguments.check else (counts, times, hirschberg, hard)
-    return conclude(
-        [mark for part in parts for mark in part()], REPEATS, arguments.json
-    )
+    return {"marks": [mark._asdict() for mark in PARTS[task["part"]]()]}

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from patchset.commits import git
+from patchset.patch import Patch, REPOSITORY
+from patchset.target import Conflict, Target
+
 from . import tree_linters
-from .commits import git
-from .patch import Patch, REPOSITORY
-from .target import Conflict, Target
 
 
 # What of upstream's pyproject.toml (of 2.15) bears on what the set changes, for trees
@@ -77,7 +78,8 @@ def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
     """Yield the outcome of every linter and test on the branch."""
     with _work_tree(target, branch) as tree:
         linked = _run(
-            [sys.executable, "scripts/checkout.py", "link", str(tree)], REPOSITORY
+            [sys.executable, "-m", "upkeep.checkout", "link", str(tree)],
+            REPOSITORY / "scripts",
         )
         yield from _lint(tree, built=not linked.returncode)
         yield from _test(tree, patch, linked)

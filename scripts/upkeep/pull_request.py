@@ -7,13 +7,14 @@ import json
 import sys
 from typing import Any, Optional
 
-from .commits import check_committable, commit_on_branch
-from .images import ABSENT, CONFLICTS, survey
-from .mailbox import message
-from .patch import Patch, REPOSITORY
-from .series import FORMS, SERIES, stack
-from .target import BadCall, Conflict, find
-from .transaction import read_journal
+from patchset.commits import check_committable, commit_on_branch
+from patchset.images import ABSENT, CONFLICTS, survey
+from patchset.mailbox import message
+from patchset.patch import Patch, REPOSITORY
+from patchset.series import FORMS, SERIES, stack
+from patchset.target import BadCall, Conflict, find
+from patchset.transaction import read_journal
+
 from .upstream_checks import check, conclude
 
 

@@ -20,7 +20,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from .patch import REPOSITORY
+from patchset.patch import REPOSITORY
+
 from .releases import UNCONSTRAINED
 
 
