@@ -5,7 +5,8 @@ A benchmark is a module. Its docstring is its --help, and it has
     NETS, KIND        the nets, and the entry of a task that --kind chooses by
     KEY               the entries that tell its rows apart
     LIMITS            what one task may take
-    tasks(nets, check)    the tasks, see `fresh.run`; with check those that CI runs
+    tasks(nets, check)    the tasks, see `fresh.run`; with check those that CI runs;
+                      it also gets what OPTIONS, by name for add_argument, were given
     measure(task)     a row, in a process of its own
     judged(rows)      the marks
     page(data)        what is printed
@@ -60,7 +61,13 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
         nargs="+",
         help="these alone, or your own as module:function; others stay in FILE",
     )
-    add("--kind", nargs="+", help=f"by their {benchmark.KIND}: these alone, likewise")
+    add(
+        *("--kind", "--technique"),
+        nargs="+",
+        help=f"by their {benchmark.KIND}: these alone, likewise",
+    )
+    for option, described in getattr(benchmark, "OPTIONS", {}).items():
+        add(f"--{option}", **described)
     add(
         "--json",
         type=in_a_folder,
@@ -97,7 +104,9 @@ def main(name: str, *words: str) -> int:
             f"torch {torch.__version__} was built without CUDA, which schedules for a "
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
         )
-    tasks = benchmark.tasks(arguments.nets, getattr(arguments, "check", False))
+    own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
+    check = getattr(arguments, "check", False)
+    tasks = benchmark.tasks(arguments.nets, check, **own)
     tasks = chosen(tasks, benchmark.KIND, arguments.kind)
     rows = fresh.run(benchmark.__name__, tasks, benchmark.LIMITS)
     if arguments.nets or arguments.kind:

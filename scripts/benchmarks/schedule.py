@@ -46,7 +46,6 @@ from benchmarks.ways import budgeted
 
 NETS = tuple(net.name for net in nets.AT_SIZE)
 NEEDS_CUDA = True
-GPU = "h100"
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 # One more for the target "peak", where upstream's plan of .5 repeats a little, ours of .5
 # nothing, and ours of .2 more: for a comparison at no more flops.
@@ -57,6 +56,7 @@ KINDS = ("upstream", "saved", "peak", "judged")
 ON_CPU = ("vit", "gpt2", "mlp-dropout", "bert", "llama-8")
 CPU_BUDGET = 0.2
 PLOTTED = (1.0, 0.2, 0.0)
+OPTIONS = {"gpu": {"choices": sorted(GPUS), "default": "h100"}}
 KIND, KEY = "kind", ("net", "kind", "gpu")
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 # What is at the peak: so many of the largest.
@@ -65,13 +65,15 @@ SHOWN = 3
 SCALARS = 64
 
 
-def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+def tasks(
+    names: Optional[Sequence[str]], check: bool, gpu: str
+) -> Iterator[fresh.Task]:
     for net in () if names else ON_CPU:
         yield {"net": net, "kind": "allocator", "gpu": None}
     for net in names or NETS:
         for kind in KINDS:
             wheel = fresh.UNTOUCHED if kind == "upstream" else "patched"
-            task = {"net": net, "kind": kind, "gpu": GPU, "torch": wheel}
+            task = {"net": net, "kind": kind, "gpu": gpu, "torch": wheel}
             yield {**task, "budgets": budgets_of(net, kind), "_draw": net == NETS[0]}
 
 
@@ -296,8 +298,9 @@ def places(rows: Sequence[Row]) -> str:
 
 def page(data: dict[str, Any]) -> str:
     rows = data["measured"]
+    cards = sorted({GPUS[row["gpu"]].name for row in rows if row.get("gpu")})
     text = marks_table(mark._asdict() for mark in judged(rows)) + (
-        f"\nPeaks of inductor's schedule for {GPUS[GPU].name}, forward "
+        f"\nPeaks of inductor's schedule for {' and '.join(cards)}, forward "
         "and backward of one graph, MB by budget; in brackets how far the estimate "
         "is off. Plans are those of the untouched wheel (upstream), and of this set for "
         f"saved bytes, for the peak, and for the peak with the judge of {JUDGED}; at "

@@ -44,6 +44,7 @@ from benchmarks.ways import (
     budgeted,
     checkpointed,
     compiled,
+    MODULES,
     OPERATORS,
     swept,
     Training,
@@ -54,6 +55,13 @@ BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)
 REPEATS = 5
 FACTS = {"repeats": REPEATS}
 NETS = ("llama-8",)
+OPTIONS = {
+    "modules": {
+        "default": MODULES,
+        "metavar": "REGEX",
+        "help": "blocks, by their whole name (default: %(default)s)",
+    }
+}
 KIND, KEY = "technique", ("technique", "swept", "budget")
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 EAGER, CHECKPOINT = "eager", "checkpoint"
@@ -76,11 +84,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 WARM_UP = 3
 
 
-def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+def tasks(
+    names: Optional[Sequence[str]], check: bool, modules: str
+) -> Iterator[fresh.Task]:
     for name in names or NETS:
         for technique, budgets in TECHNIQUES.items():
             for budget in budgets:
-                yield task_of(name, technique, budget)
+                yield {**task_of(name, technique, budget), "modules": modules}
         yield sweep_of_upstream(name)
 
 
@@ -93,6 +103,7 @@ def task_of(model: str, technique: str, budget: Optional[float]) -> fresh.Task:
         "device": "cuda" if cuda else "cpu",
         # On a CPU inductor needs a C++ compiler.
         "backend": "inductor" if cuda else OPERATORS,
+        "modules": MODULES,
         "torch": fresh.UNTOUCHED if technique == UPSTREAM else "patched",
     }
 
@@ -134,6 +145,7 @@ def training(task: fresh.Task, backend: Any = None, beside: bool = False) -> Tra
     }
     result = Training(
         nets.find(task["model"]),
+        modules=task["modules"],
         device=task["device"],
         beside=beside,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.0),

@@ -74,7 +74,7 @@ def chosen_modules(module: nn.Module, pattern: str) -> list[nn.Module]:
         outermost = [name for name in names if name.count(".") < 2]
         raise ValueError(
             f"no submodule's name is matched by {pattern!r}; there are "
-            f"{', '.join(outermost[:12])}, ..."
+            f"{', '.join(outermost[:12])}, ...; choose with --modules"
         )
     return [inner.get_submodule(name) for name in chosen]
 
@@ -101,6 +101,7 @@ class Training:
         net: Net,
         whole: Ways = (),
         blocks: Ways = (),
+        modules: str = MODULES,
         device: str = "cpu",
         fake: bool = False,
         beside: bool = False,
@@ -115,7 +116,7 @@ class Training:
             self.module, self.inputs = net.make(device)
         self.parameters: list[Tensor] = list(self.module.parameters())
         self.parameters += [each for each in self.inputs if each.requires_grad]
-        self.blocks = chosen_modules(self.module, MODULES) if blocks else []
+        self.blocks = chosen_modules(self.module, modules) if blocks else []
         for block in self.blocks:
             block.forward = put_to_work(block.forward, blocks)
         self.forward = put_to_work(self.module, whole)
