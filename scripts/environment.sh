@@ -78,14 +78,14 @@ ensure_patched_checkout() {
   # Commands that start together take turns.
   {
     flock 9
-    run_module "$PYTHON" upkeep.checkout assemble "$CHECKOUT" >&2
+    (run_module "$PYTHON" upkeep.checkout assemble "$CHECKOUT" >&2)
     APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$@" "$CHECKOUT" >&2
   } 9>"$REPO/build/.lock"
 }
 
-# run_module PYTHON MODULE ARGUMENTS: a module of one of the packages in scripts/.
+# run_module PYTHON MODULE ARGUMENTS: becomes a module of one of the packages in scripts/.
 run_module() {
-  PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} "$1" -m "${@:2}"
+  PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} exec "$1" -m "${@:2}"
 }
 
 # run_patchset MODULE ARGUMENTS: a command of scripts/patchset, by $APPLY_PYTHON or python3.

@@ -49,7 +49,8 @@ def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
         {**techniques.task_of(NETS[0], *each), **cpu} for each in TECHNIQUES
     )
     upstream = {**techniques.sweep_of_upstream(NETS[0], SWEPT), **cpu}
-    yield from (eager, upstream, *others)
+    for task in (eager, upstream, *others):
+        yield task
     yield {"technique": SOLVERS}
 
 
