@@ -33,6 +33,7 @@ from torch._functorch import partitioners
 from torch._inductor import config as inductor_config
 
 from benchmarks import fresh, nets, sweep
+from benchmarks.bounds import neighbours
 from benchmarks.meters import relative_error, Step
 from benchmarks.pages import (
     at_most,
@@ -294,16 +295,12 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         ((s["peak"] / s["allowed"] - 1, at) for at, _, s in every if s["allowed"]),
         *(0.005, "never over (predictions hold to 0.5 %)", show, True),
     )
-    by_budget = {
-        net: sorted(found, key=lambda step: step["budget"])
-        for net, found in steps.items()
-    }
     yield from at_most(
         "measured peak / that of the next larger budget",
         (
             (low["peak"] / high["peak"] - 1, f"{net} at {low['budget']:g}")
-            for net, found in by_budget.items()
-            for low, high in zip(found, found[1:])
+            for net, found in steps.items()
+            for high, low in neighbours(found)
         ),
         *(0.0005, "never higher", show, True),
     )
