@@ -3,19 +3,15 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|compare|curves|kept|frozen|peak|step|schedule|blocks|compile|estimators|techniques|check_models|fuzz|capture [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|techniques|check_models|fuzz [OPTIONS]"
 case ${1:-} in
-  solvers | compare | curves | kept | frozen | peak | step | schedule | blocks | compile | estimators | techniques | check_models | fuzz | capture) ;;
+  solvers | kept | frozen | peak | step | schedule | blocks | techniques | check_models | fuzz) ;;
   -h | --help)
     cat <<EOF2
 $usage
 
   solvers      the knapsack solvers against the marks they have to reach, side by side
                with upstream's from the untouched wheel (ten minutes)
-  compare      upstream's solvers, ours, OR-tools and HiGHS on one set of instances, of one
-               to a million items: time, memory, value, budget kept (twenty minutes)
-  curves       what the Pareto plot does on two joint graphs, side by side with the untouched
-               wheel, and what recording a plan costs (some minutes)
   kept         what plans keep for the backward and compute again, on twenty nets and models,
                beside upstream's (half an hour)
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
@@ -28,19 +24,15 @@ $usage
                needs no GPU, but a torch built with CUDA (an hour)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
                budget for the step keeps and computes again (half an hour)
-  compile      where the partitioner's time goes, before and after the set, on models of
-               real size (half an hour)
-  estimators   which runtime estimator's plans train fastest on inductor (a quarter of an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
                yours: peak memory against step time (a quarter of an hour)
   check_models trains models of the Hugging Face libraries within budgets, and checks
                gradients and bytes (a quarter of an hour)
   fuzz         random programs of operators: whether all plans compute the same, bit for bit,
                and whether peaks are those predicted (100 programs: ten minutes)
-  capture      turns a model into a knapsack instance like those of the corpus (seconds)
 
-Each has --help, and all but fuzz and capture --json FILE, to store what they print. The first seven
-have --check, for the counts that must hold.
+Each has --help, and all but fuzz --json FILE, to store what they print. The first five have
+--check, for the counts that must hold.
 EOF2
     exit
     ;;

@@ -48,7 +48,7 @@ done
 if [ "$debian" ]; then
   [ -z "$tree" ] || refuse "--debian brings its own source; leave $tree out"
   root=$(realpath -m "$REPO/build/from-source/chroot")
-  python3 "$REPO/scripts/debian_source.py" "$root" || exit 2
+  (run_module python3 upkeep.debian_source "$root") || exit 2
   tree=$root/src/pytorch inside=/src/pytorch
   # The mount is gone with the last process that sees it.
   # shellcheck disable=SC2016

@@ -78,9 +78,14 @@ ensure_patched_checkout() {
   # Commands that start together take turns.
   {
     flock 9
-    "$PYTHON" "$REPO/scripts/checkout.py" assemble "$CHECKOUT" >&2
+    (run_module "$PYTHON" upkeep.checkout assemble "$CHECKOUT" >&2)
     APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$@" "$CHECKOUT" >&2
   } 9>"$REPO/build/.lock"
+}
+
+# run_module PYTHON MODULE ARGUMENTS: becomes a module of one of the packages in scripts/.
+run_module() {
+  PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} exec "$1" -m "${@:2}"
 }
 
 # run_patchset MODULE ARGUMENTS: a command of scripts/patchset, by $APPLY_PYTHON or python3.
@@ -90,5 +95,5 @@ run_patchset() {
     echo "error: $python is no Python 3.9 or newer; name one in APPLY_PYTHON" >&2
     exit 2
   fi
-  PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "patchset.$1" "${@:2}"
+  run_module "$python" "patchset.$1" "${@:2}"
 }

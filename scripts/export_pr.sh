@@ -3,4 +3,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
-APPLY_PYTHON=$PYTHON run_patchset pull_request "$@"
+run_module "$PYTHON" upkeep.pull_request "$@"

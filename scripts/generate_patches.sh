@@ -3,4 +3,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
-PYTHONPATH=$REPO/scripts exec "$PYTHON" -m patchset.generate "$@"
+run_module "$PYTHON" upkeep.generate "$@"

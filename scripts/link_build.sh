@@ -28,4 +28,4 @@ case ${1:-} in
 esac
 
 ensure_environment
-exec "$PYTHON" "$REPO/scripts/checkout.py" link --python "$PYTHON" "$@"
+run_module "$PYTHON" upkeep.checkout link --python "$PYTHON" "$@"

@@ -30,5 +30,6 @@ for word in "${rest[@]}"; do
     *) arguments+=("$word") ;;
   esac
 done
-exec "$REPO/scripts/run_patched.sh" "${verbose[@]}" \
-  python -W ignore "$REPO/scripts/quickstart.py" "${arguments[@]}"
+# -P: a folder named torch where this is called is not meant.
+PYTHONPATH=$REPO/scripts exec "$REPO/scripts/run_patched.sh" "${verbose[@]}" \
+  python -W ignore -P -m benchmarks quickstart "${arguments[@]}"

@@ -6,4 +6,4 @@ ensure_environment
 cd "$REPO"
 # One thread in each process; the processes are one per core.
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-PYTHONPATH=$REPO/scripts exec "$PYTHON" -m patchset.refresh "$@"
+run_module "$PYTHON" upkeep.refresh "$@"

@@ -3,4 +3,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
-exec "$PYTHON" "$REPO/scripts/report.py" "$@"
+run_module "$PYTHON" benchmarks.report "$@"

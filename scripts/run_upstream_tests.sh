@@ -3,4 +3,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
-exec nice -n 10 "$PYTHON" "$REPO/scripts/upstream_tests.py" "$@"
+renice -n 10 $$ >/dev/null
+run_module "$PYTHON" upkeep.upstream_tests "$@"

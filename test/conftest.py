@@ -17,10 +17,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from patchset import apply, generate
+from patchset import apply
 from patchset.patch import RELEASES
-from patchset.releases import tree, Unavailable
 from patchset.series import SERIES
+from upkeep import generate
+from upkeep.releases import tree, Unavailable
 
 
 USUAL = "2.13.0"

@@ -13,12 +13,12 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 
-import checkout
 import pytest
 from conftest import commit_all, git, rewrite, snapshot
 from patchset.files import sibling
 from patchset.patch import KNAPSACK, PARTITIONERS
 from patchset.target import import_fault, run_python
+from upkeep import checkout
 
 
 WHEEL = checkout.installed_wheel(sys.executable)

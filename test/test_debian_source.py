@@ -1,11 +1,11 @@
 """The set on a real source tree with its tests: Debian's source package of 2.6.0."""
 
-import debian_source
 import pytest
 from conftest import contents, PATHS, snapshot
 from patchset import apply
 from patchset.files import clone
-from patchset.releases import Unavailable
+from upkeep import debian_source
+from upkeep.releases import Unavailable
 
 
 def test_source_tree(tmp_path, capsys):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from patchset import releases
 from patchset.patch import KNAPSACK, REPOSITORY
 from patchset.series import SERIES
-from patchset.upstream_checks import run_test
+from upkeep import releases
+from upkeep.upstream_checks import run_test
 
 
 CAPPED = "this_is_capped"
@@ -111,8 +111,8 @@ def test_release_that_cannot_be_had_is_skipped_and_counted(machine):
     """By the tests' own fixture, in a run of its own."""
     (machine / "test_it.py").write_text(
         "from conftest import *\n"
-        "import patchset.releases\n"
-        f"patchset.releases.TREES = Path({str(machine)!r}, 'trees')\n"
+        "import upkeep.releases\n"
+        f"upkeep.releases.TREES = Path({str(machine)!r}, 'trees')\n"
         "def test_one(release_tree): release_tree('2.98.0')\n"
         "def test_two(checkout): checkout('2.98.0')\n"
         "def test_three(): pass\n"

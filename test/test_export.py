@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 from conftest import commit_all, contents, git, snapshot
-from patchset import apply, export, generate, images
+from patchset import apply, export, images
 from patchset.patch import REPOSITORY
 from patchset.series import SERIES
+from upkeep import generate
 
 
 def test_check_sees_a_difference(

@@ -1,6 +1,7 @@
 """Every linter of .lintrunner.toml finds what it is there for, by lintrunner."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ FAULTS = {
     ),
     "TEST_HAS_MAIN": ("torch_overlay/test/test_idle.py", '# Owner(s): ["module: x"]\n'),
 }
-NEEDED = (CONFIG, "pyproject.toml", "scripts/lint.py", "scripts/patchset")
+NEEDED = (CONFIG, "pyproject.toml", "scripts/upkeep", "scripts/patchset")
 
 
 @pytest.fixture
@@ -79,11 +80,17 @@ def test_each_finds_its_fault(tree):
 
 def test_tool_that_cannot_run_is_no_success(tree):
     command = [
-        sys.executable,
-        "scripts/lint.py",
+        *(sys.executable, "-m", "upkeep.lint"),
         "MYPY",
         "--tool=mypy --no-such-option",
     ]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": "scripts"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     finding = json.loads(done.stdout)
     assert finding["path"] is None and "--no-such-option" in finding["description"]

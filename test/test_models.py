@@ -3,7 +3,7 @@
 import pytest
 from benchmarks import check_models
 from benchmarks.check_models import DYNAMIC, fault, page, WAYS, WHOLE
-from benchmarks.results import environment
+from benchmarks.pages import environment
 
 
 @pytest.mark.parametrize(

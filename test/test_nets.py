@@ -32,7 +32,8 @@ def test_nets_are_made_alike_and_train():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("moe-8x7b", 46_702_792_704), ("resnet152", 60_192_808)]
+    ("name", "parameters"),
+    [("llama3-70b", 70_553_706_496), ("resnet50-224", 25_557_032)],
 )
 def test_net_of_real_size_has_its_parameters(name, parameters):
     _, module, _ = nets.NETS[name].fake()

@@ -5,10 +5,10 @@ import torch
 import torch._functorch.config as fconfig
 from benchmarks import kept, nets
 from benchmarks.tracing import Joint
+from benchmarks.upstream import untouched_partitioners
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing.random_ops import is_random
 from torch._subclasses.fake_tensor import FakeTensorMode
-from upstream import untouched_partitioners
 
 
 UPSTREAM = untouched_partitioners()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import edit, lay, snapshot, TRIED
-from patchset import images, refresh, series
+from patchset import images, series
 from patchset.patch import CONFIG, Edit, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
-from patchset.refresh import Finding
 from patchset.series import SERIES
+from upkeep import refresh
+from upkeep.refresh import Finding
 
 
 NEWEST = RELEASES[-1]

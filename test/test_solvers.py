@@ -16,11 +16,11 @@ import sys
 import pytest
 import torch
 from benchmarks import corpus
-from benchmarks.live_bytes import allocations
+from benchmarks.meters import allocations
+from benchmarks.upstream import untouched_knapsack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack as ours
-from upstream import untouched_knapsack
 
 
 upstream = untouched_knapsack()

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import torch
-import upstream_tests
-from upstream_tests import compared, FAILED, moved, outcomes, PASSED, SKIPPED
+from upkeep import upstream_tests
+from upkeep.upstream_tests import compared, FAILED, moved, outcomes, PASSED, SKIPPED
 
 
 FILE = "test/dynamo/test_some.py"

@@ -1,17 +1,131 @@
-"""python -m benchmarks NAME OPTIONS, as scripts/benchmark.sh calls it."""
+"""python -m benchmarks NAME OPTIONS, as scripts/benchmark.sh calls it.
 
+A benchmark is a module. Its docstring is its --help, and it has
+
+    NETS, KIND        the nets, and the entry of a task that --kind chooses by
+    KEY               the entries that tell its rows apart
+    LIMITS            what one task may take
+    tasks(nets, check)    the tasks, see `fresh.run`; with check those that CI runs;
+                      it also gets what OPTIONS, by name for add_argument, were given
+    measure(task)     a row, in a process of its own
+    judged(rows)      the marks
+    page(data)        what is printed
+
+and where it wants to FACTS and PACKAGES, for the environment that is stored, CHECK, the
+--help of --check, plot(data, result), and NEEDS_CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
 import importlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch._functorch._activation_checkpointing import knapsack
 
+from benchmarks import fresh, nets
+from benchmarks.pages import environment, failed, merged, show, store
 
-def main(name: str, *arguments: str) -> int:
+
+def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"benchmark.sh {name}",
+        description=benchmark.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+
+    def net(text: str) -> str:
+        if text not in benchmark.NETS:
+            try:
+                nets.find(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    def in_a_folder(text: str) -> Path:
+        if not Path(text).parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
+        return Path(text)
+
+    if hasattr(benchmark, "CHECK"):
+        add("--check", action="store_true", help=benchmark.CHECK)
+    add(
+        *("--net", "--model"),
+        dest="nets",
+        type=net,
+        nargs="+",
+        help="these alone, or your own as module:function; others stay in FILE",
+    )
+    add(
+        *("--kind", "--technique"),
+        nargs="+",
+        help=f"by their {benchmark.KIND}: these alone, likewise",
+    )
+    for option, described in getattr(benchmark, "OPTIONS", {}).items():
+        add(f"--{option}", **described)
+    add(
+        "--json",
+        type=in_a_folder,
+        metavar="FILE",
+        help="write what was measured here, and a figure (.svg), if any, beside it",
+    )
+    return parser
+
+
+def chosen(tasks: Iterator[fresh.Task], key: str, kinds: Any) -> Iterator[fresh.Task]:
+    """The tasks of some kinds; each is told the row of its last."""
+    task = next(tasks, None)
+    while task is not None:
+        row = (yield task) if not kinds or str(task[key]) in kinds else None
+        try:
+            task = tasks.send(row)  # type: ignore[attr-defined]
+        except StopIteration:
+            return
+
+
+def main(name: str, *words: str) -> int:
     if not hasattr(knapsack, "KNAPSACK_SOLVERS"):
-        raise SystemExit(f"this torch is not patched; run scripts/benchmark.sh {name}")
-    sys.argv = [f"benchmark.sh {name}", *arguments]
-    status: int = importlib.import_module(f"benchmarks.{name}").main()
-    return status
+        print(f"torch is not patched; run scripts/benchmark.sh {name}", file=sys.stderr)
+        return 2
+    benchmark: Any = importlib.import_module(f"benchmarks.{name}")
+    if hasattr(benchmark, "main"):  # It is none of tasks.
+        sys.argv = [f"benchmark.sh {name}", *words]
+        status: int = benchmark.main()
+        return status
+    parser = options(name, benchmark)
+    arguments = parser.parse_args(words)
+    if getattr(benchmark, "NEEDS_CUDA", False) and torch.version.cuda is None:
+        parser.error(
+            f"torch {torch.__version__} was built without CUDA, which schedules for a "
+            f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
+        )
+    own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
+    check = getattr(arguments, "check", False)
+    tasks = benchmark.tasks(arguments.nets, check, **own)
+    tasks = chosen(tasks, benchmark.KIND, arguments.kind)
+    rows = fresh.run(benchmark.__name__, tasks, benchmark.LIMITS)
+    if arguments.nets or arguments.kind:
+        rows = merged(arguments.json, rows, benchmark.KEY)
+    marks = list(benchmark.judged(rows))
+    facts = environment(*getattr(benchmark, "PACKAGES", ()))
+    facts.update(getattr(benchmark, "FACTS", {}))
+    data = {
+        "environment": facts,
+        "measured": rows,
+        # What a pull request quotes.
+        "rows": [mark._asdict() for mark in marks],
+    }
+    show(benchmark.page(data))
+    if arguments.json is not None:
+        store(arguments.json, data)
+        if hasattr(benchmark, "plot"):
+            benchmark.plot(data, arguments.json)
+    return int(failed(marks) or any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

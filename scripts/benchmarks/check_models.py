@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Optional
 
@@ -25,14 +25,14 @@ import torch
 import torch._functorch.config as config
 from torch import Tensor
 
-from benchmarks import fresh, models, options
-from benchmarks.live_bytes import CountedStorages
+from benchmarks import fresh, models
+from benchmarks.meters import CountedStorages
 from benchmarks.nets import SEED
-from benchmarks.results import environment, fail, markdown, measured_on, merged, Row
+from benchmarks.pages import Mark, markdown, measured_on, Row
 from benchmarks.tracing import overlay
+from benchmarks.ways import budgeted, OPERATORS
 
 
-OPERATORS = "aot_eager_decomp_partition"
 BUDGET = 0.3
 BATCH = 4
 LENGTH = 48
@@ -40,6 +40,8 @@ LENGTH = 48
 STEPS = 4
 # Live bytes of a step are planned operator by operator, but for a few scalars.
 SLACK = {"saved": 1.0, "peak": 1.005}
+KIND, KEY = "way", ("model", "way")
+PACKAGES = ("transformers", "peft", "accelerate")
 LIMITS = fresh.Limits(seconds=600, gigabytes=8)
 
 NARROW = {"length": LENGTH, "vocab_size": 128}
@@ -51,37 +53,29 @@ BLOCKS = {
     "num_attention_heads": 4,
 }
 GROUPED = {**BLOCKS, "num_key_value_heads": 2}
-SIZES: dict[Callable[..., models.Made], dict[str, int]] = {
-    models.llama: GROUPED,
-    models.lora: GROUPED,
-    models.gpt2: {**NARROW, "n_embd": 64, "n_head": 4, "n_layer": 2},
-    models.bert: BLOCKS,
-    models.t5: {
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 1, "num_heads": 4}
+ENCODER = {"encoder_layers": 1, "encoder_ffn_dim": 160, "encoder_attention_heads": 4}
+DECODER = {"decoder_layers": 1, "decoder_ffn_dim": 160, "decoder_attention_heads": 4}
+IDS = {"pad_token_id": 0, "decoder_start_token_id": 1}
+SIZES: dict[str, dict[str, int]] = {
+    "llama": GROUPED,
+    "lora": GROUPED,
+    "gpt2": {**NARROW, "n_embd": 64, "n_head": 4, "n_layer": 2},
+    "bert": BLOCKS,
+    "t5": {**NARROW, **T5},
+    "whisper": {
         **NARROW,
+        **ENCODER,
+        **DECODER,
+        **IDS,
         "d_model": 64,
-        "d_kv": 16,
-        "d_ff": 160,
-        "num_layers": 1,
-        "num_heads": 4,
-    },
-    models.whisper: {
-        **NARROW,
-        "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_ffn_dim": 160,
-        "decoder_ffn_dim": 160,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
         "max_source_positions": 64,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 1,
     },
-    models.mixtral: {**GROUPED, "num_local_experts": 4},
+    "mixtral": {**GROUPED, "num_local_experts": 4},
     # Its scan over time is unrolled.
-    models.mamba: {**NARROW, "length": 16, "hidden_size": 64, "state_size": 8},
+    "mamba": {**NARROW, "length": 16, "hidden_size": 64, "state_size": 8},
 }
-MODELS = {f"hf-{make.__name__}": make for make in SIZES}
+NETS = tuple(f"hf-{name}" for name in SIZES)
 
 # How each is compiled and trained: the Trainer's arguments.
 WHOLE, DYNAMIC = "whole", "regional, bf16, accumulated"
@@ -91,13 +85,18 @@ WAYS: dict[str, dict[str, Any]] = {
     DYNAMIC: {"bf16": True, "gradient_accumulation_steps": 2},
     "regional, checkpointed": {"gradient_checkpointing": True},
 }
-Run = AbstractContextManager[Any]
+
+
+def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+    for name in names or NETS:
+        for way in WAYS:
+            yield {"model": name, "way": way}
 
 
 # ------------------------------------------------------------ in a fresh process
 
 
-class Training:
+class Trained:
     """A model trained for some steps, each within ``step``; of the last one ``saved``
     are the bytes that its forwards left alive, ``peak`` the most that was alive beyond
     what was there when it began, and ``gradients`` what the optimizer was given."""
@@ -105,16 +104,20 @@ class Training:
     saved: int
     gradients: list[Optional[Tensor]]
 
-    def __init__(self, task: fresh.Task, step: Run = nullcontext()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        task: fresh.Task,
+        step: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+    ) -> None:
         from accelerate.utils import compile_regions
         from transformers import TrainingArguments
 
         torch._dynamo.reset()
         torch.manual_seed(SEED)
-        make, way = MODELS[task["model"]], WAYS[task["way"]]
+        name, way = task["model"].removeprefix("hf-"), WAYS[task["way"]]
         # Of two micro-batches the second is half as large.
         samples = BATCH * 3 // 2 if "gradient_accumulation_steps" in way else BATCH
-        model, batch = make(batch=samples, **SIZES[make])
+        model, batch = models.make(name, batch=samples, **SIZES[name])
         self.parameters = list(model.parameters())
         if task["way"] == WHOLE:
             model.compile(backend=OPERATORS)
@@ -141,7 +144,7 @@ class Training:
             watched(self, model, arguments, data).train()
         self.peak = self.live.peak
 
-    def same(self, other: Training) -> bool:
+    def same(self, other: Trained) -> bool:
         """Whether the gradients are the other's, bit for bit."""
         pairs = zip(self.gradients, other.gradients)
         return all(
@@ -156,7 +159,7 @@ class Training:
         self.live = self.running.enter_context(CountedStorages(self.parameters))
 
 
-def watched(training: Training, model: Any, arguments: Any, data: Any) -> Any:
+def watched(training: Trained, model: Any, arguments: Any, data: Any) -> Any:
     """The Trainer, which lets ``training`` see each step."""
     from transformers import Trainer, TrainerCallback
 
@@ -187,22 +190,18 @@ def watched(training: Training, model: Any, arguments: Any, data: Any) -> Any:
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
     with config.patch(enable_autograd_cache=False):
-        fastest = Training(task)
-        with config.patch(activation_memory_budget=0.0):
-            least = Training(task)
-        with config.patch(activation_memory_budget=BUDGET):
-            some = Training(task)
+        fastest = Trained(task)
+        with budgeted(0.0):
+            least = Trained(task)
+        with budgeted(BUDGET):
+            some = Trained(task)
         if task["way"] == WHOLE:
-            peak_settings = {
-                "activation_memory_budget": BUDGET,
-                "activation_memory_budget_target": "peak",
-            }
-            with config.patch(peak_settings):
-                low = Training(task)
+            with budgeted(BUDGET, "peak"):
+                low = Trained(task)
             allowed = overlay("saved_report").last_plan().peak.allowed
         else:
             budget = overlay("step_budget").StepBudget(share=BUDGET)
-            low = Training(task, budget)
+            low = Trained(task, budget)
             allowed = budget.plan.allowed
     room = fastest.saved - least.saved
     return {
@@ -234,6 +233,17 @@ def fault(row: Row, target: str) -> str:
     return "" if cell["measured"] <= SLACK[target] * cell["allowed"] else "over"
 
 
+def judged(rows: Sequence[Row]) -> list[Mark]:
+    wrong = [
+        f"{row['model']}, {row['way']}, {target}: {fault(row, target)}"
+        for row in rows
+        for target in SLACK
+        if fault(row, target)
+    ]
+    shown = "; ".join(wrong) or "none"
+    return [Mark("cells with other gradients, or over", shown, "none", not wrong)]
+
+
 def page(data: dict[str, Any]) -> str:
     def shown(row: Row) -> str:
         if "error" in row:
@@ -257,23 +267,3 @@ def page(data: dict[str, Any]) -> str:
         )
         + measured_on(data["environment"])
     )
-
-
-def main() -> int:
-    parser = options.parser(__doc__)
-    parser.add_argument("--model", choices=MODELS, help="one of them alone")
-    arguments = parser.parse_args()
-    names = (arguments.model,) if arguments.model else MODELS
-    tasks = [{"model": name, "way": way} for name in names for way in WAYS]
-    rows = fresh.run(__name__, tasks, LIMITS)
-    if arguments.model:
-        rows = merged(arguments.json, rows, "model", "way")
-    facts = environment("transformers", "peft", "accelerate")
-    fresh.finish(arguments.json, {"environment": facts, "measured": rows}, page)
-    wrong = [
-        f"{row['model']}, {row['way']}, {target}: {fault(row, target)}"
-        for row in rows
-        for target in SLACK
-        if fault(row, target)
-    ]
-    return fail(wrong)

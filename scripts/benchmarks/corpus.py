@@ -68,13 +68,6 @@ def unnormalised(n: int, seed: int) -> tuple[list[float], list[float], float]:
     return sizes, runtimes, r.uniform(0.2, 0.8) * sum(sizes)
 
 
-def uncorrelated(n: int, seed: int) -> tuple[list[float], list[int], float]:
-    """(sizes, values, budget), whole numbers to 1e7 that have nothing to do with each other."""
-    r = random.Random(seed)
-    sizes = [float(r.randint(1, 10**7)) for _ in range(n)]
-    return sizes, [r.randint(1, 10**7) for _ in range(n)], float(sum(sizes) // 2)
-
-
 # Pisinger, "Where are the hard knapsack problems?", 2005.
 HARD_CLASSES = [
     *("uncorrelated", "weak", "strong", "inverse", "subset", "ceiling", "circle"),

@@ -13,17 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
-from benchmarks.results import Row, show, store
+from benchmarks.pages import Row
 
 
 # A task whose ``torch`` is this runs on the wheel that the checkout was made from.
@@ -51,19 +50,6 @@ def environment(patched: bool, cache: Path) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "99",
         "MPLBACKEND": "Agg",
     }
-
-
-def high_water_mark() -> int:
-    """Most bytes of this process that were resident since `reset_high_water_mark`."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in status if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
-def reset_high_water_mark() -> int:
-    """Forget earlier peaks; returns the bytes that are resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return high_water_mark()
 
 
 def resident_bytes(process: psutil.Process) -> int:
@@ -115,34 +101,32 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
         return {"error": f"ended with status {child.returncode}: {last[0]}"}
 
 
-def run(module: str, tasks: Sequence[Task], limits: Limits) -> list[Row]:
-    """One row for each task, in order: the task's own entries and what was measured."""
+def run(module: str, tasks: Iterable[Task], limits: Limits) -> list[Row]:
+    """One row for each task, in order: the task's own entries and what was measured.
+
+    ``tasks`` may be a generator, which is sent each row. Entries whose name begins with
+    an underscore are between tasks, and a row that has nothing else is none.
+    """
     rows: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(tasks))
-        for task in tasks:
-            progress.update(bar, description=describe(task))
+    console = Console(stderr=True)
+    waiting: Any = tasks if hasattr(tasks, "send") else (task for task in tasks)
+    task = next(waiting, None)
+    while task is not None:
+        with console.status(describe(task)):
             found = measure_in_child(module, task, limits)
-            rows.append({**task, **found})
-            if "error" in found:
-                progress.console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
-            progress.advance(bar)
+        if "error" in found:
+            console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
+        row = {**task, **found}
+        if any(not name.startswith("_") for name in found):
+            rows.append({k: v for k, v in row.items() if not k.startswith("_")})
+        try:
+            task = waiting.send(row)
+        except StopIteration:
+            task = None
     return rows
 
 
 def describe(task: Task) -> str:
-    """The two entries that come first tell a benchmark's tasks apart."""
-    return " ".join(
-        str(value) for value in list(task.values())[:2] if value is not None
-    )
-
-
-def finish(
-    result: Optional[Path],
-    data: dict[str, Any],
-    page: Callable[[dict[str, Any]], str],
-) -> None:
-    """Print what was measured, and store it."""
-    show(page(data))
-    if result is not None:
-        store(result, data)
+    """The entries by which a benchmark's tasks differ."""
+    words = (v for v in task.values() if isinstance(v, (str, int, float)))
+    return " ".join(map(str, words))

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.live_bytes import CountedStorages
+from benchmarks.meters import CountedStorages
 from benchmarks.tracing import overlay
 
 

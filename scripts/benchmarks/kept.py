@@ -14,35 +14,46 @@ the forward's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Optional
 
 import torch
 import torch._functorch.config as config
 from torch._functorch import partitioners
 from torch.utils._pytree import tree_leaves
-from upstream import untouched_partitioners
 
-from benchmarks import fresh, nets, options
-from benchmarks.marks import failed, Mark, table
-from benchmarks.models import MODELS
-from benchmarks.results import environment, markdown, measured_on, PLANNED, Row
+from benchmarks import fresh, nets
+from benchmarks.meters import storages
+from benchmarks.pages import (
+    at_most,
+    columns,
+    good,
+    Mark,
+    marks_table,
+    measured_on,
+    PLANNED,
+    Row,
+)
 from benchmarks.tracing import Joint, overlay
+from benchmarks.upstream import untouched_partitioners
 
 
-NETS = (*(net.name for net in nets.SMALL), *MODELS)
-CHECKED = ("hf-lora",)
+NETS = tuple(net.name for net in (*nets.SMALL, *nets.HUGGING_FACE))
 BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
+CHECK = "one model, two budgets, as CI does"
+KIND, KEY = "net", ("net",)
+PACKAGES = ("transformers", "peft")
 LIMITS = fresh.Limits(seconds=1200, gigabytes=12)
 
 
-# ------------------------------------------------------------ in a fresh process
+def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+    for name in names or (("hf-lora",) if check else NETS):
+        yield {"net": name, "budgets": (0.5, 0.1) if check else BUDGETS}
 
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    name = task["net"]
-    joint = Joint(*{**nets.NETS, **MODELS}[name].fake(), dynamo=name in MODELS)
+    joint = Joint(*nets.find(task["net"]).fake())
     theirs = untouched_partitioners()
 
     def ours(budget: float) -> tuple[int, float]:
@@ -76,23 +87,17 @@ def split(joint: Joint, module: Any, budget: float) -> tuple[int, float]:
     ):
         forward, backward = joint.partition(module.min_cut_rematerialization_partition)
     (output,) = forward.graph.find_nodes(op="output")
-    inputs = storages(forward.graph.find_nodes(op="placeholder"))
-    saved = storages(tree_leaves(output.args)[joint.options["num_fwd_outputs"] :])
-    once = counted(joint.graph)
-    first, second = counted(forward), counted(backward)
-    kept = sum(size for key, size in saved.items() if key not in inputs)
-    return kept, (first + second - once) / first
+    saved = sizes(tree_leaves(output.args)[joint.options["num_fwd_outputs"] :])
+    for given in sizes(forward.graph.find_nodes(op="placeholder")):
+        saved.pop(given, None)
+    once, first, second = map(counted, (joint.graph, forward, backward))
+    return sum(saved.values()), (first + second - once) / first
 
 
-def storages(values: Sequence[Any]) -> dict[int, int]:
+def sizes(values: Iterable[Any]) -> dict[int, int]:
     """Sizes of the storages of some nodes' values, each once."""
-    found = {}
-    for node in values:
-        value = node.meta["val"] if isinstance(node, torch.fx.Node) else None
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return found
+    nodes = (value for value in values if isinstance(value, torch.fx.Node))
+    return {s._cdata: s.nbytes() for s in storages(n.meta["val"] for n in nodes)}
 
 
 def counted(module: torch.fx.GraphModule) -> int:
@@ -100,48 +105,36 @@ def counted(module: torch.fx.GraphModule) -> int:
     return sum(flops(n) for n in module.graph.nodes if n.op == "call_function")
 
 
-# -------------------------------------------------------------------- marks
-
-
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    good = [row for row in rows if "error" not in row]
-    steps = [(row["net"], step) for row in good for step in row["steps"]]
-    if not steps:
-        return
-    over = max((s["share"] - s["budget"], net, s["budget"]) for net, s in steps)
-    rising = max(
-        (small["share"] - large["share"], row["net"], small["budget"])
-        for row in good
-        for large, small in zip(row["steps"], row["steps"][1:])
-    )
-    compared = [
-        (s["recomputed_at_upstreams"] - s["upstream_recomputed"], net, s["budget"])
-        for net, s in steps
-    ]
-    count = f"{len(steps)} plans of {len(good)} nets"
-    for what, worst, mark, most in (
-        (f"share kept - share asked, {count}", over, "at most 0", 1e-9),
-        ("share kept at a budget - at the next larger", rising, "at most 0", 1e-9),
-        (
-            "forwards recomputed - upstream's, where as much may be kept",
-            max(compared),
-            "at most 0.001 (for fewer bytes)",
-            1e-3,
-        ),
-    ):
-        difference, net, budget = worst
-        shown = f"{difference:+.4f} ({net}, budget {budget:g})"
-        yield Mark(what, shown, mark, difference <= most)
-
-
-def by_budget(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    lines = [
-        [row["net"], *(cell(step) for step in row["steps"])]
+    rows = good(rows)
+    steps = [
+        (f"{row['net']}, budget {step['budget']:g}", step)
         for row in rows
-        if "error" not in row
+        for step in row["steps"]
     ]
-    budgets = [f"{step['budget']:g}" for row in rows[:1] for step in row["steps"]]
-    return markdown(["net", *budgets], lines)
+    show = "{:+.4f} ({})"
+    yield from at_most(
+        f"share kept - share asked, {len(steps)} plans of {len(rows)} nets",
+        ((step["share"] - step["budget"], where) for where, step in steps),
+        *(1e-9, "at most 0", show, True),
+    )
+    yield from at_most(
+        "share kept at a budget - at the next larger",
+        (
+            (low["share"] - high["share"], f"{row['net']}, budget {low['budget']:g}")
+            for row in rows
+            for high, low in zip(row["steps"], row["steps"][1:])
+        ),
+        *(1e-9, "at most 0", show, True),
+    )
+    yield from at_most(
+        "forwards recomputed - upstream's, where as much may be kept",
+        (
+            (step["recomputed_at_upstreams"] - step["upstream_recomputed"], where)
+            for where, step in steps
+        ),
+        *(1e-3, "at most 0.001 (for fewer bytes)", show, True),
+    )
 
 
 def shares(step: Row) -> str:
@@ -155,36 +148,24 @@ def recomputed(step: Row) -> str:
     return f"{ours:.3f} / {theirs:.3f}"
 
 
+def by_budget(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    cells: dict[str, Callable[[Row], str]] = {"net": lambda row: row["net"]}
+    for at, step in enumerate(rows[0]["steps"] if rows else ()):
+        cells[f"{step['budget']:g}"] = lambda row, at=at: cell(row["steps"][at])  # type: ignore[misc]
+    return columns(rows, cells)
+
+
 def page(data: dict[str, Any]) -> str:
-    good = [row for row in data["measured"] if "error" not in row]
+    rows = good(data["measured"])
     return (
-        table(data["rows"])
+        marks_table(data["rows"])
         + "\nShare kept, ours / upstream's, by the share asked (bold: over by more than "
         "0.001):\n\n"
-        + by_budget(good, shares)
+        + by_budget(rows, shares)
         + "\nForwards computed again, ours / upstream's, where ours may keep what "
         "upstream's plan of that budget keeps, and dropout's masks besides (upstream's "
         "draws them again, which makes wrong gradients):\n\n"
-        + by_budget(good, recomputed)
+        + by_budget(rows, recomputed)
         + "\nGraphs as for a GPU, one graph. "
         + measured_on(data["environment"], PLANNED)
     )
-
-
-def main() -> int:
-    parser = options.parser(__doc__, check="one model, two budgets, as CI does")
-    parser.add_argument("--net", choices=NETS, help="one of them alone")
-    arguments = parser.parse_args()
-    names = CHECKED if arguments.check else NETS
-    names = (arguments.net,) if arguments.net else names
-    budgets = (0.5, 0.1) if arguments.check else BUDGETS
-    tasks = [{"net": name, "budgets": budgets} for name in names]
-    rows = fresh.run(__name__, tasks, LIMITS)
-    marks = list(judged(rows))
-    data = {
-        "environment": environment("transformers", "peft"),
-        "measured": rows,
-        "rows": [mark._asdict() for mark in marks],
-    }
-    fresh.finish(arguments.json, data, page)
-    return int(failed(marks) or any("error" in row for row in rows))

@@ -1,424 +1,41 @@
-"""Models of real architectures, built in code with random weights.
+"""The nets that are measured: models with random weights, and a batch for each.
 
-`NETS` has each under its name, with a batch to train it on. Every module maps its
-inputs to a scalar loss, so ``module(*inputs).backward()`` is a training step's
-forward and backward. Small nets run on a CPU in seconds. Those at real size are for
-fake tensors (`Net.fake`), which have sizes but no memory.
+`NETS` has each by its name; `find` also knows a user's own. Small ones run on a CPU in
+seconds; those at real size are for fake tensors (`Net.fake`), which have sizes but no
+memory.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import models
+from benchmarks.architectures import (
+    ClassicShape,
+    Language,
+    LSTM,
+    MLP,
+    ResNet,
+    Shape,
+    Transformer,
+    UNet,
+    ViT,
+)
+
 
 SEED = 0
-
-
-# ------------------------------------------------------------- transformers
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder-only transformer and of one batch of tokens."""
-
-    width: int = 96
-    heads: int = 4
-    key_value_heads: int = 2
-    mlp: int = 256
-    layers: int = 4
-    vocabulary: int = 512
-    batch: int = 4
-    tokens: int = 128
-    rotary: bool = False
-    # More than one: the MLP of each layer is a mixture, with this many per token.
-    experts: int = 1
-    experts_per_token: int = 2
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of ``x`` [batch, heads, tokens, head width]."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.head_width = shape.width // shape.heads
-        self.groups = shape.heads // shape.key_value_heads
-        narrow = shape.key_value_heads * self.head_width
-        self.query = nn.Linear(shape.width, shape.width, bias=False)
-        self.key = nn.Linear(shape.width, narrow, bias=False)
-        self.value = nn.Linear(shape.width, narrow, bias=False)
-        self.out = nn.Linear(shape.width, shape.width, bias=False)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        def by_head(projected: Tensor) -> Tensor:
-            batch, tokens, _ = projected.shape
-            return projected.view(batch, tokens, -1, self.head_width).transpose(1, 2)
-
-        query, key = by_head(self.query(x)), by_head(self.key(x))
-        if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
-        value = by_head(self.value(x))
-        if self.groups > 1:
-            key = key.repeat_interleave(self.groups, dim=1)
-            value = value.repeat_interleave(self.groups, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return result
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate = nn.Linear(shape.width, shape.mlp, bias=False)
-        self.up = nn.Linear(shape.width, shape.mlp, bias=False)
-        self.down = nn.Linear(shape.mlp, shape.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return result
-
-
-class Mixture(nn.Module):
-    """Top-k mixture of gated MLPs; each expert takes up to its capacity of tokens.
-
-    Tokens are dispatched by index into [experts, capacity, width], so that all shapes
-    are static; what overflows an expert passes by on the residual stream alone.
-    """
-
-    CAPACITY = 1.25  # of an even share
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.experts, self.chosen = shape.experts, shape.experts_per_token
-        self.router = nn.Linear(shape.width, self.experts, bias=False)
-
-        def expert_weights(rows: int, columns: int) -> nn.Parameter:
-            weights = torch.empty(self.experts, rows, columns)
-            return nn.Parameter(weights.normal_(std=rows**-0.5))
-
-        self.gate = expert_weights(shape.width, shape.mlp)
-        self.up = expert_weights(shape.width, shape.mlp)
-        self.down = expert_weights(shape.mlp, shape.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        capacity = int(self.CAPACITY * len(tokens) * self.chosen / self.experts)
-        weights, expert = self.router(tokens).softmax(-1).topk(self.chosen)
-        weights = (weights / weights.sum(-1, keepdim=True)).flatten()
-        expert = expert.flatten()
-        place_of_each = F.one_hot(expert, self.experts).cumsum(0) - 1
-        place = place_of_each.gather(1, expert.unsqueeze(1)).squeeze(1)
-        kept = place < capacity
-        slot = torch.where(kept, expert * capacity + place, self.experts * capacity)
-        repeated = tokens.repeat_interleave(self.chosen, dim=0)
-        # One row more than there are slots takes what overflows.
-        queue = tokens.new_zeros(self.experts * capacity + 1, tokens.shape[1])
-        queue = queue.index_copy(0, slot, repeated)
-        queued = queue[:-1].view(self.experts, capacity, -1)
-        hidden = F.silu(queued @ self.gate) * (queued @ self.up)
-        done = F.pad((hidden @ self.down).flatten(0, 1), (0, 0, 0, 1))
-        taken = done[slot] * (weights * kept).unsqueeze(1)
-        result: Tensor = taken.view(len(tokens), self.chosen, -1).sum(1).view_as(x)
-        return result
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width)
-        self.attention = Attention(shape)
-        self.mlp_norm = nn.RMSNorm(shape.width)
-        self.mlp = Mixture(shape) if shape.experts > 1 else GatedMLP(shape)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
-        x = x + self.mlp(self.mlp_norm(x))
-        return x
-
-
-class Transformer(nn.Module):
-    """Llama-like; maps token ids [batch, tokens] and their successors to the loss."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-
-    def rotary(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.shape.width // self.shape.heads // 2
-        exponents = torch.arange(half, device=like.device, dtype=torch.float32) / half
-        positions = torch.arange(tokens, device=like.device, dtype=torch.float32)
-        angles = torch.outer(positions, 10_000**-exponents).repeat(1, 2)
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        rotary = self.rotary(tokens.shape[1], x) if self.shape.rotary else None
-        for block in self.blocks:
-            x = block(x, rotary)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-@dataclass(frozen=True)
-class ClassicShape:
-    """Sizes of a transformer with biases, LayerNorm and a GELU MLP."""
-
-    width: int = 256
-    heads: int = 4
-    mlp: int = 1024
-    layers: int = 8
-    vocabulary: int = 512
-    tokens: int = 512
-    dropout: float = 0.0
-    causal: bool = False
-    norm_first: bool = True
-    # Attention as two products with a softmax between them, as before fused kernels.
-    written_out: bool = False
-    # One projection to query, key and value (GPT-2), or three (BERT, ViT).
-    joined: bool = False
-    gelu: str = "none"
-
-
-class ClassicBlock(nn.Module):
-    def __init__(self, shape: ClassicShape) -> None:
-        super().__init__()
-        self.shape = shape
-        width = shape.width
-        if shape.joined:
-            self.projections = nn.ModuleList([nn.Linear(width, 3 * width)])
-        else:
-            self.projections = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, shape.mlp)
-        self.down = nn.Linear(shape.mlp, width)
-        self.attention_norm = nn.LayerNorm(width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(shape.dropout)
-
-    def attention(self, x: Tensor) -> Tensor:
-        shape = self.shape
-        projected = [projection(x) for projection in self.projections]
-        if shape.joined:
-            projected = list(projected[0].split(shape.width, dim=-1))
-        query, key, value = (
-            part.unflatten(-1, (shape.heads, -1)).transpose(1, 2) for part in projected
-        )
-        dropout = shape.dropout if self.training else 0.0
-        if shape.written_out:
-            scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-            shares = F.dropout(scores.softmax(-1), dropout)
-            mixed = shares @ value
-        else:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=shape.causal
-            )
-        result: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        return result
-
-    def mlp(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(x), approximate=self.shape.gelu)
-        result: Tensor = self.dropout(self.down(hidden))
-        return result
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.shape.norm_first:
-            x = x + self.attention(self.attention_norm(x))
-            x = x + self.mlp(self.mlp_norm(x))
-        else:
-            x = self.attention_norm(x + self.attention(x))
-            x = self.mlp_norm(x + self.mlp(x))
-        return x
-
-
-class Language(nn.Module):
-    """Maps token ids [batch, tokens] and those to predict to the mean loss.
-
-    With its norms first it is GPT-2, and with its norms behind BERT.
-    """
-
-    def __init__(self, shape: ClassicShape) -> None:
-        super().__init__()
-        width = shape.width
-        self.embedding = nn.Embedding(shape.vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        self.positions = nn.Embedding(shape.tokens, width)
-        self.norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.Sequential(*(ClassicBlock(shape) for _ in range(shape.layers)))
-        self.head = nn.Linear(width, shape.vocabulary, bias=not shape.causal)
-        self.head.weight = self.embedding.weight
-        self.dense: nn.Module | None = None
-        if not shape.norm_first:
-            dense = nn.Linear(width, width)
-            self.dense = nn.Sequential(dense, nn.GELU(), nn.LayerNorm(width))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.positions(place)
-        if self.dense is None:
-            x = self.norm(self.blocks(self.dropout(x)))
-        else:
-            x = self.dense(self.blocks(self.dropout(self.norm(x))))
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-class ViT(nn.Module):
-    """Maps images [batch, 3, side, side] and their classes to the mean loss."""
-
-    def __init__(self, shape: ClassicShape, patch: int) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, shape.width, patch, stride=patch)
-        self.summary = nn.Parameter(torch.zeros(1, 1, shape.width))
-        self.positions = nn.Parameter(torch.zeros(1, shape.tokens + 1, shape.width))
-        self.blocks = nn.Sequential(*(ClassicBlock(shape) for _ in range(shape.layers)))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary)
-
-    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat((self.summary.expand(len(x), -1, -1), x), dim=1)
-        x = self.norm(self.blocks(x + self.positions))
-        return F.cross_entropy(self.head(x[:, 0]), targets)
-
-
-# ------------------------------------------------------------- convolutions
-
-
-def normed(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    convolution = nn.Conv2d(
-        inputs, outputs, size, stride=stride, padding=size // 2, bias=False
-    )
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.narrow = normed(inputs, width, 1)
-        self.middle = normed(width, width, 3, stride)
-        self.widen = normed(width, outputs, 1)
-        self.shortcut: nn.Module = nn.Identity()
-        if inputs != outputs or stride > 1:
-            self.shortcut = normed(inputs, outputs, 1, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.narrow(x))
-        h = F.relu(self.middle(h))
-        return F.relu(self.widen(h) + self.shortcut(x))
-
-
-class ResNet(nn.Module):
-    """Maps images [batch, 3, side, side] and their classes to the mean loss."""
-
-    def __init__(self, depths: Sequence[int], width: int, classes: int) -> None:
-        super().__init__()
-        self.stem = normed(3, width, 7, 2)
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
-        blocks: list[nn.Module] = []
-        inputs = width
-        for stage, depth in enumerate(depths):
-            inner = width << stage
-            for index in range(depth):
-                stride = 2 if stage and not index else 1
-                blocks.append(Bottleneck(inputs, inner, stride))
-                inputs = 4 * inner
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(inputs, classes)
-
-    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
-        x = self.blocks(self.pool(F.relu(self.stem(images))))
-        return F.cross_entropy(self.head(x.mean((2, 3))), targets)
-
-
-def two_convolutions(inputs: int, outputs: int) -> nn.Sequential:
-    first, second = normed(inputs, outputs, 3), normed(outputs, outputs, 3)
-    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
-
-
-class UNet(nn.Module):
-    """Maps images [batch, 3, side, side] and a class per pixel to the mean loss."""
-
-    def __init__(self, width: int, levels: int, classes: int) -> None:
-        super().__init__()
-        widths = [width << level for level in range(levels + 1)]
-        self.down = nn.ModuleList(
-            two_convolutions(i, o) for i, o in itertools.pairwise([3, *widths])
-        )
-        pairs = list(itertools.pairwise(widths))[::-1]
-        self.up = nn.ModuleList(nn.ConvTranspose2d(w, n, 2, stride=2) for n, w in pairs)
-        self.merge = nn.ModuleList(two_convolutions(2 * n, n) for n, _ in pairs)
-        self.head = nn.Conv2d(width, classes, 1)
-
-    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
-        x = images
-        skips: list[Tensor] = []
-        for stage in self.down:
-            x = stage(F.max_pool2d(x, 2) if skips else x)
-            skips.append(x)
-        skips.pop()
-        for up, merge in zip(self.up, self.merge):
-            x = merge(torch.cat((skips.pop(), up(x)), dim=1))
-        return F.cross_entropy(self.head(x), targets)
-
-
-# -------------------------------------------------------------- other kinds
-
-
-class MLP(nn.Module):
-    """Maps features [batch, widths[0]] and their classes to the mean loss."""
-
-    def __init__(self, widths: Sequence[int], classes: int, dropout: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(widths[-1], classes)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.dropout(F.gelu(layer(x)))
-        return F.cross_entropy(self.head(x), targets)
-
-
-class LSTM(nn.Module):
-    """Stacked LSTM cells, unrolled over the steps of x [steps, batch, width]."""
-
-    def __init__(self, width: int, layers: int, classes: int) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        states = [(torch.zeros_like(x[0]), torch.zeros_like(x[0]))] * len(self.cells)
-        for h in x.unbind():
-            for layer, cell in enumerate(self.cells):
-                states[layer] = cell(h, states[layer])
-                h = states[layer][0]
-        return F.cross_entropy(self.head(h), targets)
-
-
-# ----------------------------------------------------------------- registry
-
-
+BF16 = torch.bfloat16
 Inputs = tuple[Tensor, ...]
+Built = tuple[nn.Module, Inputs]
 
 
 @dataclass(frozen=True)
@@ -426,10 +43,10 @@ class Net:
     """A model and a batch to train it on; what is floating-point has ``dtype``."""
 
     name: str
-    build: Callable[[], tuple[nn.Module, Inputs]]
+    build: Callable[[], Built]
     dtype: torch.dtype = torch.float32
 
-    def make(self, device: str = "cpu") -> tuple[nn.Module, Inputs]:
+    def make(self, device: str = "cpu") -> Built:
         """The module, in training mode, and its inputs, the same ones every time."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -446,91 +63,29 @@ class Net:
             return mode, *self.make()
 
 
-def tokens(vocabulary: int, batch: int, length: int) -> Inputs:
-    """Token ids and their successors."""
-    ids = torch.randint(vocabulary, (batch, length + 1))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+class HuggingFace(Net):
+    """One of `models`; only a compiler traces what it does to fake tensors."""
+
+    def fake(self) -> tuple[FakeTensorMode, nn.Module, Inputs]:
+        # Some build themselves from the values of tensors, which fake ones do not have.
+        module, inputs = self.make("meta")
+        fakes: dict[Tensor, Tensor] = {}
+        with FakeTensorMode() as mode:
+            for owner in module.modules():
+                for tensors in (owner._parameters, owner._buffers):
+                    for name, old in tensors.items():
+                        if old is not None:
+                            if old not in fakes:
+                                fakes[old] = as_fake(old)
+                            tensors[name] = fakes[old]  # type: ignore[assignment]
+            return mode, module, tuple(as_fake(each) for each in inputs)
 
 
-def images(batch: int, side: int, classes: int, target: tuple[int, ...] = ()) -> Inputs:
-    """Images and a class for each, or for each of its pixels."""
-    return torch.randn(batch, 3, side, side), torch.randint(classes, (batch, *target))
-
-
-def features(shape: tuple[int, ...], classes: int) -> Inputs:
-    """Features, and a class for each row of the batch, the last but one dimension."""
-    return torch.randn(shape), torch.randint(classes, shape[-2:-1])
-
-
-def decoder(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
-    def build() -> tuple[nn.Module, Inputs]:
-        batch = tokens(shape.vocabulary, shape.batch, shape.tokens)
-        return Transformer(shape), batch
-
-    return Net(name, build, dtype)
-
-
-def classic(
-    name: str, shape: ClassicShape, batch: int, dtype: torch.dtype = torch.float32
-) -> Net:
-    def build() -> tuple[nn.Module, Inputs]:
-        return Language(shape), tokens(shape.vocabulary, batch, shape.tokens)
-
-    return Net(name, build, dtype)
-
-
-SMALL_LLAMA: dict[str, Any] = {
-    "width": 256,
-    "key_value_heads": 4,
-    "mlp": 688,
-    "rotary": True,
-}
-LLAMA_8 = Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)
-SMALL = (
-    decoder("llama-8", LLAMA_8),
-    decoder("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
-    classic("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh"), 8),
-    classic("bert", ClassicShape(tokens=128, norm_first=False, written_out=True), 32),
-    Net("resnet50", lambda: (ResNet((3, 4, 6, 3), 32, 512), images(16, 128, 512))),
-    Net("unet", lambda: (UNet(16, 4, 8), images(4, 128, 8, (128, 128)))),
-    decoder("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
-    Net("vit", lambda: (ViT(ClassicShape(tokens=64), 16), images(16, 128, 512))),
-    Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
-    Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
-)
-# No two of its layers are alike.
-UNEVEN = [
-    *(160, 400, 304, 240, 352, 176, 208, 432),
-    *(272, 336, 192, 368, 224, 256, 384, 288),
-]
-MLP_UNEVEN = Net("mlp-uneven", lambda: (MLP(UNEVEN, 64, 0.0), features((64, 160), 64)))
-
-BF16 = torch.bfloat16
-LLAMA3_8B = Shape(4096, 32, 8, 14336, 32, 128256, batch=2, tokens=4096, rotary=True)
-LLAMA3_70B = Shape(8192, 64, 8, 28672, 80, 128256, batch=1, tokens=8192, rotary=True)
-GPT2_XL = ClassicShape(
-    1600, 25, 6400, 48, 50257, 1024, 0.1, causal=True, joined=True, gelu="tanh"
-)
-BERT_LARGE = ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False)
-VIT_LARGE = ClassicShape(1024, 16, 4096, 24, 1000, 196)
-REAL = (
-    decoder("llama3-8b", LLAMA3_8B, BF16),
-    decoder("llama3-70b", LLAMA3_70B, BF16),
-    decoder(
-        "moe-8x7b",
-        Shape(4096, 32, 8, 14336, 32, 32000, 1, 4096, rotary=True, experts=8),
-        BF16,
-    ),
-    classic("gpt2-xl", GPT2_XL, 8, BF16),
-    classic("bert-large", BERT_LARGE, 32),
-    Net("resnet152", lambda: (ResNet((3, 8, 36, 3), 64, 1000), images(64, 224, 1000))),
-    Net("unet-512", lambda: (UNet(64, 4, 21), images(8, 512, 21, (512, 512)))),
-)
-
-NETS = {net.name: net for net in (*SMALL, *REAL, MLP_UNEVEN)}
-
-
-# -------------------------------------------------------------- other models
+def as_fake(tensor: Tensor) -> Tensor:
+    new = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, tensor.requires_grad)
+    return new
 
 
 class LossOf(nn.Module):
@@ -565,6 +120,135 @@ class LossOf(nn.Module):
         return loss
 
 
+# ----------------------------------------------------------------- registry
+
+
+def tokens(vocabulary: int, batch: int, length: int) -> Inputs:
+    """Token ids and their successors."""
+    ids = torch.randint(vocabulary, (batch, length + 1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def images(batch: int, side: int, classes: int, target: tuple[int, ...] = ()) -> Inputs:
+    """Images and a class for each, or for each of its pixels."""
+    return torch.randn(batch, 3, side, side), torch.randint(classes, (batch, *target))
+
+
+def features(shape: tuple[int, ...], classes: int) -> Inputs:
+    """Features, and a class for each row of the batch, the last but one dimension."""
+    return torch.randn(shape), torch.randint(classes, shape[-2:-1])
+
+
+def decoder(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
+    def build() -> Built:
+        batch = tokens(shape.vocabulary, shape.batch, shape.tokens)
+        return Transformer(shape), batch
+
+    return Net(name, build, dtype)
+
+
+def classic(
+    name: str, shape: ClassicShape, batch: int, dtype: torch.dtype = torch.float32
+) -> Net:
+    def build() -> Built:
+        return Language(shape), tokens(shape.vocabulary, batch, shape.tokens)
+
+    return Net(name, build, dtype)
+
+
+def hugging_face(
+    model: str, dtype: torch.dtype, name: str = "", **sizes: Any
+) -> HuggingFace:
+    def build() -> Built:
+        module, inputs = models.make(model, **sizes)
+        return LossOf(module.train(), tuple(inputs)), tuple(inputs.values())
+
+    return HuggingFace(f"hf-{name or model}", build, dtype)
+
+
+SMALL_LLAMA: dict[str, Any] = {
+    "width": 256,
+    "key_value_heads": 4,
+    "mlp": 688,
+    "rotary": True,
+}
+LLAMA_8 = Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)
+SMALL = (
+    decoder("llama-8", LLAMA_8),
+    decoder("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
+    classic("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh"), 8),
+    classic("bert", ClassicShape(tokens=128, norm_first=False, written_out=True), 32),
+    Net("resnet50", lambda: (ResNet((3, 4, 6, 3), 32, 512), images(16, 128, 512))),
+    Net("unet", lambda: (UNet(16, 4, 8), images(4, 128, 8, (128, 128)))),
+    decoder("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
+    Net("vit", lambda: (ViT(ClassicShape(tokens=64), 16), images(16, 128, 512))),
+    Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
+    Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
+)
+HUGGING_FACE = (
+    *(hugging_face(name, BF16) for name in ("llama", "lora")),
+    *(hugging_face(n, torch.float32) for n in ("gpt2", "bert", "t5", "whisper")),
+    hugging_face("mixtral", BF16),
+    *(hugging_face(n, torch.float32) for n in ("mamba", "convnext", "swin")),
+)
+
+LLAMA3_8B = Shape(4096, 32, 8, 14336, 32, 128256, batch=2, tokens=4096, rotary=True)
+LLAMA3_70B = Shape(8192, 64, 8, 28672, 80, 128256, batch=1, tokens=8192, rotary=True)
+LLAMA_2048 = Shape(2048, 16, 16, 5504, 16, 32000, 4, 2048, rotary=True)
+QWEN_MOE = Shape(2048, 16, 4, 1408, 4, 32000, 2, 2048, True, 16, 4)
+GPT2_XL = ClassicShape(
+    1600, 25, 6400, 48, 50257, 1024, 0.1, causal=True, joined=True, gelu="tanh"
+)
+BERT_LARGE = ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False)
+VIT_LARGE = ClassicShape(1024, 16, 4096, 24, 1000, 196)
+T5_LARGE = {"batch": 8, "length": 512, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
+# Four layers each, but for what has no like layers, and one of sixteen.
+AT_SIZE = (
+    decoder("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),
+    decoder("llama3-70b-4", replace(LLAMA3_70B, layers=4, tokens=4096), BF16),
+    decoder("llama-2048-16", LLAMA_2048, BF16),
+    classic("gpt2-xl-4", replace(GPT2_XL, layers=4), 8, BF16),
+    decoder("qwen-moe-4", QWEN_MOE, BF16),
+    Net(
+        "vit-l-4",
+        lambda: (ViT(replace(VIT_LARGE, layers=4), 16), images(64, 224, 1000)),
+        BF16,
+    ),
+    classic("bert-large-4", replace(BERT_LARGE, layers=4), 32, BF16),
+    Net(
+        "resnet50-224",
+        lambda: (ResNet((3, 4, 6, 3), 64, 1000), images(64, 224, 1000)),
+        BF16,
+    ),
+    Net("unet-256", lambda: (UNet(64, 4, 21), images(8, 256, 21, (256, 256))), BF16),
+    hugging_face("t5", BF16, "t5_large", **T5_LARGE),
+)
+SHARDED = decoder("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
+# All layers, for whole steps. Without dropout: a checkpoint of random operators wants
+# the generator of a real GPU.
+WHOLE: dict[str, Net] = {
+    net.name: net
+    for net in (
+        decoder("llama-2048-16", LLAMA_2048, BF16),
+        classic("gpt2-xl", replace(GPT2_XL, dropout=0.0), 8, BF16),
+        hugging_face("t5", BF16, "t5_large", **T5_LARGE, num_layers=24, dropout_rate=0),
+        SHARDED,
+    )
+}
+NETS: dict[str, Net] = {
+    net.name: net
+    for net in (
+        *SMALL,
+        *HUGGING_FACE,
+        # With all its 32,128 ids the loss would need more than the blocks.
+        hugging_face("t5", torch.float32, "t5_small", batch=8, vocab_size=512),
+        *AT_SIZE,
+        decoder("llama3-70b", LLAMA3_70B, BF16),
+        decoder("llama-4", Shape()),
+    )
+}
+
+
 def find(spec: str) -> Net:
     """The net of that name, or that of a user's function, named ``module:function``.
 
@@ -588,7 +272,7 @@ def find(spec: str) -> Net:
     finally:
         sys.path.remove(os.getcwd())
 
-    def build() -> tuple[nn.Module, Inputs]:
+    def build() -> Built:
         made = function()
         try:
             module, inputs = made

@@ -7,9 +7,9 @@
 Every peak is measured on a running training step: the bytes of live storages, counted
 by weak references, without parameters and inputs. Recomputed are the flops of that
 step beyond eager mode's. Upstream's steps run on the untouched wheel, by the plans of
-all budgets (of fake tensors, but for nets with dropout), ours on the patched checkout. Planning times are CPU seconds of the partitioner, ours and
-upstream's algorithm in one process, medians. The exit status is 1 only if a peak, a
-prediction or a gradient is off.
+all budgets (of fake tensors, but for nets with dropout), ours on the patched checkout.
+Planning times are CPU seconds of the partitioner, ours and upstream's algorithm in one
+process, medians. The exit status is 1 only if a peak, a prediction or a gradient is off.
 """
 
 from __future__ import annotations
@@ -23,22 +23,32 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 from unittest import mock
 
 import torch
 import torch._functorch.config as config
-from matplotlib.figure import Figure
-from torch import nn, Tensor
+from torch import Tensor
 from torch._functorch import partitioners
-from upstream import untouched_partitioners
+from torch._inductor import config as inductor_config
 
-from benchmarks import fresh, nets, options, sweep
-from benchmarks.live_bytes import record_step
-from benchmarks.marks import failed, Mark, table
-from benchmarks.results import environment, markdown, measured_on, merged, Row, save
-from benchmarks.tracing import CountedFlops, cpu_attention_counted, Joint, overlay
-from benchmarks.training import gradients, relative_error
+from benchmarks import fresh, nets, sweep
+from benchmarks.bounds import neighbours
+from benchmarks.meters import relative_error, Step
+from benchmarks.pages import (
+    at_most,
+    columns,
+    good,
+    Mark,
+    marks_table,
+    measured_on,
+    megabytes,
+    panels,
+    Row,
+)
+from benchmarks.tracing import cpu_attention_counted, Joint, overlay
+from benchmarks.upstream import untouched_partitioners
+from benchmarks.ways import budgeted, compiled, OPERATORS, swept, Training
 
 
 NETS = tuple(net.name for net in nets.SMALL)
@@ -57,13 +67,20 @@ KINDS: dict[str, tuple[Sequence[str], Sequence[float]]] = {
     "planning": (PLANNED, PLANNED_BUDGETS),
 }
 # One with dropout is in test_peak.py.
-CHECKED = ("vit",)
-CHECKED_BUDGETS = (0.0, 0.2, 0.5, 1.0)
+CHECKED = {"ours": (("vit",), (0.0, 0.2, 0.5, 1.0))}
+CHECK = "a small net, no times; as CI does"
 REPEATS = 3
+FACTS = {"repeats": REPEATS}
+KIND, KEY = "kind", ("net", "kind")
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
-OPERATORS = "aot_eager_decomp_partition"
 BY = ("by estimates", "with the judge")
-PREDICTED = "predicted / measured peak, operator by operator"
+
+
+def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+    for kind, (all_nets, budgets) in (CHECKED if check else KINDS).items():
+        for net in names or all_nets:
+            wheel = fresh.UNTOUCHED if kind == "upstream" else "patched"
+            yield {"net": net, "kind": kind, "budgets": budgets, "torch": wheel}
 
 
 # -------------------------------------------------------------- in a process
@@ -71,14 +88,45 @@ PREDICTED = "predicted / measured peak, operator by operator"
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
+    by_kind = {
+        "ours": measure_ours,
+        "upstream": measure_upstream,
+        "inductor": measure_inductor,
+        "planning": measure_planning,
+    }
     with cpu_attention_counted():
-        if task["kind"] == "inductor":
-            return measure_inductor(task)
-        if task["kind"] == "planning":
-            return measure_planning(task)
-        if task["kind"] == "upstream":
-            return measure_upstream(task)
-        return measure_steps(task)
+        return by_kind[task["kind"]](nets.find(task["net"]), task["budgets"])
+
+
+def recomputed(step: Step, eager: Step) -> float:
+    """Beyond eager mode's flops, as a share of the forward's."""
+    return (step.flops - eager.flops) / eager.forward_flops
+
+
+def is_random(net: str) -> bool:
+    return "dropout" in net
+
+
+def measure_upstream(net: nets.Net, budgets: Sequence[float]) -> Row:
+    """Peak and flops of the plan of every budget; gradients of nets that draw numbers.
+
+    The others run on fake tensors: their bytes and flops are the same.
+    """
+    fake = not is_random(net.name)
+    eager = Training(net, fake=fake).measured()
+    first: list[Tensor] = []
+
+    def found(step: Step) -> Row:
+        row: Row = {"peak": step.own_peak, "recomputed": recomputed(step, eager)}
+        if not fake:
+            first.extend(() if first else step.gradients)
+            row["off_budget_1"] = relative_error(step.gradients, first)
+        return row
+
+    def by(backend: Any) -> Training:
+        return Training(net, whole=compiled(backend), fake=fake)
+
+    return {"steps": swept(by, budgets, found)}
 
 
 def planned_peak() -> Any:
@@ -86,127 +134,54 @@ def planned_peak() -> Any:
     return getattr(overlay("saved_report").last_plan(), "peak", None)
 
 
-@contextmanager
-def budgeted(budget: float, ours: bool) -> Iterator[None]:
-    torch._dynamo.reset()
-    target = {"activation_memory_budget_target": "peak"} if ours else {}
-    with config.patch(activation_memory_budget=budget, **target):
-        yield
-
-
-class Steps:
-    """Training steps of a net under the same random numbers, beside eager mode's."""
-
-    def __init__(self, module: nn.Module, inputs: nets.Inputs) -> None:
-        self.module, self.inputs = module, inputs
-        self.parameters = list(module.parameters())
-        with CountedFlops() as counter, torch.no_grad():
-            module(*inputs)
-        self.forward = counter.flops
-        _, self.eager_flops, self.eager = self.recorded(module)
-
-    def recorded(self, step: Callable[..., Tensor]) -> tuple[int, int, list[Tensor]]:
-        """Peak, flops and gradients of one step."""
-        torch.manual_seed(nets.SEED)
-        with CountedFlops() as counter:
-            live = record_step(lambda: step(*self.inputs), self.parameters, self.inputs)
-        return live.own_peak, counter.flops, gradients(self.parameters)
-
-    def compiled(self, backend: Any) -> Callable[..., Tensor]:
-        step = torch.compile(self.module, backend=backend)
-        step(*self.inputs).backward()
-        self.module.zero_grad()
-        return step
-
-    def recomputed(self, flops: int) -> float:
-        more: float = (flops - self.eager_flops) / self.forward
-        return more
-
-
-def measure_upstream(task: fresh.Task) -> Row:
-    """Peak and flops of the plan of every budget; gradients of nets that draw numbers.
-
-    The others run on fake tensors: their bytes and flops are the same.
-    """
-    net = nets.find(task["net"])
-    if not is_random(net.name):
-        mode, module, inputs = net.fake()
-        with mode:
-            steps = Steps(module, inputs)
-            return {"steps": swept(steps, task["budgets"], are_real=False)}
-    return {"steps": swept(Steps(*net.make()), task["budgets"], are_real=True)}
-
-
-def is_random(net: str) -> bool:
-    return "dropout" in net
-
-
-def swept(steps: Steps, budgets: Sequence[float], are_real: bool) -> list[Row]:
-    backend = sweep.Sweep()
-    step = steps.compiled(backend)
+def measure_ours(net: nets.Net, budgets: Sequence[float]) -> Row:
+    """Peaks, flops and gradients at every budget; the largest comes first."""
+    eager = Training(net).measured()
+    row: Row = {"steps": [], "curve": [], "lower_bound": 0}
     first: list[Tensor] = []
-
-    def measure(budget: float) -> Row:
-        backend.budget = budget
-        peak, flops, found = steps.recorded(step)
-        row = {"peak": peak, "recomputed": steps.recomputed(flops)}
-        if are_real:
-            first.extend(() if first else found)
-            row["off_budget_1"] = relative_error(found, first)
-        return row
-
-    return sweep.measured(backend.graphs, measure, budgets)
-
-
-def measure_steps(task: fresh.Task) -> Row:
-    """Peaks, flops and gradients at every budget of the task; the largest comes first."""
-    steps = Steps(*nets.find(task["net"]).make())
-    searched: dict[str, Any] = {"curve": [], "lower_bound": 0}
-
-    def noted(*arguments: Any) -> Any:
-        model, found = build_curve(*arguments)
-        curve = [(plan.peak, plan.cost / steps.forward) for plan in found.plans]
-        searched.update(curve=curve, lower_bound=model.lower_bound)
-        return model, found
-
-    def measured() -> Iterator[Row]:
-        first: list[Tensor] = []
-        for budget in sorted(task["budgets"], reverse=True):
-            with budgeted(budget, ours=True):
-                peak, flops, found = steps.recorded(steps.compiled(OPERATORS))
-            first = first or found
-            planned = planned_peak()
-            yield {
+    for budget in sorted(budgets, reverse=True):
+        with budgeted(budget, "peak"), curve_noted(row, eager.forward_flops):
+            step = Training(net, whole=compiled(OPERATORS)).warmed().measured()
+        first = first or step.gradients
+        planned = planned_peak()
+        row["steps"].append(
+            {
                 "budget": budget,
-                "peak": peak,
-                "recomputed": steps.recomputed(flops),
+                "peak": step.own_peak,
+                "recomputed": recomputed(step, eager),
                 "predicted": planned and planned.predicted,
                 "allowed": planned and planned.allowed,
                 "fastest": planned and planned.fastest,
-                "off_eager": relative_error(found, steps.eager),
-                "off_budget_1": relative_error(found, first),
+                "off_eager": relative_error(step.gradients, eager.gradients),
+                "off_budget_1": relative_error(step.gradients, first),
             }
-
-    build_curve = overlay("peak_budget").build_curve
-    with mock.patch.object(overlay("peak_budget"), build_curve.__name__, noted):
-        return {"steps": list(measured()), **searched}
+        )
+    return row
 
 
-def allocated(module: nn.Module, inputs: nets.Inputs, budget: float) -> int:
+@contextmanager
+def curve_noted(row: Row, forward_flops: int) -> Iterator[None]:
+    """Notes the peaks and costs of the plans that are found meanwhile."""
+    module = overlay("peak_budget")
+    build_curve = module.build_curve
+
+    @functools.wraps(build_curve)
+    def note(*arguments: Any) -> Any:
+        model, found = build_curve(*arguments)
+        curve = [(plan.peak, plan.cost / forward_flops) for plan in found.plans]
+        row.update(curve=curve, lower_bound=model.lower_bound)
+        return model, found
+
+    with mock.patch.object(module, build_curve.__name__, note):
+        yield
+
+
+def allocated(net: nets.Net, budget: float) -> int:
     """The peak of a step by inductor on the CPU, as its allocator notes it."""
-    from torch._inductor import config as inductor_config
-
-    with (
-        budgeted(budget, ours=True),
-        inductor_config.patch(force_disable_caches=True),
-    ):
-        step = torch.compile(module)
-        step(*inputs).backward()
-        module.zero_grad()
-        forward = functools.partial(step, *inputs)
-        live = record_step(forward, module.parameters(), inputs, allocator=True)
-        module.zero_grad()
-    return live.own_peak
+    caches = inductor_config.patch(force_disable_caches=True)
+    with budgeted(budget, "peak"), caches:
+        training = Training(net, whole=compiled("inductor")).warmed()
+        return training.measured(allocator=True).own_peak
 
 
 @contextmanager
@@ -235,154 +210,137 @@ def judge(is_on: bool) -> Iterator[list[float]]:
         yield seconds
 
 
-def measure_inductor(task: fresh.Task) -> Row:
+def measure_inductor(net: nets.Net, budgets: Sequence[float]) -> Row:
     """What inductor's own kernels have live, by estimated plans and by a judged one."""
-    module, inputs = nets.find(task["net"]).make()
     steps = []
     for is_judged in (False, True):
         with judge(is_judged):
-            for budget in task["budgets"]:
-                found = allocated(module, inputs, budget)
-                peak = planned_peak()
+            for budget in budgets:
+                row = {"budget": budget, "is_judged": is_judged}
+                row["peak"], peak = allocated(net, budget), planned_peak()
                 steps.append(
-                    {
-                        "budget": budget,
-                        "is_judged": is_judged,
-                        "peak": found,
-                        "predicted": peak.predicted,
-                        "allowed": peak.allowed,
-                    }
+                    {**row, "predicted": peak.predicted, "allowed": peak.allowed}
                 )
     return {"steps": steps}
 
 
-def measure_planning(task: fresh.Task) -> Row:
+def measure_planning(net: nets.Net, budgets: Sequence[float]) -> Row:
     """CPU seconds of the whole partitioner, by upstream's algorithm and by ours."""
-    joint = Joint(*nets.find(task["net"]).fake())
+    joint = Joint(*net.fake())
     theirs = untouched_partitioners()
     times: dict[str, list[float]] = {}
     nodes = len(joint.graph.graph.nodes)
     for _ in range(REPEATS if nodes < 10_000 else 1):
-        for budget in task["budgets"]:
+        for budget in budgets:
             for target, solver, module, more in (
                 ("saved", "dp", theirs, {}),
                 # As inductor asks.
                 ("peak", "exact", partitioners, {"fused": True}),
             ):
-                graph = copy.deepcopy(joint.graph)
-                with config.patch(
-                    activation_memory_budget=budget,
-                    activation_memory_budget_target=target,
-                    activation_memory_budget_solver=solver,
-                ):
-                    # As timeit does: a collection of all that torch holds would hit
-                    # any of them.
-                    gc.collect()
-                    gc.disable()
-                    start = time.process_time()
-                    module.min_cut_rematerialization_partition(
-                        graph, joint.inputs, **joint.options, **more
-                    )
-                    seconds = time.process_time() - start
-                    gc.enable()
-                times.setdefault(f"{target} {budget:g}", []).append(seconds)
+                split = functools.partial(
+                    module.min_cut_rematerialization_partition,
+                    copy.deepcopy(joint.graph),
+                    joint.inputs,
+                    **joint.options,
+                    **more,
+                )
+                choice = config.patch(activation_memory_budget_solver=solver)
+                with budgeted(budget, target), choice:
+                    times.setdefault(f"{target} {budget:g}", []).append(timed(split))
     return {"nodes": nodes, **{k: statistics.median(v) for k, v in times.items()}}
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """CPU seconds; as in timeit, no collection of all that torch holds is in them."""
+    gc.collect()
+    gc.disable()
+    start = time.process_time()
+    call()
+    gc.enable()
+    return time.process_time() - start
 
 
 # -------------------------------------------------------------------- marks
 
 
 def steps_of(rows: Sequence[Row], kind: str) -> dict[str, list[Row]]:
-    good = [row for row in rows if row["kind"] == kind and "error" not in row]
-    return {row["net"]: row["steps"] for row in good}
+    return {row["net"]: row["steps"] for row in good(rows, kind=kind)}
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold of every step."""
     steps = steps_of(rows, "ours")
-    off, over, rising = [], [], []
-    for net, found in steps.items():
-        fastest = next((s["fastest"] for s in found if s["fastest"]), None)
-        for step in found:
-            predicted = step["predicted"] or fastest
-            if predicted:
-                off.append((abs(predicted / step["peak"] - 1), net, step["budget"]))
-            if step["allowed"]:
-                over.append((step["peak"] / step["allowed"] - 1, net, step["budget"]))
-        by_budget = sorted(found, key=lambda s: s["budget"])
-        rising += [
-            (low["peak"] / high["peak"] - 1, net, low["budget"])
-            for low, high in zip(by_budget, by_budget[1:])
-        ]
-    if not (off and over and rising):
-        return
-    count = f"{len(off)} steps of {len(steps)} nets"
-    for what, worst, sign, mark, most in (
-        (PREDICTED, max(off), "", "0.5 %", 0.005),
+    every = [
+        (f"{net} at {step['budget']:g}", net, step)
+        for net, found in steps.items()
+        for step in found
+    ]
+    fastest = {
+        net: next((s["fastest"] for s in found if s["fastest"]), None)
+        for net, found in steps.items()
+    }
+    predicted = [
+        (s["predicted"] or fastest[net], s["peak"], at) for at, net, s in every
+    ]
+    yield from at_most(
+        "predicted / measured peak, operator by operator",
+        ((abs(said / peak - 1), at) for said, peak, at in predicted if said),
+        *(0.005, "0.5 %"),
+        f"off by {{:.3%}} at most ({{}}), {len(every)} steps of {len(steps)} nets",
+        enforced=True,
+    )
+    show = "{:+.3%} at most ({})"
+    yield from at_most(
+        "measured peak / what the budget allows",
+        ((s["peak"] / s["allowed"] - 1, at) for at, _, s in every if s["allowed"]),
+        *(0.005, "never over (predictions hold to 0.5 %)", show, True),
+    )
+    yield from at_most(
+        "measured peak / that of the next larger budget",
         (
-            "measured peak / what the budget allows",
-            max(over),
-            "+",
-            "never over (predictions hold to 0.5 %)",
-            0.005,
+            (low["peak"] / high["peak"] - 1, f"{net} at {low['budget']:g}")
+            for net, found in steps.items()
+            for high, low in neighbours(found)
         ),
-        (
-            "measured peak / that of the next larger budget",
-            max(rising),
-            "+",
-            "never higher",
-            0.0005,
-        ),
-    ):
-        apart, net, budget = worst
-        measured = f"{apart:{sign}.3%} at most ({net} at {budget:g})"
-        if what == PREDICTED:
-            measured = f"off by {measured}, {count}"
-        yield Mark(what, measured, mark, apart <= most)
-    apart = max(s["off_budget_1"] for found in steps.values() for s in found)
-    yield Mark(
+        *(0.0005, "never higher", show, True),
+    )
+    yield from at_most(
         "gradients against the plan of budget 1, dropout included",
-        f"off by {apart:.1e} at most",
-        f"{sweep.SAME:.0e}",
-        apart <= sweep.SAME,
+        ((step["off_budget_1"], at) for at, _, step in every),
+        *(sweep.SAME, f"{sweep.SAME:.0e}"),
+        "off by {:.1e} at most",
+        enforced=True,
     )
     yield from judged_beside(rows)
     # Eager mode draws other random numbers than a compiled dropout.
-    steady = {n: f for n, f in steps.items() if not is_random(n)}
-    if steady:
-        apart, net = max((s["off_eager"], n) for n, f in steady.items() for s in f)
-        yield Mark(
-            "gradients against eager mode, nets without dropout",
-            f"off by {apart:.1e} at most ({net}), {steady[net][0]['off_eager']:.1e} "
-            "at budget 1",
-            "as upstream's plan of budget 1",
-            all(
-                step["off_eager"] <= found[0]["off_eager"] + 1e-6
-                for found in steady.values()
-                for step in found
-            ),
-        )
+    yield from at_most(
+        "gradients against eager mode, beyond those of budget 1, nets without dropout",
+        (
+            (step["off_eager"] - steps[net][0]["off_eager"], at)
+            for at, net, step in every
+            if not is_random(net)
+        ),
+        *(1e-6, "as upstream's plan of budget 1"),
+        "{:.1e} at most ({})",
+        enforced=True,
+    )
 
 
 def judged_beside(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold of ours beside upstream's, if both were measured."""
-    nets = [*beside_upstream(rows)]
-    if not nets:
-        return
-    worst, net = max((each.floor / each.lowest["peak"], each.net) for each in nets)
-    yield Mark(
+    found = [*beside_upstream(rows)]
+    yield from at_most(
         "our floor / the lowest peak of upstream's budgets",
-        f"{worst:.2f} at most ({net}), {len(nets)} nets",
-        "below 1",
-        worst < 1,
+        ((each.floor / each.lowest["peak"], each.net) for each in found),
+        *(0.9999, "below 1"),
+        f"{{:.2f}} at most ({{}}), {len(found)} nets",
+        enforced=True,
     )
-    worst, where = max((e.worst, f"{e.net} at {e.worst_at}") for e in nets)
-    yield Mark(
+    yield from at_most(
         "ours at no more flops / upstream's peak",
-        f"{worst:.2f} at most ({where}), {sum(e.plans for e in nets)} plans",
-        "never higher",
-        worst <= 1.0005,
-        enforced=False,
+        ((each.worst, f"{each.net} at {each.worst_at}") for each in found),
+        *(1.0005, "never higher"),
+        f"{{:.2f}} at most ({{}}), {sum(each.plans for each in found)} plans",
     )
 
 
@@ -415,8 +373,8 @@ class Beside(NamedTuple):
 
 def beside_upstream(rows: Sequence[Row]) -> Iterator[Beside]:
     upstream = steps_of(rows, "upstream")
-    for row in rows:
-        if row["kind"] != "ours" or "error" in row or row["net"] not in upstream:
+    for row in good(rows, kind="ours"):
+        if row["net"] not in upstream:
             continue
         right = sweep.right(upstream[row["net"]])
         curve, lowest = row["curve"], sweep.lowest(right)
@@ -440,24 +398,22 @@ def beside_upstream(rows: Sequence[Row]) -> Iterator[Beside]:
 
 
 def lowest_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for found in beside_upstream(rows):
-        peak = found.lowest["peak"]
-        sizes = (peak, found.matched, found.floor, found.bound)
-        least, matched, floor, bound = (f"{size / 1e6:.1f}" for size in sizes)
-        lines.append(
-            [
-                *(found.net, least, sweep.told(found.lowest["budgets"])),
-                f"{matched} ({found.matched / peak:.2f})",
-                f"{floor} ({found.floor / peak:.2f})",
-                bound,
-                f"{found.worst:.2f} ({found.worst_at})",
-                str(found.budgets),
-            ]
-        )
-    heading = ["net", "upstream's lowest MB", "its budget", "ours at no more flops"]
-    heading += ["our floor", "no plan below", "ours / upstream's at most", "budgets"]
-    return markdown(heading, lines)
+    def shared(nbytes: float, found: Beside) -> str:
+        return f"{nbytes / 1e6:.1f} ({nbytes / found.lowest['peak']:.2f})"
+
+    return columns(
+        ((found,) for found in beside_upstream(rows)),
+        {
+            "net": lambda b: b.net,
+            "upstream's lowest MB": lambda b: megabytes(b.lowest["peak"]),
+            "its budget": lambda b: sweep.told(b.lowest["budgets"]),
+            "ours at no more flops": lambda b: shared(b.matched, b),
+            "our floor": lambda b: shared(b.floor, b),
+            "no plan below": lambda b: megabytes(b.bound),
+            "ours / upstream's at most": lambda b: f"{b.worst:.2f} ({b.worst_at})",
+            "budgets": lambda b: str(b.budgets),
+        },
+    )
 
 
 def rising(data: dict[str, Any]) -> str:
@@ -476,41 +432,49 @@ def rising(data: dict[str, Any]) -> str:
 
 
 def by_inductor(rows: Sequence[Row]) -> str:
-    lines = []
-    is_close: dict[bool, list[bool]] = {False: [], True: []}
-    for net, steps in steps_of(rows, "inductor").items():
-        line = [net]
-        for step in steps:
-            off = step["predicted"] / step["peak"] - 1
-            is_near = abs(off) <= 0.05
-            is_close[step["is_judged"]].append(is_near)
-            text = f"{off:+.1%}" if is_near else f"**{off:+.1%}**"
-            line.append(f"{step['peak'] / 1e6:.1f} ({text})")
-        lines.append(line)
-    found = " and ".join(
-        f"{sum(each)} of {len(each)} {by}" for each, by in zip(is_close.values(), BY)
-    )
-    return f"Within 5 % are {found}.\n\n" + markdown(
-        ["net", *(f"{by}, at {b:g}" for by in BY for b in INDUCTOR_BUDGETS)], lines
+    steps = [step for found in steps_of(rows, "inductor").values() for step in found]
+
+    def off(step: Row) -> float:
+        apart: float = step["predicted"] / step["peak"] - 1
+        return apart
+
+    def near(is_judged: bool) -> str:
+        apart = [abs(off(step)) for step in steps if step["is_judged"] == is_judged]
+        return f"{sum(each <= 0.05 for each in apart)} of {len(apart)} {BY[is_judged]}"
+
+    def cell(row: Row, at: int) -> str:
+        step = row["steps"][at]
+        text = f"{off(step):+.1%}"
+        text = text if abs(off(step)) <= 0.05 else f"**{text}**"
+        return f"{step['peak'] / 1e6:.1f} ({text})"
+
+    names = [f"{by}, at {b:g}" for by in BY for b in INDUCTOR_BUDGETS]
+    cells = {n: functools.partial(cell, at=at) for at, n in enumerate(names)}
+    return f"Within 5 % are {near(False)} and {near(True)}.\n\n" + columns(
+        good(rows, kind="inductor"), {"net": lambda row: row["net"], **cells}
     )
 
 
 def planning(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        if row["kind"] == "planning" and "error" not in row:
-            line = [row["net"], f"{row['nodes']:,}"]
-            for budget in PLANNED_BUDGETS:
-                ratio = row[f"peak {budget:g}"] / row[f"saved {budget:g}"]
-                text = f"{ratio:.2f}"
-                line.append(f"**{text}**" if ratio > PLANNING else text)
-            lines.append(line)
-    budgets = [f"by peak / by saved bytes, {budget:g}" for budget in PLANNED_BUDGETS]
-    return markdown(["net", "nodes", *budgets], lines)
+    def cell(row: Row, budget: float) -> str:
+        ratio = row[f"peak {budget:g}"] / row[f"saved {budget:g}"]
+        return f"**{ratio:.2f}**" if ratio > PLANNING else f"{ratio:.2f}"
+
+    return columns(
+        good(rows, kind="planning"),
+        {
+            "net": lambda row: row["net"],
+            "nodes": lambda row: f"{row['nodes']:,}",
+            **{
+                f"by peak / by saved bytes, {b:g}": functools.partial(cell, budget=b)
+                for b in PLANNED_BUDGETS
+            },
+        },
+    )
 
 
 def summary(data: dict[str, Any]) -> str:
-    return table([mark._asdict() for mark in judged(data["measured"])])
+    return marks_table(mark._asdict() for mark in judged(data["measured"]))
 
 
 def page(data: dict[str, Any]) -> str:
@@ -547,70 +511,17 @@ def page(data: dict[str, Any]) -> str:
     return text + repeats + measured_on(facts)
 
 
-def largest_budget(step: Row) -> float:
-    budget: float = max(step["budgets"]) if "budgets" in step else step["budget"]
-    return budget
-
-
 def plot(data: dict[str, Any], result: Path) -> None:
     """Peak against recomputation, a panel for each net; written beside ``result``."""
-    good = [row for row in data["measured"] if "error" not in row]
-    names = list(steps_of(good, "ours"))
-    if not names:
-        return
-    figure = Figure(figsize=(11, 2.3 * -(-len(names) // 4) + 0.6), dpi=110)
-    axes = figure.subplots(-(-len(names) // 4), min(4, len(names)), squeeze=False)
-    for axis, name in zip(axes.flat, names):
-        for row in good:
-            if row["net"] != name or row["kind"] not in ("ours", "upstream"):
-                continue
-            ours = row["kind"] == "ours"
-            steps = sorted(row["steps"], key=largest_budget)
-            points = [(s["recomputed"], s["peak"] / 1e6) for s in steps]
-            line, color = points, "C1"
-            if ours:
-                line, color = [(cost, p / 1e6) for p, cost in row["curve"]], "C0"
-            axis.plot(*zip(*line), color, linewidth=1)
-            label = 'target "peak"' if ours else "upstream"
-            axis.plot(*zip(*points), "o" if ours else "s", c=color, ms=3, label=label)
-        axis.set_title(name, fontsize=9)
-        axis.set_ylim(bottom=0)
-        axis.tick_params(labelsize=7)
-    for axis in axes.flat[len(names) :]:
-        axis.set_axis_off()
-    axes.flat[0].legend(fontsize=7)
-    figure.supxlabel("recomputed flops / forward flops", fontsize=8)
-    figure.supylabel("peak, MB", fontsize=8)
-    save(figure, result, data["environment"])
-
-
-def main() -> int:
-    parser = options.parser(__doc__, check="a small net, no times; as CI does")
-    parser.add_argument(
-        "--kind", nargs="+", choices=KINDS, help="these alone, the others stay in FILE"
-    )
-    arguments = parser.parse_args()
-    plan = {"ours": (CHECKED, CHECKED_BUDGETS)} if arguments.check else KINDS
-    tasks = [
-        {
-            "net": net,
-            "kind": kind,
-            "budgets": budgets,
-            "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
-        }
-        for kind, (nets, budgets) in plan.items()
-        if kind in (arguments.kind or plan)
-        for net in nets
-    ]
-    rows = fresh.run(__name__, tasks, LIMITS)
-    if arguments.kind:
-        rows = merged(arguments.json, rows, "net", "kind")
-    facts = {**environment(), "repeats": REPEATS}
-    marks = list(judged(rows))
-    # The rows are what a pull request quotes.
-    quoted = [mark._asdict() for mark in marks]
-    data = {"environment": facts, "measured": rows, "rows": quoted}
-    fresh.finish(arguments.json, data, page)
-    if arguments.json:
-        plot(data, arguments.json)
-    return int(failed(marks) or any("error" in row for row in rows))
+    upstream = steps_of(data["measured"], "upstream")
+    lines = {}
+    for row in good(data["measured"], kind="ours"):
+        ours = [(cost, peak / 1e6) for peak, cost in row["curve"]]
+        theirs = upstream.get(row["net"], ())
+        points = [(step["recomputed"], step["peak"] / 1e6) for step in theirs]
+        lines[row["net"]] = [('target "peak"', "C0-", ours)]
+        if points:
+            lines[row["net"]].append(("upstream", "C1s-", points))
+    if lines:
+        x = "recomputed flops / forward flops"
+        panels(result, data["environment"], lines, x, "peak, MB")

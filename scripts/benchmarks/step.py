@@ -5,280 +5,245 @@
     scripts/benchmark.sh step --net my_models:make  your own
     scripts/benchmark.sh step --json results/step.json
     scripts/benchmark.sh step --net bert --json results/step.json   one net's rows anew
-    scripts/benchmark.sh step --inductor --json results/step.json   inductor's rows anew
+    scripts/benchmark.sh step --kind inductor --json results/step.json   inductor's anew
 
 Each net's blocks are compiled one by one; what is between them runs in eager mode. The
 step runs by a StepBudget at several shares, and beside that with each block's own budget
 of saved bytes, with a checkpoint around each block, and compiled as one graph that is
 held to the same peak. The blocks' own budgets are upstream's, swept on the untouched
 wheel. Peaks are bytes of live storages of a running step, operator by operator, beyond
-those that are there when it starts; flops are those of the whole step, as a multiple of
-the forward's. With inductor, peaks are the allocator's, of plans by
-estimates and of plans for which its schedule was asked.
+those that are there when it starts; flops are those of the whole step. With inductor,
+peaks are the allocator's, of plans by estimates and of plans for which its schedule was
+asked.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import gc
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 from unittest import mock
 
 import torch
 import torch._functorch.config as config
-from matplotlib.figure import Figure
-from torch import nn, Tensor
-from torch.utils.checkpoint import checkpoint
-from upstream import untouched_partitioners
+from torch import Tensor
 
-from benchmarks import fresh, models, nets, options, sweep
-from benchmarks.live_bytes import allocations, CountedStorages
-from benchmarks.marks import failed, Mark, table
-from benchmarks.results import environment, markdown, measured_on, merged, Row, save
-from benchmarks.techniques import chosen_modules, MODULES
-from benchmarks.tracing import CountedFlops, cpu_attention_counted, overlay
-from benchmarks.training import gradients, relative_error
+from benchmarks import fresh, nets, sweep
+from benchmarks.bounds import bounds, every, rising, Steps
+from benchmarks.meters import relative_error, Step
+from benchmarks.pages import (
+    at_most,
+    columns,
+    good,
+    Mark,
+    marks_table,
+    measured_on,
+    megabytes,
+    panels,
+    Row,
+    RUN,
+)
+from benchmarks.tracing import cpu_attention_counted, overlay
+from benchmarks.upstream import untouched_partitioners
+from benchmarks.ways import (
+    budgeted,
+    checkpointed,
+    compiled,
+    Forward,
+    OPERATORS,
+    swept,
+    Training,
+    Ways,
+)
 
 
-def t5_small() -> tuple[nn.Module, dict[str, Any]]:
-    # With all its 32,128 ids the loss would need more than the blocks.
-    return models.t5(8, 256, vocab_size=512)
-
-
-# No plan was ever tuned on it.
-T5 = models.hugging_face(t5_small, torch.float32)
-NETS = ("llama-8", "gpt2", "bert", "vit", "moe", T5.name)
-CHECKED = "vit"
+# No plan was ever tuned on the last one.
+NETS = ("llama-8", "gpt2", "bert", "vit", "moe", "hf-t5_small")
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
-CHECKED_SHARES = (0.5, 0.0)
 # The blocks' own budgets of saved bytes, to compare with at the same peak.
 SAVED = tuple(n / 32 for n in range(32, -1, -1))
-CHECKED_SAVED = (0.5,)
 INDUCTOR_SHARES = (1.0, 0.5, 0.1, 0.0)
 # How often inductor's schedule is asked, if it is.
-JUDGED = (0, 8)
-OPERATORS = "aot_eager_decomp_partition"
+JUDGED = {0: "estimates", 8: "schedules"}
+CHECK = "one net, two shares, as CI does"
+KIND, KEY = "backend", ("net", "backend", "judge")
 LIMITS = fresh.Limits(seconds=3000, gigabytes=14)
+# A training of a net whose blocks are put to work in some ways.
+Make = Callable[[Ways], Training]
+
+
+def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+    names = names or (("vit",) if check else NETS)
+    shares, saved = ((1.0, 0.5, 0.0), (0.5,)) if check else (SHARES, SAVED)
+    for name in names:
+        task: fresh.Task = {"net": name, "backend": OPERATORS, "shares": shares}
+        yield from with_upstream(task, saved)
+    for name in () if check else names:
+        for judge in JUDGED:
+            task = {"net": name, "backend": "inductor", "judge": judge}
+            yield {**task, "shares": INDUCTOR_SHARES}
+
+
+def with_upstream(
+    task: fresh.Task, saved: Sequence[float]
+) -> Generator[fresh.Task, Optional[Row], None]:
+    """The task, once it has the plans of upstream's budgets to compare with."""
+    row = yield {**task, "saved": saved, "torch": fresh.UNTOUCHED}
+    yield {**task, "_upstream": (row or {}).get("_plans", [])}
 
 
 # ------------------------------------------------------------ in a fresh process
 
 
-class Training:
-    """A net, its blocks compiled one by one or all in one graph."""
-
-    def __init__(self, name: str, backend: Any, whole: bool = False) -> None:
-        torch._dynamo.reset()
-        net = T5 if name == T5.name else nets.find(name)
-        self.module, self.inputs = net.make()
-        self.parameters = list(self.module.parameters())
-        self.blocks = chosen_modules(self.module, MODULES)
-        self.step: Callable[..., Tensor] = self.module
-        if whole:
-            self.step = torch.compile(self.module, backend=backend)
-        else:
-            for block in self.blocks:
-                block.compile(backend=backend)
-
-    def checkpoint_blocks(self) -> None:
-        for block in self.blocks:
-            inner: Any = block._compiled_call_impl
-            call = functools.partial(checkpoint, inner, use_reentrant=False)
-            block._compiled_call_impl = call
-
-    def run(self, budget: Any) -> None:
-        torch.manual_seed(nets.SEED)
-        with budget:
-            self.step(*self.inputs).backward()
-
-    def warmed(self, budget: Any, steps: int = 2) -> None:
-        """Steps in which everything is compiled."""
-        for _ in range(steps):
-            self.run(budget)
-            gradients(self.parameters)
-
-    def measured(self, budget: Any) -> tuple[int, int, list[Tensor]]:
-        """Peak, flops and gradients of one more step."""
-        gc.collect()
-        live = CountedStorages([*self.parameters, *self.inputs])
-        with CountedFlops() as flops, live:
-            self.run(budget)
-        return live.peak, flops.flops, gradients(self.parameters)
-
-    def allocated(self, budget: Any) -> int:
-        """The most that the allocator has handed out in one more step."""
-        gc.collect()
-        peak = allocations(lambda: self.run(budget)).peak
-        gradients(self.parameters)
-        return peak
-
-
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
+    net, backend = nets.find(task["net"]), task["backend"]
+
+    def make(ways: Ways) -> Training:
+        return Training(net, blocks=ways)
+
     with cpu_attention_counted(), config.patch(enable_autograd_cache=False):
         if "saved" in task:
-            return measure_upstream(task)
-        if task["backend"] == OPERATORS:
-            return measure_operators(task)
-        return measure_inductor(task)
+            return measure_upstream(make, backend, task["saved"])
+        if backend == OPERATORS:
+            return measure_operators(net, make, task)
+        with config.patch(activation_memory_peak_judge=task["judge"]):
+            return measure_inductor(make, task)
 
 
-def forward_flops(training: Training) -> int:
-    with CountedFlops() as counter, torch.no_grad():
-        training.module(*training.inputs)
-    flops: int = counter.flops
-    return flops
-
-
-def measure_upstream(task: fresh.Task) -> Row:
+def measure_upstream(make: Make, backend: Any, budgets: Sequence[float]) -> Row:
     """Steps in which all blocks have one budget of saved bytes, a row for each plan."""
-    backend = sweep.Sweep()
-    training = Training(task["net"], backend)
-    forward = forward_flops(training)
-    training.warmed(nullcontext(), 1)
-    *_, wanted = training.measured(nullcontext())
+    first: list[Tensor] = []
 
-    def measure(budget: float) -> Row:
-        backend.budget = budget
-        peak, flops, found = training.measured(nullcontext())
-        apart = relative_error(found, wanted)
-        return {"peak": peak, "flops": flops / forward, "off_budget_1": apart}
+    def found(step: Step) -> Row:
+        first.extend(() if first else step.gradients)
+        row = figures(step)
+        if backend == OPERATORS:
+            row["off_budget_1"] = relative_error(step.gradients, first)
+        return row
 
-    return {"plans": sweep.measured(backend.graphs, measure, task["saved"])}
+    def by(backend: Any) -> Training:
+        return make(compiled(backend))
 
-
-def swept(
-    module: str, names: Sequence[str], budgets: Sequence[float], limits: fresh.Limits
-) -> tuple[dict[str, list[Row]], list[Row]]:
-    """A module's rows of `measure_upstream` by net, and those that have an error."""
-    tasks: list[fresh.Task] = [
-        {"net": name, "backend": "upstream", "saved": budgets, "torch": fresh.UNTOUCHED}
-        for name in names
-    ]
-    rows = fresh.run(module, tasks, limits)
-    plans = {row["net"]: row.get("plans", []) for row in rows}
-    return plans, [row for row in rows if "error" in row]
+    return {"_plans": swept(by, budgets, found, backend)}
 
 
-def without_upstream(rows: Sequence[Row]) -> list[Row]:
-    """Rows to store: the plans that they were given are among their others."""
-    return [{k: v for k, v in row.items() if k != "upstream"} for row in rows]
+def figures(step: Step) -> Row:
+    return {"peak": step.own_peak, "given": step.given, "flops": step.flops}
 
 
-def measure_operators(task: fresh.Task) -> Row:
-    name = task["net"]
-    StepBudget = overlay("step_budget").StepBudget
-    training = Training(name, OPERATORS)
-    forward = forward_flops(training)
-    training.warmed(nullcontext(), 1)
-    plain_peak, _, wanted = training.measured(nullcontext())
+def by_step(training: Training, budget: Any) -> tuple[Row, Step]:
+    """A step within the StepBudget, once it has made and compiled its plan."""
+    started = time.perf_counter()
+    training.within = budget
+    # The first is recorded, and what it leaves behind may have the second, too.
+    step = training.warmed(3).measured()
+    plan = budget.plan
+    row = {
+        **figures(step),
+        "predicted": plan.predicted_peak,
+        "allowed": plan.allowed,
+        "floor": plan.floor,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    return row, step
 
-    row: Row = {"unbudgeted": plain_peak, "forward_flops": forward}
 
-    def compare(kind: str, training: Training, **settings: Any) -> Iterator[Row]:
-        """Another way to save memory, and a StepBudget held to its peak."""
-        with config.patch(**settings):
-            training.warmed(nullcontext(), 1)
-            peak, flops, _ = training.measured(nullcontext())
-        yield {"kind": kind, "peak": peak, "flops": flops / forward, **settings}
+def measure_steps(
+    make: Make,
+    backend: Any,
+    task: fresh.Task,
+    checkpoints: Mapping[str, Callable[[Any], Ways]],
+    step_budget: Callable[..., Any],
+) -> Row:
+    """A StepBudget at all shares, and held to the peak of each other way."""
+    others = [{"kind": "saved", **plan} for plan in sweep.right(task["_upstream"])]
+    for kind, ways in checkpoints.items():
+        step = make(ways(backend)).warmed().measured()
+        others.append({"kind": kind, **figures(step)})
+    wanted = make(compiled(backend)).warmed().measured().gradients
+    training = make(compiled(backend))
 
-    others = [{"kind": "saved", **plan} for plan in sweep.right(task["upstream"])]
-    checkpointed = Training(name, OPERATORS)
-    checkpointed.checkpoint_blocks()
-    others += compare("checkpoint", checkpointed)
+    def held(**asked: Any) -> Row:
+        row, step = by_step(training, step_budget(**asked))
+        if backend == OPERATORS:
+            same = all(map(torch.equal, step.gradients, wanted))
+            row["same_gradients"] = same
+        return row
 
-    training = Training(name, OPERATORS)
-    with planning_watched() as seconds:
-        training.warmed(StepBudget(share=0.5))
-    row["planning_s"], row["partition_s"] = seconds
-
-    def by_step(**asked: Any) -> Row:
-        budget = StepBudget(**asked)
-        training.warmed(budget)
-        peak, flops, found = training.measured(budget)
-        plan = budget.plan
-        return {
-            "peak": peak,
-            "predicted": plan.predicted_peak,
-            "allowed": plan.allowed,
-            "floor": plan.floor,
-            "flops": flops / forward,
-            "same_gradients": all(map(torch.equal, found, wanted)),
-        }
-
-    row["steps"] = [
-        {"share": share, **by_step(share=share)} for share in task["shares"]
-    ]
-
+    steps = [{"share": share, **held(share=share)} for share in task["shares"]]
     for other in others:
-        other["step"] = by_step(peak_bytes=other["peak"])
-    row["others"] = others
-    whole: list[Row] = []
+        other["step"] = held(peak_bytes=other["peak"])
+    return {"steps": steps, "others": others}
+
+
+def checkpointed_compiled(backend: Any) -> Ways:
+    return compiled(backend), checkpointed()
+
+
+def measure_operators(net: nets.Net, make: Make, task: fresh.Task) -> Row:
+    StepBudget = overlay("step_budget").StepBudget
+    kinds = {"checkpoint": checkpointed_compiled}
+    row = measure_steps(make, OPERATORS, task, kinds, StepBudget)
+    training = make(compiled(OPERATORS))
+    training.within = StepBudget(share=0.5)
+    with planning_watched() as (ours, theirs):
+        training.warmed(2)
+    row.update(planning_s=sum(ours), partition_s=sum(theirs), whole=[])
     for step in row["steps"][1:]:
-        settings = {"activation_memory_peak_bytes": step["peak"]}
-        whole += compare("whole", Training(name, OPERATORS, whole=True), **settings)
-        whole[-1]["floor"] = overlay("saved_report").last_plan().peak.floor
-    row["whole"] = whole
+        peak = {"activation_memory_peak_bytes": step["peak"]}
+        with config.patch(peak):
+            whole = Training(net, whole=compiled(OPERATORS)).warmed().measured()
+        floor = overlay("saved_report").last_plan().peak.floor
+        row["whole"].append({**figures(whole), "floor": floor})
     return row
 
 
-def measure_inductor(task: fresh.Task) -> Row:
-    StepBudget = overlay("step_budget").StepBudget
-    training = Training(task["net"], task["backend"])
+def measure_inductor(make: Make, task: fresh.Task) -> Row:
+    training = make(compiled(task["backend"]))
     steps = []
     for share in task["shares"]:
-        budget = StepBudget(share=share)
-        with config.patch(activation_memory_peak_judge=task["judge"]):
-            training.warmed(budget)
-        peak = training.allocated(budget)
-        steps.append(
-            {
-                "share": share,
-                "peak": peak,
-                "predicted": budget.plan.predicted_peak,
-                "allowed": budget.plan.allowed,
-            }
-        )
+        training.within = budget = overlay("step_budget").StepBudget(share=share)
+        peak = training.warmed(2).allocated()
+        plan = budget.plan
+        row = {"share": share, "peak": peak, "predicted": plan.predicted_peak}
+        steps.append({**row, "allowed": plan.allowed})
     return {"steps": steps}
 
 
 @contextmanager
-def planning_watched() -> Iterator[list[float]]:
+def planning_watched() -> Iterator[tuple[list[float], list[float]]]:
     """CPU seconds of planning, and of upstream's partition of the same graphs."""
     module, graphs = overlay("step_budget"), overlay("step_graph").Graph
     theirs = untouched_partitioners().min_cut_rematerialization_partition
-    found = [0.0, 0.0]
+    found: tuple[list[float], list[float]] = [], []
 
-    def timed(at: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(seconds: list[float], function: Forward) -> Forward:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # A collection that happens to fall into it takes longer than planning.
-            gc.collect()
             start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                found[at] += time.process_time() - start
+                seconds.append(time.process_time() - start)
 
         return call
 
-    def both(graph: Any, joint: Any) -> None:
-        parent = joint.joint.owning_module
-        split = timed(1, theirs)
-        with config.patch(
-            activation_memory_budget=0.5, activation_memory_budget_solver="dp"
-        ):
-            split(copy.deepcopy(parent), [], num_fwd_outputs=joint.num_fwd_outputs)
-        find(graph, joint)
+    def both(graph: Any, planner: Any) -> None:
+        dp = config.patch(activation_memory_budget_solver="dp")
+        parent = copy.deepcopy(planner.joint.owning_module)
+        with budgeted(0.5), dp:
+            outputs = planner.num_fwd_outputs
+            timed(found[1], theirs)(parent, [], num_fwd_outputs=outputs)
+        find(graph, planner)
 
-    find = timed(0, graphs._find_plans)
-    plan = timed(0, module.StepBudget._make_plan)
+    find = timed(found[0], graphs._find_plans)
+    plan = timed(found[0], module.StepBudget._make_plan)
     with (
         mock.patch.object(graphs, "_find_plans", both),
         mock.patch.object(module.StepBudget, "_make_plan", plan),
@@ -289,132 +254,86 @@ def planning_watched() -> Iterator[list[float]]:
 # -------------------------------------------------------------------- marks
 
 
-def worst(values: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    return max(values) if values else (0.0, "nothing measured")
+def by(row: Row) -> str:
+    """By what a plan's peak was predicted."""
+    return JUDGED[row["judge"]] if "judge" in row else "operators"
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    good = [row for row in rows if "error" not in row and "others" in row]
-    steps = [
-        (f"{row['net']}, {step['share']:g}", step)
-        for row in good
-        for step in row["steps"]
-    ]
-    steps += [
-        (f"{row['net']}, as {other['kind']}", other["step"])
-        for row in good
-        for other in row["others"]
-        if other["step"]["allowed"] >= other["step"]["floor"]
-    ]
-
-    def mark(
-        what: str,
-        values: Sequence[tuple[float, str]],
-        most: float,
-        enforced: bool = True,
-    ) -> Mark:
-        value, where = worst(values)
-        shown = f"{value:.4f} ({where})"
-        return Mark(what, shown, f"at most {most:g}", value <= most, enforced)
-
-    yield mark(
-        f"peak / allowed, {len(steps)} plans of {len(good)} nets",
-        [(step["peak"] / step["allowed"], where) for where, step in steps],
-        1.005,
-    )
-    yield mark(
-        "predicted / measured, off by",
-        [(abs(step["predicted"] / step["peak"] - 1), where) for where, step in steps],
-        0.01,
-        False,
-    )
-    yield mark(
-        "peak at a share / at the next larger",
-        [
-            (small["peak"] / large["peak"], f"{row['net']}, {small['share']:g}")
-            for row in good
-            for large, small in zip(row["steps"], row["steps"][1:])
-        ],
-        1.0,
-    )
-    yield mark(
-        "floor / the floor of the whole graph",
-        [
-            (row["steps"][0]["floor"] / row["whole"][0]["floor"], row["net"])
-            for row in good
-            if row["whole"]
-        ],
-        1.05,
-        False,
-    )
-    yield mark(
-        "flops / the whole graph's at the same peak",
-        [
-            (step["flops"] / whole["flops"], f"{row['net']}, {step['share']:g}")
-            for row in good
-            for step, whole in zip(row["steps"][1:], row["whole"])
-            if whole["peak"] <= 1.001 * step["peak"]
-        ],
-        1.03,
-        False,
-    )
-    for kind, name in (
-        ("saved", "each block's budget of saved bytes"),
-        ("checkpoint", "a checkpoint around each block"),
-    ):
-        yield mark(
-            f"flops / those of {name}, at the same peak",
-            [
-                (other["step"]["flops"] / other["flops"], row["net"])
-                for row in good
-                for other in row["others"]
-                if other["kind"] == kind
-            ],
-            1.0,
-            False,
-        )
-    yield mark(
-        "planning, all graphs / upstream's partition of them",
-        [(row["planning_s"] / row["partition_s"], row["net"]) for row in good],
-        1.0,
-        False,
-    )
-    different = [where for where, step in steps if not step["same_gradients"]]
-    shown = ", ".join(different) or "all"
-    yield Mark("gradients bit for bit those of budget 1", shown, "all", not different)
-    for judge, by in zip(JUDGED, ("by estimates", "by its schedules")):
-        kernels = [
-            (f"{row['net']}, {step['share']:g}", step)
-            for row in rows
-            if row.get("judge") == judge and "error" not in row
-            for step in row["steps"]
+    rows = good(rows)
+    for kind in ("operators", *JUDGED.values()):
+        mine = [row for row in rows if by(row) == kind]
+        exact = kind == "operators"
+        steps: Steps = {row["net"]: row["steps"] for row in mine}
+        as_others = [
+            (f"{row['net']} as {name}", other["step"])
+            for row in mine
+            for name, other in named(row.get("others", ()))
+            if other["step"]["allowed"] >= other["step"]["floor"]
         ]
-        if kernels:
-            over = worst([(s["peak"] / s["allowed"], where) for where, s in kernels])
-            apart = [abs(s["predicted"] / s["peak"] - 1) for _, s in kernels]
-            shown = (
-                f"{over[0]:.3f} ({over[1]}); {sum(each <= 0.05 for each in apart)} of "
-                f"{len(apart)} predictions within 5 %, the worst off by {max(apart):.1%}"
-            )
-            yield Mark(f"inductor on CPU, {by}: peak / allowed", shown, "", True, False)
+        yield from bounds([*every(steps), *as_others], f"by {kind}", exact)
+        yield from rising(steps, "peak at a share / at the next larger", kind, exact)
+    yield from judged_beside(rows)
+    compared = [
+        (f"{row['net']} at {step['share']:g}", step["same_gradients"])
+        for row in rows
+        for step in row["steps"]
+        if "same_gradients" in step
+    ]
+    if compared:
+        wrong = [where for where, is_same in compared if not is_same]
+        shown = ", ".join(wrong) or "all"
+        yield Mark("gradients bit for bit those of budget 1", shown, "all", not wrong)
 
 
-def peaks_table(data: dict[str, Any]) -> str:
-    lines = []
-    for row in data["measured"]:
-        if "error" in row or "others" not in row:
-            continue
-        for step, whole in zip(row["steps"], [None, *row["whole"]]):
-            cells = [
-                f"{step[key] / 1e6:,.1f}" for key in ("allowed", "predicted", "peak")
-            ]
-            beside = "-"
-            if whole is not None:
-                beside = f"{whole['flops']:.3f} ({whole['peak'] / 1e6:,.1f} MB)"
-            flops = f"{step['flops']:.3f}"
-            lines.append([row["net"], f"{step['share']:g}", *cells, flops, beside])
-    heading = ["net", "share", "allowed MB", "predicted MB", "peak MB", "flops"]
-    return markdown([*heading, "flops (peak) as one graph"], lines)
+def judged_beside(rows: Sequence[Row]) -> Iterator[Mark]:
+    """A StepBudget beside one graph, and beside what blocks do by themselves."""
+    wholes = [
+        (row["net"], step, whole)
+        for row in rows
+        for step, whole in zip(row["steps"][1:], row.get("whole", ()))
+    ]
+    yield from at_most(
+        "floor / the floor of the whole graph",
+        ((s["floor"] / w["floor"], net) for net, s, w in wholes),
+        1.05,
+    )
+    yield from at_most(
+        "flops / the whole graph's at the same peak",
+        (
+            (step["flops"] / whole["flops"], f"{net}, {step['share']:g}")
+            for net, step, whole in wholes
+            if whole["peak"] <= 1.001 * step["peak"]
+        ),
+        1.03,
+    )
+    for what, kinds in (
+        ("each block's budget of saved bytes", "saved"),
+        ("a checkpoint around each block", "checkpoint"),
+    ):
+        yield from at_most(
+            f"flops / those of {what}, at no higher peak",
+            (
+                (other["step"]["flops"] / other["flops"], f"{row['net']}, {name}")
+                for row in rows
+                for name, other in named(row.get("others", ()))
+                if kinds in name and other["step"]["peak"] <= 1.005 * other["peak"]
+            ),
+            1.0005,
+            "at most 1",
+        )
+    yield from at_most(
+        "planning, all graphs / upstream's partition of them",
+        (
+            (row["planning_s"] / row["partition_s"], row["net"])
+            for row in rows
+            if "planning_s" in row
+        ),
+        1.0,
+    )
+
+
+# ------------------------------------------------------------------- report
 
 
 HOW = (
@@ -424,118 +343,113 @@ HOW = (
 )
 
 
-def quoted(others: Sequence[Row]) -> Iterator[tuple[str, Row]]:
-    """What a table shows of the other ways, and its name."""
-    saved = [other for other in others if other["kind"] == "saved"]
+def named(others: Sequence[Row]) -> Iterator[tuple[str, Row]]:
+    for other in others:
+        budgets = other.get("budgets")
+        told = f" {sweep.told(budgets)}" if budgets else ""
+        yield other["kind"] + told, other
+
+
+def quoted(row: Row) -> Iterator[tuple[Row, str, Row]]:
+    """What a table shows of the other ways."""
+    saved = [other for other in row.get("others", ()) if "budgets" in other]
     if saved:
         least = max(saved, key=lambda other: other["step"]["flops"] / other["flops"])
         for what, other in ("lowest", sweep.lowest(saved)), ("least gain", least):
-            yield f"saved {sweep.told(other['budgets'])}, {what}", other
-    for other in others:
-        if other["kind"] != "saved":
-            yield other["kind"], other
+            yield row, f"saved {sweep.told(other['budgets'])}, {what}", other
+    for name, other in named(row.get("others", ())):
+        if "budgets" not in other:
+            yield row, name, other
 
 
-def others_table(data: dict[str, Any]) -> str:
-    lines = []
-    for row in data["measured"]:
-        for name, other in quoted(row.get("others", ())):
-            step = other["step"]
-            lines.append(
-                [
-                    row["net"],
-                    name,
-                    f"{other['peak'] / 1e6:,.1f}",
-                    f"{other['flops']:.3f}",
-                    f"{step['peak'] / 1e6:,.1f}",
-                    f"{step['flops']:.3f}",
-                ]
-            )
-    heading = ["net", "each block by itself", "peak MB", "flops"]
-    return markdown([*heading, "StepBudget of that peak: peak MB", "flops"], lines)
+def more(step: Row, row: Row) -> str:
+    """Flops beyond those at the largest share."""
+    if "flops" not in step:
+        return "-"
+    return f"{step['flops'] / row['steps'][0]['flops'] - 1:.1%}"
+
+
+def steps_table(rows: Sequence[Row]) -> str:
+    def as_one_graph(row: Row, whole: Optional[Row]) -> str:
+        if whole is None:
+            return "-"
+        return f"{more(whole, row)} ({megabytes(whole['peak'])} MB)"
+
+    return columns(
+        (
+            (row, step, whole)
+            for row in rows
+            for step, whole in zip_longest(row["steps"], [None, *row.get("whole", ())])
+        ),
+        {
+            "net": lambda row, step, whole: row["net"],
+            "by": lambda row, step, whole: by(row),
+            "share": lambda row, step, whole: f"{step['share']:g}",
+            "allowed MB": lambda row, step, whole: megabytes(step["allowed"]),
+            "predicted MB": lambda row, step, whole: megabytes(step["predicted"]),
+            "peak MB": lambda row, step, whole: megabytes(step["peak"]),
+            "more flops": lambda row, step, whole: more(step, row),
+            "as one graph": lambda row, step, whole: as_one_graph(row, whole),
+        },
+    )
+
+
+def others_table(rows: Sequence[Row]) -> str:
+    return columns(
+        (each for row in rows for each in quoted(row)),
+        {
+            "net": lambda row, name, other: row["net"],
+            "each block by itself": lambda row, name, other: name,
+            "peak MB": lambda row, name, other: megabytes(other["peak"]),
+            "more flops": lambda row, name, other: more(other, row),
+            "StepBudget of that peak: peak MB": lambda row, name, other: megabytes(
+                other["step"]["peak"]
+            ),
+            "its more flops": lambda row, name, other: more(other["step"], row),
+        },
+    )
 
 
 def summary(data: dict[str, Any]) -> str:
-    return table(data["rows"]) + f"\n{measured_on(data['environment'])}"
+    return marks_table(data["rows"]) + f"\n{measured_on(data['environment'])}"
 
 
-def page(data: dict[str, Any]) -> str:
+CAPTION = "Blocks compiled one by one, fp32, operator by operator, or by inductor. "
+
+
+def page(data: dict[str, Any], caption: str = CAPTION, how: str = RUN) -> str:
+    rows = good(data["measured"])
     return (
-        table(data["rows"])
-        + "\nBy share; flops are the whole step's, as a multiple of the forward's:\n\n"
-        + peaks_table(data)
+        marks_table(mark._asdict() for mark in judged(rows))
+        + "\nBy share. Peaks are beyond what is there when a step starts, flops beyond "
+        "those at the largest share:\n\n"
+        + steps_table(rows)
         + f"\nAgainst what blocks can do by themselves. {HOW}\n\n"
-        + others_table(data)
-        + "\nBlocks compiled one by one, fp32, operator by operator. "
-        + measured_on(data["environment"])
+        + others_table(rows)
+        + f"\n{caption}{measured_on(data['environment'], how)}"
     )
 
 
-def plot(data: dict[str, Any], result: Path) -> None:
+def plot(data: dict[str, Any], result: Path, how: str = RUN) -> None:
     """Peak against recomputation, a panel for each net."""
-    good = [row for row in data["measured"] if "others" in row]
-    columns = 3
-    height = 3.2 * math.ceil(len(good) / columns)
-    figure = Figure(figsize=(12, height))
-    for at, row in enumerate(good):
-        axes = figure.add_subplot(math.ceil(len(good) / columns), columns, at + 1)
-        for label, points, style in (
-            ("StepBudget", row["steps"], "o-"),
-            ("as one graph", row["whole"], "x"),
-            ("saved bytes of each block", row["others"][:-1], "s--"),
-            ("checkpoint each block", row["others"][-1:], "^"),
-        ):
-            xs = [point["peak"] / 1e6 for point in points]
-            axes.plot(xs, [point["flops"] for point in points], style, label=label)
-        axes.set_title(row["net"], fontsize=10)
-        axes.set_xlabel("peak of the step, MB")
-        axes.set_ylabel("flops / forward's")
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=7)
-    save(figure, result, data["environment"])
-
-
-def main() -> int:
-    parser = options.parser(__doc__, check="one net, two shares, as CI does")
-    named = functools.partial(options.net, own=NETS)
-    parser.add_argument("--net", type=named, help="one alone, or module:function")
-    parser.add_argument(
-        "--inductor", action="store_true", help="only what runs by inductor"
-    )
-    arguments = parser.parse_args()
-    names: Sequence[str] = (CHECKED,) if arguments.check else NETS
-    names = (arguments.net,) if arguments.net else names
-    shares = CHECKED_SHARES if arguments.check else SHARES
-    saved = CHECKED_SAVED if arguments.check else SAVED
-    tasks: list[fresh.Task] = []
-    failures: list[Row] = []
-    if not arguments.inductor:
-        plans, failures = swept(__name__, names, saved, LIMITS)
-        tasks = [
-            {"net": name, "backend": OPERATORS, "shares": shares, "upstream": found}
-            for name, found in plans.items()
+    lines = {}
+    for row in good(data["measured"]):
+        others = row.get("others", ())
+        if not others:
+            continue
+        kinds: dict[str, list[Row]] = {}
+        for other in others:
+            kinds.setdefault(other["kind"], []).append(other)
+        drawn = [
+            ("StepBudget", "o-", row["steps"]),
+            ("as one graph", "x", row.get("whole", [])),
+            *zip((f"{kind}, each block" for kind in kinds), "s^v", kinds.values()),
         ]
-    if not arguments.check:
-        tasks += [
-            {
-                "net": name,
-                "backend": "inductor",
-                "judge": judge,
-                "shares": INDUCTOR_SHARES,
-            }
-            for name in names
-            for judge in JUDGED
+        base = row["steps"][0]["flops"]
+        lines[row["net"]] = [
+            (label, style, [(s["peak"] / 1e6, s["flops"] / base) for s in steps])
+            for label, style, steps in drawn
+            if steps
         ]
-    rows = [*without_upstream(fresh.run(__name__, tasks, LIMITS)), *failures]
-    if arguments.net or arguments.inductor:
-        rows = merged(arguments.json, rows, "net", "backend", "judge")
-    marks = list(judged(rows))
-    data = {
-        "environment": environment(),
-        "measured": rows,
-        "rows": [mark._asdict() for mark in marks],
-    }
-    fresh.finish(arguments.json, data, page)
-    if arguments.json is not None:
-        plot(data, arguments.json)
-    return int(failed(marks) or any("error" in row for row in rows))
+    x = "peak of the step beyond what is there, MB"
+    panels(result, data["environment"], lines, x, "flops / those at share 1", how)

@@ -25,7 +25,7 @@ from torch._functorch import partitioners
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from benchmarks.results import Row
+from benchmarks.pages import Row
 from benchmarks.tracing import BACKENDS
 
 

@@ -1,7 +1,7 @@
 """How a model gets to the partitioner, and what is seen there.
 
-`trace` makes the joint graph that a GPU would get, of fake tensors. `observed` is the
-one place that knows by which names the partitioner calls its solver and its min cuts.
+`Joint` is the joint graph that a GPU would get, of fake tensors. `observed` is the one
+place that knows by which names the partitioner and its solver are called.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Optional
 from unittest import mock
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
-from torch._functorch.aot_autograd import aot_function
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -31,7 +30,6 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._ordered_set import OrderedSet
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 
@@ -44,44 +42,6 @@ def overlay(module: str) -> Any:
     return importlib.import_module(f"{package}.{module}")
 
 
-def trace(
-    mode: FakeTensorMode,
-    module: nn.Module,
-    inputs: tuple[Tensor, ...],
-    partition: Optional[Callable[..., Any]] = None,
-) -> None:
-    """Trace forward and backward of fake tensors and give the joint graph away.
-
-    ``partition``, upstream's unless given, is called as AOTAutograd calls its
-    partitioners, on the graph that inductor would partition: decomposed and
-    simplified, with CUDA's fused attention.
-    """
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    # Looked up now, so that an observer is seen.
-    split = partition or partitioners.min_cut_rematerialization_partition
-
-    def step(state: dict[str, Tensor], *inputs: Tensor) -> Tensor:
-        loss: Tensor = torch.func.functional_call(module, state, inputs)
-        return loss
-
-    def partition_as_inductor(
-        graph: torch.fx.GraphModule, *rest: Any, **options: Any
-    ) -> Any:
-        with V.set_fake_mode(mode):
-            graph = joint_graph_passes(graph)
-        return split(graph, *rest, **options)
-
-    traced = aot_function(
-        step,
-        fw_compiler=lambda graph, _: graph,
-        bw_compiler=lambda graph, _: graph,
-        partition_fn=partition_as_inductor,
-        decompositions=select_decomp_table(),
-    )
-    with mode, CUDAAttention():
-        traced(state, *inputs)
-
-
 class _Kept(BaseException):
     """A compiler has what it was started for. Nothing between the two catches it."""
 
@@ -89,7 +49,8 @@ class _Kept(BaseException):
 class Joint:
     """The joint graph of fake tensors, to be partitioned again and again.
 
-    Of a module that only Dynamo can trace with ``dynamo``.
+    It is the graph that inductor would partition for a GPU: decomposed and simplified,
+    with CUDA's fused attention. ``options`` are what AOTAutograd gives partitioners.
     """
 
     graph: torch.fx.GraphModule
@@ -97,27 +58,15 @@ class Joint:
     options: dict[str, Any]
 
     def __init__(
-        self,
-        mode: FakeTensorMode,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        dynamo: bool = False,
+        self, mode: FakeTensorMode, module: nn.Module, inputs: tuple[Tensor, ...]
     ) -> None:
-        split = partitioners.min_cut_rematerialization_partition
-
         def keep(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
             self.inputs, self.options = inputs, options
-            if dynamo:
-                # Dynamo has a mode of its own.
-                with V.set_fake_mode(detect_fake_mode(inputs)):
-                    self.graph = joint_graph_passes(graph)
-                raise _Kept
-            self.graph = copy.deepcopy(graph)
-            return split(graph, inputs, **options)
+            # Dynamo has a mode of its own.
+            with V.set_fake_mode(detect_fake_mode(inputs)):
+                self.graph = joint_graph_passes(graph)
+            raise _Kept
 
-        if not dynamo:
-            trace(mode, module, inputs, keep)
-            return
         backend = aot_autograd(
             fw_compiler=lambda graph, _: graph,
             partition_fn=keep,
@@ -199,32 +148,6 @@ def cpu_attention_counted() -> Iterator[None]:
         yield
 
 
-class CountedFlops(TorchDispatchMode):
-    """Adds up the flops of all operators that run, in compiled graphs as well.
-
-    But for those within higher-order operators.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
 # -------------------------------------------------------------- observation
 
 
@@ -232,97 +155,56 @@ class CountedFlops(TorchDispatchMode):
 class Instance:
     """One knapsack as the partitioner posed it, and what was saved of it."""
 
-    graph: torch.fx.Graph
+    nodes: list[torch.fx.Node]
     memory: list[float]
     runtimes: list[float]
     budget: float
-    info: Any
-    nodes: list[torch.fx.Node]
     saved: list[int]
-
-
-# What is watched, and where it is: the first place that this torch has counts.
-PARTITION, CHOOSE, SOLVE = "partition", "choose", "solve"
-CUT, REPORT = "cut", "report"
-_PARTITIONERS = "torch._functorch.partitioners"
-_OVERLAY = "torch._functorch._activation_checkpointing"
-WATCHED = {
-    CHOOSE: (
-        (_PARTITIONERS, "decide"),
-        (_PARTITIONERS, "choose_saved_values_set"),
-    ),
-    SOLVE: (
-        (f"{_OVERLAY}.memory_budget", "ask_solver"),
-        (_PARTITIONERS, "_optimize_runtime_with_given_memory"),
-    ),
-    CUT: ((_PARTITIONERS, "solve_min_cut"),),
-    REPORT: ((f"{_OVERLAY}.saved_report", "attach_plan"),),
-    "solve_budgets": ((f"{_OVERLAY}.budget_curve", "solve_budgets"),),
-}
-# The backends imported the partitioner by name, each into a module of its own.
-BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
 
 
 @dataclass
 class Observer:
-    """The partitioner's functions while they work: calls and CPU seconds by name."""
+    """The last knapsack that was solved, CPU seconds of solving and of partitioning."""
 
-    calls: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    # The last one that a solver was asked.
     instance: Optional[Instance] = None
-    # Arguments and result of each min cut.
-    cuts: list[tuple[tuple[Any, ...], Any]] = field(default_factory=list)
+    solver_seconds: float = 0.0
+    partition_seconds: float = 0.0
 
-    def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        self.calls[name], self.seconds[name] = 0, 0.0
 
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                self.seconds[name] += time.process_time() - start
-                self.calls[name] += 1
-            if name == CUT:
-                self.cuts.append((args, result))
-            if name == SOLVE:
-                saved = result
-                if len(args) == 2:  # As the set asks it; upstream takes graphs apart.
-                    items, capacity = args
-                    memory = list(map(items.limits.size, items.memory))
-                    budget = items.limits.size(capacity)
-                    args = items.joint, memory, items.runtimes, budget
-                    args = *args, items.info, items.nodes
-                else:
-                    _, saved, _ = result
-                self.instance = Instance(*(*args, list(saved)))
-            return result
-
-        return call
+# The backends imported the partitioner by name, each into a module of its own.
+BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
 
 
 @contextmanager
 def observed() -> Iterator[Observer]:
     """Put an Observer around the partitioner, and take it away again."""
     observer = Observer()
+    module = overlay("memory_budget")
+    ask, partition = module.ask_solver, partitioners.min_cut_rematerialization_partition
+
+    @wraps(ask)
+    def watched_ask(items: Any, capacity: int) -> Any:
+        start = time.process_time()
+        saved = ask(items, capacity)
+        observer.solver_seconds += time.process_time() - start
+        memory = list(map(items.limits.size, items.memory))
+        budget = items.limits.size(capacity)
+        observer.instance = Instance(
+            items.nodes, memory, items.runtimes, budget, list(saved)
+        )
+        return saved
+
+    @wraps(partition)
+    def watched_partition(*args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        try:
+            return partition(*args, **kwargs)
+        finally:
+            observer.partition_seconds += time.process_time() - start
+
     with ExitStack() as stack:
-
-        def put(module: Any, name: str, function: Any) -> None:
-            stack.enter_context(mock.patch.object(module, name, function))
-
-        for label, places in WATCHED.items():
-            for place, name in places:
-                module = None
-                with suppress(ImportError):  # The untouched wheel has not all of them.
-                    module = importlib.import_module(place)
-                if hasattr(module, name):
-                    put(module, name, observer.watched(label, getattr(module, name)))
-                    break
-        partition = partitioners.min_cut_rematerialization_partition
-        watched = observer.watched(PARTITION, partition)
-        for module in BACKENDS:
-            if getattr(module, partition.__name__, None) is partition:
-                put(module, partition.__name__, watched)
+        enter = stack.enter_context
+        enter(mock.patch.object(module, ask.__name__, watched_ask))
+        for backend in BACKENDS:
+            enter(mock.patch.object(backend, partition.__name__, watched_partition))
         yield observer

@@ -69,7 +69,7 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
             inside="compute_memory_timeline",
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((_MEMORY, "_count_what_is_stored("),),
     risks="""\
 The estimate decides which buffers are kept and in which order kernels run: the same

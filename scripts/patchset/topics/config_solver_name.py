@@ -26,7 +26,7 @@ dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
 """,
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((CONFIG, "\ndp_knapsack_sliding_hirschberg = "),),
     risks="""\
 One more entry in the config, a constant. Like every entry it is part of the cache key

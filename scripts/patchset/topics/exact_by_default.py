@@ -19,7 +19,7 @@ default alone, so that it can be left out.
             anchor="# This controls the solver used for the 0-1 knapsack. "
             "By default we use a\n",
             through='activation_memory_budget_solver = "dp"\n',
-            digests=("c28108c815efaed1", "a240ae6aaec7e501", "717407bca1a847d4"),
+            digests=("c28108c815efaed1", "717407bca1a847d4"),
             replacement="""\
 # The solver that picks what is saved: "exact" (optimal on the true sizes and never
 # over the budget), "dp" (optimal on sizes rounded to 1/10000 of the range),

@@ -53,7 +53,7 @@ drop_unread_arguments = True
             inside="aot_stage2_compile",
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((GRAPH_COMPILE, "without_unread_arguments("),),
     risks="""\
 A kernel that did read the values of such an argument would give wrong gradients

@@ -58,7 +58,7 @@ PATCH = replace(
                 PARTITIONERS,
                 anchor=_EVALUATOR_IMPORT,
                 replacement=f"{_EVALUATOR_IMPORT}{_IMPORT}",
-                since=(2, 10),
+                since=(2, 11),
             ),
             Edit(
                 PARTITIONERS,

@@ -75,7 +75,7 @@ check feasibility, the optimum by enumeration, and equality with dp.
                 replacement="        # The slices hold one cell more than the capacity.\n"
                 "        right_capacity = capacity - 1 - best_split\n",
                 inside="dp_knapsack_sliding_hirschberg",
-                since=(2, 10),
+                since=(2, 11),
             ),
         ),
     ),

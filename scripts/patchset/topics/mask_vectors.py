@@ -59,7 +59,7 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
             inside="_get_store_line",
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((_CPP, "at::vec::convert<uint8_t,1,int32_t,1>("),),
     risks="""\
 Quantized kernels use the same conversions; on instruction sets for which at::vec has

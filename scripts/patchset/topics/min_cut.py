@@ -30,7 +30,7 @@ flow leads to it.
             PARTITIONERS,
             anchor=_DESCRIPTORS_IMPORT,
             replacement=_IMPORT + _DESCRIPTORS_IMPORT,
-            since=(2, 10),
+            since=(2, 11),
             until=(2, 14),
         ),
         Edit(

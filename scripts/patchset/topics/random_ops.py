@@ -69,24 +69,13 @@ selects between two values of an element, as a ReLU's, may still be recomputed.
             anchor='            return "marked MUST_SAVE"\n',
             replacement='            return "must not run twice"\n',
             inside="should_ban_recomputation",
-            since=(2, 11),
         ),
-        *(
-            Edit(
-                PARTITIONERS,
-                anchor=_CLASSIFIED,
-                replacement=f"""\
-    random_ops.mark_decisions(joint_graph, node_info.{backward})
-
-{_CLASSIFIED}""",
-                inside="min_cut_rematerialization_partition",
-                since=since,
-                until=until,
-            )
-            for backward, since, until in (
-                ("required_bw_nodes", (2, 10), (2, 10)),
-                ("tangents_closure", (2, 11), None),
-            )
+        Edit(
+            PARTITIONERS,
+            anchor=_CLASSIFIED,
+            replacement="    random_ops.mark_decisions(joint_graph, "
+            f"node_info.tangents_closure)\n\n{_CLASSIFIED}",
+            inside="min_cut_rematerialization_partition",
         ),
         Edit(
             PARTITIONERS,
@@ -132,7 +121,7 @@ selects between two values of an element, as a ReLU's, may still be recomputed.
             until=(2, 13),
         ),
     ),
-    since=(2, 10),
+    since=(2, 11),
     landed=((PARTITIONERS, "random_ops.must_run_once("),),
     lacking="below budget 1, dropout gets wrong gradients there, as without the set "
     "(pytorch/pytorch#190758)",

@@ -24,7 +24,7 @@ def _kept(
     split: str,
     hit: str,
     split_in: str,
-    since: tuple[int, int] = (2, 10),
+    since: tuple[int, int] = (2, 11),
     until: Optional[tuple[int, int]] = None,
 ) -> tuple[Edit, Edit]:
     """The plan goes into what the cache keeps, and comes back; each with its indent."""

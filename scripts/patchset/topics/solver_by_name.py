@@ -33,8 +33,8 @@ PATCH = Patch(
     why="""\
 The dispatch repeats one branch per solver, and the error for a misspelt name does
 not list the valid ones. Looking the name up in KNAPSACK_SOLVERS
-makes every solver of the module selectable, the sliding Hirschberg one before
-2.10 included, and the error lists them.
+makes every solver of the module selectable, the sliding Hirschberg one on 2.6
+included, and the error lists them.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_solver_by_name.py",
@@ -52,9 +52,9 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             PARTITIONERS,
             anchor=_OLD_IMPORT,
             through="    ilp_knapsack,\n)\n",
-            digests=("a5a82a77df22275b", "1c723d8eb237fd0f"),
+            digests=("1c723d8eb237fd0f",),
             replacement=NEW_IMPORT,
-            since=(2, 10),
+            since=(2, 11),
         ),
         Edit(
             PARTITIONERS,
@@ -73,7 +73,7 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             digests=("0012834c85af406d",),
             replacement=_LOOK_UP,
             inside=DISPATCH,
-            since=(2, 10),
+            since=(2, 11),
         ),
         Edit(
             PARTITIONERS,
@@ -87,7 +87,7 @@ makes every solver of the module selectable, the sliding Hirschberg one before
             anchor=_OLD_ERROR,
             replacement=_unknown_solver("dynamic_memory_budget_dp, or one of your own"),
             inside=DISPATCH,
-            since=(2, 10),
+            since=(2, 11),
         ),
     ),
     landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),

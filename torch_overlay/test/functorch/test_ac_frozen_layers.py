@@ -29,7 +29,6 @@ from torch._functorch.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
 )
-from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -336,9 +335,6 @@ def nets():
         "adaptive_max_pool2d_backward",
         "replication_pad2d_backward",
     }
-    max_pool = {"max_pool2d_with_indices_backward"}
-    # 2.10 does not decompose it.
-    is_kept = aten.max_pool2d_with_indices_backward.default not in select_decomp_table()
     yield (
         "pooling and padding",
         Net(
@@ -352,8 +348,8 @@ def nets():
             trainable=(0,),
         ),
         image,
-        pools | max_pool | {"reflection_pad2d_backward"},
-        pools | max_pool if is_kept else pools,
+        pools | {"max_pool2d_with_indices_backward", "reflection_pad2d_backward"},
+        pools,
     )
     norms = (nn.GroupNorm(2, 8), nn.BatchNorm2d(8), nn.LayerNorm(7), nn.Linear(7, 5))
     yield "norms", Net(nn.Conv2d(3, 8, 3), *norms, trainable=(0,)), image, norm, set()

@@ -40,7 +40,10 @@ from torch._functorch._activation_checkpointing.rerun_cost import (
 )
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import (
+    CustomKnapsackSolver,
+    CustomRuntimeEstimator,
+)
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_log
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -64,8 +67,6 @@ GATED = [(32, 40)]
 for hidden in (24, 56, 16):
     GATED += [(40, 2 * hidden), (hidden, 40)]
 KNEE = "dynamic_memory_budget_dp"
-# Before 2.11, a solver is any callable.
-Custom = getattr(custom_graph_pass, "CustomKnapsackSolver", object)
 
 
 def chain(x, *weights):
@@ -176,7 +177,7 @@ def split(function, inputs, **options):
     )(*inputs)
 
 
-class Fixed(Custom):
+class Fixed(CustomKnapsackSolver):
     """Gives one answer to every question, and remembers the last one."""
 
     def __init__(self, *answer):
@@ -196,7 +197,7 @@ class WithRuntimes(Fixed):
         return super().__call__(*others)
 
 
-class SaveDearest(Custom):
+class SaveDearest(CustomKnapsackSolver):
     """Saves the item that costs most to recompute, and no other."""
 
     def __call__(self, memory, joint_graph, max_memory, node_info, nodes, runtimes):
@@ -249,9 +250,8 @@ class TestOptions(TestCase):
             with config.patch({option: choice}):
                 check_budget_options(0.5)
 
-    @unittest.skipIf(Custom is object, "any callable will do")
     def test_instances_and_other_callables(self):
-        class Estimator(custom_graph_pass.CustomRuntimeEstimator):
+        class Estimator(CustomRuntimeEstimator):
             def __call__(self, node):
                 return 1.0
 

@@ -45,7 +45,7 @@ from torch._functorch._activation_checkpointing.rerun_cost import rerun_cost
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._functorch.compilers import nop
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 from torch._inductor.utils import fresh_cache
 from torch.distributed._functional_collectives import all_reduce
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -488,11 +488,7 @@ def overwritten_statistics(x, w, buffer):
 OVERWRITTEN = (overwritten_after, overwritten_statistics)
 
 
-# Before 2.11, an estimator is a name.
-Custom = getattr(custom_graph_pass, "CustomRuntimeEstimator", None)
-
-
-class ByElements(Custom or object):
+class ByElements(CustomRuntimeEstimator):
     def __call__(self, node):
         return float(node.meta["val"].numel())
 
@@ -796,7 +792,6 @@ class PeakBudgetTest(TestCase):
 
     def test_estimators(self):
         option = "activation_memory_budget_runtime_estimator"
-        own = [ByElements()] if Custom else []
 
         def searched(graph, cheapest, expensive, *more):
             by_name.append(peak_budget.rerun_costs(graph, expensive))
@@ -809,17 +804,16 @@ class PeakBudgetTest(TestCase):
             self.assertNoLogs(LOGS, "WARNING"),
             patch.object(peak_budget, "find_plans", searched),
         ):
-            for estimator in ("flops", "roofline", "testing", *own):
+            for estimator in ("flops", "roofline", "testing", ByElements()):
                 self.plan(joint, 0.3, **{option: estimator})
-        flops, roofline, testing, *by_own = by_name
+        flops, roofline, testing, elements = by_name
         # Two products and a reduction have a cost, unless bytes count as well.  These
         # products are so small that they move more bytes than they take FLOP.
         product = 8 * (32 * 8 + 8 * 8 + 32 * 8)
         self.assertEqual([c for c in flops if c], [product, product, 1])
         self.assertGreater(min(roofline), 0)
         self.assertEqual([c for c in testing if c], [1, 1, 1])
-        for elements in by_own:
-            self.assertEqual([c for c in elements if c], [32 * 8, 32 * 8, 1])
+        self.assertEqual([c for c in elements if c], [32 * 8, 32 * 8, 1])
 
     def test_custom_operators_have_the_price_that_they_have_elsewhere(self):
         def ask(graph, cheapest, expensive, *_):

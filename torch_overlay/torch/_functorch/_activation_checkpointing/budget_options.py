@@ -10,19 +10,13 @@ from numbers import Real
 from typing import Any, Callable, NamedTuple
 
 from torch._functorch import config
+from torch._inductor.custom_graph_pass import (
+    CustomKnapsackSolver,
+    CustomRuntimeEstimator,
+)
 
 from .knapsack import KNAPSACK_SOLVERS
 from .rerun_cost import RUNTIME_UNITS
-
-
-try:
-    from torch._inductor.custom_graph_pass import (
-        CustomKnapsackSolver,
-        CustomRuntimeEstimator,
-    )
-except ImportError:  # Before 2.11, a solver could be any callable.
-    CustomKnapsackSolver = Callable  # type: ignore[assignment, misc]
-    CustomRuntimeEstimator = None  # type: ignore[assignment, misc]
 
 
 __all__ = ["KNEE", "CustomKnapsackSolver", "check_budget_options", "is_number"]

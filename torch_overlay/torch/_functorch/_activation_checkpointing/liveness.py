@@ -213,10 +213,7 @@ class JointGraph:
         (output,) = graph.find_nodes(op="output")
         results = tree_leaves(output.args)
         self._forward = set(node_info.required_fw_nodes)
-        # In 2.10, these are the same.
-        self._tangents_closure = getattr(
-            node_info, "tangents_closure", node_info.required_bw_nodes
-        )
+        self._tangents_closure = node_info.tangents_closure
         self._bwd_outputs = _nodes(results[num_fwd_outputs:])
         self.values = Storages(graph, self._forward)
         self.nbytes = self.values.nbytes

@@ -394,9 +394,7 @@ class _Settled:
         return self.graph.kept_bytes(values), knapsack.saved
 
 
-def _trace(
-    joint: fx.Graph, plan: Decision, posed: Items, cheap: Sequence[int]
-) -> None:
+def _trace(joint: fx.Graph, plan: Decision, posed: Items, cheap: Sequence[int]) -> None:
     """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
     from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
 

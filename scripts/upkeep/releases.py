@@ -10,8 +10,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from .files import locked
-from .patch import REPOSITORY
+from patchset.files import locked
+from patchset.patch import REPOSITORY
 
 
 TREES = REPOSITORY / "build" / "releases"

@@ -4,8 +4,7 @@ import functools
 
 import pytest
 import torch
-from benchmarks.live_bytes import allocations, CountedStorages, record_step
-from benchmarks.tracing import CountedFlops
+from benchmarks.meters import allocations, CountedFlops, CountedStorages, record_step
 from torch.utils.checkpoint import checkpoint
 
 

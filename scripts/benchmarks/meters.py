@@ -1,4 +1,4 @@
-"""What a training step holds in memory: the bytes of live storages at its peak.
+"""What a training step holds in memory, and what it computes.
 
 `CountedStorages` sees every operator through a dispatch mode and follows each storage
 by a weak reference. It works for eager mode, on any device, and for compiled code
@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Self
 from unittest import mock
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 
 def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
@@ -146,17 +147,46 @@ def allocations(call: Callable[[], Any]) -> Allocations:
     return Allocations(result, max(live), live[-1])
 
 
+class CountedFlops(TorchDispatchMode):
+    """Adds up the flops of all operators that run, in compiled graphs as well.
+
+    But for those within higher-order operators.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 class Step(NamedTuple):
-    """The bytes of a training step.
+    """A training step, in bytes and flops, and its gradients.
 
     ``saved_bytes`` is what the forward allocated and left alive for the backward, the
     loss itself excepted; ``given`` what was there before; ``own_peak`` the most that
-    was live beyond that.
+    was live beyond that. ``forward_flops`` are among the ``flops``.
     """
 
     saved_bytes: int
     given: int
     own_peak: int
+    forward_flops: int
+    flops: int
+    gradients: list[Tensor]
 
     @property
     def peak(self) -> int:
@@ -172,29 +202,62 @@ def record_step(
 ) -> Step:
     """Run one training step and record it; ``forward`` returns the scalar loss.
 
-    What the step may compile must be compiled before. ``allocator`` records by
-    `allocations`.
+    What the step may compile must be compiled before. The gradients are taken away
+    from the parameters. ``allocator`` records by `allocations`, and no flops.
     """
     parameters = list(parameters)
     state = list(optimizer.state.values()) if optimizer is not None else []
-    grads = [parameter.grad for parameter in parameters]
-    there = tree_leaves([parameters, inputs, grads, state])
+    there = tree_leaves([parameters, inputs, [p.grad for p in parameters], state])
+    found: list[Tensor] = []
 
     def finish(loss: Tensor) -> None:
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-            optimizer.zero_grad()
+        found.extend(gradients(parameters))
 
     gc.collect()
     if allocator:
         loss, forward_peak, kept = allocations(forward)
         peak = max(forward_peak, kept + allocations(lambda: finish(loss)).peak)
         given = sum({s._cdata: s.nbytes() for s in storages(there)}.values())
+        forward_flops = flops = 0
     else:
-        with CountedStorages(there) as recorder:
+        with CountedFlops() as counter, CountedStorages(there) as recorder:
             loss = forward()
-            kept = recorder.risen
+            kept, forward_flops = recorder.risen, counter.flops
             finish(loss)
-        given, peak = recorder.given, recorder.peak
-    return Step(kept - loss.untyped_storage().nbytes(), given, peak)
+        given, peak, flops = recorder.given, recorder.peak, counter.flops
+    saved = kept - loss.untyped_storage().nbytes()
+    return Step(saved, given, peak, forward_flops, flops, found)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+# What float32 may differ by when a product is computed a second time.
+TOLERANCE = 1e-4
+# A gradient below this share of the model's largest counts as rounding.
+NOTHING = 1e-3
+
+
+def relative_error(measured: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Largest relative error of a tensor, in the maximum norm; NaN where one is.
+
+    A tensor below `NOTHING` of the largest is measured against that: where a true
+    gradient is zero (a bias in front of a batch norm) the rest is rounding.
+    """
+    if len(measured) != len(wanted):
+        raise RuntimeError(f"{len(measured)} gradients where {len(wanted)} are wanted")
+    sizes = torch.stack([b.abs().max() for b in wanted])
+    floor = max(NOTHING * sizes.max().item(), torch.finfo(sizes.dtype).tiny)
+    errors = torch.stack([(a - b).abs().max() for a, b in zip(measured, wanted)])
+    return (errors / sizes.clamp(min=floor)).max().item()
+
+
+def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are there, taken away from the parameters."""
+    found = [each.grad for each in parameters if each.grad is not None]
+    for each in parameters:
+        each.grad = None
+    return found

@@ -1,6 +1,6 @@
 """One linter of .lintrunner.toml on some files; prints what lintrunner reads.
 
-    python scripts/lint.py CODE [--tool COMMAND | --pattern REGEX] [PATH | @LIST] ...
+    PYTHONPATH=scripts python -m upkeep.lint CODE [--tool COMMAND | --pattern REGEX] [PATH | @LIST] ...
 
 ``--tool`` runs a command of the environment that this runs in. A file with a match of
 ``--pattern`` is wrong, or with ``--wanted`` one without. Where neither is given, CODE names a check of this module.
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from patchset.upstream_checks import new_findings
+from .upstream_checks import new_findings
 
 
 # How ruff, mypy, codespell and shellcheck put it.

@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Optional
 
-from . import images
-from .mailbox import mail
-from .patch import MANIFEST, RELEASES, REPOSITORY
+from patchset import images
+from patchset.mailbox import mail
+from patchset.patch import MANIFEST, RELEASES, REPOSITORY
+from patchset.series import SERIES
+from patchset.target import find
+from patchset.transaction import digest
+
 from .releases import tree
-from .series import SERIES
-from .target import find
-from .transaction import digest
 
 
 PATCHES = REPOSITORY / "patches"

@@ -15,7 +15,8 @@ import tarfile
 from pathlib import Path
 
 from patchset.files import locked
-from patchset.releases import TREES, Unavailable
+
+from .releases import TREES, Unavailable
 
 
 CACHE = TREES.parent / "debian"

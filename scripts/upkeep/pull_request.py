@@ -7,13 +7,14 @@ import json
 import sys
 from typing import Any, Optional
 
-from .commits import check_committable, commit_on_branch
-from .images import ABSENT, CONFLICTS, survey
-from .mailbox import message
-from .patch import Patch, REPOSITORY
-from .series import FORMS, SERIES, stack
-from .target import BadCall, Conflict, find
-from .transaction import read_journal
+from patchset.commits import check_committable, commit_on_branch
+from patchset.images import ABSENT, CONFLICTS, survey
+from patchset.mailbox import message
+from patchset.patch import Patch, REPOSITORY
+from patchset.series import FORMS, SERIES, stack
+from patchset.target import BadCall, Conflict, find
+from patchset.transaction import read_journal
+
 from .upstream_checks import check, conclude
 
 
@@ -107,8 +108,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run on the branch the checkout's own linters, those that can be had (usort "
-        "and ruff by upstream's settings, where it has none), upstream's tests and ours; "
+        help="run on the branch usort and ruff by upstream's settings, upstream's tests "
+        "and ours; "
         "tests need the torch of the checkout's version in this project's environment",
     )
     options = parser.parse_args(arguments)

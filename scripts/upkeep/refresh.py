@@ -26,18 +26,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from patchset.files import clone, replace_file
+from patchset.images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey_untouched
+from patchset.patch import minor, Patch, RELEASES, REPOSITORY
+from patchset.series import FORMS, stack
+from patchset.target import find
+from patchset.transaction import Change
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from . import generate
-from .files import clone, replace_file
-from .images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey_untouched
-from .patch import minor, Patch, RELEASES, REPOSITORY
 from .releases import tree
-from .series import FORMS, stack
-from .target import find
-from .transaction import Change
 from .upstream_checks import run_test
 
 
@@ -155,8 +155,8 @@ def untouched(release: str, python: str) -> Path:
     """A checkout of the torch that ``python`` has, as it was released."""
     place = BUILD / f"untouched-pytorch-{release}"
     done = subprocess.run(
-        [python, "scripts/checkout.py", "assemble", str(place)],
-        cwd=REPOSITORY,
+        [python, "-m", "upkeep.checkout", "assemble", str(place)],
+        cwd=REPOSITORY / "scripts",
         capture_output=True,
         text=True,
         check=False,

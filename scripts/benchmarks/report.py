@@ -1,13 +1,15 @@
 """Writes the tables of the README and of docs/, and the figures, from the stored results.
 
-``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and ``<!-- report end -->`` and
-is made from ``results/NAME.json`` by the benchmark of that name, as it prints it; the README's ``headline``
-from the techniques, and the RFC's from those of the step. A figure stands beside its result.
+``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and
+``<!-- report end -->`` and is made from ``results/NAME.json`` by the benchmark of that
+name, as it prints it; the README's ``headline`` from the techniques, and the RFC's from
+those of the step. A figure stands beside its result.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -16,26 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-import quickstart
-import upstream_tests
-from benchmarks import (
-    blocks,
-    check_models,
-    compare,
-    compile,
-    curves,
-    estimators,
-    kept,
-    marks,
-    peak,
-    schedule,
-    step,
-    techniques,
-)
-from benchmarks.results import markdown
+from patchset.patch import REPOSITORY
+from upkeep import upstream_tests
+
+from benchmarks import peak, step, techniques
+from benchmarks.pages import markdown
 
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md")))
 RESULTS = REPOSITORY / "results"
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- report end -->)", re.DOTALL)
@@ -68,46 +57,26 @@ def source_build(data: dict[str, Any]) -> str:
     return markdown(list(data), [list(data.values())])
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "quickstart": quickstart.page,
-    "solvers": marks.page,
-    "curves": curves.page,
-    "kept": kept.page,
-    "frozen": marks.page,
-    "peak": peak.page,
-    "step": step.page,
-    "schedule": schedule.page,
-    "blocks": blocks.page,
-    "estimators": estimators.page,
-    "step_summary": step.summary,
-    "check_models": check_models.page,
-    "releases": releases,
-    "upstream_tests": upstream_tests.page,
-    "source_build": source_build,
-    "compare": compare.page,
-    "compile": compile.page,
-    "techniques": techniques.page,
-    "headline": techniques.headline,
-    "lowest_peaks": techniques.lowest_peaks,
-    "rising": peak.rising,
-    "peak_summary": peak.summary,
+BENCHMARKS = [
+    *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
+    *("check_models", "techniques"),
+]
+FIGURES = ("peak", "step", "schedule", "blocks")
+# What other tables are made from, and how.
+PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "headline": ("techniques", techniques.headline),
+    "lowest_peaks": ("techniques", techniques.lowest_peaks),
+    "rising": ("peak", peak.rising),
+    "peak_summary": ("peak", peak.summary),
+    "step_summary": ("step", step.summary),
+    "releases": ("releases", releases),
+    "upstream_tests": ("upstream_tests", upstream_tests.page),
+    "source_build": ("source_build", source_build),
 }
 
 
-# The tables that are made from another's results.
-PARTS = {
-    "headline": "techniques",
-    "lowest_peaks": "techniques",
-    "rising": "peak",
-    "peak_summary": "peak",
-    "step_summary": "step",
-}
-FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
-    "peak": peak.plot,
-    "step": step.plot,
-    "schedule": schedule.plot,
-    "blocks": blocks.plot,
-}
+def benchmark(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def load(name: str) -> Any:
@@ -122,9 +91,9 @@ def load(name: str) -> Any:
 
 def rendered(text: str) -> str:
     def fill(match: re.Match[str]) -> str:
-        return (
-            match[1] + TABLES[match[2]](load(PARTS.get(match[2], match[2]))) + match[3]
-        )
+        name = match[2]
+        source, page = PARTS.get(name) or (name, benchmark(name).page)
+        return match[1] + page(load(source)) + match[3]
 
     return BLOCK.sub(fill, text)
 
@@ -139,10 +108,10 @@ def main(arguments: Optional[list[str]] = None) -> int:
         after = rendered(before)
         if before != after:
             stale[page] = after
-    for name, plot in FIGURES.items():
+    for name in FIGURES:
         stored = RESULTS / f"{name}.svg"
         with tempfile.TemporaryDirectory() as folder:
-            plot(load(name), Path(folder, f"{name}.json"))
+            benchmark(name).plot(load(name), Path(folder, f"{name}.json"))
             drawn = Path(folder, stored.name).read_text()
         if not stored.exists() or drawn != stored.read_text():
             stale[stored] = drawn

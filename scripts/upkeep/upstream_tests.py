@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any, Optional
 from xml.etree import ElementTree
 
-import debian_source
 from patchset.files import clone, replace_file
-from patchset.patch import RELEASES
-from patchset.refresh import environment, untouched
-from patchset.releases import Unavailable
+from patchset.patch import RELEASES, REPOSITORY
 from patchset.series import SERIES
 from rich.console import Console
 from rich.progress import Progress
 
+from . import debian_source
+from .refresh import environment, untouched
+from .releases import Unavailable
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+
 FILES = (
     "test/dynamo/test_activation_checkpointing.py",
     "test/dynamo/test_aot_autograd_cache.py",

@@ -1,0 +1,224 @@
+"""What a benchmark leaves: rows as JSON, marks, tables, figures, and where it ran."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markdown import Markdown
+
+
+Row = dict[str, Any]
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Where this runs, as every report says it, and the versions of more packages."""
+    cuda = torch.cuda.is_available()
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
+
+
+# How a page came by its figures, for `measured_on` and `panels`.
+RUN = "Run"
+PLANNED = "No step was run: planned for fake tensors"
+SIMULATED = "Simulated, no kernel was run: scheduled for fake tensors"
+
+
+def measured_on(facts: dict[str, Any], how: str = RUN) -> str:
+    """The end of a caption: how, on what, and by which torch."""
+    device = facts.get("gpu") or "a CPU, one thread"
+    versions = f"torch {facts['torch']}, Python {facts['python']}, {facts['system']}"
+    return f"{how} on {device}; {versions}.\n"
+
+
+# -------------------------------------------------------------------- files
+
+
+def store(path: Path, data: dict[str, Any]) -> None:
+    """Write a file so that it holds either all of the data or what it held before."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(data, indent=1) + "\n")
+    new.replace(path)
+
+
+def merged(path: Optional[Path], new: Sequence[Row], key: Sequence[str]) -> list[Row]:
+    """The rows stored in a file, in their order, those of a new one's key replaced."""
+    stored: list[Row] = []
+    if path is not None and path.exists():
+        stored = json.loads(path.read_text())["measured"]
+    found = {tuple(row.get(name) for name in key): row for row in (*stored, *new)}
+    return list(found.values())
+
+
+def good(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """The rows without an error that have these entries."""
+    return [
+        row
+        for row in rows
+        if "error" not in row and all(row.get(k) == v for k, v in wanted.items())
+    ]
+
+
+# -------------------------------------------------------------------- marks
+
+
+class Mark(NamedTuple):
+    """What was found beside the mark it has to reach; ``enforced`` ones decide the
+    exit status. Where ``mark`` is empty, the line only tells."""
+
+    what: str
+    measured: str
+    mark: str
+    passed: bool
+    enforced: bool = True
+
+
+Named = tuple[float, str]  # a number, and where it was found
+
+
+def at_most(
+    what: str,
+    found: Iterable[Named],
+    most: float,
+    mark: str = "",
+    show: str = "{:.4f} ({})",
+    enforced: bool = False,
+) -> Iterator[Mark]:
+    """The largest of what was found has to be at most ``most``; none where none was."""
+    found = list(found)
+    if found:
+        value, where = max(found)
+        mark = mark or f"at most {most:g}"
+        yield Mark(what, show.format(value, where), mark, value <= most, enforced)
+
+
+def share_within(
+    what: str,
+    found: Iterable[Named],
+    most: float,
+    share: float,
+    show: str = "{} of {}; worst: {:.1%} ({})",
+) -> Iterator[Mark]:
+    """So large a share of what was found has to be at most ``most``."""
+    found = list(found)
+    if found:
+        near = sum(value <= most for value, _ in found)
+        passed = near >= share * len(found)
+        text = show.format(near, len(found), *max(found))
+        yield Mark(what, text, f"{share:.0%} of them", passed, False)
+
+
+def stored_marks(rows: Iterable[Row]) -> list[Mark]:
+    """Of benchmarks whose tasks find marks."""
+    return [Mark(**mark) for row in good(rows) for mark in row["marks"]]
+
+
+def failed(marks: Iterable[Mark]) -> bool:
+    return any(mark.enforced and not mark.passed for mark in marks)
+
+
+# ------------------------------------------------------------------- tables
+
+
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, for a page or for `show`."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def columns(items: Iterable[Any], cells: Mapping[str, Callable[..., str]]) -> str:
+    """A line for each item; one that is a tuple gives its parts to each cell."""
+    lines = []
+    for item in items:
+        parts = item if isinstance(item, tuple) else (item,)
+        lines.append([cell(*parts) for cell in cells.values()])
+    return markdown([*cells], lines)
+
+
+def marks_table(rows: Iterable[Row]) -> str:
+    """The marks, each as its dict."""
+
+    def reached(row: Row) -> str:
+        return ("yes" if row["passed"] else "**no**") if row["mark"] else ""
+
+    names = ("what", "measured", "mark")
+    lines = ([*(row[name] for name in names), reached(row)] for row in rows)
+    return markdown((*names, "reached"), lines)
+
+
+def marks_page(data: dict[str, Any]) -> str:
+    """Of benchmarks that have marks alone."""
+    facts = data["environment"]
+    return marks_table(data["rows"]) + (
+        f"\nMedians of {facts['repeats']} interleaved runs. {measured_on(facts)}"
+    )
+
+
+def megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f}"
+
+
+def show(text: str, least_width: int = 140) -> None:
+    """Print Markdown; tables get room enough, wherever they go."""
+    console = Console()
+    Console(width=max(console.width, least_width)).print(Markdown(text))
+
+
+def fail(faults: Sequence[str]) -> int:
+    """Print what must not be; returns the exit status."""
+    console = Console(soft_wrap=True)
+    for fault in faults:
+        console.print(f"[red]FAILED[/] {fault}", highlight=False)
+    return int(bool(faults))
+
+
+# ------------------------------------------------------------------ figures
+
+
+Line = tuple[str, str, Sequence[tuple[float, float]]]  # label, style, points
+
+
+def panels(
+    result: Path,
+    facts: dict[str, Any],
+    lines: Mapping[str, Sequence[Line]],
+    x: str,
+    y: str,
+    how: str = RUN,
+) -> None:
+    """A panel for each net, as .svg beside ``result``; where it ran, and no dates."""
+    across = min(4, len(lines))
+    down = math.ceil(len(lines) / across)
+    figure = Figure(figsize=(2.9 * across if across > 1 else 8, 2.6 * down + 0.8))
+    for at, (net, drawn) in enumerate(lines.items()):
+        axes = figure.add_subplot(down, across, at + 1)
+        for label, style, points in drawn:
+            axes.plot(*zip(*points), style, label=label, markersize=3, linewidth=1)
+        axes.set_title(net, fontsize=9)
+        axes.tick_params(labelsize=7)
+    figure.axes[0].legend(fontsize=7)
+    figure.supxlabel(x, fontsize=8)
+    figure.supylabel(y, fontsize=8)
+    origin = measured_on(facts, how).strip()
+    figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    # Or the names of clip paths would be random.
+    with matplotlib.rc_context({"svg.hashsalt": result.stem}):
+        figure.savefig(result.with_suffix(".svg"), metadata={"Date": None})

@@ -1,0 +1,208 @@
+"""Ways to train a net, and `Training`, which takes its steps in one of them.
+
+A way makes another forward of a forward, of a whole net or of each of its blocks:
+
+    Training(net)                                               eager mode
+    Training(net, whole=compiled(OPERATORS))                    one graph
+    Training(net, blocks=compiled("inductor"))                  a graph for each block
+    Training(net, blocks=(checkpointed(), compiled("inductor")))    a checkpoint in each
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Optional, Union
+
+import torch
+import torch._functorch.config as config
+from torch import nn, Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import sweep
+from benchmarks.meters import allocations, gradients, record_step, Step
+from benchmarks.nets import LossOf, Net, SEED
+from benchmarks.pages import Row
+
+
+OPERATORS = "aot_eager_decomp_partition"
+# The blocks that most models repeat, by the names they commonly have.
+MODULES = r"(.*\.)?(blocks?|layers?|h|stages?|down|merge|cells)\.\d+"
+Forward = Callable[..., Any]
+Way = Callable[[Forward], Forward]
+Ways = Union[Way, Sequence[Way]]
+
+
+def compiled(backend: Any) -> Way:
+    return functools.partial(torch.compile, backend=backend)
+
+
+def checkpointed(**options: Any) -> Way:
+    def way(forward: Forward) -> Forward:
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+        return again
+
+    return way
+
+
+def autocast(device: str) -> Way:
+    def way(forward: Forward) -> Forward:
+        def narrow(*inputs: Any) -> Any:
+            with torch.autocast(device, torch.bfloat16):
+                return forward(*inputs)
+
+        return narrow
+
+    return way
+
+
+def chosen_modules(module: nn.Module, pattern: str) -> list[nn.Module]:
+    """Submodules whose whole name the pattern matches, none inside another."""
+    inner = module.module if isinstance(module, LossOf) else module
+    names = [name for name, _ in inner.named_modules() if name]
+    chosen: list[str] = []
+    for name in names:
+        inside = any(name.startswith(f"{outer}.") for outer in chosen)
+        if re.fullmatch(pattern, name) and not inside:
+            chosen.append(name)
+    if not chosen:
+        outermost = [name for name in names if name.count(".") < 2]
+        raise ValueError(
+            f"no submodule's name is matched by {pattern!r}; there are "
+            f"{', '.join(outermost[:12])}, ...; choose with --modules"
+        )
+    return [inner.get_submodule(name) for name in chosen]
+
+
+@contextmanager
+def budgeted(budget: float, target: str = "saved") -> Iterator[None]:
+    """A budget of the config's, also for the wheel, which has no other target."""
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if target != "saved":
+        settings["activation_memory_budget_target"] = target
+    with config.patch(settings):
+        yield
+
+
+class Training:
+    """A net that is trained in some ways; ``fake`` with tensors that are none.
+
+    A step runs ``within`` a context, a StepBudget for example. What was compiled before
+    is forgotten, unless this one is to run ``beside`` it.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        whole: Ways = (),
+        blocks: Ways = (),
+        modules: str = MODULES,
+        device: str = "cpu",
+        fake: bool = False,
+        beside: bool = False,
+        optimizer: Optional[Callable[..., torch.optim.Optimizer]] = None,
+    ) -> None:
+        if not beside:
+            torch._dynamo.reset()
+        self.mode: AbstractContextManager[Any] = nullcontext()
+        if fake:
+            self.mode, self.module, self.inputs = net.fake()
+        else:
+            self.module, self.inputs = net.make(device)
+        self.parameters: list[Tensor] = list(self.module.parameters())
+        self.parameters += [each for each in self.inputs if each.requires_grad]
+        self.blocks = chosen_modules(self.module, modules) if blocks else []
+        for block in self.blocks:
+            block.forward = put_to_work(block.forward, blocks)
+        self.forward = put_to_work(self.module, whole)
+        self.optimizer = optimizer and optimizer(self.parameters)
+        self.within: AbstractContextManager[Any] = nullcontext()
+
+    def loss(self) -> Tensor:
+        found: Tensor = self.forward(*self.inputs)
+        return found
+
+    def step(self) -> None:
+        """One step, as a user writes it; gradients are not kept."""
+        torch.manual_seed(SEED)
+        with self.mode, self.within:
+            self.loss().backward()
+            if self.optimizer is not None:
+                self.optimizer.step()
+            gradients(self.parameters)
+
+    def warmed(self, steps: int = 1) -> Training:
+        """After steps in which everything is compiled."""
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def measured(self, allocator: bool = False) -> Step:
+        """One more step."""
+        torch.manual_seed(SEED)
+        there = [*self.inputs, *self.module.buffers()]
+        with self.mode, self.within:
+            # Inductor's kernels make their buffers out of the dispatcher's sight.
+            return record_step(
+                self.loss, self.parameters, there, self.optimizer, allocator
+            )
+
+    def allocated(self) -> int:
+        """The most that the allocator has handed out in one more step."""
+        return allocations(self.step).peak
+
+    def seconds(self) -> float:
+        """Of a step: CPU seconds of one thread, or on CUDA those that passed."""
+        if not self.inputs[0].is_cuda:
+            # What else the machine does is left out.
+            start = time.process_time()
+            self.step()
+            return time.process_time() - start
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def put_to_work(forward: Forward, ways: Ways) -> Forward:
+    for way in (ways,) if callable(ways) else ways:
+        forward = way(forward)
+    return forward
+
+
+def swept(
+    make: Callable[[Any], Training],
+    budgets: Sequence[float],
+    found: Callable[[Step], Row],
+    backend: Any = OPERATORS,
+) -> list[Row]:
+    """What is ``found`` of the plans of all ``budgets``, each measured once.
+
+    ``make`` is given a backend. Operator by operator graphs are traced once; any other
+    backend compiles each plan.
+    """
+    if backend == OPERATORS:
+        tracing = sweep.Sweep()
+        training = make(tracing).warmed()
+
+        def run_by(budget: float) -> Row:
+            tracing.budget = budget
+            return found(training.measured())
+
+        return sweep.measured(tracing.graphs, run_by, budgets)
+    graphs: list[sweep.Split] = []
+
+    def compile_for(budget: float) -> Row:
+        with budgeted(budget):
+            training = make(backend).warmed()
+            return found(training.measured(allocator=training.inputs[0].is_cuda))
+
+    with sweep.noted(graphs):
+        compile_for(1.0)
+    return sweep.measured(graphs, compile_for, budgets)
