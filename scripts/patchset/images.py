@@ -391,6 +391,8 @@ def _check_syntax(
     if sys.version_info < grammar(release):
         raise NeedsPython(release)
     text = content.decode()
+    if "\0" in text:
+        raise ValueError(f"{path}: source code cannot contain null bytes")
     tree = ast.parse(text, filename=path, feature_version=grammar(release))
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]

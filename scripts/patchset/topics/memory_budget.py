@@ -15,11 +15,12 @@ _DOCUMENTED = (
     "    1) The __call__() method contains the implementation of the knapsack solver.\n"
 )
 
+_LOGGING_IMPORT = "    create_structured_trace_for_min_cut_info,\n)\n"
+_PLACE = "from torch._functorch._activation_checkpointing"
 _IMPORTS = (
-    "from ._activation_checkpointing.planning import decide, Request\n"
-    "from ._activation_checkpointing.rerun_cost import is_costly\n"
+    f"{_PLACE}.planning import decide, Request\n"
+    f"{_PLACE}.rerun_cost import is_costly\n"
 )
-_NEXT_IMPORT = "from ._aot_autograd.functional_utils import _is_functional_graph\n"
 _PARTITION = "min_cut_rematerialization_partition"
 _COMPILER = '    compiler: str = "inductor",\n    *,\n'
 _DECISION = """\
@@ -98,8 +99,8 @@ its FLOP.
         ),
         Edit(
             PARTITIONERS,
-            anchor=_NEXT_IMPORT,
-            replacement=_IMPORTS + _NEXT_IMPORT,
+            anchor=_LOGGING_IMPORT,
+            replacement=_LOGGING_IMPORT + _IMPORTS,
         ),
         Edit(
             PARTITIONERS,

@@ -25,10 +25,10 @@ from torch._functorch._activation_checkpointing.budget_curve import CurvePoint
 from torch._functorch._activation_checkpointing.budget_options import (
     check_budget_options,
 )
+from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
-from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
 from torch._functorch._activation_checkpointing.rerun_cost import (
     FLOP_PER_BYTE,
@@ -769,7 +769,7 @@ class TestCustomSolver(TestCase):
         (message,) = logs.output
         self.assertIn("Fixed saves 0.75 of the activations", message)
         self.assertIn("the budget of 0.5", message)
-        with self.assertLogs(log, "WARNING") as logs:
+        with self.assertLogs(memory_budget.log, "WARNING") as logs:
             plan = Joint(chain, CHAIN).plan(0.3, Fixed(range(7), []))
         _, high = plan.limits
         self.assertRegex(

@@ -1010,7 +1010,7 @@ class PeakBudgetTest(TestCase):
         x = graph.placeholder("x")
         x.meta["val"] = torch.eye(2).to_sparse()
         graph.output((x, x))
-        info = types.SimpleNamespace(required_fw_nodes={x}, required_bw_nodes=set())
+        info = types.SimpleNamespace(required_fw_nodes={x}, tangents_closure=set())
         with self.assertRaisesRegex(CannotPlan, "x has no storage to count"):
             JointGraph(graph, info, 1)
 

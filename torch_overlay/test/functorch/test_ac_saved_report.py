@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import saved_report
-from torch._functorch._activation_checkpointing.decision import Knapsack
+from torch._functorch._activation_checkpointing.budget_solver import Knapsack
 from torch._functorch._activation_checkpointing.saved_report import (
     _verdict,
     last_plan,
@@ -471,15 +471,15 @@ recomputed in the backward
 
 class TestVerdict(TestCase):
     def test_what_a_solver_reached(self):
-        memory, runtimes = [0.5, 0.3, 0.3], [6.0, 4.0, 4.0]
-        best = Knapsack("x", 0.6, 0.6, memory, runtimes, [1, 2])
+        memory, runtimes = [5, 3, 3], [6.0, 4.0, 4.0]
+        best = Knapsack("x", 0.6, 6, memory, runtimes, [1, 2])
         self.assertEqual(_verdict(best), "proven optimal")
-        below = Knapsack("x", 0.6, 0.6, memory, runtimes, [0])
+        below = Knapsack("x", 0.6, 6, memory, runtimes, [0])
         self.assertEqual(
             _verdict(below), "at most 0.25 of the runtime below the optimum"
         )
-        over = Knapsack("x", 0.6, 0.6, memory, runtimes, [0, 1])
-        self.assertEqual(_verdict(over), "over the budget by 0.2")
+        over = Knapsack("x", 0.6, 6, memory, runtimes, [0, 1])
+        self.assertEqual(_verdict(over), "over the budget by 2 B")
 
     def test_source_is_the_innermost_frame_outside_torch(self):
         frames = [("train.py", "model(x)"), ("net.py", "self.up(x)")]

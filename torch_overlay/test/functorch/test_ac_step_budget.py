@@ -28,10 +28,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import (
-    graph_calls,
-    saved_report,
-)
+from torch._functorch._activation_checkpointing import graph_calls, saved_report
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config

@@ -16,6 +16,7 @@ from torch._functorch._activation_checkpointing import (
     decision,
     saved_report,
     step_budget,
+    step_graph,
 )
 from torch._functorch.compilers import nop
 from torch._inductor import compile_fx, config as inductor_config, peak_judge
@@ -287,7 +288,7 @@ class PeakJudgeTest(TestCase):
             with failing, judged(1, count), ExitStack() as stack:
                 if count:
                     logs = stack.enter_context(
-                        self.assertLogs(step_budget.log, "WARNING")
+                        self.assertLogs(step_graph.log, "WARNING")
                     )
                 compiled, inputs = torch.compile(layers, backend=PARTITIONED), given()
                 for _ in range(2):

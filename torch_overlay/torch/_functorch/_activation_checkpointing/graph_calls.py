@@ -15,13 +15,14 @@ import torch
 from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 
-from .decision import Peak
 from .rerun_cost import concrete
 from .saved_report import format_bytes
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from .decision import Peak
 
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,6 @@ from torch._functorch import config
 from .decision import Decision, Peak
 from .fused_peak import FusedJointGraph
 from .liveness import Evaluation, JointGraph
-from .memory_budget import Planner
 from .random_ops import must_run_once
 from .rerun_cost import is_costly, rerun_cost, roofline
 
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from torch.utils._ordered_set import OrderedSet
+    from .memory_budget import Planner
 
 __all__ = [
     "Curve",

@@ -17,13 +17,13 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from . import memory_budget
 from .budget_options import check_budget_options
 from .budget_solver import WrongAnswer
-from .decision import Decision
 from .memory_budget import Planner
 
 
 if TYPE_CHECKING:
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
+    from .decision import Decision
 
 log = logging.getLogger(__name__)
 

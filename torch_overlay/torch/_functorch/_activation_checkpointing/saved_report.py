@@ -31,7 +31,6 @@ from torch._logging._internal import trace_structured
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .budget_solver import Knapsack
-from .decision import Decision, Peak
 from .memory_budget import activation_bytes
 from .rerun_cost import is_view, RUNTIME_UNITS
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.fx import GraphModule, Node
+    from .decision import Decision, Peak
 
 
 __all__ = [

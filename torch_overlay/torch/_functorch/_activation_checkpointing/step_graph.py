@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import memory_budget, planning, saved_report
 from .decision import Decision
 from .graph_calls import backward_of, bytes_of, CALL, counted, symbolic_sizes
-from .memory_budget import Planner
 from .step_plan import calls_assumed, GraphPlan, GraphPlans, plan_graph
 from .step_recorder import Event, of_this_thread, Recorder
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch.fx import GraphModule
+    from .memory_budget import Planner
 
     from .step_budget import StepBudget
 

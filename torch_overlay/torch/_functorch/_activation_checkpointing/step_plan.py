@@ -30,8 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
-from .liveness import Evaluation, JointGraph
-from .memory_budget import Planner
 from .peak_budget import find_plans, model_of, Plans, rerun_costs
 from .random_ops import is_random
 from .rerun_cost import concrete
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
+    from .liveness import Evaluation, JointGraph
+    from .memory_budget import Planner
 
 
 __all__ = ["GraphPlan", "GraphPlans", "Moment", "StepCurve", "plan_graph"]
