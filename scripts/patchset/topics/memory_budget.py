@@ -18,8 +18,7 @@ _DOCUMENTED = (
 _LOGGING_IMPORT = "    create_structured_trace_for_min_cut_info,\n)\n"
 _PLACE = "from torch._functorch._activation_checkpointing"
 _IMPORTS = (
-    f"{_PLACE}.planning import decide, Request\n"
-    f"{_PLACE}.rerun_cost import is_costly\n"
+    f"{_PLACE}.planning import decide, Request\n{_PLACE}.rerun_cost import is_costly\n"
 )
 _PARTITION = "min_cut_rematerialization_partition"
 _COMPILER = '    compiler: str = "inductor",\n    *,\n'
