@@ -208,12 +208,12 @@ class Planner:
             kept = self.kept_bytes(least)
             return replace(plan, saved_values=least, activation_bytes=kept)
         solver = _Settled(self, items, limits)
-        knapsack, values = solver.solve(plan.budget)
+        knapsack, values, kept = solver.solve(plan.budget)
         plan = replace(
             plan,
             saved_values=values,
             decided_by="knapsack",
-            activation_bytes=self.kept_bytes(values),
+            activation_bytes=kept,
             knapsack=knapsack,
             items=solver.posed.nodes,
         )
@@ -359,7 +359,7 @@ class _Settled:
             lambda again: self.graph.cut(_ALL_CHEAP, OrderedSet(again))[0]
         )
 
-    def solve(self, budget: float) -> tuple[Knapsack, list[fx.Node]]:
+    def solve(self, budget: float) -> tuple[Knapsack, list[fx.Node], int]:
         """Ask the solver, for less where the plan turns out to keep too much."""
         # What must not run twice may be kept in more bytes than budget 0 needs for it.
         over = 0
@@ -367,15 +367,18 @@ class _Settled:
         for _ in range(_TRIES):
             capacity = max(self.limits.capacity(budget) - over, 0)
             saved = ask_solver(self.posed, capacity)
-            knapsack, values = self.settle(budget, saved)
-            excess = self.graph.kept_bytes(values) - self.limits.allowed(budget)
-            if excess <= 0 or is_custom or self.graph.model is None:
-                return knapsack, values
+            knapsack, values, kept = self.settle(budget, saved)
+            excess = kept - self.limits.allowed(budget)
+            if excess <= 0 or is_custom:
+                return knapsack, values, kept
             over += excess
-        return knapsack, self.graph.least()
+        least = self.graph.least()
+        return knapsack, least, self.graph.kept_bytes(least)
 
-    def settle(self, budget: float, saved: list[int]) -> tuple[Knapsack, list[fx.Node]]:
-        """The items that are saved, and the values to save for them."""
+    def settle(
+        self, budget: float, saved: list[int]
+    ) -> tuple[Knapsack, list[fx.Node], int]:
+        """The items that are saved, the values to save for them, and what they keep."""
         memory, runtimes = self.posed.memory, self.posed.runtimes
         name: Any = config.activation_memory_budget_solver
         name = name if isinstance(name, str) else type(name).__name__
@@ -384,14 +387,15 @@ class _Settled:
         again = [i for i in range(len(memory)) if i not in {*saved}]
         values = self._cut(tuple(node for i in again for node in self.items[i].ops))
         allowed = self.limits.allowed(budget)
-        values, _ = self.graph.cheapest(values, self.items, saved, allowed)
+        values, kept = self.graph.cheapest(values, self.items, saved, allowed)
         capacity = self.limits.capacity(budget)
-        return Knapsack(name, budget, capacity, memory, runtimes, saved), values
+        knapsack = Knapsack(name, budget, capacity, memory, runtimes, saved)
+        return knapsack, values, kept
 
     def kept(self, budget: float, saved: list[int]) -> tuple[int, list[int]]:
         """The bytes and the items that a solver's answer keeps in the end."""
-        knapsack, values = self.settle(budget, saved)
-        return self.graph.kept_bytes(values), knapsack.saved
+        knapsack, _, kept = self.settle(budget, saved)
+        return kept, knapsack.saved
 
 
 def _trace(joint: fx.Graph, plan: Decision, posed: Items, cheap: Sequence[int]) -> None:
