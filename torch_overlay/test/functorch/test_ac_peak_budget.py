@@ -245,13 +245,17 @@ class Scaled(torch.autograd.Function):
         return grad * x.cos() * ctx.rows
 
 
-class Early(torch.autograd.Function):
-    """Computes in the backward what needs no gradient, long before it is used."""
+class Sine(torch.autograd.Function):
+    """Saves its argument; each backward needs that in another way."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.sin()
+
+
+class Early(Sine):
+    """Computes in the backward what needs no gradient, long before it is used."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -262,13 +266,8 @@ class Early(torch.autograd.Function):
         return cosines.unflatten(0, (4, -1)).amax(0) * grad * (1 + largest)
 
 
-class ConstantFirst(torch.autograd.Function):
+class ConstantFirst(Sine):
     """Makes a constant before it needs what may have to be computed again."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
 
     @staticmethod
     def backward(ctx, grad):
@@ -277,13 +276,8 @@ class ConstantFirst(torch.autograd.Function):
         return torch.addcmul(grad, x, torch.ones_like(grad))
 
 
-class ViewFirst(torch.autograd.Function):
+class ViewFirst(Sine):
     """Views what may have to be computed again, and needs it later."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
 
     @staticmethod
     def backward(ctx, grad):
