@@ -10,8 +10,25 @@ from typing import Optional
 from .apply import add_without
 from .images import survey
 from .mailbox import mail
-from .target import BadCall, Conflict, find
+from .target import BadCall, Conflict, exit_status, find
 from .transaction import read_journal
+
+
+def write_series(options: argparse.Namespace) -> None:
+    """Write the patches, in order; nothing where one conflicts."""
+    target = find(options.checkout)
+    out = Path(options.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadCall(f"{out}: exists and is not an empty folder")
+    result = survey(target, read_journal(target), options.without)
+    if result.conflicts:
+        raise Conflict("; ".join(result.conflicts))
+    steps = [step for step in result.patches if step.changes]
+    out.mkdir(parents=True, exist_ok=True)
+    for number, step in enumerate(steps, 1):
+        place = out / f"{number:04d}-{step.patch.name}.patch"
+        place.write_text(mail(step.patch, step.changes, number, len(steps), context=3))
+        print(place)
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
@@ -25,29 +42,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument("out", metavar="OUT", help="a new or empty folder")
     add_without(parser)
     options = parser.parse_args(arguments)
-    try:
-        target = find(options.checkout)
-        out = Path(options.out)
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise BadCall(f"{out}: exists and is not an empty folder")
-        result = survey(target, read_journal(target), options.without)
-        if result.conflicts:
-            raise Conflict("; ".join(result.conflicts))
-        steps = [step for step in result.patches if step.changes]
-        out.mkdir(parents=True, exist_ok=True)
-        for number, step in enumerate(steps, 1):
-            place = out / f"{number:04d}-{step.patch.name}.patch"
-            place.write_text(
-                mail(step.patch, step.changes, number, len(steps), context=3)
-            )
-            print(place)
-    except BadCall as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Conflict as error:
-        print(f"conflict: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: write_series(options))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 from .files import naming
 from .patch import CONFIG, grammar, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
@@ -36,6 +36,19 @@ class Conflict(Exception):
 class Unfinished(Exception):
     """What was written could be neither finished nor undone; the same call goes on
     from there (exit 4)."""
+
+
+def exit_status(command: Callable[[], None]) -> int:
+    """Run a command that writes nothing into the tree; what it refuses is told."""
+    try:
+        command()
+    except BadCall as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Conflict as error:
+        print(f"conflict: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 STATE_NAME = ".activation-memory-budget"

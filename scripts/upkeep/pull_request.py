@@ -12,7 +12,7 @@ from patchset.images import ABSENT, CONFLICTS, survey
 from patchset.mailbox import message
 from patchset.patch import Patch, REPOSITORY
 from patchset.series import FORMS, SERIES, stack
-from patchset.target import BadCall, Conflict, find
+from patchset.target import BadCall, Conflict, exit_status, find
 from patchset.transaction import read_journal
 
 from .upstream_checks import check, conclude
@@ -92,6 +92,40 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
     )
 
 
+def write_branch(options: argparse.Namespace) -> None:
+    """Make the branch and the text, and check both where that is asked."""
+    branch = options.branch or f"ac-budget/{options.topic}"
+    ours = FORMS[options.topic]
+    patches = stack(ours.minimal or ours)
+    target = find(options.checkout)
+    if target.git_dir is None:
+        raise BadCall(f"{target.root} is not a git checkout")
+    text = body(patches[-1], ours, patches[:-1])
+    result = survey(target, read_journal(target), series=patches)
+    if not patches[-1].fits(result.release):
+        raise Conflict(
+            f"{options.topic}: no edit is for torch {result.release}, which this "
+            "tree looks like most"
+        )
+    for step in result.patches:
+        if step.state in (ABSENT, CONFLICTS):
+            raise Conflict(f"{step.patch.name}: {step.state} ({step.detail})")
+    steps = [step for step in result.patches if step.changes]
+    if not steps or steps[-1].patch.name != options.topic:
+        raise Conflict(f"{options.topic}: {result.patches[-1].state}")
+    check_committable(target, result.changes)
+    commits = [(message(step.patch), step.changes) for step in steps]
+    made = commit_on_branch(target, branch, commits)
+    place = BODIES / f"{options.topic}.md"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text)
+    print(*(f"commit {line}" for line in made), sep="\n")
+    print(f"branch {branch}: git switch {branch}")
+    print(f"text   {place}")
+    if options.check:
+        conclude(check(target, branch, patches[-1]))
+
+
 def main(arguments: Optional[list[str]] = None) -> int:
     names = [patch.name for patch in SERIES]
     parser = argparse.ArgumentParser(
@@ -113,44 +147,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
         "tests need the torch of the checkout's version in this project's environment",
     )
     options = parser.parse_args(arguments)
-    branch = options.branch or f"ac-budget/{options.topic}"
-    ours = FORMS[options.topic]
-    patches = stack(ours.minimal or ours)
-    try:
-        target = find(options.checkout)
-        if target.git_dir is None:
-            raise BadCall(f"{target.root} is not a git checkout")
-        text = body(patches[-1], ours, patches[:-1])
-        result = survey(target, read_journal(target), series=patches)
-        if not patches[-1].fits(result.release):
-            raise Conflict(
-                f"{options.topic}: no edit is for torch {result.release}, which this "
-                "tree looks like most"
-            )
-        for step in result.patches:
-            if step.state in (ABSENT, CONFLICTS):
-                raise Conflict(f"{step.patch.name}: {step.state} ({step.detail})")
-        steps = [step for step in result.patches if step.changes]
-        if not steps or steps[-1].patch.name != options.topic:
-            raise Conflict(f"{options.topic}: {result.patches[-1].state}")
-        check_committable(target, result.changes)
-        commits = [(message(step.patch), step.changes) for step in steps]
-        made = commit_on_branch(target, branch, commits)
-        place = BODIES / f"{options.topic}.md"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-        print(*(f"commit {line}" for line in made), sep="\n")
-        print(f"branch {branch}: git switch {branch}")
-        print(f"text   {place}")
-        if options.check:
-            conclude(check(target, branch, patches[-1]))
-    except BadCall as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Conflict as error:
-        print(f"conflict: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: write_branch(options))
 
 
 if __name__ == "__main__":
