@@ -1,4 +1,4 @@
-"""scripts/checkout.py on real trees: the installed torch, and checkouts made of it.
+"""scripts/upkeep/checkout.py on real trees: the installed torch, and checkouts made of it.
 
 The installation itself must come out untouched, which is checked once, at the end of
 the module.

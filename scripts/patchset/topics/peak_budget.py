@@ -34,7 +34,7 @@ The cheapest that fits is taken, so a smaller budget never has a higher peak. An
 estimate fits if it does with activation_memory_peak_margin added, 5 %.
 
 The default target, "saved", keeps today's meaning. Where no plan can be made, a
-warning says why and the graph gets the plan for saved bytes.
+warning says why and the graph gets upstream's plan for saved bytes.
 """,
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",
