@@ -336,18 +336,29 @@ def judged_beside(rows: Sequence[Row]) -> Iterator[Mark]:
 # ------------------------------------------------------------------- report
 
 
-HOW = (
+SWEPT = (
     "Saved: upstream's budgets of saved bytes, the same for all blocks, from 0 to 1 at "
     f"every 1/{len(SAVED) - 1}; of these the lowest peak, and where a StepBudget gains "
     "least."
+)
+NOT_SWEPT = (
+    "Saved: some budgets of saved bytes, the same for all blocks, with the set's solver; "
+    "upstream's were not swept, and some of them may reach lower."
 )
 
 
 def named(others: Sequence[Row]) -> Iterator[tuple[str, Row]]:
     for other in others:
-        budgets = other.get("budgets")
+        budget = other.get("activation_memory_budget")
+        budgets = other.get("budgets") or ([] if budget is None else [budget])
         told = f" {sweep.told(budgets)}" if budgets else ""
         yield other["kind"] + told, other
+
+
+def told_of_saved(rows: Sequence[Row]) -> str:
+    """Which budgets of the blocks' own a table has."""
+    others = (other for row in rows for other in row.get("others", ()))
+    return SWEPT if any("budgets" in other for other in others) else NOT_SWEPT
 
 
 def quoted(row: Row) -> Iterator[tuple[Row, str, Row]]:
@@ -424,7 +435,7 @@ def page(data: dict[str, Any], caption: str = CAPTION, how: str = RUN) -> str:
         + "\nBy share. Peaks are beyond what is there when a step starts, flops beyond "
         "those at the largest share:\n\n"
         + steps_table(rows)
-        + f"\nAgainst what blocks can do by themselves. {HOW}\n\n"
+        + f"\nAgainst what blocks can do by themselves. {told_of_saved(rows)}\n\n"
         + others_table(rows)
         + f"\n{caption}{measured_on(data['environment'], how)}"
     )
