@@ -40,9 +40,7 @@ warning says why and the graph gets upstream's plan for saved bytes.
     test="test/functorch/test_ac_peak_budget.py",
     sources=(
         module_path("fused_peak"),
-        module_path("memory_policy"),
         module_path("peak_budget"),
-        "test/functorch/test_ac_memory_policy.py",
     ),
     needs=("saved-report",),
     evidence=(
