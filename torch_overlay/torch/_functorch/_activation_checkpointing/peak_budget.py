@@ -33,6 +33,7 @@ The search, on integers alone and without a min cut of its own:
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
@@ -64,6 +65,7 @@ __all__ = [
     "find_plans",
     "model_of",
     "rerun_costs",
+    "undominated",
 ]
 
 # Places at which checkpoints may stand: of the minima, the narrowest by these shares.
@@ -91,6 +93,21 @@ def allowed_peak(budget: float, floor: int, fastest: int) -> int:
     return floor + math.floor(budget * (fastest - floor))
 
 
+def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
+    """The points that no other is at most as large as in every number, of equals one.
+
+    Their indices, by rising points; of equals the first.  O(n log n) for pairs, for more
+    numbers O(n * points found).
+    """
+    found: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: (points[i], i)):
+        # Of pairs that were found, the last has the least second number.
+        rivals = found[-1:] if len(points[i]) == 2 else found
+        if not any(all(map(operator.le, points[k], points[i])) for k in rivals):
+            found.append(i)
+    return found
+
+
 class Curve:
     """Of ``plans``, those that no other beats in both peak and cost, by rising peak.
 
@@ -106,10 +123,8 @@ class Curve:
     ) -> None:
         self.fastest = fastest
         self.margin = margin
-        self.plans: list[PlannedPeak] = []
-        for plan in sorted(plans, key=lambda p: (p.peak, p.cost, sorted(p.storages))):
-            if not self.plans or plan.cost < self.plans[-1].cost:
-                self.plans.append(plan)
+        found = sorted(plans, key=lambda plan: sorted(plan.storages))
+        self.plans = [found[i] for i in undominated([plan[:2] for plan in found])]
 
     @property
     def floor(self) -> int:

@@ -11,8 +11,9 @@ list of moments (:class:`Moment`).  :class:`StepCurve` chooses plans so that no 
 is above a peak and little is computed again.
 
 Calls of one graph may get two plans.  A call's *slot* is the smallest number that no
-other call alive has; those up to some slot get one plan, those above it another.  That fills the room that one plan for all would
-leave, and lets the calls whose backward comes first keep what they need at once anyway.
+other call alive has; those up to some slot get one plan, those above it another.  That
+fills the room that one plan for all would leave, and lets the calls whose backward comes
+first keep what they need at once anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
-from .peak_budget import find_plans, model_of, Plans, rerun_costs
+from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
 from .random_ops import is_random
 from .rerun_cost import concrete
 
@@ -186,7 +187,8 @@ def plan_graph(
     else:
         plans = find_plans(graph, cheapest, expensive, saved)
         plans.evaluate(_knapsacks(planner.items(cheapest, expensive)))
-    best = _undominated(_graph_plans(joint, plans))
+    found = _graph_plans(joint, plans)
+    best = [found[i] for i in undominated([plan[:4] for plan in found])]
     fastest = next(iter(plans.evaluations))
     top = min(
         range(len(best)), key=lambda i: (best[i].cost, best[i].storages != fastest)
@@ -205,7 +207,7 @@ def plan_graph(
 
 
 def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
-    """The plans that were evaluated, those that are equal once."""
+    """The plans that were evaluated."""
     graph = plans.graph
     (output,) = joint.joint.find_nodes(op="output")
     returned: dict[int, int] = {}
@@ -213,20 +215,21 @@ def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
         if isinstance(node, torch.fx.Node):
             for s in graph.storages([node]):
                 returned.setdefault(s, index)
-    found: dict[tuple[int, int, int, float], GraphPlan] = {}
+    found: list[GraphPlan] = []
     for storages, evaluation in plans.evaluations.items():
         kept = evaluation.saved
         states = _generator_states(graph, evaluation)
-        plan = GraphPlan(
-            graph.size(kept - graph.outputs) + states,
-            evaluation.forward_peak + states,
-            max(evaluation.step_peaks) - graph.held_by_caller,
-            plans.found[storages].cost,
-            frozenset(returned[s] for s in kept & graph.outputs if s in returned),
-            storages,
+        found.append(
+            GraphPlan(
+                graph.size(kept - graph.outputs) + states,
+                evaluation.forward_peak + states,
+                max(evaluation.step_peaks) - graph.held_by_caller,
+                plans.found[storages].cost,
+                frozenset(returned[s] for s in kept & graph.outputs if s in returned),
+                storages,
+            )
         )
-        found.setdefault(plan[:4], plan)
-    return [*found.values()]
+    return found
 
 
 def _generator_states(graph: JointGraph, evaluation: Evaluation) -> int:
@@ -253,15 +256,6 @@ def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:
     for saved in dict.fromkeys(tuple(solution.saved) for solution in solutions):
         chosen = lightest(memory, runtimes, [*saved])
         yield frozenset(s for i in chosen for s in items[i].storages)
-
-
-def _undominated(plans: list[GraphPlan]) -> list[GraphPlan]:
-    """The plans that no other is at least as good as in every number, leanest first."""
-    kept: list[GraphPlan] = []
-    for plan in sorted(plans, key=lambda p: (*p[:4], sorted(p.storages))):
-        if not any(all(a <= b for a, b in zip(o[:4], plan[:4])) for o in kept):
-            kept.append(plan)
-    return kept
 
 
 def calls_assumed() -> int:
@@ -321,10 +315,7 @@ class StepCurve:
             ]
             states = self._search(graphs)
         self.unbudgeted = states[0]
-        self.plans: list[StepPlan] = []
-        for state in sorted(states):
-            if not self.plans or state.cost < self.plans[-1].cost:
-                self.plans.append(state)
+        self.plans = [states[i] for i in undominated([state[:2] for state in states])]
 
     @property
     def floor(self) -> int:
@@ -362,7 +353,9 @@ class StepCurve:
                 (vectors + self.rest).amax(1),
                 vectors[:, int((live[:, -1].amax(0) + self.rest).argmax())],
             )
-            found = {i for m in measures for i in _staircase(m.tolist(), costs)}
+            found = {
+                i for m in measures for i in undominated([*zip(m.tolist(), costs)])
+            }
             good = sorted(found | {graph.fastest})
             choices = [choices[i] for i in good]
             vectors, costs = vectors[good], [costs[i] for i in good]
@@ -507,7 +500,7 @@ def _hull(graph: GraphPlans, slots: int, lowest: int) -> list[int]:
     found = {graph.fastest, graph.leanest(1), lowest}
     for share in (0, 1 / slots, 1):
         weight = [p.kept + share * max(p.forward, p.backward - p.kept) for p in plans]
-        steps = _staircase(weight, [p.cost for p in plans])
+        steps = undominated([(w, plan.cost) for w, plan in zip(weight, plans)])
         hull: list[int] = []
         for i in steps:
             while len(hull) > 1 and _above(hull[-2], hull[-1], i, weight, plans):
@@ -527,12 +520,3 @@ def _above(
     """Whether b costs more than the line from a to c."""
     left = (plans[a].cost - plans[b].cost) * (weight[c] - weight[a])
     return left <= (plans[a].cost - plans[c].cost) * (weight[b] - weight[a])
-
-
-def _staircase(weights: Sequence[float], costs: Sequence[float]) -> list[int]:
-    """Indices that no other beats in weight and cost, by rising weight."""
-    found: list[int] = []
-    for i in sorted(range(len(weights)), key=lambda i: (weights[i], costs[i], i)):
-        if not found or costs[i] < costs[found[-1]]:
-            found.append(i)
-    return found
