@@ -28,7 +28,7 @@ StepBudget has those plans scheduled that it is about to choose, and those that 
 bound is made of.
 """,
     test="test/inductor/test_peak_judge.py",
-    sources=("torch/_inductor/peak_judge.py",),
+    sources=("torch/_inductor/peak_judge.py", "torch/_inductor/wrapper_memory.py"),
     needs=("step-budget", "buffer-reuse"),
     edits=(
         Edit(

@@ -107,7 +107,7 @@ class PeakJudgeTest(TestCase):
                 step()
                 measured = live_at_most(step)
             peak = saved_report.last_plan().peak
-            self.assertEqual(peak.predicted, measured, rtol=0.005, atol=0)
+            self.assertEqual(peak.predicted, measured)
             self.assertLessEqual(peak.predicted, peak.allowed)
             if lower is not None:
                 self.assertLess(lower.predicted, peak.predicted)

@@ -30,19 +30,13 @@ from torch._inductor import config
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import IRNode, NonOwningLayout
-from torch._inductor.memory import (
-    compute_memory_timeline,
-    FreeableInputBuffer,
-    get_freeable_input_buf,
-    peak_memory_from_buf_info_list,
-)
+from torch._inductor.ir import IRNode
 from torch._inductor.utils import output_node, shape_env_from_inputs
 from torch._inductor.virtualized import V
+
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.traceback import _get_memory_budget_annotation
-from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._functorch._activation_checkpointing import saved_report
@@ -50,21 +44,18 @@ from .._functorch._activation_checkpointing.decision import Peak
 from .._functorch._activation_checkpointing.memory_budget import activation_bytes
 from .._functorch._activation_checkpointing.peak_budget import allowed_peak, PeakBytes
 from .._functorch._activation_checkpointing.planning import requested
+from .wrapper_memory import wrapper_memory, WrapperMemory
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import GraphModule
 
     Split = tuple[GraphModule, GraphModule]
 
 
 log = logging.getLogger(__name__)
-
-# Goes before the names of what a backward drops.
-_PREFIX = "saved_"
 
 __all__ = ["partition", "schedule_peak", "schedule_peaks"]
 
@@ -190,34 +181,55 @@ def schedule_peaks(
     Both graphs are left as they are.
     """
     results: Any = output_node(forward).args[0]
-    gradients: Any = output_node(backward).args[0]
     primals = forward.graph.find_nodes(op="placeholder")
     saved = backward.graph.find_nodes(op="placeholder")
-    given = [node.meta["val"] for node in primals]
-    lowered, forward_peak = _schedule(forward, given, None, {})
+    lowered, memory = _schedule(forward, [node.meta["val"] for node in primals])
     # The forward chose the strides of what it saves, for which it may copy an input.
-    made = {
+    strides = {
         node.name: result
         for node, result in zip(results, lowered.graph_outputs)
         if isinstance(node, Node) and not _is_input(node, result)
     }
-    inputs = [_restrided(node.meta["val"], made.get(node.name)) for node in saved]
-    # What the forward returned stays the caller's, and autograd holds the tangents.
-    stays = [*_nodes(results[:num_fwd_outputs]), *filter(_is_tangent, saved)]
-    constant, returned = _storages([*primals, *stays]), _storages(gradients)
-    copies = {node.name for node in primals if node.name in made}
-    own: dict[str, tuple[object, int]] = {}
-    donated: list[int] = []
+    inputs = [_restrided(node.meta["val"], strides.get(node.name)) for node in saved]
+    owned = owned_by_backward(results, saved, memory, num_fwd_outputs)
+    gradients: Any = output_node(backward).args[0]
+    returned = set(map(get_node_storage, _nodes(gradients)))
+    donated = [
+        place
+        for _, views in owned
+        for place in views
+        if functorch_config.donated_buffer and len(views) == 1
+        if get_node_storage(saved[place]) not in returned
+    ]
+    _, then = _schedule(backward, inputs, donated)
+    stays = {made[0]: made[1] for made in memory.results[:num_fwd_outputs] if made}
+    tangents = activation_bytes(primals, filter(_is_tangent, saved))
+    return memory.peak(), then.peak(owned) + sum(stays.values()) + tangents
+
+
+def owned_by_backward(
+    results: Sequence[object],
+    saved: Sequence[Node],
+    memory: WrapperMemory,
+    num_fwd_outputs: int,
+) -> list[tuple[int, list[int]]]:
+    """The storages that nobody but the backward holds, as `WrapperMemory.peak` wants them.
+
+    Args:
+        results: the nodes that the forward returns, those to its caller first.
+        saved: the placeholders of the backward.
+        memory: of the forward's wrapper.
+        num_fwd_outputs: how many results the caller gets.
+    """
+    names = [getattr(node, "name", None) for node in results]
+    made = dict(zip(names[num_fwd_outputs:], memory.results[num_fwd_outputs:]))
+    held = {*memory.results[:num_fwd_outputs], None}
+    views: dict[tuple[int, int], list[int]] = {}
     for place, node in enumerate(saved):
-        storage = get_node_storage(node)
-        if node.name in copies:
-            own[_PREFIX + node.name] = node.name, 0
-        elif node.name in made and storage is not None and storage not in constant:
-            own[_PREFIX + node.name] = storage, activation_bytes((), [node])
-            if functorch_config.donated_buffer and storage not in returned:
-                donated.append(place)
-    _, backward_peak = _schedule(backward, inputs, donated, own)
-    return forward_peak, backward_peak + activation_bytes(primals, stays)
+        storage = made.get(node.name)
+        if storage is not None and storage not in held:
+            views.setdefault(storage, []).append(place)
+    return [(nbytes, places) for (_, nbytes), places in views.items()]
 
 
 def _copied(module: GraphModule) -> GraphModule:
@@ -228,10 +240,6 @@ def _copied(module: GraphModule) -> GraphModule:
 
 def _nodes(values: Iterable[object]) -> list[Node]:
     return [value for value in values if isinstance(value, Node)]
-
-
-def _storages(values: Iterable[object]) -> set[Optional[int]]:
-    return {get_node_storage(node) for node in _nodes(values)}
 
 
 def _is_input(node: Node, result: Any) -> bool:
@@ -255,24 +263,18 @@ def _restrided(value: Any, result: Any) -> Any:
 
 
 def _schedule(
-    module: GraphModule,
-    inputs: Sequence[Any],
-    donated: Optional[list[int]],
-    own: Mapping[str, tuple[object, int]],
-) -> tuple[GraphLowering, int]:
-    """A graph as inductor lowers it, and the peak of its kernels, in bytes.
+    module: GraphModule, inputs: Sequence[Any], donated: Optional[list[int]] = None
+) -> tuple[GraphLowering, WrapperMemory]:
+    """A graph as inductor lowers it, and what its wrapper has live.
 
     ``donated`` are the places of the inputs that kernels may write over; only a backward
-    has such, and None stands for a forward.  ``own`` are the inputs that are dropped when
-    nothing reads them any more, by name: the storage of each, and the bytes of that.
+    has such, and None stands for a forward.  Raises RuntimeError where the wrapper's
+    memory is not known.
     """
     from torch._inductor import compile_fx  # which imports this module
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     module = _copied(module)
-    for node in module.graph.find_nodes(op="placeholder"):
-        if _PREFIX + node.name in own:  # By a primal's name it would be the caller's.
-            node.target = _PREFIX + node.name
     output_node(module).meta.setdefault("user_visible_output_idxs", ())
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -300,69 +302,8 @@ def _schedule(
         enter(V.set_graph_handler(graph))
         enter(V.set_extern_kernel_nodes([]))
         graph.run(*inputs)
-        graph.init_wrapper_code()
-        graph._update_scheduler()
-        graph.wrapper_code.push_codegened_graph(graph)
-        graph.scheduler.codegen()
-        return graph, _peak(graph, own)
-
-
-def _peak(graph: GraphLowering, own: Mapping[str, tuple[object, int]]) -> int:
-    """The peak of a graph that was scheduled, by inductor's estimate; see `_schedule`.
-
-    Left alone, that goes by the names of inputs: a view of a parameter counts as if it
-    were dropped, what the forward returned too, and two views of a storage count twice.
-    And it goes by nodes, of which a kernel may compute several.
-    """
-    nodes = graph.scheduler.nodes
-    found = get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs))
-    freeable: dict[object, FreeableInputBuffer] = {}
-    for name, buffer in found.items():
-        if name not in own:
-            continue
-        storage, nbytes = own[name]
-        all_views = freeable.setdefault(storage, buffer).mpi_buffer
-        view = buffer.mpi_buffer
-        all_views.size_free = max(all_views.size_free, view.size_free, nbytes)
-        all_views.succ_nodes |= view.succ_nodes
-        all_views.succ_nodes_for_ordering |= view.succ_nodes_for_ordering
-    by_name = {buffer.name: buffer for buffer in freeable.values()}
-    outputs = OrderedSet(graph.get_output_names())
-    lives, _, _ = compute_memory_timeline(nodes, by_name, outputs)
-    named = {life.buffer.get_name(): life for life in lives}
-    kernels = _kernels(nodes)
-    for life in lives:
-        layout = getattr(getattr(life.buffer, "node", None), "layout", None)
-        if isinstance(layout, NonOwningLayout):
-            # It is computed in the concatenation that it is a part of.
-            life.size_alloc = life.size_free = 0
-            whole = named[layout.view.get_name()]
-            whole.start_step = min(whole.start_step, life.start_step)
-    for life in lives:
-        life.start_step = kernels[life.start_step]
-        if life.end_step >= 0:
-            life.end_step = kernels[life.end_step]
-    return int(peak_memory_from_buf_info_list(lives, len(nodes))[0])
-
-
-def _kernels(nodes: Sequence[BaseSchedulerNode]) -> list[int]:
-    """The number of the kernel that each node is computed in.
-
-    C++ has one for all between two external ones: what they write is allocated before,
-    and what they read is dropped after it.
-    """
-    found: list[int] = []
-    kernel, is_open = -1, False
-    for node in nodes:
-        device = node.get_device()
-        joins = (
-            device is not None
-            and device.type == "cpu"
-            and config.cpu_backend == "cpp"
-            and not node.is_extern()
-            and not node.is_template()
-        )
-        kernel += not (is_open and joins)
-        is_open = joins
-        found.append(kernel)
-    return found
+        wrapper, _ = graph.codegen()
+        memory = wrapper_memory(graph, wrapper.value)
+        if memory is None:
+            raise RuntimeError("what its wrapper has live is not known")
+        return graph, memory

@@ -1,0 +1,270 @@
+"""The bytes that a compiled graph has live while it runs, read from its wrapper.
+
+A wrapper is the Python code that inductor generates around its kernels.  It allocates
+every buffer, and drops it after its last use::
+
+    buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)    # a new storage
+    buf1 = reinterpret_tensor(buf0, (32, 128), (128, 1), 0)        # the same one
+    buf2 = torch.ops.aten.sort.default(buf1)                       # two more
+    del buf0, buf1
+
+So what is live at any moment follows from that code, without running it.  Not seen is
+what a kernel or an operator allocates for itself.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+from torch._inductor import ir
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch._inductor.graph import GraphLowering
+
+
+__all__ = ["WrapperMemory", "wrapper_memory"]
+
+# Calls and methods that return what their first argument, or their object, refers to.
+_ALIASING = ("as_strided", "copy_if_misaligned", "reinterpret_tensor", "view")
+
+
+class WrapperMemory(NamedTuple):
+    """What a wrapper has live.
+
+    Args:
+        live: bytes after each allocation, of all that the wrapper allocated.
+        dropped: of each input, how many allocations come before it is dropped.
+        results: of each result, the storage's number and bytes if the wrapper allocated
+            it; None for an input and for what is no tensor.
+    """
+
+    live: tuple[int, ...]
+    dropped: tuple[int, ...]
+    results: tuple[Optional[tuple[int, int]], ...]
+
+    def peak(self, owned: Iterable[tuple[int, Sequence[int]]] = ()) -> int:
+        """The most bytes live, beyond the inputs that somebody else holds.
+
+        ``owned`` are the storages that nobody does: their bytes, and the indices of the
+        inputs that are views of each.  O(allocations + inputs).
+        """
+        change = [0] * (len(self.live) + 2)
+        inputs = 0
+        for nbytes, views in owned:
+            inputs += nbytes
+            change[max(self.dropped[index] for index in views)] -= nbytes
+        most = inputs
+        for nbytes, freed in zip(self.live, change):
+            inputs += freed
+            most = max(most, inputs + nbytes)
+        return most
+
+
+def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]:
+    """What the wrapper of a graph has live; None where its ``source`` does not tell.
+
+    That is where it loops, or calls an operator whose results have no known size.
+    O(source).
+    """
+    try:
+        found = ast.parse(source)
+        functions = {
+            node.name: node
+            for node in ast.walk(found)
+            if isinstance(node, ast.FunctionDef)
+        }
+        walk = _Walk(graph, functions)
+        results = walk.follow()
+    except (_Unknown, SyntaxError):
+        return None
+    return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results)
+
+
+class _Unknown(Exception):
+    """Something in a wrapper that is not followed."""
+
+
+class _Storage:
+    """It is live for as long as some variable refers to it.
+
+    ``made`` is its number and its bytes, None for an input.
+    """
+
+    def __init__(
+        self, freed: Callable[[], None], made: Optional[tuple[int, int]] = None
+    ) -> None:
+        self._freed = freed
+        self.made = made
+
+    def __del__(self) -> None:
+        self._freed()
+
+
+class _Walk:
+    """Follows a wrapper's functions.
+
+    Its variables refer to a `_Storage`, to a list of values, to None, which is all that
+    has no memory, or to what an operator returned: a dict of values by their indices.
+    """
+
+    def __init__(
+        self, graph: GraphLowering, functions: dict[str, ast.FunctionDef]
+    ) -> None:
+        self.graph = graph
+        self.functions = functions
+        self.live: list[int] = []
+        self.dropped = [0] * len(graph.graph_inputs)
+        self._now = 0
+        self._parts: dict[str, dict[tuple[Any, ...], str]] = {}
+        for name, buffer in graph.name_to_buffer.items():
+            if isinstance(buffer, ir.MultiOutput):
+                indices = tuple(index for _, index in buffer.indices)
+                whole: Any = buffer.inputs[0]
+                self._parts.setdefault(whole.get_name(), {})[indices] = name
+
+    def follow(self) -> tuple[Optional[tuple[int, int]], ...]:
+        """Follow the wrapper from its call to its return; what its results are."""
+        inputs = [self._given(index) for index in range(len(self.dropped))]
+        results = self._run("call", inputs) or []
+        return tuple(getattr(each, "made", None) for each in results)
+
+    def _given(self, index: int) -> _Storage:
+        def drop() -> None:
+            self.dropped[index] = len(self.live)
+
+        return _Storage(drop)
+
+    def _made(self, nbytes: int) -> _Storage:
+        self._now += nbytes
+        self.live.append(self._now)
+
+        def drop() -> None:
+            self._now -= nbytes
+
+        return _Storage(drop, (len(self.live), nbytes))
+
+    def _run(self, function: str, arguments: list[Any]) -> Any:
+        """What a function of the wrapper's returns for a list of arguments."""
+        if function not in self.functions:
+            raise _Unknown(function)
+        definition = self.functions[function]
+        names = {definition.args.args[-1].arg: arguments}
+        # Nobody else has it any more once the function clears it.
+        del arguments
+        return self._block(definition.body, names)
+
+    def _block(self, body: Sequence[ast.stmt], names: dict[str, Any]) -> Any:
+        for statement in body:
+            if isinstance(statement, ast.Assign):
+                (target,) = statement.targets
+                _assign(target, self._value(statement.value, names, target), names)
+            elif isinstance(statement, ast.Delete):
+                for target in statement.targets:
+                    names.pop(ast.unparse(target), None)
+            elif isinstance(statement, ast.With):
+                self._block(statement.body, names)
+            elif isinstance(statement, ast.Return):
+                return self._value(statement.value, names)
+            elif isinstance(statement, ast.Expr):
+                _clear(statement.value, names)
+            elif isinstance(statement, (ast.For, ast.While)):
+                raise _Unknown(ast.unparse(statement))
+        return None
+
+    def _value(
+        self, value: Any, names: dict[str, Any], target: Optional[ast.expr] = None
+    ) -> Any:
+        """What an expression refers to, which may be made for a target."""
+        if isinstance(value, ast.Name):
+            return names.get(value.id)
+        if isinstance(value, (ast.Tuple, ast.List)):
+            return [self._value(each, names) for each in value.elts]
+        if isinstance(value, ast.Subscript):
+            return self._part(value, names)
+        if not isinstance(value, ast.Call):
+            return None
+        called: Any = value.func
+        name = ast.unparse(called)
+        if name.rpartition(".")[2] in _ALIASING:
+            is_method = isinstance(called, ast.Attribute)
+            return self._value(called.value if is_method else value.args[0], names)
+        if name.startswith("self.partitions["):
+            name = f"partition_{ast.literal_eval(called.slice)}"
+        if name in self.functions:
+            return self._run(name, names.pop(ast.unparse(value.args[-1])))
+        return self._result(target, value, names)
+
+    def _part(self, value: ast.Subscript, names: dict[str, Any]) -> Any:
+        """Of what an operator returned, the part that an expression takes out."""
+        indices: list[Any] = []
+        whole: Any = value
+        while isinstance(whole, ast.Subscript):
+            indices.insert(0, ast.literal_eval(whole.slice))
+            whole = whole.value
+        found = self._value(whole, names)
+        return found.get((*indices,)) if isinstance(found, dict) else None
+
+    def _result(
+        self, target: Optional[ast.expr], call: ast.Call, names: dict[str, Any]
+    ) -> Any:
+        """What a call makes that is no function of the wrapper's."""
+        if not isinstance(target, ast.Name):
+            return None
+        name = target.id
+        if name in self._parts:
+            return {
+                indices: self._buffer(part, names)
+                for indices, part in self._parts[name].items()
+            }
+        if name in self.graph.name_to_buffer:
+            return self._buffer(name, names)
+        if ast.unparse(call.func).startswith("empty_strided"):
+            return self._made(_literal_bytes(call))
+        if name.rpartition("_")[2].startswith("buf"):
+            raise _Unknown(ast.unparse(call))
+        return None
+
+    def _buffer(self, name: str, names: dict[str, Any]) -> Any:
+        buffer = self.graph.name_to_buffer[name]
+        aliases = buffer.get_inputs_that_alias_output()
+        if aliases:
+            return names.get(aliases[0])
+        if isinstance(buffer.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
+            return None
+        sizes: Any = self.graph.sizevars
+        # Its name before 2.13.
+        hint = getattr(sizes, "optimization_hint", None) or sizes.size_hint
+        length = hint(self.graph.get_allocation_storage_size(buffer), fallback=0)
+        return self._made(int(length) * buffer.get_dtype().itemsize)
+
+
+def _clear(value: ast.expr, names: dict[str, Any]) -> None:
+    """Empty a list, where an expression does."""
+    called: Any = getattr(value, "func", None)
+    if isinstance(called, ast.Attribute) and called.attr == "clear":
+        names[ast.unparse(called.value)].clear()
+
+
+def _assign(target: ast.expr, value: Any, names: dict[str, Any]) -> None:
+    if isinstance(target, ast.Tuple):
+        values = value if isinstance(value, list) else [None] * len(target.elts)
+        for each, part in zip(target.elts, values):
+            _assign(each, part, names)
+    elif isinstance(target, ast.Name):
+        names[target.id] = value
+
+
+def _literal_bytes(call: ast.Call) -> int:
+    """The bytes of ``empty_strided_...(size, stride, dtype)``."""
+    try:
+        size, stride = map(ast.literal_eval, call.args[:2])
+        dtype = getattr(torch, ast.unparse(call.args[2]).removeprefix("torch."))
+    except (AttributeError, IndexError, ValueError) as error:
+        raise _Unknown(ast.unparse(call)) from error
+    last = sum((length - 1) * step for length, step in zip(size, stride))
+    return (last + 1) * dtype.itemsize if all(size) else 0
