@@ -1,4 +1,4 @@
-"""A loop as torchtitan's: FSDP2 and torch.compile on each block, on two ranks.
+"""A loop like torchtitan's: FSDP2 and torch.compile on each block, on two ranks.
 
 scripts/run_patched.sh python examples/fsdp.py
 """

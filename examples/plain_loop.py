@@ -1,4 +1,4 @@
-"""A training loop whose blocks are compiled one by one, in a fifth of the room.
+"""A training loop with each block compiled separately, under a StepBudget.
 
 scripts/run_patched.sh python examples/plain_loop.py
 """

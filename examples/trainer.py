@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, each block of the model compiled by itself, in a budget.
+"""Hugging Face's Trainer with each block compiled separately, under a StepBudget.
 
 scripts/run_patched.sh python examples/trainer.py
 """
@@ -41,7 +41,7 @@ def make_trainer(budget: StepBudget, folder: str) -> Trainer:
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager_decomp_partition")
-    # To be learned: eight tokens, over and over.
+    # Easy to learn: eight tokens, over and over.
     tokens = (torch.arange(64) + torch.randint(8, (16, 1))) % 8
     arguments = TrainingArguments(
         folder,
@@ -55,7 +55,7 @@ def make_trainer(budget: StepBudget, folder: str) -> Trainer:
         use_cpu=not torch.cuda.is_available(),
     )
     data = [{"input_ids": each, "labels": each} for each in tokens]
-    # If a step raises, the next one that begins ends it: train() may be called again.
+    # If a step raises, the next one closes it, so train() can be called again.
     callbacks = [BudgetedSteps(budget)]
     return Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
 

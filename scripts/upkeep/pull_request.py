@@ -82,7 +82,8 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + (f"Stacked on:\n\n{stacked}\n" if stacked else "")
         + "## Problem and mechanism\n\n"
         + "\n\n".join(problem or [change])
-        + f"\n\n## Change\n\n{change}\n\n## Evidence\n\n"
+        + f"\n\n## Change\n\n{change}\n\n## Smallest form\n\n{ours.smallest}\n"
+        + "## Evidence\n\n"
         + f"`{patch.tested}`, without this change and with it:\n\n"
         + before_and_after(patch)
         + measured(ours)

@@ -9,21 +9,21 @@ _RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
 
 PATCH = Patch(
     name="buffer-reuse",
-    subject="Do not let inductor's reuse and order of buffers raise the peak",
+    subject="Keep inductor's buffer reuse and kernel order from raising the peak",
     why="""\
-Inductor keeps a freed buffer for a later one of its size if what is live in between
-leaves room for it below the peak of the graph. That peak is an estimate from the
-schedule, and too high once kernels are generated: a buffer that a fused kernel keeps
-in registers is counted, and so are both where a kernel writes its result over an
-argument. Buffers are then kept through the real peak. A GPT-2 training step peaks at
+Inductor keeps a freed buffer for a later one of its size if there is room for it below
+the peak of the graph in between. That peak is an estimate from the schedule, and too
+high once kernels are generated: it counts buffers that a fused kernel keeps in
+registers, and both buffers where a kernel writes its result over an argument. Freed
+buffers are then kept through the real peak. A GPT-2 training step peaks at
 170 MB instead of 160, a mixture of experts at 196 instead of 179.
 
-The same estimate decides the order of kernels, of four, and takes a worse one: a
-ResNet-50 for an H100 (bf16, 64 images, planned for the lowest peak) peaks at 1,171 MB
-by inductor's schedule, 874 in the order it would have run in without that pass.
+The same estimate picks one of four kernel orders, and picks a worse one: a ResNet-50
+for an H100 (bf16, 64 images, planned for the lowest peak) peaks at 1,171 MB by
+inductor's schedule, 874 in the order it would have run in without that pass.
 
 The estimate now counts what the generated kernels store. Before kernels are generated,
-it leaves out what is read by no other kernel than its own.
+it leaves out buffers that only their own kernel reads.
 """,
     test="test/inductor/test_buffer_reuse.py",
     edits=(
@@ -34,8 +34,8 @@ it leaves out what is read by no other kernel than its own.
 def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
     \"\"\"
     A buffer that only its own kernel reads stays in registers and takes no memory.
-    Where kernels were generated, follow them: so does what one has removed, and not what
-    was allocated; what is written over an argument takes the argument's.
+    Once kernels are generated, count what they do: a removed buffer takes none, an
+    allocated one does, and a result written over an argument takes the argument's.
     \"\"\"
     from .scheduler import SchedulerNode
 
@@ -72,8 +72,13 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
     since=(2, 11),
     landed=((_MEMORY, "_count_what_is_stored("),),
     risks="""\
-The estimate decides which buffers are kept and in which order kernels run: the same
-kernels, of the same arguments. Fewer buffers are kept for long, so a graph may allocate
-some more often.
+The estimate decides which buffers are kept and in which order kernels run; the kernels
+and their arguments stay the same. Fewer buffers are kept for long, so a graph may
+allocate more often.
+""",
+    smallest="""\
+The estimate alone, in EfficientPeakEstimate: leave out buffers that only their own
+kernel reads. #192578 already counts results that are written over an argument; this
+goes on top.
 """,
 )

@@ -8,8 +8,8 @@ PATCH = Patch(
     subject="Give the sliding Hirschberg solver a name in the config",
     why="""\
 The article on this solver selects it as config.dp_knapsack_sliding_hirschberg,
-which raises an AttributeError. The name now stands in the config and equals the
-plain string, so both ways of writing it select the same solver.
+which raises an AttributeError. The name is now in the config and equals the
+plain string, so both spellings select the same solver.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_config_solver_name.py",
@@ -20,8 +20,8 @@ plain string, so both ways of writing it select the same solver.
             replacement="""\
 activation_memory_budget_runtime_estimator = "flops"
 
-# The name of the solver that answers like "dp" and holds a few rows instead of a
-# table, so that code can write config.dp_knapsack_sliding_hirschberg or the string.
+# The name of the solver that gives the value of "dp" in the memory of a few rows, for
+# code that writes config.dp_knapsack_sliding_hirschberg instead of the string.
 dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
 """,
         ),
@@ -31,6 +31,9 @@ dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
     risks="""\
 One more entry in the config, a constant. Like every entry it is part of the cache key
 of compiled graphs, so the first compile after the upgrade is cold.
+""",
+    smallest="""\
+Not proposed: the string already selects the solver.
 """,
     kind="improvements",
 )

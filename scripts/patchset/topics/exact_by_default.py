@@ -33,9 +33,12 @@ activation_memory_budget_solver = "exact"
     needs=("solver-by-name",),
     evidence=(("solvers", "corpus:"), ("solvers", "dp / exact")),
     risks="""\
-Default plans change at every budget that reaches the knapsack. Where dp overspent, less
-is saved and more recomputed than before; whoever tuned a budget against dp's overspending
-may have to raise it.
+Default plans change at every budget that reaches the knapsack. Where dp overspent,
+less is saved and more recomputed than before; whoever tuned a budget against dp's
+overspending may have to raise it.
+""",
+    smallest="""\
+As it is, one line of the config, once the exact solver has been in a release.
 """,
     kind="improvements",
 )

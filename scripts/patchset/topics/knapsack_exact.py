@@ -14,7 +14,7 @@ _ADDITION = Patch(
     name="knapsack-exact",
     subject="Add an exact knapsack solver for the activation memory budget",
     why="""\
-Every solver there is either overspends the budget or loses runtime: dp rounds
+Every existing solver either overspends the budget or loses runtime: dp rounds
 sizes to 1/10000 of the range, so that on real joint graphs it ends up to 19 %
 over, rounding up instead gives away up to 23 % of the value, and greedy has no
 bound. Real graphs repeat their layers, so their hundreds of items are copies of
@@ -38,6 +38,10 @@ The solver is new code, used only where the config asks for "exact". A cap on st
 not on time, bounds its work: at the cap it returns the best set found, no worse than
 greedy's, with an upper bound, and marks it as not proven. Hard instances of
 the literature take seconds; joint graphs take about a millisecond.
+""",
+    smallest="""\
+The solver on whole bytes, some 200 lines, selected by name. Fractional sizes and many
+budgets at once can follow.
 """,
     kind="new features",
 )

@@ -32,7 +32,7 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
             replacement=_LOAD
             + """\
         if dtype == torch.bool and self._get_num_vectors(torch.float) == 1:
-            # A vector of bools has no instructions; bytes have.
+            # There are vector instructions for bytes, not for bools.
             count = cexpr_index(self.num_elems)
             loaded = f"at::vec::Vectorized<uint8_t>::loadu({loadbuf}, {count})"
             zeros = "at::vec::Vectorized<float>(0)"
@@ -65,6 +65,9 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 Quantized kernels use the same conversions; on instruction sets for which at::vec has
 none of its own they fall back to a loop over the lanes. The tests compare
 with eager mode for several dtypes, sizes that leave a tail, and strided tensors.
+""",
+    smallest="""\
+As it is, with times of upstream's CPU benchmarks before and after.
 """,
     evidence=(("frozen", "frozen 1x1 convolutions with ReLU"),),
     kind="performance",

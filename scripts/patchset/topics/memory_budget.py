@@ -35,26 +35,26 @@ PATCH = Patch(
     subject="Choose what an activation memory budget saves in a module of its own",
     why="""\
 choose_saved_values_set does everything in 260 lines, and its plans may be over their
-budget (a U-Net keeps .593 at .5), as the min cut after the knapsack saves other values
-than the solver chose. It accepts a budget of NaN and does not notice a misspelt solver until a
-graph needs one. What has no FLOP formula (a custom operator, a grouped product) is
-recomputed first, however long it takes. The Pareto plot bisects with a knapsack and a min cut per point (438
-knapsacks for a net of 15 items), and the knee search of dynamic_memory_budget_dp solves
-a hundred knapsacks one by one and may exceed small budgets. A custom solver gets the
-sizes but not the runtimes, and nothing checks its answer.
+budget (a U-Net keeps 0.593 at 0.5), as the min cut after the knapsack saves other
+values than the solver chose. It accepts a budget of NaN, and notices a misspelt
+solver only when a graph needs one. Operators without a FLOP formula (custom ones,
+grouped matmuls) are recomputed first, however long they take. The Pareto plot bisects
+with a knapsack and a min cut per point (438 knapsacks for a net of 15 items), and the
+knee search of dynamic_memory_budget_dp solves a hundred knapsacks one by one and may
+exceed small budgets. A custom solver gets the sizes but not the runtimes, and its
+answer is not checked.
 
-planning.decide takes what is asked and returns one value: what to save, what decided
-it, the range, the knapsack and what the plan keeps. choose_saved_values_set stays, for
-graphs that the new modules cannot plan for. A model of the graph's storages tells
-what each plan keeps and recomputes, and where the cut's is over the budget, or recomputes
-more, nothing but the solver's items is saved. Items that a smaller value can be kept for
-are one item. A budget is kept to the byte, and what fits to the byte is saved. What no
-compiler fuses costs at least the bytes that it moves. Options are checked before the first
-cut. Plot and
-knee search solve all their budgets in one call, and each set of items is cut once. A
-custom solver with a parameter named runtimes gets them, and its lists have to name every
-item once. The estimator "roofline" counts the bytes that recomputation moves as well as
-its FLOP.
+planning.decide takes a request and returns a decision: what to save, what decided it,
+the range, the knapsack and the bytes kept. choose_saved_values_set stays, for graphs
+that the new modules cannot model. A model of the graph's storages tells what each
+plan keeps and recomputes; if the cut's is over the budget, or recomputes more, only
+the solver's items are saved. Values that something smaller can replace are one item.
+The budget is filled exactly; ties go to the smaller plan. Operators that no compiler
+fuses cost at least the bytes they move. Options are checked before the first cut.
+Plot and knee search solve all their budgets in one call, and each set of items is cut
+once. A custom solver with a parameter named runtimes gets them, and its lists have to
+name every item once. The estimator "roofline" counts the bytes that recomputation
+moves as well as its FLOPs.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_memory_budget.py",
@@ -73,9 +73,9 @@ its FLOP.
             CONFIG,
             anchor="# NOTE: This *cannot* be treated as\n",
             replacement="""\
-# What counts are the bytes that the forward leaves alive for the backward: storages,
-# whole, without parameters and inputs. They are at most low + budget * (high - low),
-# where low and high are what budgets 0 and 1 keep: see
+# It bounds the bytes that the forward leaves alive for the backward (whole storages,
+# without parameters and inputs) by low + budget * (high - low), where low and high are
+# what budgets 0 and 1 keep: see
 # torch/_functorch/_activation_checkpointing/memory_budget.py.
 """,
         ),
@@ -90,8 +90,8 @@ its FLOP.
             anchor=_DOCUMENTED,
             replacement=_DOCUMENTED
             + """\
-    Where it has a parameter named ``runtimes``, it gets what recomputing each item
-    costs, as well. The lists returned have to name every item once; see
+    A parameter named ``runtimes``, if there is one, gets the cost of recomputing each
+    item. The lists returned have to name every item once; see
     torch/_functorch/_activation_checkpointing/memory_budget.py.
 """,
             since=(2, 11),
@@ -112,9 +112,9 @@ its FLOP.
             anchor=_COMPILER,
             replacement=_COMPILER
             + """\
-    # What is asked of the plan, if not what the config says.
+    # What to plan for, if not what the config says.
     request: Request | None = None,
-    # Whether inductor makes kernels of the two graphs, which hold less than operators.
+    # Whether inductor compiles the two graphs: then peaks are those of its kernels.
     fused: bool = False,
 """,
             inside=_PARTITION,
@@ -133,12 +133,17 @@ its FLOP.
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
     evidence=(("kept", "share kept"), ("kept", "forwards"), ("solvers", "99 budgets")),
     risks="""\
-Plans change where they were over the budget or recomputed more than they had to; where
-no item is left for a knapsack, every release takes the cut that 2.14 takes. A share is
-one of the bytes really kept, which differs from the sums of sizes that it was one of.
-A budget out of range, a wrong name
-and a custom solver's answer that names an index twice or not at all used to pass
-unnoticed and now raise. The knee search takes the exact solver's budgets.
+Plans change where they were over the budget or recomputed more than they had to. If
+no item is left for a knapsack, every release takes the cut that 2.14 takes. A budget
+is now a share of the bytes really kept, not of a sum of sizes. A budget out of range,
+a wrong name, and a custom solver's answer that names an index twice or not at all
+used to pass unnoticed and now raise. The knee search takes the exact solver's
+budgets.
+""",
+    smallest="""\
+Some 40 lines in choose_saved_values_set: where the min cut after the knapsack is over
+its budget, save the solver's items only. No new module, and the share means what it
+means now.
 """,
     kind="improvements",
 )

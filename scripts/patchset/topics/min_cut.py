@@ -11,11 +11,10 @@ PATCH = Patch(
     name="min-cut",
     subject="Find the partitioner's min cuts on flat lists",
     why="""\
-Before 2.15 networkx finds the min cuts, four of them for a memory budget, and takes a
-quarter of a compile for them: it keeps its residual graph in dicts of dicts. The new
-module runs the algorithm of Dinitz on flat lists, which are also nothing for Python's
-garbage collector to search. The cut is the same: the one nearest to the sink, whichever
-flow leads to it.
+Before 2.15 networkx finds the min cuts, four of them for a memory budget, in a quarter
+of the compile time: it keeps its residual graph in dicts of dicts. The new module runs
+Dinitz's algorithm on flat lists, which also give Python's garbage collector nothing to
+traverse. The cut is the same: the one nearest to the sink, whichever flow leads to it.
 """,
     test="test/functorch/test_ac_min_cut.py",
     sources=(module_path("min_cut"),),
@@ -43,8 +42,11 @@ flow leads to it.
     ),
     landed=((PARTITIONERS, "min_cut import minimum_cut"),),
     risks="""\
-No plan changes: the tests compare cuts with networkx's, on graphs of the partitioner and
-on random ones. networkx still makes the graph, and the picture of one without a cut.
+No plan changes: the tests compare cuts with networkx's, on graphs of the partitioner
+and on random ones. networkx still builds the graph, and draws one that has no cut.
+""",
+    smallest="""\
+Not proposed: 2.15 has fast cuts of its own.
 """,
     kind="improvements",
 )

@@ -21,17 +21,16 @@ PATCH = Patch(
     subject="Let the activation memory budget bound the peak",
     why="""\
 The budget bounds what is saved for the backward, not what training runs out of.
-Where little is saved, the first step of the backward repeats most of the forward
-at once: a small budget has a higher peak than none.
+If little is saved, the first step of the backward recomputes most of the forward
+at once: a small budget has a higher peak than no budget.
 
 With activation_memory_budget_target = "peak", budget b bounds the peak by
 floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a number
-of bytes. A model of live bytes, exact for what the two graphs do operator by
-operator and an estimate of what inductor's kernels hold where those are made of
-them, evaluates some hundred plans: checkpoints by dynamic programming,
-expensive operators saved as well where there is room, and the min cuts' own plans.
-The cheapest that fits is taken, so a smaller budget never has a higher peak. An
-estimate fits if it does with activation_memory_peak_margin added, 5 %.
+of bytes. A model of live bytes, exact when the two graphs run op by op and an
+estimate when inductor compiles them, evaluates some hundred plans: checkpoints by
+dynamic programming, expensive operators saved as well where there is room, and the
+min cuts' own plans. The cheapest that fits is used, so a smaller budget never has a
+higher peak. Estimates have a safety margin of 5 %, activation_memory_peak_margin.
 
 The default target, "saved", keeps today's meaning. Where no plan can be made, a
 warning says why and the graph gets upstream's plan for saved bytes.
@@ -54,22 +53,21 @@ warning says why and the graph gets upstream's plan for saved bytes.
             anchor=_BUDGET,
             replacement=_BUDGET
             + """
-# What the budget bounds. "saved": the bytes saved for the backward, as a share of
-# those between the inputs and the plan that runs fastest. "peak": the peak of live
-# bytes, parameters and inputs apart, as a share of the peaks between the lowest that
-# can be reached and that of the plan that runs fastest.
+# What the budget bounds. "saved": the bytes saved for the backward, from what must not
+# be recomputed (0) to the plan that runs fastest (1). "peak": the peak of live bytes
+# without parameters and inputs, from the lowest found (0) to the fastest plan's (1).
 activation_memory_budget_target = "saved"
 
-# A peak in bytes to stay below, parameters and inputs apart, whatever the budget and
-# its target; a graph that cannot gets the lowest peak found, and a warning.
+# Bound for the peak in bytes, without parameters and inputs; overrides the budget and
+# its target. A graph that cannot meet it gets the lowest peak found, and a warning.
 activation_memory_peak_bytes: int | None = None
 
-# By which share of it a peak of inductor's kernels may be above its estimate: plans are
-# kept below what is allowed by as much, unless a schedule judges them.
+# Safety margin: fraction by which the real peak of inductor's kernels may exceed the
+# estimate. Plans stay below the bound by as much, unless inductor has scheduled them.
 activation_memory_peak_margin = 0.05
 
-# How many calls of a graph wait for their backward at once, as where each block of a
-# model is compiled by itself, for the target "peak" and a peak in bytes; None: one.
+# How many calls of a graph wait for their backward at once, for the target "peak" and a
+# peak in bytes. None: one. Set it if each block of a model is compiled separately.
 activation_memory_graph_calls: int | None = None
 """,
         ),
@@ -83,9 +81,15 @@ activation_memory_graph_calls: int | None = None
     since=(2, 11),
     landed=((COMPILE_FX, "                fused=True,\n"),),
     risks="""\
-Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for graphs
-that run operator by operator and estimates for inductor's kernels. A kernel's own
-workspace is not counted.
+Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for
+graphs that run op by op and estimates for inductor's kernels. Kernel workspaces are
+not counted.
+""",
+    smallest="""\
+First a tie-break, without an option: of the plans for saved bytes that recompute
+about as much, take the one with the lowest peak, which answers #197838 at once. Then,
+with the RFC, the target "peak" for graphs that run op by op: the model of live bytes
+and the dynamic program, some 700 lines. The model of inductor's kernels comes last.
 """,
     kind="new features",
 )

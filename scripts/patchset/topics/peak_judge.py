@@ -17,15 +17,13 @@ PATCH = Patch(
     subject="Let inductor's schedule judge plans for peak memory",
     why="""\
 Plans for peak memory are compared by an estimate of what inductor's kernels hold. It
-does not follow the order in which the scheduler runs them, so a peak that was asked
-for can be missed.
+ignores the order in which the scheduler runs them, so the bound can be missed.
 
 With activation_memory_peak_judge = n, n plans between the lowest peak and the fastest
-are scheduled, which costs about what compiling the graph does without compiling
-kernels, and the cheapest whose true peak is within the budget is kept. The plans that
-are tried do not depend on the budget, so a smaller one never has a higher peak. A
-StepBudget has those plans scheduled that it is about to choose, and those that its
-bound is made of.
+are scheduled, which takes about as long as compiling the graph without its kernels, and
+the cheapest whose scheduled peak is within the budget is used. The plans tried do not
+depend on the budget, so a smaller one never has a higher peak. A StepBudget schedules
+the plans it is about to choose, and those that define its bound.
 """,
     test="test/inductor/test_peak_judge.py",
     sources=("torch/_inductor/peak_judge.py", "torch/_inductor/wrapper_memory.py"),
@@ -35,9 +33,9 @@ bound is made of.
             CONFIG,
             anchor=_ESTIMATOR,
             replacement="""\
-# How many plans inductor schedules to know their true peaks, for the target "peak" and a
-# peak in bytes, before it keeps one of them; at least 2, or 0: the estimates decide. For a
-# StepBudget, how often it may have plans scheduled before it keeps one for each graph.
+# How many plans inductor schedules to find their real peaks before one is chosen, for
+# the target "peak" and a peak in bytes: at least 2, or 0 to trust the estimates. For a
+# StepBudget, the most rounds of plans to schedule.
 activation_memory_peak_judge = 0
 
 """
@@ -64,9 +62,13 @@ activation_memory_peak_judge = 0
     since=(2, 13),
     landed=((COMPILE_FX, "peak_judge.partition("),),
     risks="""\
-Opt-in, and only for the target "peak", a peak in bytes or a StepBudget: otherwise graphs
-are split as before. Where a schedule cannot be made, a warning says why and the estimates
-decide.
+Opt-in, and only for the target "peak", a peak in bytes or a StepBudget: otherwise
+graphs are partitioned as before. If a graph cannot be scheduled, a warning says why
+and the estimates decide.
+""",
+    smallest="""\
+A function schedule_peak(gm) in compile_fx: the peak of a graph's schedule, with its
+test against the peak of a run. Choosing among plans can stay outside.
 """,
     kind="new features",
 )

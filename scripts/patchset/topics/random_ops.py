@@ -14,7 +14,7 @@ _NO_INPUTS_YET = """\
 
 PATCH = Patch(
     name="random-ops",
-    subject="Never recompute random ops, or what decides what is read",
+    subject="Never recompute random ops or routing decisions",
     why="""\
 At any budget below 1, and with aggressive_recomputation at every budget, the
 backward draws new random numbers: the gradients of a net with dropout are off by
@@ -29,12 +29,12 @@ without dropout carries the tag and stays recomputable, user tags keep their
 meaning, and plans of nets without randomness do not change. Effectful ops and
 MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
 
-So are decisions. Inductor may round or add up in another way when the backward
-repeats a value, and a top-k, a sort or a comparison that becomes an index then reads
+So are decisions. Inductor may round or sum in another order when the backward
+recomputes a value, and a top-k, a sort or a comparison that becomes an index then reads
 other elements than the forward did: in bf16 on a CPU, a recomputed router sends some
 tokens to other experts. A decision is recognized by what the graph does with the
 integers and masks that it makes of floats. The integers are saved; a mask that only
-selects between two values of an element, as a ReLU's, may still be recomputed.
+selects between two values of an element, such as a ReLU's, may still be recomputed.
 """,
     trailers=("Fixes: #190758", "Fixes: #190717", "See also: #186572"),
     test="test/functorch/test_ac_random_ops.py",
@@ -126,9 +126,15 @@ selects between two values of an element, as a ReLU's, may still be recomputed.
     lacking="below budget 1, dropout gets wrong gradients there, as without the set "
     "(pytorch/pytorch#190758)",
     risks="""\
-Plans of nets with random ops change: they save a mask or a seed that used to be drawn
-again, with other numbers. Plans of nets that route or sort save the positions, at every
-budget and under checkpoints, unless a MUST_RECOMPUTE tag insists. Other plans do not
-change.
+Plans of nets with random ops change: they save a mask or a seed where numbers used to
+be drawn again. Plans of nets that route or sort save the positions, at every budget
+and under checkpoints, unless a MUST_RECOMPUTE tag insists. Other plans do not change.
+""",
+    smallest="""\
+Three changes, each with its tests: random operators are known by their tag, not by a
+list of three; budget 0 respects what must not be recomputed; numbers that only the
+backward needs are drawn on one side of the cut. Decisions (#186572) are a fourth. If
+#191684 lands, which replays the generator's state, the detection and the tests are
+still of use.
 """,
 )

@@ -93,8 +93,13 @@ included, and the error lists them.
     landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),
     needs=("knapsack-solvers",),
     risks="""\
-The four existing names keep their meaning, and custom solvers work as before. Code that
-replaces one of the solvers in partitioners.py has to replace it in KNAPSACK_SOLVERS now.
+The four existing names keep their meaning, and custom solvers work as before. Code
+that replaces one of the solvers in partitioners.py has to replace it in
+KNAPSACK_SOLVERS now.
+""",
+    smallest="""\
+A dict of the solvers in partitioners.py, and the error that lists its names;
+knapsack.py stays as it is.
 """,
     kind="improvements",
 )

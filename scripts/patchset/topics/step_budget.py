@@ -20,16 +20,16 @@ PATCH = Patch(
     name="step-budget",
     subject="One activation memory budget for a training step",
     why="""\
-A budget is set for a graph, and training runs out of memory in a step. Most training
-stacks compile each block by itself, or break the graph: what each call keeps is live
-at once, and a plan for the peak of one block makes the step's peak worse.
+A budget is set for a graph, but training runs out of memory in a step. Most training
+stacks compile each block separately, or break the graph: whatever the calls keep adds
+up, and a plan for the peak of one block makes the step's peak worse.
 
 StepBudget is a context manager around a training step. The first step runs by lean
 plans and is recorded: the calls of each graph, and what eager code holds between
-them. Then one or two plans are chosen for each graph, so that no moment of the step
-is above the peak asked and little is computed again, and the graphs are split and
-compiled anew from their joint graphs. Steps that differ from the one recorded are
-noticed and learned anew.
+them. Then one or two plans are chosen for each graph, so that the step's peak stays
+within the bound and little is recomputed, and the graphs are partitioned and compiled
+again from their joint graphs. If a step differs from the recorded one, the next is
+recorded again.
 """,
     test="test/functorch/test_ac_step_budget.py",
     sources=tuple(
@@ -70,8 +70,13 @@ noticed and learned anew.
     since=(2, 13),
     landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
     risks="""\
-Opt-in: nothing changes outside of a StepBudget. Peaks are those of operators; inductor's
-kernels mostly hold less. What an allocator loses to fragmentation is not counted.
+Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op
+by op and estimates for inductor's kernels. Workspaces and fragmentation are not
+counted.
+""",
+    smallest="""\
+A hook by which a caller has a joint graph compiled again with a given set of saved
+values. Recording a step and choosing its plans can be a library outside of PyTorch.
 """,
     evidence=(
         ("step", "peak / allowed"),
