@@ -240,7 +240,7 @@ class TestOptions(TestCase):
                 with (
                     config.patch({option: choice}),
                     self.assertRaisesRegex(
-                        RuntimeError, f"{option} is {choice!r}; it has to be"
+                        RuntimeError, f"{option} is {choice!r}; it must be"
                     ) as caught,
                 ):
                     check_budget_options(budget)

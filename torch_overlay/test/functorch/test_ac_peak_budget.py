@@ -760,11 +760,11 @@ class PeakBudgetTest(TestCase):
                 continue
             for value, target in itertools.product(values, ("saved", "peak")):
                 given = {"target": target, short.get(option, option): value}
-                message = re.escape(f"{option} is {value!r}; it has to be")
+                message = re.escape(f"{option} is {value!r}; it must be")
                 with self.assertRaisesRegex(RuntimeError, message):
                     self.plan(joint, 0.5, **given)
         for budget in (1.5, True, "0.5", torch.tensor(0.5)):
-            message = re.escape(f"budget is {budget!r}; it has to be")
+            message = re.escape(f"budget is {budget!r}; it must be")
             with self.assertRaisesRegex(RuntimeError, message):
                 self.plan(joint, budget)
 

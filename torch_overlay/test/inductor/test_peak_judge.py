@@ -233,7 +233,7 @@ class PeakJudgeTest(TestCase):
 
     def test_wrong_settings(self):
         for wrong in (-1, 1, 2.5, True):
-            with self.assertRaisesRegex(Exception, f"is {wrong!r}; it has to be"):
+            with self.assertRaisesRegex(Exception, f"is {wrong!r}; it must be"):
                 self.planned(0.5, plans=wrong)
         # What means nothing without a judge does not with one.
         for wrong in (-1, "1GB", True):

@@ -99,8 +99,7 @@ def partition(
         except Exception as error:
             log.debug("no judge of peaks", exc_info=error)
             log.warning(
-                "no judge of peaks, so they are the planner's estimates for this graph: "
-                "%s: %s",
+                "this graph could not be scheduled, so its peaks are estimates: %s: %s",
                 type(error).__name__,
                 error,
             )

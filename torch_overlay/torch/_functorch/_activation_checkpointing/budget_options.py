@@ -41,14 +41,14 @@ def check_budget_options(memory_budget: float) -> None:
     """
     if not is_number(memory_budget, 0, 1):
         raise RuntimeError(
-            f"The activation memory budget is {memory_budget!r}; it has to be a number "
-            "from 0 (save the inputs only) to 1 (save what runs fastest)"
+            f"The activation memory budget is {memory_budget!r}; it must be a number "
+            "from 0 (save the least) to 1 (run fastest)"
         )
     for name, option in _options().items():
         # A patch of its own brings each of them.
         value = getattr(config, name, None)
         if hasattr(config, name) and not option.is_valid(value):
-            raise RuntimeError(f"{name} is {value!r}; it has to be {option.valid}")
+            raise RuntimeError(f"{name} is {value!r}; it must be {option.valid}")
 
 
 def is_number(value: Any, low: float, high: float) -> bool:

@@ -39,7 +39,7 @@ class Peak(NamedTuple):
         if self.predicted > self.allowed:
             log.warning(
                 "activation_memory_peak_bytes is %d, but the lowest peak found is %d "
-                "bytes (without parameters and inputs); this graph gets the plan of that",
+                "bytes (without parameters and inputs); this graph uses that plan",
                 self.allowed,
                 self.predicted,
             )

@@ -77,8 +77,8 @@ def _warn_of_calls() -> None:
     kept = sum(nbytes for _, nbytes in _waiting.values())
     log.warning(
         "%d calls of %d graphs wait for their backward at once and keep %s together, but "
-        "each graph's peak was planned for by itself. StepBudget plans for a training "
-        "step; activation_memory_graph_calls says how many calls of a graph there are",
+        "each graph was planned alone. Use a StepBudget for the whole step, or set "
+        "activation_memory_graph_calls to the calls per graph",
         len(_waiting),
         len(graphs),
         format_bytes(kept),
@@ -113,10 +113,10 @@ def counted(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any
             expected = peak.predicted * size // planned
             if expected > limit:
                 log.warning(
-                    "%s was planned for %s of inputs without a fixed size, with a peak of "
-                    "%s; for %s the peak is about %s, and the %s of "
-                    "activation_memory_peak_bytes are not kept. Compile with the largest "
-                    "batch first, or with dynamic=False for a plan of each size",
+                    "%s was planned for %s of dynamic inputs, with a peak of %s; for %s "
+                    "the peak is about %s, above activation_memory_peak_bytes (%s). "
+                    "Compile with the largest batch first, or with dynamic=False for a "
+                    "plan of each size",
                     plan.graph,
                     *map(
                         format_bytes, (planned, peak.predicted, size, expected, limit)

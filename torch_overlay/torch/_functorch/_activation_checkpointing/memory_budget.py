@@ -112,8 +112,8 @@ def decide(graph: Planner, budget: float) -> Decision:
     allowed = limits.allowed(budget)
     if plan.activation_bytes > allowed:
         log.warning(
-            "%s keeps %d bytes of activations (a budget of %.4g), more than the %d that "
-            "its budget of %.4g allows",
+            "%s saves %d bytes of activations (budget %.4g), over the %d that budget "
+            "%.4g allows",
             get_aot_graph_name(),
             plan.activation_bytes,
             limits.budget(plan.activation_bytes),

@@ -93,8 +93,8 @@ def decide(
     except Exception as error:
         log.debug("no plan for %s", request, exc_info=error)
         log.warning(
-            "%s gets upstream's plan, by its estimate of saved bytes at a budget of %g, "
-            "as none can be made for %s: %s: %s",
+            "%s gets upstream's plan, which bounds upstream's own estimate of saved bytes "
+            "at budget %g; %s cannot be planned: %s: %s",
             get_aot_graph_name(),
             budget,
             request,

@@ -62,7 +62,7 @@ _POLICIES = (
 
 # What decided, in words, where that is all there is to say.
 _CHOSEN_BY = {
-    "peak": "peak planner: cheapest plan found below the peak allowed",
+    "peak": "peak planner: cheapest plan found within the bound",
     "step": "step budget: one plan of this graph for a whole training step",
     "upstream": "upstream's planner, as no other plan could be made",
 }
@@ -237,7 +237,7 @@ def _peaks(peak: Peak) -> str:
     """The peaks that a plan was chosen by, in words."""
     text = (
         "{1} predicted, {0} allowed (floor: {2}, budget 1: {3}; "
-        "parameters and inputs apart)"
+        "without parameters and inputs)"
     )
     if peak.fused:
         text += ", of inductor's kernels"
@@ -274,14 +274,14 @@ def last_plan() -> Plan:
         raise LookupError(
             "no plan to show: no graph has been partitioned in this process. Call a "
             "compiled function on inputs that require gradients; the backends eager and "
-            "aot_eager do not partition by the budget"
+            "aot_eager_default_partitioner do not partition by the budget"
         )
     if _plans[-1] is None:
         kept = f" plans() has {len(plans())} made before." if plans() else ""
         raise LookupError(
             "no plan to show: the graph came from the compile cache, which had none for "
             "it. Set torch._functorch.config.enable_autograd_cache = False and compile "
-            f"anew.{kept}"
+            f"again.{kept}"
         )
     return _plans[-1]
 
@@ -296,7 +296,7 @@ def set_plan(forward: GraphModule, plan: Plan) -> None:
     forward.meta[_PLAN] = plan
 
 
-def untold(partition: Callable[..., Any]) -> Callable[..., Any]:
+def without_report(partition: Callable[..., Any]) -> Callable[..., Any]:
     """A partitioner whose splits are not compiled, and have no plan to report."""
 
     @functools.wraps(partition)

@@ -17,7 +17,7 @@ starts, :class:`.StepCurve` chooses one or two plans for each graph, and they
 are split and compiled anew from the joint graphs that were traced.  From then on steps
 are compared with the one recorded; where one differs, the next is recorded again.
 
-Counted are the storages on the device that training runs on.  What a kernel allocates
+Only storages on the training device count.  What a kernel allocates
 for itself does not count, nor what an allocator loses to fragmentation.
 """
 
@@ -103,7 +103,7 @@ class StepBudget:
             device.
 
     ``plan`` is the :class:`StepSummary` of the steps from the second on, None before.
-    Raises ValueError for values that mean nothing.
+    Raises ValueError for invalid values.
     """
 
     def __init__(
@@ -119,19 +119,18 @@ class StepBudget:
         asked = {"peak_bytes": peak_bytes, "device_bytes": device_bytes}
         given = {name: value for name, value in asked.items() if value is not None}
         if len(given) + (share is not None) > 1:
-            raise ValueError("give one of share, peak_bytes and device_bytes")
+            raise ValueError("pass only one of share, peak_bytes and device_bytes")
         if share is not None and not is_number(share, 0, 1):
-            raise ValueError(f"share is {share!r}; it has to be a number from 0 to 1")
+            raise ValueError(f"share is {share!r}; it must be a number from 0 to 1")
         for name, value in given.items():
             if type(value) is not int or value <= 0:
                 raise ValueError(
-                    f"{name} is {value!r}; it has to be a positive number of bytes"
+                    f"{name} is {value!r}; it must be a positive number of bytes"
                 )
         if share is None and not given:
             if accelerator is None:
                 raise ValueError(
-                    "there is no device whose memory is the default; give share, "
-                    "peak_bytes or device_bytes"
+                    "no accelerator found: pass share, peak_bytes or device_bytes"
                 )
             device_bytes = torch.get_device_module(self.device).mem_get_info()[1]
         self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
@@ -157,7 +156,7 @@ class StepBudget:
         if recorder is not None:
             # What only garbage holds is not there in the next step.
             gc.collect()
-            with self.tolerated("no plan could be made for the step"):
+            with self.warn_on_failure("no plan could be made for the step"):
                 self._plan_by(recorder)
         step = self._step = Step(self)
         if self._expected is None:
@@ -175,12 +174,12 @@ class StepBudget:
         if kind is not None or step is not self._step:
             return
         if step.recorder is not None:
-            with self.tolerated("the step could not be recorded"):
+            with self.warn_on_failure("the step could not be recorded"):
                 self._keep(step, step.recorder)
         elif step.seen != self._expected:
             log.warning(
-                "this step made other calls of compiled graphs than the one that its "
-                "plan was made for, so %s may not be kept; the next step is learned anew",
+                "this step called compiled graphs differently from the recorded one, so "
+                "%s may be exceeded; the next step is recorded",
                 self._asked(),
             )
             self._expected = None
@@ -192,19 +191,19 @@ class StepBudget:
             raise recorder.error
         if _ran_out_of_sight(step.seen):
             self.warn(
-                "compiled autograd ran the backwards, and what a step holds there is "
-                "not known; all graphs run by lean plans"
+                "compiled autograd ran the backwards, which a StepBudget cannot see; "
+                "all graphs keep their lean plans"
             )
         elif self.graphs:
             self._recorded = recorder
         elif not self._warnings:
             self.warn(
-                "no graph was compiled in this step; what was compiled before can be "
-                "compiled again after torch.compiler.reset()"
+                "no graph was compiled in this step; if the model was compiled earlier, "
+                "call torch.compiler.reset() first"
             )
 
     @contextmanager
-    def tolerated(self, what: str) -> Iterator[None]:
+    def warn_on_failure(self, what: str) -> Iterator[None]:
         """Training goes on without what fails within; a warning tells of it once."""
         try:
             yield
@@ -218,14 +217,14 @@ class StepBudget:
     def warn(self, reason: str) -> None:
         if reason not in self._warnings:
             self._warnings[reason] = None
-            log.warning("%s may not be kept: %s", self._asked(), reason)
+            log.warning("%s may be exceeded: %s", self._asked(), reason)
 
     def _asked(self) -> str:
         if self.share is not None:
-            return f"the step's share of {self.share:g}"
+            return f"StepBudget(share={self.share:g})"
         if self.peak_bytes is not None:
-            return f"the step's peak of {format_bytes(self.peak_bytes)}"
-        return f"the step's {format_bytes(self.device_bytes or 0)} of the device"
+            return f"StepBudget(peak_bytes={self.peak_bytes})"
+        return f"StepBudget(device_bytes={self.device_bytes})"
 
     # ---------------------------------------------------------------- the plan
 
@@ -267,8 +266,8 @@ class StepBudget:
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
-                f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and the "
-                "step runs by the plan of that"
+                f"the lowest peak found is {format_bytes(plan.peak + beyond)}; the step "
+                "uses that plan"
             )
         uses = _uses(used, plans, plan)
         self.plan = StepSummary(
@@ -293,23 +292,23 @@ class StepBudget:
         return (self.device_bytes or 0) - given
 
     def __str__(self) -> str:
-        reasons = [f"may not be kept: {reason}" for reason in self._warnings]
+        reasons = [f"may be exceeded: {reason}" for reason in self._warnings]
         if self.plan is None:
-            told = f"StepBudget: {self._asked()}; no plan before the second step"
-            return "\n".join([told, *reasons])
+            line = f"{self._asked()}: no plan before the second step"
+            return "\n".join([line, *reasons])
         plan = self.plan
         sizes = map(
             format_bytes,
             (plan.predicted_peak, plan.allowed, plan.floor, plan.unbudgeted),
         )
-        what = "in all" if self.device_bytes else "beyond what is there at the start"
+        what = "in all" if self.device_bytes else "beyond what is live at step start"
         lines = [
             "StepBudget: {} predicted, {} allowed (floor: {}, no budget: {}; {})".format(
                 *sizes, what
             ),
-            f"at the start of a step: {format_bytes(plan.given)}",
+            f"live at step start: {format_bytes(plan.given)}",
         ]
-        table = [("graph", "calls", "at once", "kept by each", "more while it runs")]
+        table = [("graph", "calls", "at once", "saved per call", "extra while running")]
         for use in plan.graphs:
             name, calls = use.name, str(use.calls)
             for each, run in itertools.groupby(zip(use.kept, use.transient)):

@@ -124,8 +124,8 @@ class Step:
         if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
             return True
         self.budget.warn(
-            "saved-tensor hooks are set around compiled graphs, and what they keep in "
-            "place of a saved value is not known; it counts as if that was kept"
+            "saved-tensor hooks are set around compiled graphs; whatever they keep "
+            "instead of a saved value is counted as if the value were kept"
         )
         return False
 
@@ -169,7 +169,7 @@ class Graph:
         self.name = get_aot_graph_name()
         self.plans = GraphPlans([GraphPlan(0, 0, 0, 0.0, frozenset(), frozenset())], 0)
         self.lean = 0
-        self.fault = "its backend does not split it by a budget"
+        self.fault = "its backend does not partition by the budget"
         # Partitioned before their caller, each by itself.
         self._is_nested = bool(
             self._capture.graph_module.graph.find_nodes(
@@ -208,7 +208,7 @@ class Graph:
         if step is None:
             return run(args)
         call = None
-        with step.budget.tolerated(f"a call of {self.name} was not followed"):
+        with step.budget.warn_on_failure(f"a call of {self.name} could not be tracked"):
             call, plan = step.begin(self, args)
             run = self._variant(plan, step.budget)
         step.call = call
@@ -219,7 +219,9 @@ class Graph:
                 step.end(call)
             raise
         if call is not None:
-            with step.budget.tolerated(f"a call of {self.name} was not followed"):
+            with step.budget.warn_on_failure(
+                f"a call of {self.name} could not be tracked"
+            ):
                 self._await_backward(result, call)
         return result
 
@@ -243,8 +245,8 @@ class Graph:
         if plan not in self._variants:
             # Unless it compiles.
             self._variants[plan] = self._variants[self.lean]
-            failure = f"{self.name} stays with its first plan, as another fails"
-            with budget.tolerated(failure), self._as_traced():
+            failure = f"{self.name} keeps its first plan, as another failed to compile"
+            with budget.warn_on_failure(failure), self._as_traced():
                 self._variants[plan], _ = self._compiled(plan)
         return self._variants[plan]
 
@@ -275,8 +277,7 @@ class Graph:
                 log.debug("no judge for %s", self.name, exc_info=error)
                 self._is_fused = False
                 log.warning(
-                    "no judge of peaks for %s, so they are the planner's estimates: "
-                    "%s: %s",
+                    "%s could not be scheduled, so its peaks are estimates: %s: %s",
                     self.name,
                     type(error).__name__,
                     error,
@@ -334,7 +335,7 @@ class Graph:
         if not self._is_nested and _takes_request(partition):
             partition = functools.partial(partition, request=_Variant(self, plan))
         if is_seen:
-            partition = saved_report.untold(partition)
+            partition = saved_report.without_report(partition)
         return self._compile_graph(state, capture, partition, *compilers)
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
@@ -481,8 +482,8 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         step = running_step()
         # Without a context, inductor traces its patterns, amid a compilation.
         if step is not None and TracingContext.try_get() is not None:
-            failure = "a graph that does not compile by a lean plan is not counted"
-            with step.budget.tolerated(failure):
+            failure = "a graph failed to compile with a lean plan and is not counted"
+            with step.budget.warn_on_failure(failure):
                 return Graph(compile_graph, *arguments).first()
         run, metadata = compile_graph(*arguments)
         return counted(run, arguments[0].flat_args, metadata), metadata

@@ -94,7 +94,7 @@ class GraphPlans:
     judged: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def corrected(self) -> GraphPlans:
-        """The same by what was judged, the others as that which keeps about as much."""
+        """The plans by scheduled peaks; the others as that which keeps about as much."""
         if not self.judged:
             return self
         plans = []

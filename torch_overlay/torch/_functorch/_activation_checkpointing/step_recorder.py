@@ -102,7 +102,9 @@ class Recorder(TorchDispatchMode):
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         else:
             # Whoever left the step early has left another mode above.
-            self.error = RuntimeError("the step was not ended where it was begun")
+            self.error = RuntimeError(
+                "the step did not end in the dispatch mode it began in"
+            )
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
