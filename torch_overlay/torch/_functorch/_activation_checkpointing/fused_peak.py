@@ -6,8 +6,7 @@ several operators, and what is used inside of one alone is never stored.
 
 -   A pointwise operator is computed in whatever reads it, if all of that can be fused.
     Where several operators read it and it takes many reads or operators itself, it is
-    stored, if something that cannot be fused runs between them, or if a kernel before
-    it reads the same.
+    stored, if something that cannot be fused runs between them.
 -   Where the backward repeats operators, a kernel takes in what is computed from its
     results and arguments, and reductions of these arguments that something stored is
     computed from, as early as it runs itself: what a layer norm needs later of the
@@ -36,7 +35,7 @@ from typing import NamedTuple, TYPE_CHECKING
 import torch
 import torch.fx as fx
 
-from .liveness import Operator, Program, Timeline
+from .liveness import Operator, Program, Rule, Timeline
 from .rerun_cost import concrete, is_view
 
 
@@ -120,8 +119,8 @@ class _Phase:
         ]
 
 
-class Kernels:
-    """The :class:`.Rule` of inductor's kernels.
+class Kernels(Rule):
+    """Operators run in the kernels that inductor makes of them.
 
     Whether a result is stored is decided once, for all plans: in the forward as if
     nothing was saved, and in the backward as if all of it was repeated, but for the
@@ -263,8 +262,6 @@ class _Fusion:
         for node in nodes:
             self.barriers[node] = count
             count += node not in self.fusible
-        # What each kernel reads and writes.
-        self.stored: list[set[int]] = []
 
     def kernels(self) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
@@ -278,8 +275,6 @@ class _Fusion:
             if kernel.is_inlined:
                 sources.update(dict.fromkeys(each.writes, reads))
                 computed_by.update(dict.fromkeys(each.writes, parts))
-            elif kernel.is_fusible:
-                self.stored.append(reads.union(each.writes))
         return found
 
     def _kernel(self, each: Operator, reads: set[int], parts: int) -> _Kernel:
@@ -299,13 +294,7 @@ class _Fusion:
             return _Kernel(each, True, True)
         is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
         is_large = len(reads) > _MOST_READS or parts + len(reads) > _MOST_OPERATORS
-        is_stored = is_large and (is_divided or self._is_related(reads))
-        return _Kernel(each, not is_stored, True, True, is_divided)
-
-    def _is_related(self, reads: set[int]) -> bool:
-        """Whether some kernel has all large storages that are read, if there are any."""
-        large = {s for s in reads if self.program.nbytes[s] >= _LARGE}
-        return bool(large) and any(map(large.issubset, self.stored))
+        return _Kernel(each, not (is_large and is_divided), True, True, is_divided)
 
     def _scatters_to(self, node: fx.Node, s: int) -> bool:
         """Whether a node is a scatter to this storage, which it then writes over."""

@@ -7,10 +7,10 @@ into a :class:`Program`, which takes a plan through both phases:
     >>> program = read(joint_module.graph, node_info, num_fwd_outputs)
     >>> program.evaluate(program.storages(saved_values)).peak
 
-Counted is what is live while an operator runs; a :class:`Rule` says where it runs and
-what is stored.  That of eager mode is here, where an interpreter runs the two graphs.  A
-storage counts once, whole, however many views it has.  Parameters and inputs are live
-anyway and do not count, nor does what a kernel allocates for itself.
+Counted is what an interpreter of the two graphs has live while it runs an operator, or
+what another :class:`Rule` says.  A storage counts once, whole, however many views it
+has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
+allocates for itself.
 
 The backward runs its own operators in their order, and each repeated one right before
 the first that needs it.  What was traced in it without need of a tangent stays there.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Optional, Protocol, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -195,23 +195,12 @@ class Timeline:
             return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
 
 
-class Rule(Protocol):
-    """How a phase runs: in which order, and on what timeline.
+class Rule:
+    """How a phase runs, and on what timeline: here, operator by operator.
 
-    Masks are those of the plans that keep each storage for the backward.
+    Each runs by itself, where it was traced or is needed, and every result is stored.
+    ``kept`` and ``saved`` are the plans that have each storage for the backward.
     """
-
-    def forward(
-        self, program: Program, kept: Sequence[int]
-    ) -> tuple[Timeline, Sequence[Operator]]: ...
-
-    def backward(
-        self, program: Program, repeats: Repeats, saved: Sequence[int]
-    ) -> tuple[Timeline, Repeats]: ...
-
-
-class Eager:
-    """Each operator by itself, where it was traced or is needed; all results stored."""
 
     def forward(
         self, program: Program, kept: Sequence[int]
@@ -273,7 +262,7 @@ class Program:
     required: Container[fx.Node]
     gradients: list[fx.Node]
     released: frozenset[int] = frozenset()
-    rule: Rule = field(default_factory=Eager)
+    rule: Rule = field(default_factory=Rule)
 
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
@@ -541,41 +530,21 @@ def read(graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int) -> Program:
     required, closure = set(node_info.required_fw_nodes), node_info.tangents_closure
     backward = {node for node in graph.nodes if node in closure} - required
     tangents = {node for node in backward if node.op == "placeholder"}
-    storages = _Storages(graph, required)
+    storages = _Storages(graph, required, tangents)
     nbytes = storages.nbytes
-    tangent_bytes, copied = 0, set()
-    for node in tangents:
-        held, copy = _bytes_of_tangent(node)
-        tangent_bytes += held
-        if copy:
-            (s,) = storages.values[node]
-            nbytes[s] = copy
-            copied.add(s)
-
     gradients = _nodes(results[num_fwd_outputs:])
     needed = required | _sources(gradients, required)
     calls = [each for each in storages.calls if each.node in needed]
     forward = [each for each in calls if each.node not in backward]
     operators = [each for each in forward if each.writes]
-    producer, first_use, last_use = ([-1] * len(nbytes) for _ in range(3))
+    producer = [-1] * len(nbytes)
     for op, each in enumerate(operators):
         for s in each.writes:
             producer[s] = op
-    for at, each in enumerate(forward):
-        if each.is_required:
-            for s in each.writes:
-                first_use[s] = at
-            for s in (*each.reads, *each.writes):
-                last_use[s] = at
+    first_use, last_use = _live_ranges(forward, len(nbytes))
     end = Operator(output, storages.read_by(gradients), (), 0, False)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-
-    # The forward overwrites these inputs itself, or whoever calls it does.
-    overwritten = {
-        at: description.mutated_input
-        for at, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, InputMutationAOTOutput)
-    }
+    overwritten = _overwritten(output)
     outputs: set[int] = set()
     written_back: set[int] = set()
     for at, node in enumerate(results[:num_fwd_outputs]):
@@ -592,12 +561,12 @@ def read(graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int) -> Program:
         operators,
         _choose_what_to_repeat(operators, storages, required, overwritten.values()),
         forward,
-        _steps(calls, end, backward, producer, copied),
+        _steps([*calls, end], backward, producer, storages.copied),
         outputs,
         written_back - outputs,
         tangents,
-        tangent_bytes,
-        copied,
+        storages.tangent_bytes,
+        storages.copied,
         required,
         gradients,
     )
@@ -612,13 +581,21 @@ class _Storages:
     values[node]: the storages of a node's value.
     read_via[node]: those that whoever reads the node reads.
     calls: the graph's, with what they read and allocate.
+    tangent_bytes, copied: what the caller holds of tangents, and their copies' storages.
 
     No storage need be live for a size that a ``required`` node is.  O(nodes + edges).
     Raises CannotPlan for values that have no storage to count.
     """
 
-    def __init__(self, graph: fx.Graph, required: Container[fx.Node]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        required: Container[fx.Node],
+        tangents: Container[fx.Node],
+    ) -> None:
         self.nbytes: list[int] = []
+        self.tangent_bytes = 0
+        self.copied: set[int] = set()
         self.values: dict[fx.Node, tuple[int, ...]] = {}
         self.read_via: dict[fx.Node, tuple[int, ...]] = {}
         self.calls: list[Operator] = []
@@ -648,10 +625,31 @@ class _Storages:
                 self.calls.append(Operator(node, reads, writes, size, node in required))
             else:
                 self.nbytes[first:] = [0] * len(writes)
+            if node in tangents and isinstance(value, torch.Tensor):
+                self._receive(value, writes)
 
     def read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The storages that whoever reads these nodes reads."""
         return tuple(s for node in nodes for s in self.read_via[node])
+
+    def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
+        """Count what the caller holds of a tangent, and the copy that is made of it.
+
+        Autograd makes gradients without gaps.  Where the output has some, as a slice
+        has, so has the tangent that the graph was traced with, and AOTAutograd copies
+        what it is given into such a one.
+        """
+        elements = concrete(tangent.numel())
+        spans = (
+            (concrete(size) - 1) * concrete(stride)
+            for size, stride in zip(tangent.shape, tangent.stride())
+        )
+        extent = 1 + sum(spans)
+        self.tangent_bytes += elements * tangent.itemsize
+        for s in storages:
+            if extent > elements > 0:
+                self.nbytes[s] = extent * tangent.itemsize
+                self.copied.add(s)
 
     def _number(
         self, node: fx.Node, value: Any, reads: tuple[int, ...]
@@ -684,26 +682,6 @@ class _Storages:
         return tuple(found)
 
 
-def _bytes_of_tangent(node: fx.Node) -> tuple[int, int]:
-    """What the caller holds of a tangent, and what a copy of it takes, 0 if none is made.
-
-    Autograd makes gradients without gaps.  Where the output has some, as a slice has, so
-    has the tangent that the graph was traced with, and AOTAutograd copies what it is
-    given into such a one.
-    """
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0, 0
-    elements = concrete(value.numel())
-    spans = (
-        (concrete(size) - 1) * concrete(stride)
-        for size, stride in zip(value.shape, value.stride())
-    )
-    extent = 1 + sum(spans)
-    has_gaps = extent > elements > 0
-    return elements * value.itemsize, extent * value.itemsize if has_gaps else 0
-
-
 def _sources(nodes: Sequence[fx.Node], required: Container[fx.Node]) -> set[fx.Node]:
     """These nodes and all that they are made of, down to what is ``required``."""
     found: set[fx.Node] = set()
@@ -716,15 +694,36 @@ def _sources(nodes: Sequence[fx.Node], required: Container[fx.Node]) -> set[fx.N
     return found
 
 
+def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
+    """Where the forward allocates each storage and reads it last, in any plan; or -1."""
+    first, last = [-1] * count, [-1] * count
+    for at, each in enumerate(forward):
+        if each.is_required:
+            for s in each.writes:
+                first[s] = at
+            for s in (*each.reads, *each.writes):
+                last[s] = at
+    return first, last
+
+
+def _overwritten(output: fx.Node) -> dict[int, Any]:
+    """The inputs that the forward or its caller overwrites, by the place of the result."""
+    return {
+        at: description.mutated_input
+        for at, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, InputMutationAOTOutput)
+    }
+
+
 def _steps(
     calls: list[Operator],
-    end: Operator,
     backward: set[fx.Node],
     producer: list[int],
     copied: set[int],
 ) -> list[Step]:
-    """The steps of a backward, which ``end`` closes."""
-    own = [*(each for each in calls if each.node in backward), end]
+    """The steps of a backward; the last of ``calls`` is the output."""
+    backward = {*backward, calls[-1].node}
+    own = [each for each in calls if each.node in backward]
     made_here = {s for each in own for s in each.writes} | copied
     # Of each input, the operator that reads it last.
     last_reads = {
@@ -733,19 +732,19 @@ def _steps(
         for s in each.reads
         if producer[s] < 0 and s not in made_here
     }
-    ends = {*last_reads.values(), end.node}
+    ends = {*last_reads.values(), calls[-1].node}
     steps: list[Step] = []
     traced: list[tuple[int, ...]] = []
     operators: list[Operator] = []
     started = False
-    for each in (*calls, end):
+    for each in calls:
         node = each.node
         started = started or any(
             read.op == "placeholder" and read in backward
             for read in node.all_input_nodes
         )
         made = tuple(s for s in each.reads if producer[s] >= 0)
-        if node in backward or each is end:
+        if node in backward:
             operators.append(each)
             if made or traced or node in ends:
                 steps.append(Step(tuple(traced), made, tuple(operators)))
