@@ -323,7 +323,8 @@ class _Joining:
         repeated: Sequence[int],
         saved: Sequence[int],
     ) -> None:
-        self.program, self.kernels = program, rule.in_backward.kernels
+        self.program, self.large = program, rule.large
+        self.kernels = rule.in_backward.kernels
         self.repeated, self.stored = repeated, [*saved]
         self.done = [0] * len(repeated)
         # What the kernels of repeated operators read, each with the plans where they do.
@@ -336,28 +337,17 @@ class _Joining:
         # By large storage, the operators that are not inlined in all plans, and are yet
         # to be repeated in some.
         self.readers: dict[int, set[int]] = defaultdict(set)
-        # What each of these reads, with the plans: the large, and by maker the others.
-        self.large: dict[int, dict[int, int]] = {}
-        self.small: dict[int, list[tuple[int, int]]] = {}
         # The plans in which it belongs to any kernel that has what it reads.
         self.joins_any: dict[int, int] = {}
         for op, found in self.reads.items():
-            kernel = self.kernels[program.nodes[op]]
+            node, kernel = program.nodes[op], self.kernels[program.nodes[op]]
             if kernel.is_inlined and not kernel.is_shared:
                 continue
-            large = {s: each for s, each in found.items() if s in rule.large}
-            self.large[op] = large
-            self.small[op] = [
-                (program.producer[s], each)
-                for s, each in found.items()
-                if s not in large and program.producer[s] >= 0
-            ]
-            self.joins_any[op] = 0
-            if _is_reduction(program.nodes[op]):
-                for s in program.operators[op].writes:
-                    self.joins_any[op] |= wanted[s]
-            for s in large:
+            for s in self.large.intersection(found):
                 self.readers[s].add(op)
+            if _is_reduction(node):
+                for s in kernel.operator.writes:
+                    self.joins_any[op] = self.joins_any.get(op, 0) | wanted[s]
 
     def _read_by_plan(self, saved: Sequence[int], wanted: list[int]) -> None:
         """Follow what is read in each plan, in order to compute what is not stored.
@@ -426,7 +416,7 @@ class _Joining:
     def _repeat(self, op: int, plans: int) -> None:
         self.done[op] |= plans
         if not self.repeated[op] & ~self.done[op]:
-            for s in self.large.get(op, ()):
+            for s in self.large.intersection(self.reads.get(op, ())):
                 self.readers[s].discard(op)
 
     def _join_streams(
@@ -447,8 +437,9 @@ class _Joining:
             if not joining:
                 continue
             reads_alike = 0
-            for s, reading in self.large[guest].items():
-                reads_alike |= reading & common.get(s, 0)
+            for s, reading in self.reads[guest].items():
+                if s in self.large:
+                    reads_alike |= reading & common.get(s, 0)
             needed = self._needed(parts, guest, joining & reads_alike)
             joining = needed.pop(guest)
             if not joining:
@@ -507,18 +498,16 @@ class _Joining:
             joining &= self.shared.get(guest, -1)
             if not joining:
                 continue
-            is_near = self.joins_any[guest]
-            for maker, reading in self.small[guest]:
-                is_near |= reading & parts.get(maker, 0)
-                joining &= ~(reading & self.repeated[maker]) | self.done[maker]
-            joining &= is_near
-            if not joining:
-                continue
-            has_large = 0
-            for s, reading in self.large[guest].items():
-                has_large |= reading
-                joining &= ~reading | reads.get(s, 0)
-            joining &= has_large
+            is_near, has_large = self.joins_any.get(guest, 0), 0
+            for s, reading in self.reads[guest].items():
+                maker = self.program.producer[s]
+                if s in self.large:
+                    has_large |= reading
+                    joining &= ~reading | reads.get(s, 0)
+                elif maker >= 0:
+                    is_near |= reading & parts.get(maker, 0)
+                    joining &= ~(reading & self.repeated[maker]) | self.done[maker]
+            joining &= is_near & has_large
             if joining:
                 self._take_in(parts, guest, joining)
 
