@@ -169,7 +169,7 @@ def curve_noted(row: Row, forward_flops: int) -> Iterator[None]:
     def note(*arguments: Any) -> Any:
         model, found = build_curve(*arguments)
         curve = [(plan.peak, plan.cost / forward_flops) for plan in found.plans]
-        row.update(curve=curve, lower_bound=model.lower_bound)
+        row.update(curve=curve, lower_bound=overlay("liveness").lower_bound(model))
         return model, found
 
     with mock.patch.object(module, build_curve.__name__, note):

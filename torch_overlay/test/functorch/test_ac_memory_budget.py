@@ -28,7 +28,7 @@ from torch._functorch._activation_checkpointing.budget_options import (
 from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
-from torch._functorch._activation_checkpointing.liveness import CannotPlan, JointGraph
+from torch._functorch._activation_checkpointing.liveness import CannotPlan, read
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
 from torch._functorch._activation_checkpointing.rerun_cost import (
     FLOP_PER_BYTE,
@@ -334,9 +334,7 @@ class TestPlans(TestCase):
         joint = Joint(gated, GATED)
         inputs = [torch.full(shape, 0.01, requires_grad=True) for shape in GATED]
         wanted = torch.autograd.grad(gated(*inputs), inputs)
-        broken = patch.object(
-            memory_budget, "JointGraph", side_effect=CannotPlan("odd")
-        )
+        broken = patch.object(memory_budget, "read", side_effect=CannotPlan("odd"))
         for budget in (0.2, 0.6):
             settings = {SOLVER: solver, "activation_memory_budget": budget}
             with config.patch(settings), broken:
@@ -396,12 +394,12 @@ class TestPlans(TestCase):
         }[net]
         joint = Joint(net, shapes)
         fastest = joint.plan(1)
-        model = JointGraph(joint.graph, joint.info, joint.outputs)
+        model = read(joint.graph, joint.info, joint.outputs)
         costs = [rerun_cost(node) if is_costly(node) else 0 for node in model.nodes]
         values = [
             s
             for s, node in enumerate(model.saved_as)
-            if node is not None and model.births[s] >= 0 and model.nbytes[s] > 64
+            if node is not None and model.first_use[s] >= 0 and model.nbytes[s] > 64
         ]
         self.assertLess(len(values), 19)
         sets = 1 << len(values)

@@ -2,12 +2,11 @@
 
 :mod:`.liveness` counts what runs operator by operator.  Inductor makes kernels of
 several operators, and what is used inside of one alone is never stored.
-:class:`FusedJointGraph` evaluates plans by the rules that decide what is stored:
+:class:`Kernels` has the rules that decide what is stored:
 
 -   A pointwise operator is computed in whatever reads it, if all of that can be fused.
     Where several operators read it and it takes many reads or operators itself, it is
-    stored, if something that cannot be fused runs between them, or if a kernel before
-    it reads the same.
+    stored, if something that cannot be fused runs between them.
 -   Where the backward repeats operators, a kernel takes in what is computed from its
     results and arguments, and reductions of these arguments that something stored is
     computed from, as early as it runs itself: what a layer norm needs later of the
@@ -29,23 +28,25 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from dataclasses import replace
 from heapq import heappop, heappush
-from typing import cast, NamedTuple, TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
 
-from .liveness import JointGraph, Phase
+from .liveness import Operator, Program, Rule, Timeline
 from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from typing import Any
 
-    from torch._functorch.partitioners import NodeInfo, OpTypes
+    from torch._functorch.partitioners import OpTypes
+    from .liveness import Repeats
 
-__all__ = ["FusedJointGraph"]
+__all__ = ["Kernels", "by_kernels"]
 
 aten = torch.ops.aten
 
@@ -71,28 +72,55 @@ _MOST_OPERATORS = 30
 _LARGE = 1 << 20
 
 
-class _Operator(NamedTuple):
-    """What an operator reads and writes, and its part in a kernel.
+def by_kernels(program: Program) -> Program:
+    """The same program where inductor makes kernels of the operators."""
+    return replace(program, rule=Kernels(program))
+
+
+class _Kernel(NamedTuple):
+    """An operator's part in a kernel.
 
     Args:
-        nbytes: of what it writes.
         is_inlined: whether its result is stored only where it is saved.
         is_fusible: whether it may be part of a kernel.
         is_shared: whether several operators would have to compute its result.
         is_divided: whether something that cannot be fused runs between those.
     """
 
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    nbytes: int
+    operator: Operator
     is_inlined: bool
     is_fusible: bool
-    is_shared: bool
-    is_divided: bool
+    is_shared: bool = False
+    is_divided: bool = False
 
 
-class FusedJointGraph(JointGraph):
-    """A joint graph whose plans are evaluated by what inductor's kernels hold.
+class _Phase:
+    """The kernels of a phase, by the nodes that are computed in them.
+
+    sources[s]: what is read in order to compute what is not stored.
+    concatenations: what is concatenated and stored, each with those of its parts that
+        kernels make.
+    """
+
+    def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
+        self.kernels = kernels
+        self.sources: dict[int, tuple[int, ...]] = {}
+        made: set[int] = set()
+        for each, is_inlined, is_fusible, *_ in kernels.values():
+            if is_inlined:
+                self.sources.update(dict.fromkeys(each.writes, each.reads))
+            elif is_fusible and len(each.writes) == 1:
+                made.update(each.writes)
+        self.concatenations = [
+            (result, sorted(made.intersection(each.reads)))
+            for each, is_inlined, *_ in kernels.values()
+            if each.node.target is aten.cat.default and not is_inlined
+            for result in each.writes
+        ]
+
+
+class Kernels(Rule):
+    """Operators run in the kernels that inductor makes of them.
 
     Whether a result is stored is decided once, for all plans: in the forward as if
     nothing was saved, and in the backward as if all of it was repeated, but for the
@@ -100,167 +128,173 @@ class FusedJointGraph(JointGraph):
     several operators read, for which each plan decides.
     """
 
-    def __init__(
-        self, graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int
-    ) -> None:
-        super().__init__(graph, node_info, num_fwd_outputs)
-        self._freeable = [
-            nbytes > 0 and s not in self.outputs for s, nbytes in enumerate(self.nbytes)
-        ]
+    def __init__(self, program: Program) -> None:
         # The number of elements and the type of what was first put into each storage.
         self.shapes: dict[int, tuple[Any, ...]] = {}
-        for node, own in self.values.own.items():
+        for node, storages in program.values.items():
             value = node.meta.get("val")
             # Of its arguments, inductor writes over those alone that the forward made.
-            if isinstance(value, torch.Tensor) and node not in self.tangents:
-                for s in own:
+            if isinstance(value, torch.Tensor) and node not in program.tangents:
+                for s in storages:
                     # A guess for a symbolic size, as comparing those would guard.
                     shape = concrete(value.numel()), value.dtype
                     self.shapes.setdefault(s, shape)
-        self._large = {
+        self.large = {
             s for s, (n, dtype) in self.shapes.items() if n * dtype.itemsize >= _LARGE
         }
-        self._in_backward: dict[fx.Node, _Operator] = {}
-        for chosen in ((), range(len(self.nbytes))):
-            saved = self.saved_by([chosen])
-            _, repeated = self.follow(saved, 1)
-            steps = self._repeats_by_step(saved, repeated, 1)
-            backward = [
-                node
-                for own, ops in zip(self.own_nodes, steps)
-                for node in (*own[:-1], *(self.nodes[op] for op, _ in ops), *own[-1:])
-            ]
-            self._in_backward |= self._operators(backward, self.returned)
+        kernels: dict[fx.Node, _Kernel] = {}
+        for chosen in ((), range(len(program.nbytes))):
+            operators = _backward_of(program, chosen)
+            kernels |= _Fusion(program, operators, program.returned).kernels()
         # Those of the backward's own operators stay as they are.
-        for node in self.nodes:
-            each = self._in_backward.get(node)
-            if each is not None and each.is_shared:
-                self._in_backward[node] = each._replace(is_inlined=True)
-        forward = [node for node, *_, is_required in self._early if is_required]
+        for node in program.nodes:
+            kernel = kernels.get(node)
+            if kernel is not None and kernel.is_shared:
+                kernels[node] = kernel._replace(is_inlined=True)
+        forward = [each for each in program.forward if each.is_required]
+        kept = program.outputs | program.written_back
         # What only the backward needs is made in the forward, if that saves it.
-        self._in_forward = self._in_backward | self._operators(
-            forward, self.outputs | self.written_back
-        )
-        self._early_by_kernels = self._made_with_what_it_reads()
-        self._joined_in_backward = _concatenations(self._in_backward)
-        self._joined_in_forward = _concatenations(self._in_forward)
+        in_forward = kernels | _Fusion(program, forward, kept).kernels()
+        self.in_backward, self.in_forward = _Phase(kernels), _Phase(in_forward)
+        self.order = self._made_with_what_it_reads(program.forward)
 
-    @property
-    def lower_bound(self) -> int:
-        """Not offered: that of operators does not hold for kernels."""
-        raise AttributeError("no lower bound is known for inductor's kernels")
-
-    def releasing(self, inputs: Mapping[int, int]) -> FusedJointGraph:
-        graph = cast(FusedJointGraph, super().releasing(inputs))
-        # As for tangents.
-        graph.shapes = {s: shape for s, shape in self.shapes.items() if s not in inputs}
-        return graph
-
-    def _made_with_what_it_reads(self) -> list[Any]:
+    def _made_with_what_it_reads(self, forward: Iterable[Operator]) -> list[Operator]:
         """The forward's nodes, with what only the backward needs as early as can be.
 
         That is fused with the kernels around what it reads: the mask of a ReLU that was
         traced in the backward, for one.
         """
         made_at: dict[int, int] = {}
-        order: list[tuple[int, Any]] = []
-        for at, each in enumerate(self._early):
-            node, _, writes, _, is_required = each
-            known = self._in_forward.get(node)
-            if not is_required and known is not None and known.is_fusible:
-                at = max((made_at[s] for s in known.reads if s in made_at), default=at)
-            made_at.update(dict.fromkeys(writes, at))
+        order: list[tuple[int, Operator]] = []
+        for at, each in enumerate(forward):
+            known = self.in_forward.kernels.get(each.node)
+            if not each.is_required and known is not None and known.is_fusible:
+                at = max((made_at[s] for s in each.reads if s in made_at), default=at)
+            made_at.update(dict.fromkeys(each.writes, at))
             order.append((at, each))
         order.sort(key=operator.itemgetter(0))
         return [each for _, each in order]
 
-    def _operators(
-        self, nodes: Iterable[fx.Node], kept: set[int]
-    ) -> dict[fx.Node, _Operator]:
-        """What becomes of nodes that run in this order; ``kept`` has to be stored."""
+    def forward(
+        self, program: Program, kept: Sequence[int]
+    ) -> tuple[Timeline, Sequence[Operator]]:
+        nothing = [0] * len(kept)
+        timeline = _KernelTimeline(
+            program, [*kept], nothing, self.shapes, self.in_forward, kept
+        )
+        # In all plans.
+        made = [-1 if first >= 0 else 0 for first in program.first_use]
+        timeline.place([each & ~keep for each, keep in zip(made, kept)], made)
+        return timeline, self.order
+
+    def backward(
+        self, program: Program, repeats: Repeats, saved: Sequence[int]
+    ) -> tuple[Timeline, Repeats]:
+        repeated = [0] * len(program.operators)
+        for step in repeats:
+            for op, plans in step:
+                repeated[op] |= plans
+        joining = _Joining(program, self, repeated, saved)
+        timeline = _KernelTimeline(
+            program,
+            [0] * len(saved),
+            saved,
+            self.shapes,
+            self.in_backward,
+            joining.stored,
+        )
+        # No operator makes an input, whose producer is -1.
+        made_by = [*repeated, 0]
+        made = [made_by[op] & ~plans for op, plans in zip(program.producer, saved)]
+        timeline.place(made, made)
+        return timeline, joining.run(repeats)
+
+
+def _backward_of(program: Program, chosen: Iterable[int]) -> list[Operator]:
+    """The operators of a backward in a plan, in the order in which they run."""
+    saved = program.saved_by([chosen])
+    _, repeated = program.follow(saved, 1)
+    found: list[Operator] = []
+    for step, repeats in zip(
+        program.steps, program.repeats_by_step(saved, repeated, 1)
+    ):
+        *before, last = step.operators
+        found += before
+        found += [program.operators[op] for op, _ in repeats]
+        found.append(last)
+    return found
+
+
+class _Fusion:
+    """What becomes of operators that run in this order; ``kept`` has to be stored."""
+
+    def __init__(
+        self, program: Program, operators: Iterable[Operator], kept: Collection[int]
+    ) -> None:
         from torch._functorch.partitioners import get_default_op_list
 
+        self.program, self.kept = program, kept
+        self.operators = [each for each in operators if not _is_part(each.node)]
+        self.readers: dict[int, list[fx.Node]] = defaultdict(list)
+        for each in self.operators:
+            for s in each.reads:
+                self.readers[s].append(each.node)
         op_types = get_default_op_list()
-        values = self.values
-        operators = [
-            node
-            for node in nodes
-            if node.op == "call_function"
-            and node.target is not operator.getitem
-            and not is_view(node)
-        ]
-        readers: dict[int, list[fx.Node]] = defaultdict(list)
-        for node in operators:
-            for s in values.reads[node]:
-                readers[s].append(node)
-        pointwise = {node for node in operators if _is_pointwise(node, op_types)}
-        fusible = pointwise.union(filter(_is_reduction, operators))
-        products: set[fx.Node] = set()
-        for node in operators:
-            if node.target is aten.mm.default:
-                (s,) = values.writes[node]
-                users = readers[s]
+        nodes = [each.node for each in self.operators]
+        self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
+        self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
+        self.products: set[fx.Node] = set()
+        for each in self.operators:
+            if each.node.target is aten.mm.default:
+                (s,) = each.writes
+                users = self.readers[s]
                 # Adding to a product becomes addmm, which is no kernel to fuse with.
                 if (
                     s not in kept
                     and [u.target for u in users] == [aten.add.Tensor]
-                    and node in users[0].all_input_nodes
+                    and each.node in users[0].all_input_nodes
                 ):
-                    products.add(node)
-                    fusible.difference_update(users)
+                    self.products.add(each.node)
+                    self.fusible.difference_update(users)
         # How many operators that cannot be fused come before each one.
-        barriers: dict[fx.Node, int] = {}
+        self.barriers: dict[fx.Node, int] = {}
         count = 0
-        for node in operators:
-            barriers[node] = count
-            count += node not in fusible
+        for node in nodes:
+            self.barriers[node] = count
+            count += node not in self.fusible
 
-        found: dict[fx.Node, _Operator] = {}
-        # What each kernel reads and writes.
-        kernels: list[set[int]] = []
+    def kernels(self) -> dict[fx.Node, _Kernel]:
+        found: dict[fx.Node, _Kernel] = {}
         # What is read in order to compute a result that is not stored, and by which.
         sources: dict[int, set[int]] = {}
         computed_by: dict[int, set[fx.Node]] = {}
-        for node in operators:
-            read, writes = values.reads[node], values.writes[node]
-            reads = {r for s in read for r in sources.get(s, (s,))}
-            parts = {node}.union(*(computed_by.get(s, ()) for s in read))
-            weight = len(parts) + len(reads)
-            is_inlined = node in products
-            is_shared = is_divided = False
-            if node in pointwise and node in fusible and len(writes) == 1:
-                (s,) = writes
-                users = readers[s]
-                is_inlined = (
-                    s not in kept
-                    and bool(users)
-                    and all(u in fusible or self._scatters_to(u, s) for u in users)
-                )
-                is_shared = is_inlined and len(users) > 1
-                is_divided = is_shared and barriers[users[0]] != barriers[users[-1]]
-                is_large = len(reads) > _MOST_READS or weight > _MOST_OPERATORS
-                if is_shared and is_large:
-                    is_inlined = not (is_divided or self._is_related(reads, kernels))
-            if is_inlined:
-                sources.update(dict.fromkeys(writes, reads))
-                computed_by.update(dict.fromkeys(writes, parts))
-            elif node in fusible:
-                kernels.append(reads.union(writes))
-            found[node] = _Operator(
-                read,
-                writes,
-                self.size(writes),
-                is_inlined,
-                node in fusible,
-                is_shared,
-                is_divided,
-            )
+        for each in self.operators:
+            reads = {r for s in each.reads for r in sources.get(s, (s,))}
+            parts = {each.node}.union(*(computed_by.get(s, ()) for s in each.reads))
+            kernel = found[each.node] = self._kernel(each, reads, len(parts))
+            if kernel.is_inlined:
+                sources.update(dict.fromkeys(each.writes, reads))
+                computed_by.update(dict.fromkeys(each.writes, parts))
         return found
 
-    def _is_related(self, reads: set[int], kernels: list[set[int]]) -> bool:
-        """Whether some kernel has all large storages that are read, if there are any."""
-        large = {s for s in reads if self.nbytes[s] >= _LARGE}
-        return bool(large) and any(map(large.issubset, kernels))
+    def _kernel(self, each: Operator, reads: set[int], parts: int) -> _Kernel:
+        """An operator that takes so many, itself included, where it is computed."""
+        node, fusible = each.node, self.fusible
+        if node not in fusible or node not in self.pointwise or len(each.writes) != 1:
+            return _Kernel(each, node in self.products, node in fusible)
+        (s,) = each.writes
+        users = self.readers[s]
+        if (
+            s in self.kept
+            or not users
+            or not all(u in fusible or self._scatters_to(u, s) for u in users)
+        ):
+            return _Kernel(each, False, True)
+        if len(users) == 1:
+            return _Kernel(each, True, True)
+        is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
+        is_large = len(reads) > _MOST_READS or parts + len(reads) > _MOST_OPERATORS
+        return _Kernel(each, not (is_large and is_divided), True, True, is_divided)
 
     def _scatters_to(self, node: fx.Node, s: int) -> bool:
         """Whether a node is a scatter to this storage, which it then writes over."""
@@ -269,193 +303,124 @@ class FusedJointGraph(JointGraph):
             isinstance(target, torch._ops.OpOverload)
             and target.overloadpacket in _SCATTERS
             and all(
-                (s in self.values.held[source]) == (source is node.args[0])
+                (s in self.program.values[source]) == (source is node.args[0])
                 for source in node.all_input_nodes
             )
         )
 
-    def _backward_peaks(
-        self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int
-    ) -> tuple[list[list[int]], list[int]]:
-        everyone = (1 << count) - 1
-        repeated = [0] * len(self.nodes)
-        for step in repeats:
-            for op, plans in step:
-                repeated[op] |= plans
-        repeats, stored = self._join(repeats, repeated, saved)
-        phase = _FusedPhase(self, [0] * len(self.nbytes), self._in_backward, stored)
-        # No operator makes an input, whose producer is -1.
-        made_by = [*repeated, 0]
-        made = [made_by[op] & ~plans for op, plans in zip(self.producer, saved)]
-        phase.place(self._joined_in_backward, made, made)
-        for s in self.returned:
-            phase.touched[s] = everyone
-        held = self.held_by_caller
-        for at in reversed(range(len(repeats))):
-            *before, last = self.own_nodes[at]
-            phase.run(last, everyone, at, held)
-            for op, plans in reversed(repeats[at]):
-                phase.run(self.nodes[op], plans, at, held)
-                for s in self.writes[op]:
-                    phase.change(saved[s] & plans, -self.nbytes[s])
-            for node in reversed(before):
-                phase.run(node, everyone, at, held)
-        phase.moment(0, held)
-        kept = self._keep(phase, saved)
-        return phase.peaks(count), kept
 
-    def _join(
+class _Joining:
+    """What else the backward's kernels compute when it repeats operators, by plan.
+
+    ``repeated`` are the plans in which each operator is repeated, ``done`` those in which
+    it was, and ``stored`` those that store each storage; all of ``saved`` are among them.
+    """
+
+    def __init__(
         self,
-        repeats: list[list[tuple[int, int]]],
+        program: Program,
+        rule: Kernels,
         repeated: Sequence[int],
         saved: Sequence[int],
-    ) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Repeat operators as early as a kernel that takes them in, in each plan.
+    ) -> None:
+        self.program, self.large = program, rule.large
+        self.kernels = rule.in_backward.kernels
+        self.repeated, self.stored = repeated, [*saved]
+        self.done = [0] * len(repeated)
+        # What the kernels of repeated operators read, each with the plans where they do.
+        self.reads: dict[int, dict[int, int]] = {}
+        # The plans in which shared results take many reads.
+        self.shared: dict[int, int] = {}
+        # Those in which such results read a storage.
+        wanted = [0] * len(saved)
+        self._read_by_plan(saved, wanted)
+        # By large storage, the operators that are not inlined in all plans, and are yet
+        # to be repeated in some.
+        self.readers: dict[int, set[int]] = defaultdict(set)
+        # The plans in which it belongs to any kernel that has what it reads.
+        self.joins_any: dict[int, int] = {}
+        for op, found in self.reads.items():
+            node, kernel = program.nodes[op], self.kernels[program.nodes[op]]
+            if kernel.is_inlined and not kernel.is_shared:
+                continue
+            for s in self.large.intersection(found):
+                self.readers[s].add(op)
+            if _is_reduction(node):
+                for s in kernel.operator.writes:
+                    self.joins_any[op] = self.joins_any.get(op, 0) | wanted[s]
 
-        The arguments are as in an :class:`Evaluation`, and so is the first result.  The
-        second has the plans that store each storage; all of ``saved`` are among them.
+    def _read_by_plan(self, saved: Sequence[int], wanted: list[int]) -> None:
+        """Follow what is read in each plan, in order to compute what is not stored.
+
+        Adds to what is stored where that is for readers apart.
         """
-        stored = list(saved)
-        reads, shared, wanted = self._reads_by_plan(repeated, saved, stored)
-        kernels = _Kernels(self, repeated, stored, reads, shared, wanted)
-        joined: list[list[tuple[int, int]]] = []
-        for step in repeats:
-            joined.append([])
-            for op, plans in step:
-                plans &= ~kernels.done[op]
-                if plans:
-                    joined[-1] += kernels.run(op, plans)
-        return joined, stored
-
-    def _reads_by_plan(
-        self, repeated: Sequence[int], saved: Sequence[int], stored: list[int]
-    ) -> tuple[dict[int, dict[int, int]], dict[int, int], list[int]]:
-        """What the kernels of repeated operators read, each with the plans where they do.
-
-        Also the plans in which shared results take many reads, and those in which such
-        results read a storage.  Adds to ``stored`` where that is for readers apart.
-        """
-        reads: dict[int, dict[int, int]] = {}
-        shared: dict[int, int] = {}
-        wanted = [0] * len(self.nbytes)
         # What is read in order to compute a result, and the plans that have it anyway.
         sources: dict[int, dict[int, int]] = {}
-        realized = list(saved)
-        for op, plans in enumerate(repeated):
-            operator = self._in_backward.get(self.nodes[op])
-            if not plans or operator is None or not operator.is_fusible:
+        realized = [*saved]
+        for op, plans in enumerate(self.repeated):
+            kernel = self.kernels.get(self.program.nodes[op])
+            if not plans or kernel is None or not kernel.is_fusible:
                 continue
-            found = reads[op] = {}
-            for s in operator.reads:
+            found = self.reads[op] = {}
+            for s in kernel.operator.reads:
                 here = realized[s] if s in sources else -1
                 if here:
                     found[s] = found.get(s, 0) | here
                 for r, reading in sources.get(s, {}).items():
                     if reading & ~here:
                         found[r] = found.get(r, 0) | reading & ~here
-            if operator.is_inlined:
-                (s,) = operator.writes
+            if kernel.is_inlined:
+                (s,) = kernel.operator.writes
                 sources[s] = found
-            if operator.is_shared:
-                many = shared[op] = plans & _more_than(_MOST_READS, found.values())
+            if kernel.is_shared:
+                many = self.shared[op] = plans & _more_than(_MOST_READS, found.values())
                 realized[s] |= many
-                if operator.is_divided:
-                    stored[s] |= many
+                if kernel.is_divided:
+                    self.stored[s] |= many
                 for r, reading in found.items():
                     wanted[r] |= reading & many
-        return reads, shared, wanted
 
-    def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
-        everyone = (1 << count) - 1
-        phase = _FusedPhase(self, list(kept), self._in_forward, kept)
-        phase.touch(self.written_back, everyone)
-        required = [everyone if birth >= 0 else 0 for birth in self.births]
-        apart = [plans & ~keep for plans, keep in zip(required, kept)]
-        phase.place(self._joined_in_forward, apart, required)
-        for node, _, writes, _, is_required in reversed(self._early_by_kernels):
-            plans = everyone if is_required else 0
-            for s in writes:
-                plans |= phase.touched[s]
-            phase.run(node, plans, 0, 0)
-        phase.moment(0, 0)
-        return [peak for (peak,) in phase.peaks(count)]
+    def run(self, repeats: Repeats) -> Repeats:
+        """Repeat operators as early as a kernel that takes them in, in each plan."""
+        joined: Repeats = []
+        for step in repeats:
+            joined.append([])
+            for op, plans in step:
+                plans &= ~self.done[op]
+                if plans:
+                    joined[-1] += self._run(op, plans)
+        return joined
 
-
-class _Kernels:
-    """What else the backward's kernels compute when it repeats operators, by plan.
-
-    ``done`` are the plans in which each operator was repeated, ``stored`` those that
-    store each storage, and the others as `FusedJointGraph._reads_by_plan` has them.
-    """
-
-    def __init__(
-        self,
-        graph: FusedJointGraph,
-        repeated: Sequence[int],
-        stored: list[int],
-        reads: dict[int, dict[int, int]],
-        shared: dict[int, int],
-        wanted: list[int],
-    ) -> None:
-        self.graph = graph
-        self.repeated, self.stored, self.reads = repeated, stored, reads
-        self.shared = shared
-        self.done = [0] * len(graph.nodes)
-        # By large storage, the operators that are not inlined in all plans, and are yet
-        # to be repeated in some.
-        self.readers: dict[int, set[int]] = defaultdict(set)
-        # What each of these reads, with the plans: the large, and by maker the others.
-        self.large: dict[int, dict[int, int]] = {}
-        self.small: dict[int, list[tuple[int, int]]] = {}
-        # The plans in which it belongs to any kernel that has what it reads.
-        self.near_anyway: dict[int, int] = {}
-        for op, found in reads.items():
-            operator = graph._in_backward[graph.nodes[op]]
-            if operator.is_shared or not operator.is_inlined:
-                large = {s: each for s, each in found.items() if s in graph._large}
-                self.large[op] = large
-                self.small[op] = [
-                    (graph.producer[s], each)
-                    for s, each in found.items()
-                    if s not in large and graph.producer[s] >= 0
-                ]
-                self.near_anyway[op] = 0
-                if _is_reduction(graph.nodes[op]):
-                    for s in graph.writes[op]:
-                        self.near_anyway[op] |= wanted[s]
-                for s in large:
-                    self.readers[s].add(op)
-
-    def run(self, op: int, plans: int) -> list[tuple[int, int]]:
+    def _run(self, op: int, plans: int) -> list[tuple[int, int]]:
         """Repeat an operator in these plans, and what joins its kernel; in order."""
         self._repeat(op, plans)
         ran = [(op, plans)]
         if op not in self.reads:
             return ran
-        operator = self.graph._in_backward[self.graph.nodes[op]]
-        if operator.is_inlined:
-            plans &= self.stored[operator.writes[0]]
+        kernel = self.kernels[self.program.nodes[op]]
+        if kernel.is_inlined:
+            plans &= self.stored[kernel.operator.writes[0]]
         if not plans:
             return ran
         # The plans in which an operator is part of this kernel.
-        kernel = {op: plans}
+        parts = {op: plans}
         readers = (self.readers.get(s, ()) for s in self.reads[op])
         near = sorted(set[int]().union(*readers))
         before: list[tuple[int, int]] = []
         if op in self.shared:
-            before = self._join_streams(kernel, near, op, plans & self.shared[op])
-        self._join_others(kernel, near, op, plans)
-        del kernel[op]
-        return [*before, *ran, *kernel.items()]
+            before = self._join_streams(parts, near, op, plans & self.shared[op])
+        self._join_others(parts, near, op, plans)
+        del parts[op]
+        return [*before, *ran, *parts.items()]
 
     def _repeat(self, op: int, plans: int) -> None:
         self.done[op] |= plans
         if not self.repeated[op] & ~self.done[op]:
-            for s in self.large.get(op, ()):
+            for s in self.large.intersection(self.reads.get(op, ())):
                 self.readers[s].discard(op)
 
     def _join_streams(
-        self, kernel: dict[int, int], near: Iterable[int], op: int, plans: int
+        self, parts: dict[int, int], near: Iterable[int], op: int, plans: int
     ) -> list[tuple[int, int]]:
         """Take in other results of many reads, if some large one is in common.
 
@@ -472,9 +437,10 @@ class _Kernels:
             if not joining:
                 continue
             reads_alike = 0
-            for s, reading in self.large[guest].items():
-                reads_alike |= reading & common.get(s, 0)
-            needed = self._needed(kernel, guest, joining & reads_alike)
+            for s, reading in self.reads[guest].items():
+                if s in self.large:
+                    reads_alike |= reading & common.get(s, 0)
+            needed = self._needed(parts, guest, joining & reads_alike)
             joining = needed.pop(guest)
             if not joining:
                 continue
@@ -483,15 +449,15 @@ class _Kernels:
                 if more:
                     before.append((maker, more))
                     self._repeat(maker, more)
-            (s,) = self.graph.writes[guest]
-            self._take_in(kernel, guest, joining)
+            (s,) = self.program.operators[guest].writes
+            self._take_in(parts, guest, joining)
             common[s] = joining
             for other in self.readers.get(s, ()):
                 if other in self.shared and other not in guests:
                     heappush(guests, other)
         return before
 
-    def _needed(self, kernel: dict[int, int], op: int, plans: int) -> dict[int, int]:
+    def _needed(self, parts: dict[int, int], op: int, plans: int) -> dict[int, int]:
         """What has to be repeated in order to repeat an operator, itself included.
 
         With the plans where it is, without those in which what cannot be fused would have
@@ -503,12 +469,12 @@ class _Kernels:
         while pending:
             reader, needing = pending.pop()
             is_fusible = reader in self.reads
-            for s in self.graph.reads[reader]:
-                maker = self.graph.producer[s]
+            for s in self.program.operators[reader].reads:
+                maker = self.program.producer[s]
                 if maker >= 0:
                     new = needing & self.repeated[maker] & ~self.done[maker]
                     if not is_fusible:
-                        refused |= new | needing & kernel.get(maker, 0)
+                        refused |= new | needing & parts.get(maker, 0)
                     new &= ~found.get(maker, 0)
                     if new:
                         found[maker] = found.get(maker, 0) | new
@@ -516,14 +482,14 @@ class _Kernels:
         found[op] &= ~refused
         return found
 
-    def _take_in(self, kernel: dict[int, int], guest: int, plans: int) -> None:
+    def _take_in(self, parts: dict[int, int], guest: int, plans: int) -> None:
         self._repeat(guest, plans)
-        kernel[guest] = plans
+        parts[guest] = plans
         if guest in self.shared:
-            self.stored[self.graph.writes[guest][0]] |= plans
+            self.stored[self.program.operators[guest].writes[0]] |= plans
 
     def _join_others(
-        self, kernel: dict[int, int], near: Iterable[int], op: int, plans: int
+        self, parts: dict[int, int], near: Iterable[int], op: int, plans: int
     ) -> None:
         """Take in what is computed from the kernel's results and arguments alone."""
         reads = self.reads[op]
@@ -532,63 +498,50 @@ class _Kernels:
             joining &= self.shared.get(guest, -1)
             if not joining:
                 continue
-            is_near = self.near_anyway[guest]
-            for maker, reading in self.small[guest]:
-                is_near |= reading & kernel.get(maker, 0)
-                joining &= ~(reading & self.repeated[maker]) | self.done[maker]
-            joining &= is_near
-            if not joining:
-                continue
-            has_large = 0
-            for s, reading in self.large[guest].items():
-                has_large |= reading
-                joining &= ~reading | reads.get(s, 0)
-            joining &= has_large
+            is_near, has_large = self.joins_any.get(guest, 0), 0
+            for s, reading in self.reads[guest].items():
+                maker = self.program.producer[s]
+                if s in self.large:
+                    has_large |= reading
+                    joining &= ~reading | reads.get(s, 0)
+                elif maker >= 0:
+                    is_near |= reading & parts.get(maker, 0)
+                    joining &= ~(reading & self.repeated[maker]) | self.done[maker]
+            joining &= is_near & has_large
             if joining:
-                self._take_in(kernel, guest, joining)
+                self._take_in(parts, guest, joining)
 
 
-class _FusedPhase(Phase):
+class _KernelTimeline(Timeline):
     """A phase in which operators run in the kernels of those that read them.
 
-    ``stored`` are the plans that save each storage: it is stored in those in any case.
+    ``stored`` are the plans that store each storage; the others are as for `Timeline`.
     """
 
     def __init__(
         self,
-        graph: FusedJointGraph,
+        program: Program,
         touched: list[int],
-        operators: dict[fx.Node, _Operator],
+        saved: Sequence[int],
+        shapes: dict[int, tuple[Any, ...]],
+        phase: _Phase,
         stored: Sequence[int],
     ) -> None:
-        super().__init__(graph, touched)
-        self.shapes = graph.shapes
-        self.operators = operators
-        self.stored = stored
-        # What is read in order to compute what is not stored.
-        self.sources = {
-            s: each.reads
-            for each in operators.values()
-            if each.is_inlined
-            for s in each.writes
-        }
+        super().__init__(program, touched, saved)
+        self.shapes, self.released = shapes, program.released
+        self.phase, self.sources, self.stored = phase, phase.sources, stored
         # What each part of a concatenation is computed within, with the plans where it
         # is, and those where it is the first part.
         self.within: dict[int, tuple[int, int, int]] = {}
         # The plans where a storage has such parts.
         self.has_parts: dict[int, int] = {}
 
-    def place(
-        self,
-        concatenations: Sequence[tuple[int, Sequence[int]]],
-        parts: Sequence[int],
-        results: Sequence[int],
-    ) -> None:
+    def place(self, parts: Sequence[int], results: Sequence[int]) -> None:
         """Compute parts of concatenations within them, where both are made here.
 
         That is in these plans, for each storage as a part and as a result.
         """
-        for result, found in concatenations:
+        for result, found in self.phase.concatenations:
             placed = 0
             for s in found:
                 plans = parts[s] & results[result]
@@ -597,17 +550,16 @@ class _FusedPhase(Phase):
                     placed |= plans
             self.has_parts[result] = placed
 
-    def run(self, node: fx.Node, plans: int, step: int, own: int) -> None:
-        """A kernel with its moment, in these plans; ``own`` as for :meth:`moment`."""
-        operator = self.operators.get(node)
-        if operator is None:
+    def run(self, each: Operator, plans: int, step: int) -> None:
+        """An operator's kernel with its moment, in these plans, if it has one."""
+        kernel, writes = self.phase.kernels.get(each.node), each.writes
+        if kernel is None:
             return
-        writes = operator.writes
-        if operator.is_inlined:
+        if kernel.is_inlined:
             plans &= self.stored[writes[0]]
         if not plans:
             return
-        dying = self._read_last(operator.reads, plans)
+        dying = self._read_last(each.reads, plans)
         for s in writes:
             # Nobody reads it.
             unread = plans & ~self.touched[s]
@@ -615,27 +567,35 @@ class _FusedPhase(Phase):
                 self.touched[s] |= unread
                 self.change(unread, -self.nbytes[s])
         reused: list[tuple[int, int]] = []
-        light = self._light(operator, plans) if dying and operator.is_fusible else 0
+        light = self._light(each, plans) if dying and kernel.is_fusible else 0
         for s in writes:
             left = light & ~self._placed(s)
             for at, (r, last) in enumerate(dying):
-                if left & last and self.shapes.get(r) == self.shapes.get(s):
+                if (
+                    left & last
+                    and r not in self.released
+                    and self.shapes.get(r) == self.shapes.get(s)
+                ):
                     reused.append((left & last, r))
                     dying[at] = r, last & ~left
                     left &= ~last
         for r, last in dying:
             self.change(last, -self.nbytes[r])
-        self.moment(step, own)
+        self.moment(step)
         apart = plans
         for s in writes:
             if s in self.within:
                 result, _, first = self.within[s]
                 self.change(plans & first, self.nbytes[result])
             apart &= ~self._placed(s)
-        self.change(apart, operator.nbytes)
+        self.change(apart, each.nbytes)
         # What is written over ends before, as another begins.
         for last, r in reused:
             self.change(last, -self.nbytes[r])
+        for s in writes:
+            again = plans & self.saved[s]
+            if again:
+                self.change(again, -self.nbytes[s])
 
     def _read_last(self, storages: Iterable[int], plans: int) -> list[tuple[int, int]]:
         """What a kernel is the last to read, by number, with the plans where it is."""
@@ -665,10 +625,10 @@ class _FusedPhase(Phase):
         placed = self.has_parts.get(s, 0)
         return placed | self.within[s][1] if s in self.within else placed
 
-    def _light(self, operator: _Operator, plans: int) -> int:
+    def _light(self, each: Operator, plans: int) -> int:
         """The plans in which a kernel is not too large to write over its arguments."""
         found: dict[int, int] = {}
-        pending = [(s, plans) for s in operator.reads]
+        pending = [(s, plans) for s in each.reads]
         while pending:
             s, reading = pending.pop()
             seen = found.get(s, 0)
@@ -679,24 +639,6 @@ class _FusedPhase(Phase):
                 pending += [(r, computed) for r in self.sources.get(s, ())]
         # The operator itself is one more.
         return plans & ~_more_than(_MOST_OPERATORS - 1, found.values())
-
-
-def _concatenations(
-    operators: Mapping[fx.Node, _Operator],
-) -> list[tuple[int, list[int]]]:
-    """What is concatenated and stored, each with those of its parts that kernels make."""
-    kernels = {
-        s
-        for each in operators.values()
-        if each.is_fusible and not each.is_inlined and len(each.writes) == 1
-        for s in each.writes
-    }
-    return [
-        (result, sorted(kernels.intersection(each.reads)))
-        for node, each in operators.items()
-        if node.target is aten.cat.default and not each.is_inlined
-        for result in each.writes
-    ]
 
 
 def _more_than(most: int, masks: Collection[int]) -> int:
@@ -710,6 +652,13 @@ def _more_than(most: int, masks: Collection[int]) -> int:
             counted[at] |= counted[at - 1] & mask
         counted[0] |= mask
     return counted[most]
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is a part of another's value, or no call at all."""
+    return (
+        node.op != "call_function" or node.target is operator.getitem or is_view(node)
+    )
 
 
 def _is_reduction(node: fx.Node) -> bool:

@@ -1,15 +1,16 @@
 """How many bytes a plan keeps live, operator by operator, before anything runs.
 
 A plan is the set of values that the forward saves.  It decides which operators the
-backward runs again and when, and so the peak.  :class:`JointGraph` reads a joint graph
-once into integers; :meth:`JointGraph.evaluate` then takes a plan through both phases:
+backward runs again and when, and so the peak.  :func:`read` reads a joint graph once
+into a :class:`Program`, which takes a plan through both phases:
 
-    >>> graph = JointGraph(joint_module.graph, node_info, num_fwd_outputs)
-    >>> graph.evaluate(graph.storages(saved_values)).peak
+    >>> program = read(joint_module.graph, node_info, num_fwd_outputs)
+    >>> program.evaluate(program.storages(saved_values)).peak
 
-Counted is what an interpreter of the two graphs has live while it runs an operator.  A
-storage counts once, whole, however many views it has.  Parameters and inputs are live
-anyway and do not count, nor does what a kernel allocates for itself.
+Counted is what an interpreter of the two graphs has live while it runs an operator, or
+what another :class:`Rule` says.  A storage counts once, whole, however many views it
+has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
+allocates for itself.
 
 The backward runs its own operators in their order, and each repeated one right before
 the first that needs it.  What was traced in it without need of a tangent stays there.
@@ -17,8 +18,9 @@ the first that needs it.  What was traced in it without need of a tangent stays 
 
 from __future__ import annotations
 
-import copy
+import functools
 import operator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
@@ -38,14 +40,22 @@ if TYPE_CHECKING:
 
     from torch._functorch.partitioners import NodeInfo
 
-    # The results of each late operator, a node of the backward's own, and what that
-    # reads and writes.
-    _BackwardStep = tuple[
-        tuple[tuple[int, ...], ...], fx.Node, tuple[int, ...], tuple[int, ...]
-    ]
+    # For each step of the backward, the operators that are repeated for it, in order,
+    # with the mask of the plans that do so.
+    Repeats = list[list[tuple[int, int]]]
 
 
-__all__ = ["CannotPlan", "Evaluation", "JointGraph", "Phase"]
+__all__ = [
+    "CannotPlan",
+    "Evaluation",
+    "Operator",
+    "Program",
+    "Rule",
+    "Step",
+    "Timeline",
+    "lower_bound",
+    "read",
+]
 
 # Plans that are evaluated together, at most: the bits of an integer with a sign.
 _TOGETHER = 63
@@ -56,15 +66,11 @@ class CannotPlan(Exception):
 
 
 class Evaluation(NamedTuple):
-    """What a plan costs.
-
-    Steps are those of the backward that read what the forward made, or an input for the
-    last time, each with what is repeated for it, and with what runs since the one
-    before.  A bit of a mask is a plan.
+    """What a plan costs.  A bit of a mask is a plan.
 
     Args:
         forward_peak: most live bytes while the forward runs.
-        step_peaks: most live bytes in each step.
+        step_peaks: most live bytes in each :class:`Step` of the backward.
         bit: the plan's.
         repeats: the operators repeated for each step, in order, with their masks.
         repeated, kept: the masks of all operators and storages.
@@ -73,7 +79,7 @@ class Evaluation(NamedTuple):
     forward_peak: int
     step_peaks: list[int]
     bit: int
-    repeats: list[list[tuple[int, int]]]
+    repeats: Repeats
     repeated: list[int]
     kept: list[int]
 
@@ -92,165 +98,205 @@ class Evaluation(NamedTuple):
         return {s for s, plans in enumerate(self.kept) if plans & self.bit}
 
 
-class _Step(NamedTuple):
-    """A step of the backward, as an :class:`Evaluation` has them, or after ``late``.
+class Operator(NamedTuple):
+    """A node that runs, and the storages that it reads and allocates.
 
-    Those are the results of each operator without tangents that was traced here, which
-    runs here if the plan repeats it.  ``own_*`` are the live bytes that the backward
-    alone made: most of them since the last such step, those before this one, and those
-    during it.
+    Args:
+        nbytes: of what it allocates.
+        is_required: whether the forward runs it in any plan.
     """
 
-    late: tuple[tuple[int, ...], ...]
+    node: fx.Node
     reads: tuple[int, ...]
-    own_since: int
-    own_before: int
-    own_during: int
+    writes: tuple[int, ...]
+    nbytes: int
+    is_required: bool
 
 
-class Storages:
-    """The storages of a graph's values, numbered in the order of their allocation.
+class Step(NamedTuple):
+    """A stretch of the backward, which ends where what the forward made is needed.
 
-    nbytes[s], keys[s]: a storage's size, and what tells it apart in other graphs too.
-    own[node]: the storages of a node's value.
-    held[node]: those that whoever reads the node reads.
-    reads[node], writes[node]: those that a node reads, and those that it allocates.
+    Its last operator reads that, or an input for the last time, or was traced behind an
+    operator that needs no tangent.
 
-    No storage need be live for a size that one of ``given_sizes`` is.  O(nodes + edges).
-    Raises CannotPlan for values that have no storage to count.
+    Args:
+        traced: the results of each of those, which runs here if the plan repeats it.
+        reads: the storages made by such operators or the forward that the last one reads.
+        operators: those that need a tangent; in the last step, the output closes them.
     """
 
-    def __init__(self, graph: fx.Graph, given_sizes: Container[fx.Node] = ()) -> None:
-        self.nbytes: list[int] = []
-        self.keys: list[int] = []
-        self.own: dict[fx.Node, tuple[int, ...]] = {}
-        self.held: dict[fx.Node, tuple[int, ...]] = {}
-        self.reads: dict[fx.Node, tuple[int, ...]] = {}
-        self.writes: dict[fx.Node, tuple[int, ...]] = {}
-        values: dict[fx.Node, Any] = {}
-        for node in graph.nodes:
-            held = (s for source in node.all_input_nodes for s in self.held[source])
-            reads = tuple(dict.fromkeys(held))
-            value = node.meta.get("val")
-            is_part = node.target is operator.getitem
-            if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
-                # Its own meta may be that of a twin, which was merged with this one.
-                value = values[node.args[0]][node.args[1]]
-            values[node] = value
-            is_size = isinstance(value, py_sym_types)
-            first = len(self.nbytes)
-            own: tuple[int, ...] = ()
-            # What a size is read from has to be live for that.
-            if not is_size or (reads and node not in given_sizes):
-                own = self._number(node, value, reads)
-            self.own[node] = own
-            self.held[node] = own or (() if is_size else reads)
-            self.reads[node] = own if is_part else reads
-            self.writes[node] = tuple(range(first, len(self.nbytes)))
-
-    def _number(
-        self, node: fx.Node, value: Any, reads: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """The storages of a value, new ones unless they are read or another input's."""
-        first = len(self.nbytes)
-        found: dict[int, None] = {}
-        for part in tree_leaves(value):
-            if isinstance(part, torch.Tensor):
-                try:
-                    storage = part.untyped_storage()
-                except (NotImplementedError, RuntimeError) as error:
-                    raise CannotPlan(f"{node.name} has no storage to count") from error
-                key, size = storage._cdata, storage.nbytes()
-            elif isinstance(part, py_sym_types):
-                key, size = id(part), 0
-            else:
-                continue
-            # One result may be a view of another.
-            known = (*reads, *range(first if reads else 0, len(self.nbytes)))
-            s = next((s for s in known if self.keys[s] == key), -1)
-            if s < 0 and reads and is_view(node):
-                # Common subexpressions were merged: what is viewed is its twin.
-                s = reads[0]
-            if s < 0:
-                s = len(self.nbytes)
-                self.nbytes.append(concrete(size))
-                self.keys.append(key)
-            found[s] = None
-        return tuple(found)
+    traced: tuple[tuple[int, ...], ...]
+    reads: tuple[int, ...]
+    operators: tuple[Operator, ...]
 
 
-class JointGraph:
-    """A joint graph as operators and storages, each numbered in the graph's order.
+class Timeline:
+    """The live bytes of many plans, from the last moment of a phase to the first.
 
-    Operators are nodes that allocate, except the backward's own, which need a tangent.
-    Those that the forward does not need either run where they are read first.  Public:
-
-    values: the storages of the graph's nodes, those of inputs without bytes, but for
-        the copies of tangents that the backward works on.
-    nodes[o], reads[o], writes[o]: an operator, and the storages it reads and allocates.
-    repeatable[o]: whether the backward may run it.
-    nbytes[s], producer[s]: a storage's size, and its operator or -1.
-    saved_as[s]: the node to save in order to keep storage s, None where none can be.
-    births[s], deaths[s]: the forward's steps that allocate it and read it last, or -1.
-    outputs: the storages that the forward returns, which stay live in any plan.
-    written_back: those that the caller copies into its inputs, live until it has.
-    returned: those that the backward returns.
-    tangents: the inputs of the backward alone.
-    copied: the storages of those that are copied before they are read.
-    forward_steps: how many steps the forward has at most.
-    steps: the backward's, as in an :class:`Evaluation`; ``steps[k].reads`` are storages.
-    own_nodes: for each step, the backward's own nodes from behind the step before to its
-        own, which for the last step is the output.
-
-    The first ``num_fwd_outputs`` outputs of the graph are the forward's.
-
-    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
+    Whoever touches a storage last frees it; what is touched from the outset is not freed.
+    ``saved`` are the plans in which the phase has a storage without making it.
     """
 
     def __init__(
-        self, graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int
+        self, program: Program, touched: list[int], saved: Sequence[int]
     ) -> None:
-        (output,) = graph.find_nodes(op="output")
-        results = tree_leaves(output.args)
-        self._forward = set(node_info.required_fw_nodes)
-        self._tangents_closure = node_info.tangents_closure
-        self._bwd_outputs = _nodes(results[num_fwd_outputs:])
-        self.values = Storages(graph, self._forward)
-        self.nbytes = self.values.nbytes
-        self._tangent_bytes = 0
-        self.copied: set[int] = set()
-        self._released: tuple[int, ...] = ()
-        self.tangents: set[fx.Node] = set()
-        self._calls: list[fx.Node] = []
-        for node in graph.nodes:
-            if node.op == "call_function":
-                self._calls.append(node)
-                continue
-            for s in self.values.writes[node]:
-                self.nbytes[s] = 0
-            if self._is_tangent(node):
-                self._receive(node)
-        backward = self._classify(output)
-        self.forward_steps = len(self._early)
-        # The forward overwrites these inputs itself, or whoever calls it does.
-        descriptions = list(output.meta.get("desc") or results)
-        overwritten = {
-            at: description.mutated_input
-            for at, description in enumerate(descriptions)
-            if isinstance(description, InputMutationAOTOutput)
-        }
-        returned = dict(enumerate(results[:num_fwd_outputs]))
-        written_back = [value for at, value in returned.items() if at in overwritten]
-        kept = [value for at, value in returned.items() if at not in overwritten]
-        self.outputs = self._made_by_forward(kept)
-        self.written_back = self._made_by_forward(written_back) - self.outputs
-        self._lay_out_backward(backward)
-        self._choose_what_to_save()
-        self._choose_what_to_repeat(overwritten.values())
+        self.nbytes, self.freeable = program.nbytes, program.freeable
+        self.touched, self.saved = touched, saved
+        # By how many bytes the plans of a mask change, latest first.
+        self.masks, self.changes = [0], [0]
+        # For each moment its step, and the change that it comes right before.
+        self.moments: list[tuple[int, int]] = []
+
+    def change(self, plans: int, nbytes: int) -> None:
+        if plans:
+            self.masks.append(plans)
+            self.changes.append(nbytes)
+
+    def touch(self, storages: Iterable[int], plans: int) -> None:
+        touched = self.touched
+        for s in storages:
+            last = plans & ~touched[s]
+            if last:
+                touched[s] |= last
+                if self.freeable[s]:
+                    self.masks.append(last)
+                    self.changes.append(-self.nbytes[s])
+
+    def moment(self, step: int) -> None:
+        self.moments.append((step, len(self.masks) - 1))
+
+    def run(self, each: Operator, plans: int, step: int) -> None:
+        """An operator with its moment, in these plans."""
+        if not plans:
+            return
+        self.touch(each.reads, plans)
+        for s in each.writes:
+            again = plans & self.saved[s]
+            if again:
+                # A second one of what is saved is dropped at once.
+                self.change(again, -self.nbytes[s])
+            unread = plans & ~again & ~self.touched[s]
+            if unread:
+                self.touch((s,), unread)
+        self.moment(step)
+        if each.nbytes:
+            self.change(plans, each.nbytes)
+
+    def peaks(self, count: int, base: int = 0) -> list[list[int]]:
+        """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
+        # Whoever traces may have fake tensors for every tensor made.
+        with _disable_current_modes(), torch.device("cpu"):
+            of_plan = torch.tensor(self.masks).unsqueeze(1) >> torch.arange(count) & 1
+            later = (of_plan * torch.tensor(self.changes).unsqueeze(1)).cumsum(0)
+            steps, before = torch.tensor(self.moments).unbind(1)
+            live = later[-1] - later[before] + base
+            peaks = live.new_zeros(int(steps.max()) + 1, count)
+            of_step = steps.unsqueeze(1).expand_as(live)
+            return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
+
+
+class Rule:
+    """How a phase runs, and on what timeline: here, operator by operator.
+
+    Each runs by itself, where it was traced or is needed, and every result is stored.
+    ``kept`` and ``saved`` are the plans that have each storage for the backward.
+    """
+
+    def forward(
+        self, program: Program, kept: Sequence[int]
+    ) -> tuple[Timeline, Sequence[Operator]]:
+        return Timeline(program, [*kept], [0] * len(kept)), program.forward
+
+    def backward(
+        self, program: Program, repeats: Repeats, saved: Sequence[int]
+    ) -> tuple[Timeline, Repeats]:
+        return Timeline(program, [0] * len(saved), saved), repeats
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A joint graph as operators and storages, each numbered in the graph's order.
+
+    Numbered are operators that allocate, except the backward's own, which need a tangent.
+    Those that the forward does not need either run where they are read first.
+
+    Args:
+        values: the storages of each node's value.
+        nbytes: of each storage; 0 for an input, but for the copy that is made of a
+            tangent for the backward.
+        producer: the operator that allocates it, or -1.
+        first_use, last_use: the operators of ``forward`` that allocate it and read it
+            last, of those that the forward runs in any plan, or -1.
+        saved_as: the node to save in order to keep it, None where none can be.
+        always_saved: what is kept in any plan that needs it.
+        operators: those that are numbered.
+        repeatable: whether the backward may run each of them.
+        forward: all nodes that need no tangent, views as well.
+        steps: the backward's.
+        outputs: the storages that the forward returns, which stay live in any plan.
+        written_back: those that the caller copies into its inputs, live until it has.
+        tangents, tangent_bytes: the inputs of the backward alone, and what these take.
+        copied: the storages of those that are copied before they are read.
+        required: the nodes that the forward runs in any plan.
+        gradients: the nodes that the backward returns.
+        released: the inputs that the backward alone holds, until their last use.
+        rule: how the phases run.
+    """
+
+    values: dict[fx.Node, tuple[int, ...]]
+    nbytes: list[int]
+    producer: list[int]
+    first_use: list[int]
+    last_use: list[int]
+    saved_as: list[Optional[fx.Node]]
+    always_saved: set[int]
+    operators: list[Operator]
+    repeatable: list[bool]
+    forward: list[Operator]
+    steps: list[Step]
+    outputs: set[int]
+    written_back: set[int]
+    tangents: set[fx.Node]
+    tangent_bytes: int
+    copied: set[int]
+    required: Container[fx.Node]
+    gradients: list[fx.Node]
+    released: frozenset[int] = frozenset()
+    rule: Rule = field(default_factory=Rule)
+
+    @functools.cached_property
+    def nodes(self) -> list[fx.Node]:
+        """Those of the operators."""
+        return [each.node for each in self.operators]
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """The storages that the backward returns, which stay live in it."""
+        return self.steps[-1].operators[-1].reads
+
+    @functools.cached_property
+    def freeable(self) -> list[bool]:
+        """Whether each storage goes when nobody reads it any more."""
+        # A checkpoint's result is made again though the caller has it: that one goes.
+        held = {s for s in self.outputs if self.saved_as[s] is not None}
+        return [nbytes > 0 and s not in held for s, nbytes in enumerate(self.nbytes)]
+
+    @functools.cached_property
+    def _needs(self) -> list[tuple[int, ...]]:
+        """Of what each operator reads, that which operators make."""
+        producer = self.producer
+        return [
+            tuple(s for s in each.reads if producer[s] >= 0) for each in self.operators
+        ]
+
+    @property
+    def held_by_caller(self) -> int:
+        """Bytes of the tangents and of what the forward returned, in any step's peak."""
+        return self.tangent_bytes + self.size(self.outputs)
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The storages that saving these nodes keeps."""
-        return {s for node in nodes for s in self.values.own.get(node, ())}
+        return {s for node in nodes for s in self.values.get(node, ())}
 
     def saveable(self, nodes: Iterable[fx.Node]) -> list[int]:
         """Of these storages, those that some node can be saved for."""
@@ -261,255 +307,17 @@ class JointGraph:
         """Bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
-    # ------------------------------------------------------------------ reading
-
-    def _classify(self, output: fx.Node) -> list[_BackwardStep]:
-        """Number the operators that the backward may run, and tell the phases apart."""
-        self.nodes: list[fx.Node] = []
-        self.reads: list[tuple[int, ...]] = []
-        self.writes: list[tuple[int, ...]] = []
-        self.producer = [-1] * len(self.nbytes)
-        self.births = [-1] * len(self.nbytes)
-        self.deaths = [-1] * len(self.nbytes)
-        # Each node that needs no tangent, what it writes, with and without what it
-        # reads, how many bytes that is, and whether the forward runs it in any plan.
-        self._early: list[
-            tuple[fx.Node, tuple[int, ...], tuple[int, ...], int, bool]
-        ] = []
-        needed = self._backward_nodes()
-        backward: list[_BackwardStep] = []
-        late: list[tuple[int, ...]] = []
-        started = False
-        for node in self._calls:
-            required = node in self._forward
-            if not required and node not in needed:
-                continue
-            started = started or any(map(self._is_tangent, node.all_input_nodes))
-            reads, writes = self.values.reads[node], self.values.writes[node]
-            if not self._is_early(node):
-                backward.append((tuple(late), node, reads, writes))
-                late.clear()
-                continue
-            if required:
-                for s in writes:
-                    self.births[s] = len(self._early)
-                for s in (*reads, *writes):
-                    self.deaths[s] = len(self._early)
-            nbytes = self.size(writes)
-            self._early.append((node, writes + reads, writes, nbytes, required))
-            if started and not required:
-                # A view has its place as well: what it is of comes before it.
-                wanted = writes or tuple(s for s in reads if self.producer[s] >= 0)
-                if wanted:
-                    late.append(wanted)
-            if writes:
-                for s in writes:
-                    self.producer[s] = len(self.nodes)
-                self.nodes.append(node)
-                self.reads.append(reads)
-                self.writes.append(writes)
-        backward.append((tuple(late), output, self._read_by(self._bwd_outputs), ()))
-        return backward
-
-    def _read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
-        """The storages that whoever reads these nodes reads."""
-        return tuple(s for node in nodes for s in self.values.held[node])
-
-    def _made_by_forward(self, values: Iterable[Any]) -> set[int]:
-        """Of the storages of these values, those that are no inputs."""
-        return {s for s in self._read_by(_nodes(values)) if self.births[s] >= 0}
-
-    def _receive(self, tangent: fx.Node) -> None:
-        """Count a tangent: what the caller holds, and the copy that is made of it.
-
-        Autograd makes gradients without gaps.  Where the output has some, as a slice
-        has, so has the tangent that the graph was traced with, and AOTAutograd copies
-        what it is given into such a one.
-        """
-        self.tangents.add(tangent)
-        value = tangent.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return
-        elements = concrete(value.numel())
-        spans = (
-            (concrete(size) - 1) * concrete(stride)
-            for size, stride in zip(value.shape, value.stride())
-        )
-        extent = 1 + sum(spans)
-        self._tangent_bytes += elements * value.itemsize
-        for s in self.values.writes[tangent]:
-            if extent > elements > 0:
-                self.nbytes[s] = extent * value.itemsize
-                self.copied.add(s)
-
-    def _is_tangent(self, node: fx.Node) -> bool:
-        return node.op == "placeholder" and node in self._tangents_closure
-
-    def _is_early(self, node: fx.Node) -> bool:
-        """Whether a node needs no tangent."""
-        return node in self._forward or node not in self._tangents_closure
-
-    def _backward_nodes(self) -> set[fx.Node]:
-        """The nodes that the backward runs, whatever is saved."""
-        found: set[fx.Node] = set()
-        pending = list(self._bwd_outputs)
-        while pending:
-            node = pending.pop()
-            if node not in found and node not in self._forward:
-                found.add(node)
-                pending += node.all_input_nodes
-        return found
-
-    def _lay_out_backward(self, steps: Sequence[_BackwardStep]) -> None:
-        """Work out what does not depend on the plan: the backward's own storages."""
-        own = {s for *_, writes in steps for s in writes} | self.copied
-        inputs = {s for s, op in enumerate(self.producer) if op < 0} - own
-        last = {
-            s: at
-            for at, (*_, reads, writes) in enumerate(steps)
-            for s in reads + writes
-        }
-        self.returned = set(self._read_by(self._bwd_outputs))
-        dying: dict[int, int] = {}
-        # What is never read stays to the end.
-        for s in own.intersection(last) - self.returned:
-            dying[last[s]] = dying.get(last[s], 0) + self.nbytes[s]
-        self.steps: list[_Step] = []
-        # The last step in which the backward's own operators read a storage.
-        self._own_reads: dict[int, int] = {}
-        self.own_nodes: list[list[fx.Node]] = [[]]
-        live = most = self.held_by_caller + self.size(self.copied)
-        for at, (late, node, reads, writes) in enumerate(steps):
-            self.own_nodes[-1].append(node)
-            self._own_reads.update(dict.fromkeys(reads, len(self.steps)))
-            before = live
-            live += self.size(writes)
-            made = tuple(s for s in reads if self.producer[s] >= 0)
-            is_last = any(s in inputs and last[s] == at for s in reads)
-            if made or late or is_last or at == len(steps) - 1:
-                self.steps.append(_Step(late, made, most, before, live))
-                self.own_nodes.append([])
-                most = 0
-            else:
-                most = max(most, live)
-            live -= dying.get(at, 0)
-        self._read_in_backward = {s for step in self.steps for s in step.reads}
-
-    def _choose_what_to_save(self) -> None:
-        self.saved_as: list[Optional[fx.Node]] = [None] * len(self.nbytes)
-        self._saved_anyway: set[int] = set()
-        replayed: set[int] = set()
-        for node in self._calls:
-            if is_replayed(node):
-                # Nor may a view of it be saved.
-                replayed.update(self.values.writes[node])
-            elif self._is_early(node) and isinstance(
-                node.meta.get("val"), torch.Tensor
-            ):
-                (s,) = self.values.own[node]
-                # But for what one checkpoint hands to the next.
-                is_kept = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-                if is_kept:
-                    self._saved_anyway.add(s)
-                if is_kept or s not in replayed:
-                    self.saved_as[s] = self.saved_as[s] or node
-
-    def _choose_what_to_repeat(self, overwritten: Iterable[Any]) -> None:
-        mutated = {
-            s
-            for node, held in self.values.held.items()
-            if (node in self._forward and _is_mutable(node))
-            or (
-                node.op == "placeholder"
-                and (is_overwritten(node) or node.meta.get("desc") in overwritten)
-            )
-            for s in held
-        }
-        self.repeatable = [
-            node not in self._forward
-            or not (
-                must_run_once(node)
-                or _is_mutable(node)
-                # An input that the forward overwrites is another one in the backward.
-                or not (mutated.isdisjoint(reads) or _only_updates_statistics(node))
-            )
-            for node, reads in zip(self.nodes, self.reads)
-        ]
-        self._prefer_small_results()
-        self._needs = [
-            tuple(s for s in reads if self.producer[s] >= 0) for reads in self.reads
-        ]
-        self._touches = self._needs
-        self._written = [self.size(writes) for writes in self.writes]
-        # A checkpoint's result is made again though the caller has it: that one dies.
-        held = {s for s in self.outputs if self.saved_as[s] is not None}
-        self._freeable = [
-            op >= 0 and s not in held and nbytes > 0
-            for s, (op, nbytes) in enumerate(zip(self.producer, self.nbytes))
-        ]
-
-    def _prefer_small_results(self) -> None:
-        """Of an operator that must run once, keep what is made of it if it is smaller.
-
-        That is dropout's mask, where the random numbers have no other use.
-        """
-        readers: list[set[int]] = [set() for _ in self.nbytes]
-        for o, reads in enumerate(self.reads):
-            for s in reads:
-                readers[s].add(o)
-        for o, (node, writes) in enumerate(zip(self.nodes, self.writes)):
-            users = {user for s in writes for user in readers[s]}
-            if (
-                self.repeatable[o]
-                or node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-                or not self._read_in_backward.isdisjoint(writes)
-                or len(users) != 1
-            ):
-                continue
-            (user,) = users
-            made = self.writes[user]
-            saveable = all(self.saved_as[s] is not None for s in made)
-            if saveable and self.size(made) <= self.size(writes):
-                self.repeatable[user] = False
-
-    @property
-    def held_by_caller(self) -> int:
-        """Bytes of the tangents and of what the forward returned, in any step's peak."""
-        return self._tangent_bytes + self.size(self.outputs)
-
-    @property
-    def lower_bound(self) -> int:
-        """Bytes that no plan's peak is below: what single steps need in any case."""
-        during = (
-            step.own_during + self.size(set(step.reads) - self.outputs)
-            for step in self.steps
-        )
-        since = (step.own_since for step in self.steps)
-        (forward,) = self._forward_peaks([0] * len(self.nbytes), 1)
-        return max(forward, *during, *since)
-
-    def releasing(self, inputs: Mapping[int, int]) -> JointGraph:
+    def releasing(self, inputs: Mapping[int, int]) -> Program:
         """The same where the backward alone holds some inputs, until their last use.
 
-        ``inputs`` has their storages, which then count, and their bytes.
+        ``inputs`` has their storages, which then count, and their bytes.  A tangent that
+        is copied is not read any more then: its copy counts anyway.
         """
-        graph = copy.copy(self)
-        graph._released = tuple(inputs)
-        graph.nbytes = list(self.nbytes)
-        graph._freeable = list(self._freeable)
-        reads = [list(step.reads) for step in self.steps]
-        for s, nbytes in inputs.items():
-            graph.nbytes[s], graph._freeable[s] = nbytes, nbytes > 0
-            if s in self._own_reads:
-                reads[self._own_reads[s]].append(s)
-        graph.steps = [
-            step._replace(reads=tuple(own)) for step, own in zip(self.steps, reads)
-        ]
-        graph._touches = [
-            touches + tuple(s for s in read if s in inputs)
-            for touches, read in zip(self._touches, self.reads)
-        ]
-        return graph
+        released = frozenset(inputs) - self.copied
+        nbytes = [*self.nbytes]
+        for s in released:
+            nbytes[s] = inputs[s]
+        return replace(self, nbytes=nbytes, released=released)
 
     # --------------------------------------------------------------- evaluating
 
@@ -534,13 +342,12 @@ class JointGraph:
         everyone = (1 << count) - 1
         saved = self.saved_by(plans)
         _, repeated = self.follow(saved, everyone)
-        repeats = self._repeats_by_step(saved, repeated, everyone)
+        repeats = self.repeats_by_step(saved, repeated, everyone)
         step_peaks, kept = self._backward_peaks(repeats, saved, count)
+        forward_peaks = self.forward_peaks(kept, count)
         return [
-            Evaluation(forward, backward, 1 << plan, repeats, repeated, kept)
-            for plan, (forward, backward) in enumerate(
-                zip(self._forward_peaks(kept, count), step_peaks)
-            )
+            Evaluation(forward, steps, 1 << plan, repeats, repeated, kept)
+            for plan, (forward, steps) in enumerate(zip(forward_peaks, step_peaks))
         ]
 
     def saved_by(self, plans: Sequence[Iterable[int]]) -> list[int]:
@@ -550,7 +357,7 @@ class JointGraph:
             for s in chosen:
                 if self.saved_as[s] is not None:
                     saved[s] |= 1 << plan
-        for s in self.outputs | self._saved_anyway:
+        for s in self.outputs | self.always_saved:
             if self.saved_as[s] is not None:
                 saved[s] = (1 << len(plans)) - 1
         return saved
@@ -566,15 +373,16 @@ class JointGraph:
         # The hot loops of a search: local names, and no tuples to build.
         needs = self._needs
         needed = [0] * len(self.nbytes)
-        for s in self._read_in_backward:
-            needed[s] = everyone
-        repeated = [0] * len(self.nodes)
-        for op in reversed(range(len(self.nodes))):
-            plans = 0
-            for s in self.writes[op]:
+        for step in self.steps:
+            for s in step.reads:
+                needed[s] = everyone
+        repeated = [0] * len(self.operators)
+        for op in reversed(range(len(self.operators))):
+            plans, writes = 0, self.operators[op].writes
+            for s in writes:
                 plans |= needed[s] & ~saved[s]
             if plans and not self.repeatable[op]:
-                for s in self.writes[op]:
+                for s in writes:
                     if needed[s] & ~saved[s] and self.saved_as[s] is None:
                         raise CannotPlan(
                             f"{self.nodes[op].name} can be neither saved nor repeated"
@@ -586,21 +394,21 @@ class JointGraph:
                     needed[s] |= plans
         return needed, repeated
 
-    def _repeats_by_step(
+    def repeats_by_step(
         self, saved: Sequence[int], repeated: Sequence[int], everyone: int
-    ) -> list[list[tuple[int, int]]]:
+    ) -> Repeats:
         """What is repeated for each step, in order, and by whom.
 
-        What is late has its place: what it needs comes before it, and what the step
-        itself needs behind.
+        An operator that was traced in the backward has its place: what it needs comes
+        before it, and what the step itself needs behind.
         """
         producer, needs = self.producer, self._needs
         # No operator makes an input, whose producer is -1.
         left = [*repeated, 0]
-        repeats: list[list[tuple[int, int]]] = []
+        repeats: Repeats = []
         for step in self.steps:
             repeats.append([])
-            for reads in (*step.late, step.reads):
+            for reads in (*step.traced, step.reads):
                 found: dict[int, int] = {}
                 pending = [(s, everyone) for s in reads]
                 while pending:
@@ -610,69 +418,53 @@ class JointGraph:
                     if plans:
                         left[op] ^= plans
                         found[op] = found.get(op, 0) | plans
-                        for read in needs[op]:
-                            pending.append((read, plans))
+                        for needed in needs[op]:
+                            pending.append((needed, plans))
                 repeats[-1] += sorted(found.items())
         return repeats
 
     def _backward_peaks(
-        self, repeats: list[list[tuple[int, int]]], saved: list[int], count: int
+        self, repeats: Repeats, saved: Sequence[int], count: int
     ) -> tuple[list[list[int]], list[int]]:
-        """The peaks of each plan's steps, and which plans keep each storage.
-
-        A step starts, then come what is repeated for it and its own moment.
-        """
+        """The peaks of each plan's steps, and which plans keep each storage."""
         everyone = (1 << count) - 1
-        phase = Phase(self, [0] * len(self.nbytes))
+        timeline, repeats = self.rule.backward(self, repeats, saved)
+        timeline.touch(self.returned, everyone)
         for at in reversed(range(len(repeats))):
-            step = self.steps[at]
-            phase.touch(step.reads, everyone)
-            phase.moment(at, step.own_during)
+            *before, last = self.steps[at].operators
+            timeline.run(last, everyone, at)
             for op, plans in reversed(repeats[at]):
-                phase.touch(self._touches[op], plans)
-                for s in self.writes[op]:
-                    # A second one of what is saved is dropped at once.
-                    again = plans & saved[s]
-                    phase.change(again, -self.nbytes[s])
-                    phase.touch((s,), plans & ~again)
-                phase.moment(at, step.own_before)
-                phase.change(plans, self._written[op])
-            phase.moment(at, step.own_since)
-        kept = self._keep(phase, saved)
-        return phase.peaks(count), kept
-
-    def _keep(self, phase: Phase, saved: Sequence[int]) -> list[int]:
-        """Begin a backward with what is live by then; which plans keep each storage."""
-        for s in (*self._released, *self.copied):
-            phase.change(phase.touched[s], self.nbytes[s])
-        kept = [plans & touching for plans, touching in zip(saved, phase.touched)]
+                timeline.run(self.operators[op], plans, at)
+            for each in reversed(before):
+                timeline.run(each, everyone, at)
+        timeline.moment(0)
+        # What is live by then.
+        for s in self.copied:
+            timeline.change(everyone, self.nbytes[s])
+        for s in self.released:
+            timeline.change(timeline.touched[s], self.nbytes[s])
+        kept = [plans & reading for plans, reading in zip(saved, timeline.touched)]
         for s, plans in enumerate(kept):
-            if plans and s not in self.outputs and s not in self._released:
-                phase.change(plans, self.nbytes[s])
-        return kept
+            if s not in self.outputs:
+                timeline.change(plans, self.nbytes[s])
+        return timeline.peaks(count, self.held_by_caller), kept
 
-    def _forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
+    def forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         """The forward's peak in each plan.
 
         What only the backward needs is made where it was traced, if it is saved or if
         something is made of it that is.
         """
         everyone = (1 << count) - 1
-        phase = Phase(self, list(kept))
-        for s in self.outputs:
-            phase.touched[s] = everyone
-        phase.touch(self.written_back, everyone)
-        for _, touches, writes, nbytes, required in reversed(self._early):
-            plans = everyone if required else 0
-            for s in writes:
-                plans |= phase.touched[s]
-            if plans:
-                phase.touch(touches, plans)
-                phase.moment(0, 0)
-                if nbytes:
-                    phase.change(plans, nbytes)
-        phase.moment(0, 0)
-        return [peak for (peak,) in phase.peaks(count)]
+        timeline, operators = self.rule.forward(self, kept)
+        timeline.touch(self.outputs | self.written_back | self.released, everyone)
+        for each in reversed(operators):
+            plans = everyone if each.is_required else 0
+            for s in each.writes:
+                plans |= timeline.touched[s]
+            timeline.run(each, plans, 0)
+        timeline.moment(0)
+        return [peak for (peak,) in timeline.peaks(count)]
 
     def saved_values(self, saved: set[int]) -> list[fx.Node]:
         """The nodes to save, in the graph's order, so that ``saved`` storages are kept.
@@ -683,13 +475,13 @@ class JointGraph:
         chosen = {self.saved_as[s] for s in saved}
         found: set[fx.Node] = set()
         seen: set[fx.Node] = set()
-        pending = list(self._bwd_outputs)
+        pending = [*self.gradients]
         while pending:
             node = pending.pop()
             if node in seen:
                 continue
             seen.add(node)
-            required = node in self._forward
+            required = node in self.required
             value = node.meta.get("val")
             given = node.op == "placeholder" or isinstance(value, py_sym_types)
             if node in chosen or (required and given):
@@ -700,51 +492,349 @@ class JointGraph:
                 found.add(node)
             else:
                 pending += node.all_input_nodes
-        return [node for node in self.values.own if node in found]
+        return [node for node in self.values if node in found]
 
 
-class Phase:
-    """The live bytes of many plans, from the last moment of a phase to the first.
+def lower_bound(program: Program) -> int:
+    """Bytes that no plan's peak is below, operator by operator.
 
-    Who touches a storage last frees it; what is touched from the outset is not freed.
+    Single operators of the backward need as much in any case, and so does a forward
+    that keeps nothing.
+    """
+    nothing = [0] * len(program.nbytes)
+    timeline = Timeline(program, [*nothing], nothing)
+    for step in reversed(program.steps):
+        for each in reversed(step.operators):
+            made = {s for s in each.reads if program.producer[s] >= 0}
+            beside = program.size(made - program.outputs)
+            own = tuple(s for s in each.reads if s not in made)
+            timeline.change(1, -beside)
+            timeline.run(each._replace(reads=own), 1, 0)
+            timeline.change(1, beside)
+    timeline.moment(0)
+    timeline.change(1, program.size(program.copied))
+    ((backward,),) = timeline.peaks(1, program.held_by_caller)
+    return max(backward, *program.forward_peaks(nothing, 1))
+
+
+# --------------------------------------------------------------------- reading
+
+
+def read(graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int) -> Program:
+    """The program of a joint graph, whose first outputs, so many, are the forward's.
+
+    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results = tree_leaves(output.args)
+    required, closure = set(node_info.required_fw_nodes), node_info.tangents_closure
+    backward = {node for node in graph.nodes if node in closure} - required
+    tangents = {node for node in backward if node.op == "placeholder"}
+    storages = _Storages(graph, required, tangents)
+    nbytes = storages.nbytes
+    gradients = _nodes(results[num_fwd_outputs:])
+    needed = required | _sources(gradients, required)
+    calls = [each for each in storages.calls if each.node in needed]
+    forward = [each for each in calls if each.node not in backward]
+    operators = [each for each in forward if each.writes]
+    producer = [-1] * len(nbytes)
+    for op, each in enumerate(operators):
+        for s in each.writes:
+            producer[s] = op
+    first_use, last_use = _live_ranges(forward, len(nbytes))
+    end = Operator(output, storages.read_by(gradients), (), 0, False)
+    saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
+    overwritten = _overwritten(output)
+    outputs: set[int] = set()
+    written_back: set[int] = set()
+    for at, node in enumerate(results[:num_fwd_outputs]):
+        made = (s for s in storages.read_by(_nodes([node])) if first_use[s] >= 0)
+        (written_back if at in overwritten else outputs).update(made)
+    program = Program(
+        storages.values,
+        nbytes,
+        producer,
+        first_use,
+        last_use,
+        saved_as,
+        always_saved,
+        operators,
+        _choose_what_to_repeat(operators, storages, required, overwritten.values()),
+        forward,
+        _steps([*calls, end], backward, producer, storages.copied),
+        outputs,
+        written_back - outputs,
+        tangents,
+        storages.tangent_bytes,
+        storages.copied,
+        required,
+        gradients,
+    )
+    _prefer_small_results(program)
+    return program
+
+
+class _Storages:
+    """The storages of a graph's values, numbered in the order of their allocation.
+
+    nbytes[s]: a storage's size, 0 for what is given.
+    values[node]: the storages of a node's value.
+    read_via[node]: those that whoever reads the node reads.
+    calls: the graph's, with what they read and allocate.
+    tangent_bytes, copied: what the caller holds of tangents, and their copies' storages.
+
+    No storage need be live for a size that a ``required`` node is.  O(nodes + edges).
+    Raises CannotPlan for values that have no storage to count.
     """
 
-    def __init__(self, graph: JointGraph, touched: list[int]) -> None:
-        self.nbytes, self.freeable = graph.nbytes, graph._freeable
-        self.touched = touched
-        # By how many bytes the plans of a mask change, latest first.
-        self.masks, self.changes = [0], [0]
-        # For each moment its step, the change that it comes right before, and its bytes
-        # beside what changes.
-        self.moments: list[tuple[int, int, int]] = []
+    def __init__(
+        self,
+        graph: fx.Graph,
+        required: Container[fx.Node],
+        tangents: Container[fx.Node],
+    ) -> None:
+        self.nbytes: list[int] = []
+        self.tangent_bytes = 0
+        self.copied: set[int] = set()
+        self.values: dict[fx.Node, tuple[int, ...]] = {}
+        self.read_via: dict[fx.Node, tuple[int, ...]] = {}
+        self.calls: list[Operator] = []
+        # What tells a storage apart.
+        self._keys: list[int] = []
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            reads = tuple(dict.fromkeys(self.read_by(node.all_input_nodes)))
+            value = node.meta.get("val")
+            is_part = node.target is operator.getitem
+            if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
+                # Its own meta may be that of a twin, which was merged with this one.
+                value = values[node.args[0]][node.args[1]]
+            values[node] = value
+            is_size = isinstance(value, py_sym_types)
+            first = len(self.nbytes)
+            found: tuple[int, ...] = ()
+            # What a size is read from has to be live for that.
+            if not is_size or (reads and node not in required):
+                found = self._number(node, value, reads)
+            self.values[node] = found
+            self.read_via[node] = found or (() if is_size else reads)
+            writes = tuple(range(first, len(self.nbytes)))
+            if node.op == "call_function":
+                reads = found if is_part else reads
+                size = sum(self.nbytes[first:])
+                self.calls.append(Operator(node, reads, writes, size, node in required))
+            else:
+                self.nbytes[first:] = [0] * len(writes)
+            if node in tangents and isinstance(value, torch.Tensor):
+                self._receive(value, writes)
 
-    def change(self, plans: int, nbytes: int) -> None:
-        if plans:
-            self.masks.append(plans)
-            self.changes.append(nbytes)
+    def read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        """The storages that whoever reads these nodes reads."""
+        return tuple(s for node in nodes for s in self.read_via[node])
 
-    def touch(self, storages: Iterable[int], plans: int) -> None:
+    def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
+        """Count what the caller holds of a tangent, and the copy that is made of it.
+
+        Autograd makes gradients without gaps.  Where the output has some, as a slice
+        has, so has the tangent that the graph was traced with, and AOTAutograd copies
+        what it is given into such a one.
+        """
+        elements = concrete(tangent.numel())
+        spans = (
+            (concrete(size) - 1) * concrete(stride)
+            for size, stride in zip(tangent.shape, tangent.stride())
+        )
+        extent = 1 + sum(spans)
+        self.tangent_bytes += elements * tangent.itemsize
         for s in storages:
-            last = plans & ~self.touched[s]
-            if last:
-                self.touched[s] |= last
-                if self.freeable[s]:
-                    self.change(last, -self.nbytes[s])
+            if extent > elements > 0:
+                self.nbytes[s] = extent * tangent.itemsize
+                self.copied.add(s)
 
-    def moment(self, step: int, own: int) -> None:
-        self.moments.append((step, len(self.masks) - 1, own))
+    def _number(
+        self, node: fx.Node, value: Any, reads: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The storages of a value, new ones unless they are read or another input's."""
+        first = len(self.nbytes)
+        found: dict[int, None] = {}
+        for part in tree_leaves(value):
+            if isinstance(part, torch.Tensor):
+                try:
+                    storage = part.untyped_storage()
+                except (NotImplementedError, RuntimeError) as error:
+                    raise CannotPlan(f"{node.name} has no storage to count") from error
+                key, size = storage._cdata, storage.nbytes()
+            elif isinstance(part, py_sym_types):
+                key, size = id(part), 0
+            else:
+                continue
+            # One result may be a view of another.
+            known = (*reads, *range(first if reads else 0, len(self.nbytes)))
+            s = next((s for s in known if self._keys[s] == key), -1)
+            if s < 0 and reads and is_view(node):
+                # Common subexpressions were merged: what is viewed is its twin.
+                s = reads[0]
+            if s < 0:
+                s = len(self.nbytes)
+                self.nbytes.append(concrete(size))
+                self._keys.append(key)
+            found[s] = None
+        return tuple(found)
 
-    def peaks(self, count: int) -> list[list[int]]:
-        """For each of ``count`` plans, the most live bytes in each step."""
-        # Whoever traces may have fake tensors for every tensor made.
-        with _disable_current_modes(), torch.device("cpu"):
-            of_plan = torch.tensor(self.masks).unsqueeze(1) >> torch.arange(count) & 1
-            later = (of_plan * torch.tensor(self.changes).unsqueeze(1)).cumsum(0)
-            steps, before, own = torch.tensor(self.moments).unbind(1)
-            live = later[-1] - later[before] + own.unsqueeze(1)
-            peaks = live.new_zeros(int(steps.max()) + 1, count)
-            of_step = steps.unsqueeze(1).expand_as(live)
-            return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
+
+def _sources(nodes: Sequence[fx.Node], required: Container[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they are made of, down to what is ``required``."""
+    found: set[fx.Node] = set()
+    pending = [*nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in required:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
+    """Where the forward allocates each storage and reads it last, in any plan; or -1."""
+    first, last = [-1] * count, [-1] * count
+    for at, each in enumerate(forward):
+        if each.is_required:
+            for s in each.writes:
+                first[s] = at
+            for s in (*each.reads, *each.writes):
+                last[s] = at
+    return first, last
+
+
+def _overwritten(output: fx.Node) -> dict[int, Any]:
+    """The inputs that the forward or its caller overwrites, by the place of the result."""
+    return {
+        at: description.mutated_input
+        for at, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, InputMutationAOTOutput)
+    }
+
+
+def _steps(
+    calls: list[Operator],
+    backward: set[fx.Node],
+    producer: list[int],
+    copied: set[int],
+) -> list[Step]:
+    """The steps of a backward; the last of ``calls`` is the output."""
+    backward = {*backward, calls[-1].node}
+    own = [each for each in calls if each.node in backward]
+    made_here = {s for each in own for s in each.writes} | copied
+    # Of each input, the operator that reads it last.
+    last_reads = {
+        s: each.node
+        for each in own
+        for s in each.reads
+        if producer[s] < 0 and s not in made_here
+    }
+    ends = {*last_reads.values(), calls[-1].node}
+    steps: list[Step] = []
+    traced: list[tuple[int, ...]] = []
+    operators: list[Operator] = []
+    started = False
+    for each in calls:
+        node = each.node
+        started = started or any(
+            read.op == "placeholder" and read in backward
+            for read in node.all_input_nodes
+        )
+        made = tuple(s for s in each.reads if producer[s] >= 0)
+        if node in backward:
+            operators.append(each)
+            if made or traced or node in ends:
+                steps.append(Step(tuple(traced), made, tuple(operators)))
+                traced.clear()
+                operators.clear()
+        elif started and not each.is_required and (each.writes or made):
+            # A view has its place as well: what it is of comes before it.
+            traced.append(each.writes or made)
+    return steps
+
+
+def _choose_what_to_save(
+    storages: _Storages, backward: set[fx.Node], producer: list[int]
+) -> tuple[list[Optional[fx.Node]], set[int]]:
+    """The node to save for each storage, and the storages that checkpoints keep."""
+    saved_as: list[Optional[fx.Node]] = [None] * len(producer)
+    always_saved: set[int] = set()
+    replayed: set[int] = set()
+    for each in storages.calls:
+        node = each.node
+        if is_replayed(node):
+            # Nor may a view of it be saved.
+            replayed.update(each.writes)
+        elif node not in backward and isinstance(node.meta.get("val"), torch.Tensor):
+            (s,) = storages.values[node]
+            # But for what one checkpoint hands to the next.
+            is_kept = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+            if is_kept:
+                always_saved.add(s)
+            # An input is there anyway.
+            if producer[s] >= 0 and (is_kept or s not in replayed):
+                saved_as[s] = saved_as[s] or node
+    return saved_as, always_saved
+
+
+def _choose_what_to_repeat(
+    operators: list[Operator],
+    storages: _Storages,
+    required: Container[fx.Node],
+    overwritten: Iterable[Any],
+) -> list[bool]:
+    """Whether the backward may run each operator; ``overwritten`` describes inputs."""
+    mutated = {
+        s
+        for node, read in storages.read_via.items()
+        if (node in required and _is_mutable(node))
+        or (
+            node.op == "placeholder"
+            and (is_overwritten(node) or node.meta.get("desc") in overwritten)
+        )
+        for s in read
+    }
+
+    def runs_once(each: Operator) -> bool:
+        return (
+            must_run_once(each.node)
+            or _is_mutable(each.node)
+            # An input that the forward overwrites is another one in the backward.
+            or not (
+                mutated.isdisjoint(each.reads) or _only_updates_statistics(each.node)
+            )
+        )
+
+    return [not each.is_required or not runs_once(each) for each in operators]
+
+
+def _prefer_small_results(program: Program) -> None:
+    """Of an operator that must run once, keep what is made of it if it is smaller.
+
+    That is dropout's mask, where the random numbers have no other use.
+    """
+    needed = {s for step in program.steps for s in step.reads}
+    readers: list[set[int]] = [set() for _ in program.nbytes]
+    for op, each in enumerate(program.operators):
+        for s in each.reads:
+            readers[s].add(op)
+    for op, each in enumerate(program.operators):
+        users = {user for s in each.writes for user in readers[s]}
+        if (
+            program.repeatable[op]
+            or each.node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+            or not needed.isdisjoint(each.writes)
+            or len(users) != 1
+        ):
+            continue
+        (user,) = users
+        made = program.operators[user]
+        saveable = all(program.saved_as[s] is not None for s in made.writes)
+        if saveable and made.nbytes <= each.nbytes:
+            program.repeatable[user] = False
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:

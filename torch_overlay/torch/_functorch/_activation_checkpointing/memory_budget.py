@@ -38,7 +38,7 @@ from .budget_curve import budget_curve, write_budget_curve
 from .budget_options import KNEE
 from .budget_solver import ask_solver, Items, Knapsack, lightest, Range
 from .decision import Decision
-from .liveness import CannotPlan, JointGraph
+from .liveness import CannotPlan, Program, read
 from .random_ops import is_overwritten, must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, rerun_cost
 
@@ -137,14 +137,14 @@ class Planner:
     budget: float
     fused: bool = False
     # Of a caller who has it already.
-    made_model: Optional[JointGraph] = None
+    made_model: Optional[Program] = None
 
     @functools.cached_property
-    def model(self) -> JointGraph:
+    def model(self) -> Program:
         """What each plan keeps and repeats."""
         if self.made_model is not None:
             return self.made_model
-        return JointGraph(self.joint, self.info, self.num_fwd_outputs)
+        return read(self.joint, self.info, self.num_fwd_outputs)
 
     def cut(
         self,

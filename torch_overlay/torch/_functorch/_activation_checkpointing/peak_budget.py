@@ -42,8 +42,8 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 from torch._functorch import config
 
 from .decision import Decision, Peak
-from .fused_peak import FusedJointGraph
-from .liveness import Evaluation, JointGraph
+from .fused_peak import by_kernels
+from .liveness import Evaluation, Program, read
 from .random_ops import must_run_once
 from .rerun_cost import is_costly, rerun_cost, roofline
 
@@ -168,7 +168,7 @@ class PeakBytes:
     def decide(self, graph: Planner) -> Decision:
         """The cheapest plan that is sure to be below the peak.
 
-        Warns where the lowest found is above the limit.  Raises as :class:`.JointGraph`
+        Warns where the lowest found is above the limit.  Raises as :func:`.liveness.read`
         does.
         """
         fastest = graph.fastest()
@@ -187,7 +187,7 @@ class PeakBytes:
 
 def build_curve(
     graph: Planner, fastest: Sequence[fx.Node], calls: int = 1, margin: float = 0.0
-) -> tuple[JointGraph, Curve]:
+) -> tuple[Program, Curve]:
     """The model of a joint graph and the curve of its plans, for any number of budgets.
 
     ``fastest`` is what the plan of budget 1 saves; the others are as in `PeakBytes`.
@@ -198,13 +198,13 @@ def build_curve(
     return model, plans.curve(margin if graph.fused else 0)
 
 
-def model_of(graph: Planner) -> JointGraph:
+def model_of(graph: Planner) -> Program:
     """What a graph holds: inductor's kernels, or its operators one by one."""
-    kind = FusedJointGraph if graph.fused else JointGraph
-    return kind(graph.joint, graph.info, graph.num_fwd_outputs)
+    program = read(graph.joint, graph.info, graph.num_fwd_outputs)
+    return by_kernels(program) if graph.fused else program
 
 
-def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float]:
+def rerun_costs(graph: Program, expensive: OrderedSet[fx.Node]) -> list[float]:
     """What it costs to repeat each operator, by the estimator of the config.
 
     As for the knapsack, only what a min cut does not recompute freely has a cost, which
@@ -223,7 +223,7 @@ def rerun_costs(graph: JointGraph, expensive: OrderedSet[fx.Node]) -> list[float
 
 
 def find_plans(
-    graph: JointGraph,
+    graph: Program,
     cheapest: Sequence[fx.Node],
     expensive: OrderedSet[fx.Node],
     fastest: Sequence[fx.Node],
@@ -269,9 +269,7 @@ def find_plans(
 class Plans:
     """All plans that were evaluated, by the storages to save."""
 
-    def __init__(
-        self, graph: JointGraph, cost: Sequence[float], calls: int = 1
-    ) -> None:
+    def __init__(self, graph: Program, cost: Sequence[float], calls: int = 1) -> None:
         self.graph = graph
         self.cost = cost
         # The other calls of the graph only keep what waits for their backward.
@@ -322,8 +320,8 @@ class Plans:
             for op in expensive:
                 parts = [
                     s
-                    for s in graph.writes[op]
-                    if graph.saved_as[s] is not None and graph.births[s] >= 0
+                    for s in graph.operators[op].writes
+                    if graph.saved_as[s] is not None and graph.first_use[s] >= 0
                 ]
                 size = graph.size(parts)
                 if parts:
@@ -349,17 +347,17 @@ class Plans:
                 break
 
 
-def _places(graph: JointGraph) -> list[list[int]]:
+def _places(graph: Program) -> list[list[int]]:
     """Steps of the forward after which few bytes cross to later ones.
 
     Local minima, a list for each share of ``_SHARES``.  O(steps + storages).
     """
-    steps = graph.forward_steps
+    steps = len(graph.forward)
     change = [0] * (steps + 1)
-    for s, birth in enumerate(graph.births):
+    for s, birth in enumerate(graph.first_use):
         if birth >= 0 and s not in graph.outputs:
             change[birth] += graph.nbytes[s]
-            change[graph.deaths[s]] -= graph.nbytes[s]
+            change[graph.last_use[s]] -= graph.nbytes[s]
     crossing = list(accumulate(change))
     # The last of equal ones.
     ends = [at for at in range(steps - 1) if crossing[at] != crossing[at + 1]]
@@ -390,7 +388,7 @@ class _Chain:
         self.plans = plans
         graph = self.graph = plans.graph
         self.end = len(places) + 1
-        self.at = [-1, *places, graph.forward_steps]
+        self.at = [-1, *places, len(graph.forward)]
         self.crossing = self._crossing(places)
         self.everything = self.storages(range(self.end))
         self.width = {
@@ -413,7 +411,7 @@ class _Chain:
     def _crossing(self, places: Sequence[int]) -> list[set[int]]:
         graph = self.graph
         found: list[set[int]] = [set() for _ in range(len(places) + 2)]
-        for s, (birth, death) in enumerate(zip(graph.births, graph.deaths)):
+        for s, (birth, death) in enumerate(zip(graph.first_use, graph.last_use)):
             if birth >= 0 and graph.saved_as[s] is not None:
                 crossed = range(bisect_left(places, birth), bisect_left(places, death))
                 for i in crossed:
@@ -431,7 +429,9 @@ class _Chain:
         where: list[int] = []
         latest = -1
         for step in reversed(graph.steps):
-            births = [graph.births[s] for s in step.reads if graph.nbytes[s] >= large]
+            births = [
+                graph.first_use[s] for s in step.reads if graph.nbytes[s] >= large
+            ]
             latest = max(latest, *births, -1)
             where.append(latest)
         return where

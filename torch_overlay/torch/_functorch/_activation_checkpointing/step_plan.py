@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
-    from .liveness import Evaluation, JointGraph
+    from .liveness import Evaluation, Program
     from .memory_budget import Planner
 
 
@@ -90,7 +90,7 @@ class GraphPlans:
     primals: int = 0
     tangents: int = 0
     sizes: Sequence[dict[int, int]] = ()
-    model: Optional[JointGraph] = None
+    model: Optional[Program] = None
     judged: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def corrected(self) -> GraphPlans:
@@ -176,7 +176,7 @@ def plan_graph(
 
     There are those of the search for a peak, and those of knapsacks at many budgets:
     where calls wait for each other, what a call keeps counts for more than its own peak.
-    Raises as :class:`.JointGraph` does.
+    Raises as :func:`.liveness.read` does.
     """
     graph = model_of(joint)
     planner = replace(joint, made_model=graph)
@@ -232,7 +232,7 @@ def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
     return found
 
 
-def _generator_states(graph: JointGraph, evaluation: Evaluation) -> int:
+def _generator_states(graph: Program, evaluation: Evaluation) -> int:
     """Bytes kept so that random operators draw the same numbers when they run again.
 
     That is a generator's state for each, where the CPU's draws them; those of other
