@@ -40,7 +40,10 @@ def test_round_trip(checkout, release_tree, release):
     assert run("--check", root).code == 0
     assert snapshot(root) == before
 
-    assert run(root).code == 0
+    result = run(root)
+    assert result.code == 0
+    warned = "dropout gets wrong gradients there" in result.text
+    assert warned == (release == "2.6.0") == ("too old for cache-key" in result.text)
     assert (root / KNAPSACK).read_bytes() == (OVERLAY / KNAPSACK).read_bytes()
     for path in (PARTITIONERS, CONFIG):
         after = snapshot(root)[path][1]

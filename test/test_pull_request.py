@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 
 import pytest
@@ -13,9 +12,8 @@ from patchset.images import survey_untouched
 from patchset.patch import KNAPSACK, RELEASES, REPOSITORY
 from patchset.series import FORMS, SERIES, stack
 from patchset.target import find
-from upkeep import debian_source, pull_request, tree_linters, upstream_checks
+from upkeep import pull_request, upstream_checks
 from upkeep.refresh import untouched
-from upkeep.releases import Unavailable
 
 
 TOPICS = [patch.name for patch in SERIES]
@@ -157,53 +155,3 @@ def test_the_smallest_form_passes_the_same_tests(assembled, bodies, topic, capsy
         f"passed  {tested}" in said and "FAILED" not in said and "not run" not in said
     )
     assert len(git(assembled, "worktree", "list").splitlines()) == 1
-
-
-@pytest.fixture
-def source_tree(tmp_path):
-    """Debian's source of 2.6.0 as a git checkout: what the topics and linters touch."""
-    try:
-        source = debian_source.tree()
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    for path in (
-        ".lintrunner.toml",
-        ".flake8",
-        "pyproject.toml",
-        "mypy.ini",
-        "torch/__init__.py",
-        "version.txt",
-    ):
-        (tmp_path / "pytorch" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source / path, tmp_path / "pytorch" / path)
-    for path in ("tools/linter", "torch/_functorch", "test/functorch"):
-        shutil.copytree(source / path, tmp_path / "pytorch" / path)
-    return commit_all(tmp_path / "pytorch")
-
-
-def test_trees_own_linters_pass_a_topic(source_tree, bodies, capsys):
-    """Those that can be had; the others are named, each with a reason."""
-    assert pull_request.main(["knapsack-exact", str(source_tree), "--check"]) == 0
-    said = capsys.readouterr().out
-    (ran,) = re.findall(r"^passed  lintrunner: (.+)$", said, re.M)
-    wanted = {"PYFMT", "RUFF", "FLAKE8", "NEWLINE", "SPACES", "TABS", "TEST_HAS_MAIN"}
-    assert wanted | {"TYPEIGNORE", "NOQA", "EXEC", "COPYRIGHT"} <= set(ran.split(", "))
-    missing = re.findall(r"^not run lintrunner: (\w+)\n    (.+)$", said, re.M)
-    assert ("MYPY", "needs a build of the tree") in missing and "CLANGTIDY" not in said
-    # It asks a server for the names of the labels.
-    owners = dict(missing).get("TESTOWNERS", "urlopen")
-    assert "urlopen" in owners
-
-
-def test_trees_own_linters_tell_new_findings_from_old(source_tree):
-    path = "torch/_functorch/made_up.py"
-    old = "x = 1  # type: " + "ignore\n"
-    for text in (old, old + "y  = 2 \n"):
-        (source_tree / path).write_text(text)
-        commit_all(source_tree)
-    git(source_tree, "checkout", "--quiet", "--detach")
-    new = tree_linters.lint(source_tree, [path], built=False).new
-    assert {line.removeprefix(f"{path}: ").split()[0] for line in new} == {
-        "FLAKE8", "PYFMT", "RUFF", "SPACES",
-    }  # fmt: skip
-    assert (source_tree / path).read_text() == text

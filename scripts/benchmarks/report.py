@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
-from upkeep import upstream_tests
 
 from benchmarks import peak, step, techniques
 from benchmarks.pages import markdown
@@ -53,10 +52,6 @@ def releases(data: dict[str, Any]) -> str:
     )
 
 
-def source_build(data: dict[str, Any]) -> str:
-    return markdown(list(data), [list(data.values())])
-
-
 BENCHMARKS = [
     *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
     *("check_models", "techniques"),
@@ -70,8 +65,6 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "peak_summary": ("peak", peak.summary),
     "step_summary": ("step", step.summary),
     "releases": ("releases", releases),
-    "upstream_tests": ("upstream_tests", upstream_tests.page),
-    "source_build": ("source_build", source_build),
 }
 
 

@@ -142,9 +142,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run on the branch the checkout's own linters, those that can be had (usort "
-        "and ruff by upstream's settings, where it has none), upstream's tests and ours; "
-        "tests need the torch of the checkout's version in this project's environment",
+        help="run on the branch usort and ruff by upstream's settings, upstream's tests and "
+        "ours; tests need the torch of the checkout's version in this project's "
+        "environment",
     )
     options = parser.parse_args(arguments)
     return exit_status(lambda: write_branch(options))

@@ -19,12 +19,9 @@ from patchset.commits import git
 from patchset.patch import Patch, REPOSITORY
 from patchset.target import Conflict, Target
 
-from . import tree_linters
 
-
-# What of upstream's pyproject.toml (of 2.15) bears on what the set changes, for trees
-# that come without linters: those made of a wheel, and the overlay. The overlay runs on
-# Python 3.9, so `Optional[X]` is no fault.
+# What of upstream's pyproject.toml (of 2.15) bears on what the set changes. The overlay
+# runs on Python 3.9, so `Optional[X]` is no fault.
 SETTINGS = """
 [tool.usort]
 preserve_inline_comments = true
@@ -81,7 +78,7 @@ def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
             [sys.executable, "-m", "upkeep.checkout", "link", str(tree)],
             REPOSITORY / "scripts",
         )
-        yield from _lint(tree, built=not linked.returncode)
+        yield _lint(tree)
         yield from _test(tree, patch, linked)
 
 
@@ -126,26 +123,17 @@ def run_test(
         )
 
 
-def _lint(tree: Path, built: bool) -> Iterator[Check]:
-    """Whether the topic's own commit brings no finding, those below it aside.
-
-    By the tree's own linters, or, in one that came without, by some of upstream's.
-    """
-    changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree).stdout.split()
-    if (tree / tree_linters.CONFIG).is_file():
-        new, ran, missing = tree_linters.lint(tree, changed, built)
-        yield Check(f"lintrunner: {', '.join(ran)}", not new, "\n".join(new))
-        for code, reason in missing.items():
-            yield Check(f"lintrunner: {code}", None, reason)
-        return
+def _lint(tree: Path) -> Check:
+    """Whether the topic's own commit brings no finding, those below it aside."""
     before, after = {}, {}
-    for path in changed:
+    changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree).stdout
+    for path in changed.split():
         after[path] = (tree / path).read_text()
         shown = _run(["git", "show", f"HEAD^:{path}"], tree)
         if not shown.returncode:
             before[path] = shown.stdout
     new = new_findings(before, after)
-    yield Check("usort and ruff, by upstream's settings", not new, "\n".join(new))
+    return Check("usort and ruff, by upstream's settings", not new, "\n".join(new))
 
 
 def new_findings(before: dict[str, str], after: dict[str, str]) -> list[str]:
