@@ -54,7 +54,7 @@ def releases(data: dict[str, Any]) -> str:
 
 BENCHMARKS = [
     *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
-    *("check_models", "techniques"),
+    "techniques",
 ]
 FIGURES = ("peak", "step", "schedule", "blocks")
 # What other tables are made from, and how.
