@@ -49,8 +49,7 @@ def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
         {**techniques.task_of(NETS[0], *each), **cpu} for each in TECHNIQUES
     )
     upstream = {**techniques.sweep_of_upstream(NETS[0], SWEPT), **cpu}
-    for task in (eager, upstream, *others):  # noqa: UP028 (it is sent rows)
-        yield task
+    yield from (eager, upstream, *others)
     yield {"technique": SOLVERS}
 
 
