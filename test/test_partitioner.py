@@ -11,11 +11,14 @@ import math
 import pytest
 import torch
 import torch._functorch.config as fconfig
+from benchmarks import nets
 from benchmarks.corpus import keeps_promise
 from benchmarks.meters import record_step, relative_error, TOLERANCE
 from benchmarks.nets import Shape, tokens, Transformer
 from benchmarks.tracing import Joint, observed
+from benchmarks.upstream import untouched_partitioners
 from torch import nn
+from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,6 +124,34 @@ def test_saved_bytes_stay_within_the_budget(transformer, solver, budget):
     chosen = math.fsum(memory[i] for i in instance.saved)
     saved = saved_bytes(transformer, forward)
     assert 0 < saved * one_byte <= chosen * (1 + 1e-9)
+
+
+# --------------------------------------------------- beside the untouched wheel
+
+
+@pytest.mark.parametrize("net", [Transformer(SHAPE), nets.MLP((16, 48, 24, 8), 8, 0.5)])
+def test_plans_at_the_ends_are_upstreams(net):
+    """But at budget 0 with dropout, which upstream draws again there."""
+    is_random = isinstance(net, nets.MLP)
+    batch = nets.features((32, 16), 8) if is_random else tokens(64, 4, 32)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        joint = Joint(mode, net, batch)
+
+    def plan(module, budget, aggressive=False):
+        # drop_unread_arguments is another topic's; upstream knows no "exact".
+        choice = {
+            "drop_unread_arguments": False,
+            "aggressive_recomputation": aggressive,
+        }
+        with configured(budget, "dp"), fconfig.patch(choice):
+            split = joint.partition(module.min_cut_rematerialization_partition)
+        return [half.code for half in split]
+
+    upstream = untouched_partitioners()
+    assert plan(partitioners, 1) == plan(upstream, 1)
+    assert (plan(partitioners, 0) == plan(upstream, 0)) != is_random
+    if not is_random:
+        assert plan(partitioners, 1, True) == plan(upstream, 1, True)
 
 
 # ------------------------------------------------------------ torch.compile

@@ -3,7 +3,8 @@
     PYTHONPATH=scripts python -m upkeep.lint CODE [--tool COMMAND | --pattern REGEX] [PATH | @LIST] ...
 
 ``--tool`` runs a command of the environment that this runs in. A file with a match of
-``--pattern`` is wrong, or with ``--wanted`` one without. Where neither is given, CODE names a check of this module.
+``--pattern`` is wrong, or with ``--wanted`` one without. Without either, usort and ruff
+look at the files by upstream's settings.
 """
 
 from __future__ import annotations
@@ -64,19 +65,6 @@ def upstream(paths: list[str]) -> list[Finding]:
     return [Finding(path, None, words) for path, _, words in found]
 
 
-def executable(paths: list[str]) -> list[Finding]:
-    found = []
-    for path in map(Path, paths):
-        script, can = path.read_bytes()[:2] == b"#!", path.stat().st_mode & 0o111
-        if script != bool(can):
-            words = "executable, without #!" if can else "#!, but not executable"
-            found.append(Finding(str(path), None, words))
-    return found
-
-
-OWN = {"EXEC": executable, "UPSTREAM": upstream}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@")
     parser.add_argument("code", metavar="CODE")
@@ -92,7 +80,7 @@ def main() -> int:
         words, paths = options.words, options.paths
         found = search(options.pattern, options.wanted, words, paths)
     else:
-        found = OWN[options.code](options.paths)
+        found = upstream(options.paths)
     unused = dict.fromkeys(("char", "original", "replacement"))
     for path, line, words in found:
         name = {"path": path, "line": line, "code": options.code, "name": options.code}
