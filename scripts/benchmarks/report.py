@@ -3,7 +3,7 @@
 ``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and
 ``<!-- report end -->`` and is made from ``results/NAME.json`` by the benchmark of that
 name, as it prints it; the README's ``headline`` from the techniques, and the RFC's from
-those of the step. A figure stands beside its result.
+those of the peak and of the step. A figure stands beside its result.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ FIGURES = ("peak", "step", "schedule", "blocks")
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", techniques.headline),
-    "lowest_peaks": ("techniques", techniques.lowest_peaks),
-    "rising": ("peak", peak.rising),
     "peak_summary": ("peak", peak.summary),
     "step_summary": ("step", step.summary),
     "releases": ("releases", releases),
