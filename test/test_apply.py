@@ -306,7 +306,7 @@ def hook_has_its_function(root):
 def test_kill_at_every_step(root, steps, monkeypatch, action):
     # A kill loses nothing that was written; a power cut does, and is not tried here.
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    # Enough patches for files that are new, edited and edited twice.
+    # Enough patches for files that are new, and edited by several.
     kept = stack(next(p for p in SERIES if p.name == "solver-by-name"))
     without = [w for p in SERIES if p not in kept for w in ("--without", p.name)]
     calls = {"apply": [*without, str(root)], "reverse": ["--reverse", str(root)]}

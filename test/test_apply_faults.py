@@ -21,7 +21,7 @@ from patchset.target import STATE_NAME
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
 PAGE = 4096
-# Enough patches for files that are new, edited and edited twice.
+# Enough patches for files that are new, and edited by several.
 _KEPT = stack(next(p for p in SERIES if p.name == "solver-by-name"))
 FEW = [word for p in SERIES if p not in _KEPT for word in ("--without", p.name)]
 
