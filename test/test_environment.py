@@ -88,29 +88,6 @@ def test_tree_is_free_of_constraints_but_not_of_the_index(machine, monkeypatch):
         releases.tree("2.98.0")
 
 
-def test_release_that_cannot_be_had_is_skipped_and_counted(machine):
-    """By the tests' own fixture, in a run of its own."""
-    (machine / "test_it.py").write_text(
-        "from conftest import *\n"
-        "import upkeep.releases\n"
-        f"upkeep.releases.TREES = Path({str(machine)!r}, 'trees')\n"
-        "def test_one(release_tree): release_tree('2.98.0')\n"
-        "def test_two(checkout): checkout('2.98.0')\n"
-        "def test_three(): pass\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-n", "1"]
-        + ["--rootdir", machine, "-c", REPOSITORY / "pyproject.toml", machine],
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}/scripts:{REPOSITORY}/test"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 tests skipped: torch 2.98.0 could not be had" in done.stdout
-    assert "1 passed, 2 skipped" in done.stdout
-
-
 CHECKOUT = Path(torch.__file__).parents[1]
 OVERLAY = REPOSITORY / "torch_overlay"
 

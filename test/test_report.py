@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from benchmarks import report, step
+from benchmarks import report
 
 
 @pytest.fixture
@@ -56,13 +56,3 @@ def test_a_missing_result_is_named(copies):
     (copies / "results/kept.json").unlink()
     with pytest.raises(SystemExit, match=r"kept\.json is missing"):
         report.main(["--check"])
-
-
-def test_a_sweep_is_told_of_rows_that_have_one():
-    """A budget that was asked alone has no neighbours in its plan."""
-    other = {"kind": "saved", "peak": 2, "flops": 2, "step": {"peak": 2, "flops": 2}}
-    asked = [{"others": [{**other, "activation_memory_budget": 0.5}]}]
-    swept = [{"others": [{**other, "budgets": [0.5, 0.25]}]}]
-    assert step.told_of_saved(asked) == step.NOT_SWEPT
-    assert step.told_of_saved(asked + swept) == step.SWEPT
-    assert [name for name, _ in step.named(asked[0]["others"])] == ["saved 0.5"]
