@@ -115,6 +115,10 @@ def to_latin(place):
     rewrite(place, lambda content: content + b"# \xe9\n")
 
 
+def to_windows(place):
+    rewrite(place, lambda content: content.replace(b"\n", b"\r\n"))
+
+
 def to_null_byte(place):
     rewrite(place, lambda content: content + b"\0")
 
@@ -130,6 +134,7 @@ def to_newer(place):
         ("torch/_functorch", to_link, "is a symbolic link"),
         (CONFIG, to_read_only, f"{CONFIG}: read-only"),
         (CONFIG, to_latin, f"{CONFIG}: no UTF-8 text"),
+        (CONFIG, to_windows, f"{CONFIG}: has CRLF line ends"),
         (PARTITIONERS, to_null_byte, "null bytes"),
         (PARTITIONERS, to_second_anchor, "occurs 2 times, not once"),
         (PARTITIONERS, to_unknown_lines, "have digest"),
@@ -393,22 +398,6 @@ def test_commit_and_revert(repository):
 def test_commit_refuses_uncommitted_changes(repository):
     edit(repository / CONFIG, "import os\n", "import os  # mine\n")
     refuses(1, "not committed", "--commit", repository, tree=repository / "torch")
-
-
-def test_autocrlf(repository):
-    git(repository, "config", "core.autocrlf", "true")
-    before = snapshot(repository / "torch")
-    assert run("--commit", repository).code == 0
-    for path in (KNAPSACK, PARTITIONERS, CONFIG):
-        assert b"\r" not in (repository / path).read_bytes()
-        assert "\r" not in git(repository, "show", f"HEAD:{path}")
-    assert run("--reverse", repository).code == 0
-    assert snapshot(repository / "torch") == before
-
-    for path in (KNAPSACK, PARTITIONERS, CONFIG):
-        (repository / path).unlink()
-    git(repository, "checkout", "HEAD~3", "--", ".")
-    refuses(1, "has CRLF line ends", repository, tree=repository / "torch")
 
 
 # ------------------------------------------------- a real installed torch
