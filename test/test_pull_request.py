@@ -51,7 +51,7 @@ def test_branch_and_text(repository, bodies, tmp_path, topic):
         section = text.partition(f"## {heading}\n\n")[2].partition("\n## ")[0]
         assert len(section.strip()) > 40, heading
     assert all(item in text for item in patches[-1].trailers)
-    assert "| fails | passes |\n" in text
+    assert "fails without this change and passes with it, on torch 2." in text
     for result, beginning in ours.evidence:
         stored = json.loads((REPOSITORY / f"results/{result}.json").read_text())
         rows = [r for r in stored["rows"] if r["what"].startswith(beginning)]
