@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|techniques|check_models|fuzz [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|techniques|fuzz [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | peak | step | schedule | blocks | techniques | check_models | fuzz) ;;
+  solvers | kept | frozen | peak | step | schedule | blocks | techniques | fuzz) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -26,8 +26,6 @@ $usage
                budget for the step keeps and computes again (half an hour)
   techniques   what saves memory in training and what it costs, on one model, ours or
                yours: peak memory against step time (a quarter of an hour)
-  check_models trains models of the Hugging Face libraries within budgets, and checks
-               gradients and bytes (a quarter of an hour)
   fuzz         random programs of operators: whether all plans compute the same, bit for bit,
                and whether peaks are those predicted (100 programs: ten minutes)
 

@@ -15,7 +15,7 @@ project's tests, or those that the pytest arguments name.
                     oldest, 2.13.0 and the newest (300 MB of wheels, the first time)
   -n N              processes (default: one per core, at most four); -n 0 to debug
 
-A release that cannot be had is skipped, and counted at the end.
+A release that cannot be had is skipped, and named at the end.
 EOF
 }
 

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -52,17 +51,6 @@ def pytest_generate_tests(metafunc):
     if "release" in metafunc.fixturenames:
         every = metafunc.config.getoption("--all-releases")
         metafunc.parametrize("release", RELEASES if every else TRIED)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """A line per release that could not be had, with the number of its tests."""
-    skipped = Counter(
-        report.longrepr[2].partition(" (pip")[0].removeprefix("Skipped: ")
-        for report in terminalreporter.stats.get("skipped", [])
-        if "could not be had" in report.longrepr[2]
-    )
-    for reason, count in sorted(skipped.items()):
-        terminalreporter.write_line(f"{count} tests skipped: {reason}", yellow=True)
 
 
 def snapshot(root):

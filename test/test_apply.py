@@ -40,7 +40,10 @@ def test_round_trip(checkout, release_tree, release):
     assert run("--check", root).code == 0
     assert snapshot(root) == before
 
-    assert run(root).code == 0
+    result = run(root)
+    assert result.code == 0
+    warned = "dropout gets wrong gradients there" in result.text
+    assert warned == (release == "2.6.0") == ("too old for cache-key" in result.text)
     assert (root / KNAPSACK).read_bytes() == (OVERLAY / KNAPSACK).read_bytes()
     for path in (PARTITIONERS, CONFIG):
         after = snapshot(root)[path][1]
@@ -112,6 +115,10 @@ def to_latin(place):
     rewrite(place, lambda content: content + b"# \xe9\n")
 
 
+def to_windows(place):
+    rewrite(place, lambda content: content.replace(b"\n", b"\r\n"))
+
+
 def to_null_byte(place):
     rewrite(place, lambda content: content + b"\0")
 
@@ -127,6 +134,7 @@ def to_newer(place):
         ("torch/_functorch", to_link, "is a symbolic link"),
         (CONFIG, to_read_only, f"{CONFIG}: read-only"),
         (CONFIG, to_latin, f"{CONFIG}: no UTF-8 text"),
+        (CONFIG, to_windows, f"{CONFIG}: has CRLF line ends"),
         (PARTITIONERS, to_null_byte, "null bytes"),
         (PARTITIONERS, to_second_anchor, "occurs 2 times, not once"),
         (PARTITIONERS, to_unknown_lines, "have digest"),
@@ -303,7 +311,7 @@ def hook_has_its_function(root):
 def test_kill_at_every_step(root, steps, monkeypatch, action):
     # A kill loses nothing that was written; a power cut does, and is not tried here.
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    # Enough patches for files that are new, edited and edited twice.
+    # Enough patches for files that are new, and edited by several.
     kept = stack(next(p for p in SERIES if p.name == "solver-by-name"))
     without = [w for p in SERIES if p not in kept for w in ("--without", p.name)]
     calls = {"apply": [*without, str(root)], "reverse": ["--reverse", str(root)]}
@@ -390,22 +398,6 @@ def test_commit_and_revert(repository):
 def test_commit_refuses_uncommitted_changes(repository):
     edit(repository / CONFIG, "import os\n", "import os  # mine\n")
     refuses(1, "not committed", "--commit", repository, tree=repository / "torch")
-
-
-def test_autocrlf(repository):
-    git(repository, "config", "core.autocrlf", "true")
-    before = snapshot(repository / "torch")
-    assert run("--commit", repository).code == 0
-    for path in (KNAPSACK, PARTITIONERS, CONFIG):
-        assert b"\r" not in (repository / path).read_bytes()
-        assert "\r" not in git(repository, "show", f"HEAD:{path}")
-    assert run("--reverse", repository).code == 0
-    assert snapshot(repository / "torch") == before
-
-    for path in (KNAPSACK, PARTITIONERS, CONFIG):
-        (repository / path).unlink()
-    git(repository, "checkout", "HEAD~3", "--", ".")
-    refuses(1, "has CRLF line ends", repository, tree=repository / "torch")
 
 
 # ------------------------------------------------- a real installed torch

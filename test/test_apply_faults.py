@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import edit, git, PATHS, refuses, rewrite, run, snapshot
+from conftest import git, PATHS, refuses, rewrite, run, snapshot
 from patchset import apply, images
 from patchset.patch import CONFIG, KNAPSACK, PARTITIONERS, REPOSITORY
 from patchset.series import SERIES, stack
@@ -21,7 +21,7 @@ from patchset.target import STATE_NAME
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
 PAGE = 4096
-# Enough patches for files that are new, edited and edited twice.
+# Enough patches for files that are new, and edited by several.
 _KEPT = stack(next(p for p in SERIES if p.name == "solver-by-name"))
 FEW = [word for p in SERIES if p not in _KEPT for word in ("--without", p.name)]
 
@@ -202,32 +202,6 @@ def test_read_only_tree(disk, root_on_disk):
     assert set(run("--status", root).states.values()) == {images.APPLIED}
     assert "already applied" in run("--check", root).text
     refuses(1, "is not writable", "--reverse", root, tree=root)
-
-
-def test_root_that_cannot_be_written(root):
-    root.chmod(0o555)
-    refuses(1, f"{STATE_NAME}: the folder {root} is not writable", root, tree=root)
-    assert run("--status", root).code == 0
-    root.chmod(0o755)
-    assert run(root).code == 0
-    root.chmod(0o555)
-    refuses(1, "is not writable", "--reverse", root, tree=root)
-
-
-def test_write_protected_file(root):
-    """What permissions do not show fails when it is written, and is undone."""
-    place = root / CONFIG
-    edit(place, "import os", "import os")
-    if subprocess.run(
-        ["chattr", "+i", place], check=False, capture_output=True
-    ).returncode:
-        pytest.skip("no file can be made immutable here")
-    try:
-        result = refuses(1, "Operation not permitted", root, tree=root)
-        assert CONFIG in result.text and "undone" in result.text
-    finally:
-        subprocess.run(["chattr", "-i", place], check=True)
-    assert run(root).code == 0
 
 
 # --------------------------------------------------- journals and backups
@@ -484,18 +458,11 @@ def test_commits_that_cannot_be_made(repository):
 def test_output_is_short(root, capsys):
     assert apply.main([str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"  patches: {len(SERIES)} applied"
-    assert lines[2].startswith("  wrote ") and lines[2].endswith(" files")
-    assert len(lines) == 4
-    assert apply.main(["--reverse", str(root)]) == 0
-    out = capsys.readouterr().out
-    assert f"patches: {len(SERIES)} taken off" in out and images.FAULTY not in out
+    assert f"patches: {len(SERIES)} applied" in lines[1] and len(lines) == 4
+    result = run("--reverse", root)
+    assert CONFIG in result.report["files"] and images.FAULTY not in str(result.report)
+    assert set(result.states.values()) == {"taken off"}
     assert apply.main(["-v", str(root)]) == 0
     out = capsys.readouterr().out
     assert f"  wrote {CONFIG}\n" in out
     assert all(f"  {patch.name} " in out for patch in SERIES)
-    result = run("--reverse", root)
-    assert CONFIG in result.report["files"] and len(result.report["patches"]) == len(
-        SERIES
-    )
-    assert images.FAULTY not in str(result.report)

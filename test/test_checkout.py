@@ -5,7 +5,6 @@ the module.
 """
 
 import shutil
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -211,25 +210,6 @@ def test_moved_checkout_is_unlinked_too(small, tmp_path):
     (small / "torchgen/packaged/autograd/__pycache__/x.pyc").touch()
     unlink(small.rename(tmp_path / "moved"))
     assert snapshot(tmp_path / "moved") == before
-
-
-def test_python_without_torch_given_by_a_relative_path(small, tmp_path, monkeypatch):
-    venv = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")]
-    subprocess.run(venv, check=True)
-    monkeypatch.chdir(tmp_path)
-    output = run("link", "--python", "other/bin/python", small, expect=2)
-    assert "has no torch installed" in output and "pip install torch" in output
-
-
-def test_wheel_is_found_beside_a_checkouts_own_metadata(tmp_path, monkeypatch):
-    """A build in place leaves torch.egg-info, which Python takes for an install."""
-    (tmp_path / "torch.egg-info").mkdir()
-    (tmp_path / "torch.egg-info/PKG-INFO").write_text("Name: torch\nVersion: 1.0\n")
-    code = "import importlib.metadata as m; print(m.version('torch'))"
-    assert run_python(sys.executable, code, tmp_path) == "1.0", "nothing to test"
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert checkout.installed_wheel(sys.executable) == WHEEL
 
 
 def test_link_refuses_what_is_no_checkout(tmp_path):

@@ -59,17 +59,3 @@ def test_the_documented_solver_pins_what_it_is_told_to(example):
     for gradient, wanted in zip(gradients, expected):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
     assert repeated and not any(path.endswith(".down") for path in repeated)
-
-    # Whatever kind of module the exact solver repeats is saved once it is pinned.
-    fconfig.activation_memory_budget_solver = "exact"
-    repeated, _ = compiled(model, batch)
-    kind = "." + min(repeated).rpartition(".")[2]
-    fconfig.activation_memory_budget_solver = example.Pin(kind)
-    repeated, _ = compiled(model, batch)
-    assert repeated and not any(path.endswith(kind) for path in repeated)
-
-
-def test_the_documented_solver_has_a_uuid_for_each_set_of_modules(example):
-    uuids = {example.Pin(*names).uuid() for names in ((".down",), (".up",), ())}
-    assert len(uuids) == 3 and None not in uuids
-    assert example.Pin(".down").uuid() in uuids

@@ -1,5 +1,6 @@
 """The series as mails: what is checked in is current, and git am agrees with us."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -61,6 +62,14 @@ def test_git_am_gives_the_same_tree(checkout, tmp_path, release, capsys):
     capsys.readouterr()
     assert apply.main(["--status", str(by_git)]) == 0
     assert capsys.readouterr().out.count(" applied") == len(wanted)
+
+
+def test_no_edit_is_of_a_line_that_another_wrote():
+    edits = [(patch.name, edit) for patch in SERIES for edit in patch.edits]
+    for (one, first), (other, second) in itertools.permutations(edits, 2):
+        if one != other and first.path == second.path:
+            added = first.replacement.replace(first.anchor, "")
+            assert second.anchor not in added, (one, other, second.anchor)
 
 
 def test_export_refuses(checkout, tmp_path, capsys):

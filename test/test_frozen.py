@@ -1,4 +1,4 @@
-"""Frozen layers under inductor, and the kernels that run with and without the pass.
+"""Frozen layers under inductor: gradients with and without the pass.
 
 The upstream-style test_ac_frozen_layers.py compiles no C++; this one does.
 """
@@ -79,18 +79,6 @@ def poisoned(monkeypatch):
     return made
 
 
-def kernels(step, inputs, capfd):
-    """Each oneDNN convolution of one step: what it is, its kernel and its layouts."""
-    capfd.readouterr()
-    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-        step(inputs)
-    lines = [line.split(",") for line in capfd.readouterr().out.splitlines()]
-    # The last field is the time.
-    return [
-        line[5:-1] for line in lines if "exec" in line and "convolution" in line[5:6]
-    ]
-
-
 @pytest.mark.parametrize(
     ("backend", "layout"),
     [
@@ -100,29 +88,19 @@ def kernels(step, inputs, capfd):
         ("inductor", torch.contiguous_format),
     ],
 )
-def test_kernels_and_gradients_are_the_same(backend, layout, capfd, monkeypatch):
+def test_gradients_are_the_same_whatever_stands_in(backend, layout, monkeypatch):
     module = FrozenNet()
     inputs = torch.randn(2, 8, 10, 10).contiguous(memory_format=layout)
-    found, seen = [], []
-    for on in (False, True):
-        step = compiled(module, backend, on)
-        found.append(step(inputs))
-        seen.append(kernels(step, inputs, capfd))
+    plain, ours = (compiled(module, backend, on)(inputs) for on in (False, True))
     made = poisoned(monkeypatch)
-    found.append(compiled(module, backend, on=True)(inputs))
-    for gradients in found[1:]:
-        for left, right in zip(gradients, found[0], strict=True):
+    filled = compiled(module, backend, on=True)(inputs)
+    for gradients in (ours, filled):
+        for left, right in zip(gradients, plain, strict=True):
             assert torch.equal(left, right)
-    if torch.backends.mkldnn.is_available():
-        # Which convolutions oneDNN takes is up to the machine.
-        assert any("backward_data" in line for line in seen[0])
-        assert seen[1] == seen[0]
     # Inductor's forward has convolutions in channels_last, whatever the graph says;
     # the layout of a pool's input is that of the graph.
-    last = backend == "inductor" or layout is torch.channels_last
+    traced = layout is torch.channels_last
     convolution = aten.convolution_backward.default
-    assert [laid for target, laid in made if target is convolution] == 3 * [last]
     pool = aten._adaptive_avg_pool2d_backward.default
-    assert [laid for target, laid in made if target is pool] == [
-        layout is torch.channels_last
-    ]
+    assert made.count((convolution, backend == "inductor" or traced)) == 3
+    assert [laid for target, laid in made if target is pool] == [traced]

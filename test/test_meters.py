@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from benchmarks.meters import allocations, CountedFlops, CountedStorages, record_step
+from benchmarks.meters import allocations, CountedStorages, record_step
 from torch.utils.checkpoint import checkpoint
 
 
@@ -101,17 +101,6 @@ def test_step_of_a_chain(allocator, compiled):
     assert found.own_peak == pytest.approx(products * MATRIX + LOSS, abs=2 * LOSS)
 
 
-def test_optimizer_states_count():
-    """Adam keeps two matrices and a step count for each of two parameters."""
-    a, b = matrices(2)
-    optimizer = torch.optim.Adam([a, b], foreach=False)
-    step = functools.partial(chain, torch.ones(SIDE, SIDE), a, b)
-    first = record_step(step, [a, b], optimizer=optimizer)
-    second = record_step(step, [a, b], optimizer=optimizer)
-    assert second.given - first.given == 2 * (2 * MATRIX + 4)
-    assert a.grad is None
-
-
 def test_checkpoint_saves_its_inputs_only():
     weights = matrices(5)
     x = torch.ones(SIDE, SIDE)
@@ -131,25 +120,3 @@ def test_checkpoint_saves_its_inputs_only():
         weight.grad = None
     assert plain.saved_bytes == 4 * MATRIX
     assert record_step(step, weights, x, allocator=True).saved_bytes == MATRIX
-
-
-def test_dropout_within_a_compiled_checkpoint():
-    """Its operator runs within another, which returns the random state besides."""
-    x, weight = matrices(2)
-
-    def block(x, weight):
-        return torch.nn.functional.dropout(x @ weight, 0.5) @ weight
-
-    def step(x, weight):
-        return checkpoint(block, x, weight, use_reentrant=False).sum()
-
-    step = functools.partial(torch.compile(step, backend=BACKEND), x, weight)
-    step().backward()
-    x.grad = weight.grad = None
-    state = torch.get_rng_state().nbytes
-    assert record_step(step, [x, weight]).saved_bytes == state
-    x.grad = weight.grad = None
-    with CountedFlops() as counter:
-        step().backward()
-    # Two in the forward, again the first, and two for each in the backward.
-    assert counter.flops == 7 * 2 * SIDE**3

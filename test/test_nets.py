@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks import nets
-from benchmarks.tracing import CUDAAttention
+from benchmarks.tracing import CUDAAttention, overlay
+from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -17,18 +18,6 @@ def test_small_nets_give_each_parameter_a_gradient():
             module(*inputs).backward()
         for parameter in module.parameters():
             assert parameter.grad.shape == parameter.shape, net.name
-
-
-def test_nets_are_made_alike_and_train():
-    module, inputs = nets.NETS["mlp-dropout"].make()
-    again, _ = nets.NETS["mlp-dropout"].make()
-    torch.manual_seed(0)
-    loss = module(*inputs)
-    loss.backward()
-    torch.manual_seed(0)
-    assert torch.equal(again(*inputs), loss), "two copies differ"
-    for parameter in module.parameters():
-        assert parameter.grad.isfinite().all() and parameter.grad.any()
 
 
 @pytest.mark.parametrize(
@@ -49,3 +38,43 @@ def test_attention_as_on_cuda_takes_grouped_heads(dtype):
             mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
         gradients = torch.autograd.grad(mixed.sum(), [query, key, value])
     assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
+
+
+NARROW = {
+    "length": 48,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("bert", NARROW), ("lora", NARROW | {"num_key_value_heads": 2})],
+)
+def test_model_of_a_library_trains_within_budgets(alone, model, sizes):
+    """As a whole and by blocks, with its dropout: no other gradients, no byte too many."""
+    net = nets.hugging_face(model, torch.float32, batch=4, **sizes)
+    operators = compiled(OPERATORS)
+
+    def whole(budget, target="saved"):
+        with budgeted(budget, target):
+            return Training(net, whole=operators).warmed().measured()
+
+    fastest, least, some = (whole(budget) for budget in (1.0, 0.0, 0.3))
+    room = fastest.saved_bytes - least.saved_bytes
+    assert some.saved_bytes <= least.saved_bytes + 0.3 * room
+    low = whole(0.3, "peak")
+    allowed = overlay("saved_report").last_plan().peak.allowed
+    assert low.own_peak <= 1.005 * allowed < fastest.own_peak
+    for step in (least, some, low):
+        assert all(map(torch.equal, step.gradients, fastest.gradients))
+
+    plain = Training(net, blocks=operators).warmed(3).measured()
+    training = Training(net, blocks=operators)
+    training.within = overlay("step_budget").StepBudget(share=0.3)
+    step = training.warmed(3).measured()
+    assert step.own_peak <= 1.005 * training.within.plan.allowed < plain.own_peak
+    assert all(map(torch.equal, step.gradients, plain.gradients))

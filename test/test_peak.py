@@ -34,26 +34,19 @@ def test_a_small_net_reaches_its_marks(rows):
 
 
 @pytest.mark.parametrize(
-    "entry, budget, factor, what",
+    "entry, factor, what",
     [
-        ("predicted", 0.3, 1.01, "predicted / measured peak"),
-        ("fastest", 0.0, 0.99, "predicted / measured peak"),
-        ("allowed", 0.0, 0.9, "measured peak / what the budget allows"),
-        ("peak", 0.0, 2.0, "measured peak / that of the next larger budget"),
+        ("predicted", 1.01, "predicted / measured peak"),
+        ("allowed", 0.9, "measured peak / what the budget allows"),
+        ("peak", 2.0, "measured peak / that of the next larger budget"),
+        ("off_budget_1", 1e9, "gradients against the plan of budget 1"),
     ],
 )
-def test_each_mark_fails_where_it_should(rows, entry, budget, factor, what):
+def test_each_mark_fails_where_it_should(rows, entry, factor, what):
     broken = copy.deepcopy(rows)
-    for step in broken[0]["steps"]:
-        if step["budget"] == budget or (entry == "fastest" and step[entry]):
-            step[entry] *= factor
+    least = broken[0]["steps"][-1]
+    least[entry] = (least[entry] or 1e-12) * factor
     assert not verdicts(broken)[what]
-
-
-def test_a_wrong_gradient_fails(rows):
-    broken = copy.deepcopy(rows)
-    broken[0]["steps"][-1]["off_budget_1"] = 1e-3
-    assert not verdicts(broken)["gradients against the plan of budget 1"]
 
 
 def upstream(rows, share):

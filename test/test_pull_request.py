@@ -51,10 +51,10 @@ def test_branch_and_text(repository, bodies, tmp_path, topic):
         "Test plan",
         "Risks",
     ):
-        section = re.search(rf"^## {heading}\n\n(.+?)(?=^## |\Z)", text, re.M | re.S)
-        assert section and len(section[1].strip()) > 40, heading
+        section = text.partition(f"## {heading}\n\n")[2].partition("\n## ")[0]
+        assert len(section.strip()) > 40, heading
     assert all(item in text for item in patches[-1].trailers)
-    assert "| fails | passes |\n" in text
+    assert "fails without this change and passes with it, on torch 2." in text
     for result, beginning in ours.evidence:
         stored = json.loads((REPOSITORY / f"results/{result}.json").read_text())
         rows = [r for r in stored["rows"] if r["what"].startswith(beginning)]
@@ -92,10 +92,6 @@ def test_linters_tell_new_findings_from_old():
     old = "import sys\nimport os\nprint(os, sys)\n"
     new = "import torch\nimport os\nimport re\nprint( os, torch )\n"
     assert upstream_checks.new_findings({path: old}, {path: old}) == []
-    assert (
-        upstream_checks.new_findings({path: old}, {path: "import os\n\nprint(os)\n"})
-        == []
-    )
     found = upstream_checks.new_findings({}, {path: new})
     assert [line.split(": ")[1][:11] for line in sorted(found)] == [
         "F401 [*] `r", "Would sort", "unformatted",

@@ -1,13 +1,10 @@
 """What the replay of inductor's wrappers and the judgement of schedules say."""
 
-import copy
-
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import blocks, nets, pages, replay, schedule
+from benchmarks import blocks, bounds, nets, pages, replay, schedule
 from benchmarks.architectures import Shape
-from benchmarks.step import JUDGED
 
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -76,60 +73,6 @@ def test_without_cuda(monkeypatch, capsys):
         replay.compiled_for(replay.GPUS["h100"]).__enter__()
 
 
-ROWS = [
-    {
-        "net": "x",
-        "kind": kind,
-        "gpu": "h100",
-        "steps": [
-            {
-                "budget": b,
-                "budgets": schedule.SWEPT[:-1] if b else [0.0],
-                "peak": p,
-                "flops": f,
-                "estimated": p,
-                "allowed": p,
-                "live": [],
-            }
-            for b, p, f in ((1.0, 100, 10), (0.0, 50, 14))
-        ],
-    }
-    for kind in schedule.KINDS
-]
-
-
-def check_marks(marks, failing, count):
-    """All marks, ``count``, pass, or one whose name has ``failing`` does not."""
-    passed = {mark.what: mark.passed for mark in marks}
-    failed = [each for each in passed if not passed[each]]
-    assert len(passed) == count
-    assert (failing is None and not failed) or any(failing in each for each in failed)
-
-
-@pytest.mark.parametrize(
-    "kind, entry, value, what",
-    [
-        (None, None, None, None),
-        ("saved", "estimated", 56, "estimates within 5%"),
-        ("peak", "peak", 101, "peak of the schedule / that at the next larger budget"),
-        ("judged", "allowed", 49, "what the budget allows, with the judge"),
-        ("peak", "flops", 15, "lowest peak of ours / upstream's"),
-        ("upstream", "peak", 49, "lowest peak of ours / of upstream's budgets"),
-    ],
-)
-def test_each_mark_fails_where_it_should(kind, entry, value, what):
-    rows = copy.deepcopy(ROWS)
-    for row in rows:
-        if row["kind"] == kind:
-            row["steps"][1][entry] = value
-    check_marks(schedule.judged(rows), what, 8)
-
-
-def test_a_lowest_peak_is_only_told_of_a_sweep():
-    rows = copy.deepcopy(ROWS)
-    assert "not swept" not in schedule.peaks(rows)
-
-
 def test_a_net_measured_anew_replaces_its_rows(tmp_path):
     stored = [{"net": net, "kind": "peak", "steps": net} for net in "xyz"]
     new = [{"net": "y", "kind": kind, "steps": kind} for kind in ("peak", "saved")]
@@ -147,7 +90,7 @@ def test_a_step_of_sharded_blocks(monkeypatch):
     monkeypatch.setitem(blocks.NETS, name, small)
     monkeypatch.setattr(nets, "SHARDED", small)
     monkeypatch.setitem(replay.GPUS, blocks.GPU, None)
-    task = {"net": name, "judge": 2, "shares": (0.0,), "_upstream": []}
+    task = {"net": name, "judge": 2, "shares": (0.0,)}
     row = blocks.measure(task)
     (found,) = row["steps"]
     module, inputs = small.make()
@@ -158,45 +101,27 @@ def test_a_step_of_sharded_blocks(monkeypatch):
     assert found["given"] == pytest.approx(given, rel=0.01)
 
 
-BLOCKS = [
-    {
-        "net": "x",
-        "judge": judge,
-        "steps": [
-            {"share": s, "peak": p, "predicted": p, "allowed": p, "flops": 10}
-            for s, p in ((1.0, 100), (0.0, 50))
-        ],
-        "others": [
-            {
-                "kind": "checkpoint",
-                "peak": 70,
-                "flops": 12,
-                "step": {
-                    "peak": 70,
-                    "predicted": 70,
-                    "allowed": 70,
-                    "floor": 50,
-                    "flops": 11,
-                },
-            }
-        ],
-    }
-    for judge in JUDGED
-]
-
-
 @pytest.mark.parametrize(
-    "place, entry, value, what",
+    "entry, value, wrong",
     [
-        (None, None, None, None),
-        ("steps", "allowed", 49, "peak / allowed"),
-        ("steps", "predicted", 60, "predicted / measured"),
-        ("steps", "peak", 101, "peak at a share"),
-        ("others", "flops", 10.9, "flops / those of a checkpoint"),
+        (None, None, ()),
+        ("allowed", 49, ("peak / allowed",)),
+        ("predicted", 60, ("predicted / measured",)),
+        ("peak", 101, ("peak / allowed", "predicted / measured", "rises")),
     ],
 )
-def test_each_mark_of_a_step_fails_where_it_should(place, entry, value, what):
-    rows = copy.deepcopy(BLOCKS)
-    if place:
-        rows[1][place][-1][entry] = value
-    check_marks(blocks.judged(rows), what, 7)
+def test_a_bound_that_is_not_kept_is_seen(entry, value, wrong):
+    steps = [
+        {"share": share, "peak": peak, "predicted": peak, "allowed": peak}
+        for share, peak in ((1.0, 100), (0.0, 50))
+    ]
+    if entry:
+        steps[-1][entry] = value
+    plans = bounds.every({"x": steps})
+    marks = [
+        *bounds.bounds(plans, "operators", exact=True),
+        *bounds.rising({"x": steps}, "rises", "operators"),
+    ]
+    failed = [mark.what for mark in marks if not mark.passed]
+    assert len(marks) == 3 and len(failed) == len(wrong)
+    assert all(what.startswith(begin) for what, begin in zip(failed, wrong))

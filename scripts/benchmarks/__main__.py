@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +76,6 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def chosen(tasks: Iterator[fresh.Task], key: str, kinds: Any) -> Iterator[fresh.Task]:
-    """The tasks of some kinds; each is told the row of its last."""
-    task = next(tasks, None)
-    while task is not None:
-        row = (yield task) if not kinds or str(task[key]) in kinds else None
-        try:
-            task = tasks.send(row)  # type: ignore[attr-defined]
-        except StopIteration:
-            return
-
-
 def main(name: str, *words: str) -> int:
     if not hasattr(knapsack, "KNAPSACK_SOLVERS"):
         print(f"torch is not patched; run scripts/benchmark.sh {name}", file=sys.stderr)
@@ -106,8 +94,11 @@ def main(name: str, *words: str) -> int:
         )
     own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
     check = getattr(arguments, "check", False)
-    tasks = benchmark.tasks(arguments.nets, check, **own)
-    tasks = chosen(tasks, benchmark.KIND, arguments.kind)
+    tasks = [
+        task
+        for task in benchmark.tasks(arguments.nets, check, **own)
+        if not arguments.kind or str(task[benchmark.KIND]) in arguments.kind
+    ]
     rows = fresh.run(benchmark.__name__, tasks, benchmark.LIMITS)
     if arguments.nets or arguments.kind:
         rows = merged(arguments.json, rows, benchmark.KEY)

@@ -57,9 +57,9 @@ ATTENTION = (
 
 def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
     for name in names or NETS:
-        yield {"net": name, "judge": 0, "shares": step.SHARES, "_upstream": []}
+        yield {"net": name, "judge": 0, "shares": step.SHARES}
         task = {"net": name, "judge": 8, "shares": step.SHARES, "checkpoints": True}
-        yield from step.with_upstream(task, step.SAVED)
+        yield {**task, "_saved": step.SAVED}
 
 
 # ------------------------------------------------------------ in a fresh process
@@ -146,6 +146,8 @@ def fake_ranks() -> Iterator[None]:
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
     net = NETS[task["net"]]
+    is_upstreams = task.get("torch") == fresh.UNTOUCHED
+    saved = [] if is_upstreams else step.upstreams(__name__, task)
 
     def make(ways: Ways) -> Training:
         training = Training(net, blocks=ways, fake=True)
@@ -157,11 +159,11 @@ def measure(task: fresh.Task) -> Row:
         compiled_loss(backend),
         config.patch(enable_autograd_cache=False),
     ):
-        if "saved" in task:
-            return step.measure_upstream(make, backend, task["saved"])
+        if is_upstreams:
+            return step.measure_upstream(make, backend, task["_saved"])
         checkpoints = CHECKPOINTS if task.get("checkpoints") else {}
         with config.patch(activation_memory_peak_judge=task["judge"]):
-            return step.measure_steps(make, backend, task, checkpoints, on_fakes)
+            return step.measure_steps(make, backend, task, saved, checkpoints, on_fakes)
 
 
 # ------------------------------------------------------------------- report

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,18 @@ def environment(patched: bool, cache: Path) -> dict[str, str]:
     }
 
 
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """A process and all that it started."""
+    with suppress(psutil.Error):  # It may have just ended.
+        return [process, *process.children(recursive=True)]
+    return []
+
+
 def resident_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process and of all that it started."""
     total = 0
-    try:
-        for each in (process, *process.children(recursive=True)):
+    with suppress(psutil.Error):
+        for each in family(process):
             total += each.memory_info().rss
-    except psutil.Error:
-        pass  # It has just ended.
     return total
 
 
@@ -80,8 +84,8 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
                 start_new_session=True,
             )
             error = None
+            watched = psutil.Process(child.pid)
             try:
-                watched = psutil.Process(child.pid)
                 while child.poll() is None and error is None:
                     time.sleep(0.1)
                     if time.monotonic() - start > limits.seconds:
@@ -89,8 +93,9 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
                     elif resident_bytes(watched) > limits.gigabytes * 1e9:
                         error = f"needed more than {limits.gigabytes:g} GB"
             finally:
-                if child.poll() is None:
-                    os.killpg(child.pid, signal.SIGKILL)
+                for each in family(watched):
+                    with suppress(psutil.Error):
+                        each.kill()
                 child.wait()
         if error is not None:
             return {"error": error}
@@ -104,25 +109,17 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
 def run(module: str, tasks: Iterable[Task], limits: Limits) -> list[Row]:
     """One row for each task, in order: the task's own entries and what was measured.
 
-    ``tasks`` may be a generator, which is sent each row. Entries whose name begins with
-    an underscore are between tasks, and a row that has nothing else is none.
+    Entries whose name begins with an underscore are for ``measure`` alone.
     """
     rows: list[Row] = []
     console = Console(stderr=True)
-    waiting: Any = tasks if hasattr(tasks, "send") else (task for task in tasks)
-    task = next(waiting, None)
-    while task is not None:
+    for task in tasks:
         with console.status(describe(task)):
             found = measure_in_child(module, task, limits)
         if "error" in found:
             console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
         row = {**task, **found}
-        if any(not name.startswith("_") for name in found):
-            rows.append({k: v for k, v in row.items() if not k.startswith("_")})
-        try:
-            task = waiting.send(row)
-        except StopIteration:
-            task = None
+        rows.append({k: v for k, v in row.items() if not k.startswith("_")})
     return rows
 
 

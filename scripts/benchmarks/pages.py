@@ -181,14 +181,6 @@ def show(text: str, least_width: int = 140) -> None:
     Console(width=max(console.width, least_width)).print(Markdown(text))
 
 
-def fail(faults: Sequence[str]) -> int:
-    """Print what must not be; returns the exit status."""
-    console = Console(soft_wrap=True)
-    for fault in faults:
-        console.print(f"[red]FAILED[/] {fault}", highlight=False)
-    return int(bool(faults))
-
-
 # ------------------------------------------------------------------ figures
 
 

@@ -33,7 +33,7 @@ from torch._functorch import partitioners
 from torch._inductor import config as inductor_config
 
 from benchmarks import fresh, nets, sweep
-from benchmarks.bounds import neighbours
+from benchmarks.bounds import at_no_more_cost, neighbours
 from benchmarks.meters import relative_error, Step
 from benchmarks.pages import (
     at_most,
@@ -344,14 +344,6 @@ def judged_beside(rows: Sequence[Row]) -> Iterator[Mark]:
     )
 
 
-def at_no_more_flops(curve: Sequence[Any], theirs: Row) -> float:
-    """Our lowest peak of plans that recompute no more than a step of upstream's."""
-    # Reductions count one flop each on the curve.
-    allowed = theirs["recomputed"] + 1e-5
-    found: float = min(p for p, recomputed in curve if recomputed <= allowed)
-    return found
-
-
 class Beside(NamedTuple):
     """Our plans of a net beside upstream's; bytes.
 
@@ -379,13 +371,16 @@ def beside_upstream(rows: Sequence[Row]) -> Iterator[Beside]:
         right = sweep.right(upstream[row["net"]])
         curve, lowest = row["curve"], sweep.lowest(right)
         found = [
-            (at_no_more_flops(curve, step) / step["peak"], sweep.told(step["budgets"]))
+            (
+                at_no_more_cost(curve, step["recomputed"]) / step["peak"],
+                sweep.told(step["budgets"]),
+            )
             for step in right
         ]
         yield Beside(
             row["net"],
             lowest,
-            at_no_more_flops(curve, lowest),
+            at_no_more_cost(curve, lowest["recomputed"]),
             curve[0][0],
             row["lower_bound"],
             *max(found),

@@ -49,8 +49,7 @@ def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
         {**techniques.task_of(NETS[0], *each), **cpu} for each in TECHNIQUES
     )
     upstream = {**techniques.sweep_of_upstream(NETS[0], SWEPT), **cpu}
-    for task in (eager, upstream, *others):  # noqa: UP028 (it is sent rows)
-        yield task
+    yield from (eager, upstream, *others)
     yield {"technique": SOLVERS}
 
 
@@ -81,7 +80,6 @@ def measure_solver(solver: str, wanted: Sequence[torch.Tensor]) -> Row:
         "solver": solver,
         "saved_bytes": step.saved_bytes,
         "error": relative_error(step.gradients, wanted),
-        "partition_seconds": observer.partition_seconds,
         "choice": None,
     }
     if asked is not None:
@@ -92,7 +90,6 @@ def measure_solver(solver: str, wanted: Sequence[torch.Tensor]) -> Row:
             "used": used,
             "over": corpus.over(*problem),
             "kept_promise": corpus.keeps_promise(solver, *problem),
-            "solver_seconds": observer.solver_seconds,
         }
     return row
 
@@ -134,12 +131,13 @@ def page(data: dict[str, Any]) -> str:
     rows = data["measured"]
     steps = [row for row in rows if row["technique"] != SOLVERS]
 
-    def chosen(row: Row, cell: str) -> str:
-        if row["choice"] is None:
-            return "-"
-        used, seconds = row["choice"]["used"], row["choice"]["solver_seconds"]
-        over = f"**+{used / BUDGET - 1:.2%}**" if row["choice"]["over"] else "no"
-        return {"used": f"{used:.5f}", "over": over, "ms": f"{seconds * 1e3:.1f}"}[cell]
+    def used(row: Row) -> str:
+        return f"{row['choice']['used']:.5f}" if row["choice"] else "-"
+
+    def over(row: Row) -> str:
+        if not (row["choice"] and row["choice"]["over"]):
+            return "no" if row["choice"] else "-"
+        return f"**+{row['choice']['used'] / BUDGET - 1:.2%}**"
 
     return (
         f"{techniques.page({**data, 'measured': steps})}\nThe same model with each "
@@ -149,10 +147,8 @@ def page(data: dict[str, Any]) -> str:
         solvers_of(rows),
         {
             "solver": lambda row: row["solver"],
-            "used": lambda row: chosen(row, "used"),
-            "over": lambda row: chosen(row, "over"),
-            "solver ms": lambda row: chosen(row, "ms"),
-            "partition s": lambda row: f"{row['partition_seconds']:.2f}",
+            "used": used,
+            "over": over,
             "saved KiB": lambda row: f"{row['saved_bytes'] / 1024:,.1f}",
             "error": lambda row: f"{row['error']:.0e}",
         },

@@ -3,7 +3,7 @@
 ``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and
 ``<!-- report end -->`` and is made from ``results/NAME.json`` by the benchmark of that
 name, as it prints it; the README's ``headline`` from the techniques, and the RFC's from
-those of the step. A figure stands beside its result.
+those of the peak and of the step. A figure stands beside its result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
-from upkeep import upstream_tests
 
 from benchmarks import peak, step, techniques
 from benchmarks.pages import markdown
@@ -53,13 +52,9 @@ def releases(data: dict[str, Any]) -> str:
     )
 
 
-def source_build(data: dict[str, Any]) -> str:
-    return markdown(list(data), [list(data.values())])
-
-
 BENCHMARKS = [
     *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
-    *("check_models", "techniques"),
+    "techniques",
 ]
 FIGURES = ("peak", "step", "schedule", "blocks")
 # What other tables are made from, and how.
@@ -70,8 +65,6 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "peak_summary": ("peak", peak.summary),
     "step_summary": ("step", step.summary),
     "releases": ("releases", releases),
-    "upstream_tests": ("upstream_tests", upstream_tests.page),
-    "source_build": ("source_build", source_build),
 }
 
 

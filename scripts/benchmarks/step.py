@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -72,7 +72,7 @@ INDUCTOR_SHARES = (1.0, 0.5, 0.1, 0.0)
 JUDGED = {0: "estimates", 8: "schedules"}
 CHECK = "one net, two shares, as CI does"
 KIND, KEY = "backend", ("net", "backend", "judge")
-LIMITS = fresh.Limits(seconds=3000, gigabytes=14)
+LIMITS = fresh.Limits(seconds=6000, gigabytes=14)
 # A training of a net whose blocks are put to work in some ways.
 Make = Callable[[Ways], Training]
 
@@ -82,19 +82,11 @@ def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
     shares, saved = ((1.0, 0.5, 0.0), (0.5,)) if check else (SHARES, SAVED)
     for name in names:
         task: fresh.Task = {"net": name, "backend": OPERATORS, "shares": shares}
-        yield from with_upstream(task, saved)
+        yield {**task, "_saved": saved}
     for name in () if check else names:
         for judge in JUDGED:
             task = {"net": name, "backend": "inductor", "judge": judge}
             yield {**task, "shares": INDUCTOR_SHARES}
-
-
-def with_upstream(
-    task: fresh.Task, saved: Sequence[float]
-) -> Generator[fresh.Task, Optional[Row], None]:
-    """The task, once it has the plans of upstream's budgets to compare with."""
-    row = yield {**task, "saved": saved, "torch": fresh.UNTOUCHED}
-    yield {**task, "_upstream": (row or {}).get("_plans", [])}
 
 
 # ------------------------------------------------------------ in a fresh process
@@ -108,12 +100,22 @@ def measure(task: fresh.Task) -> Row:
         return Training(net, blocks=ways)
 
     with cpu_attention_counted(), config.patch(enable_autograd_cache=False):
-        if "saved" in task:
-            return measure_upstream(make, backend, task["saved"])
+        if task.get("torch") == fresh.UNTOUCHED:
+            return measure_upstream(make, backend, task["_saved"])
         if backend == OPERATORS:
             return measure_operators(net, make, task)
         with config.patch(activation_memory_peak_judge=task["judge"]):
             return measure_inductor(make, task)
+
+
+def upstreams(module: str, task: fresh.Task) -> list[Row]:
+    """What the task's module measures of upstream's budgets, on the untouched wheel."""
+    if "_saved" not in task:
+        return []
+    row = fresh.measure_in_child(module, {**task, "torch": fresh.UNTOUCHED}, LIMITS)
+    if "error" in row:
+        raise RuntimeError(f"upstream's budgets: {row['error']}")
+    return sweep.right(row["plans"])
 
 
 def measure_upstream(make: Make, backend: Any, budgets: Sequence[float]) -> Row:
@@ -130,7 +132,7 @@ def measure_upstream(make: Make, backend: Any, budgets: Sequence[float]) -> Row:
     def by(backend: Any) -> Training:
         return make(compiled(backend))
 
-    return {"_plans": swept(by, budgets, found, backend)}
+    return {"plans": swept(by, budgets, found, backend)}
 
 
 def figures(step: Step) -> Row:
@@ -158,11 +160,12 @@ def measure_steps(
     make: Make,
     backend: Any,
     task: fresh.Task,
+    saved: Sequence[Row],
     checkpoints: Mapping[str, Callable[[Any], Ways]],
     step_budget: Callable[..., Any],
 ) -> Row:
     """A StepBudget at all shares, and held to the peak of each other way."""
-    others = [{"kind": "saved", **plan} for plan in sweep.right(task["_upstream"])]
+    others = [{"kind": "saved", **plan} for plan in saved]
     for kind, ways in checkpoints.items():
         step = make(ways(backend)).warmed().measured()
         others.append({"kind": kind, **figures(step)})
@@ -189,7 +192,8 @@ def checkpointed_compiled(backend: Any) -> Ways:
 def measure_operators(net: nets.Net, make: Make, task: fresh.Task) -> Row:
     StepBudget = overlay("step_budget").StepBudget
     kinds = {"checkpoint": checkpointed_compiled}
-    row = measure_steps(make, OPERATORS, task, kinds, StepBudget)
+    saved = upstreams(__name__, task)
+    row = measure_steps(make, OPERATORS, task, saved, kinds, StepBudget)
     training = make(compiled(OPERATORS))
     training.within = StepBudget(share=0.5)
     with planning_watched() as (ours, theirs):

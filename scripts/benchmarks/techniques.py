@@ -37,7 +37,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks import fresh, nets, sweep
 from benchmarks.meters import relative_error
-from benchmarks.pages import columns, Mark, markdown, measured_on, megabytes, Row
+from benchmarks.pages import columns, good, Mark, markdown, measured_on, megabytes, Row
 from benchmarks.tracing import cpu_attention_counted, overlay
 from benchmarks.ways import (
     autocast,
@@ -237,16 +237,9 @@ def page(data: dict[str, Any]) -> str:
         "gradient error": lambda row: f"{row['gradient_error']:.0e}",
     }
 
-    def unless_failed(cell: Any) -> Any:
-        return lambda row: "-" if "error" in row else cell(row)
-
     text = columns(
-        rows,
-        {
-            "technique": lambda row: row["technique"],
-            "budget": budget,
-            **{name: unless_failed(cell) for name, cell in shown.items()},
-        },
+        good(rows),
+        {"technique": lambda row: row["technique"], "budget": budget, **shown},
     )
     wrong = [
         f"- {row['technique']} {budget(row)}: `{row['error']}`\n"
@@ -281,21 +274,6 @@ def lowest(rows: Sequence[Row], technique: str) -> Row:
     return sweep.lowest(mine, "peak_bytes")
 
 
-def lowest_peaks(data: dict[str, Any]) -> str:
-    """What the page says of the lowest peaks."""
-    told = []
-    for technique, name in (
-        (PEAK, 'the target `"peak"`'),
-        (UPSTREAM, "upstream's budgets"),
-        (CHECKPOINT, "a checkpoint around each block"),
-    ):
-        row = lowest(data["measured"], technique)
-        budget = told_budget(row)
-        at = f" at {budget}" if budget else ""
-        told.append(f"{name} {row['peak_bytes'] / 1e6:,.0f} MB{at}")
-    return f"- peaks: in the table below the lowest of {', of '.join(told)};\n  "
-
-
 def headline(data: dict[str, Any]) -> str:
     """The README's table: eager mode, the lowest peak of upstream's, and of ours."""
     eager, upstream, ours = (
@@ -322,3 +300,18 @@ def headline(data: dict[str, Any]) -> str:
         "operator. All that is live counts: parameters, optimizer states, gradients and "
         f"activations. {sweep.HOW} {measured_on(data['environment'])}"
     )
+
+
+def lowest_peaks(data: dict[str, Any]) -> str:
+    """What the page says of the lowest peaks."""
+    told = []
+    for technique, name in (
+        (PEAK, 'the target `"peak"`'),
+        (UPSTREAM, "upstream's budgets"),
+        (CHECKPOINT, "a checkpoint around each block"),
+    ):
+        row = lowest(data["measured"], technique)
+        budget = told_budget(row)
+        at = f" at {budget}" if budget else ""
+        told.append(f"{name} {row['peak_bytes'] / 1e6:,.0f} MB{at}")
+    return f"- peaks: in the table below the lowest of {', of '.join(told)};\n  "

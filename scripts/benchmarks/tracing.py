@@ -1,16 +1,15 @@
 """How a model gets to the partitioner, and what is seen there.
 
-`Joint` is the joint graph that a GPU would get, of fake tensors. `observed` is the one
-place that knows by which names the partitioner and its solver are called.
+`Joint` is the joint graph that a GPU would get, of fake tensors. `observed` and
+`BACKENDS` know by which names the solver and the partitioner are called.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, ExitStack, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Optional
@@ -164,11 +163,9 @@ class Instance:
 
 @dataclass
 class Observer:
-    """The last knapsack that was solved, CPU seconds of solving and of partitioning."""
+    """The last knapsack that was solved."""
 
     instance: Optional[Instance] = None
-    solver_seconds: float = 0.0
-    partition_seconds: float = 0.0
 
 
 # The backends imported the partitioner by name, each into a module of its own.
@@ -177,16 +174,14 @@ BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.comp
 
 @contextmanager
 def observed() -> Iterator[Observer]:
-    """Put an Observer around the partitioner, and take it away again."""
+    """Watch what the solver is asked and answers."""
     observer = Observer()
     module = overlay("memory_budget")
-    ask, partition = module.ask_solver, partitioners.min_cut_rematerialization_partition
+    ask = module.ask_solver
 
     @wraps(ask)
-    def watched_ask(items: Any, capacity: int) -> Any:
-        start = time.process_time()
+    def watched(items: Any, capacity: int) -> Any:
         saved = ask(items, capacity)
-        observer.solver_seconds += time.process_time() - start
         memory = list(map(items.limits.size, items.memory))
         budget = items.limits.size(capacity)
         observer.instance = Instance(
@@ -194,17 +189,5 @@ def observed() -> Iterator[Observer]:
         )
         return saved
 
-    @wraps(partition)
-    def watched_partition(*args: Any, **kwargs: Any) -> Any:
-        start = time.process_time()
-        try:
-            return partition(*args, **kwargs)
-        finally:
-            observer.partition_seconds += time.process_time() - start
-
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        enter(mock.patch.object(module, ask.__name__, watched_ask))
-        for backend in BACKENDS:
-            enter(mock.patch.object(backend, partition.__name__, watched_partition))
+    with mock.patch.object(module, ask.__name__, watched):
         yield observer

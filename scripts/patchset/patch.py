@@ -55,7 +55,8 @@ class Edit:
     ``digests`` (of any release, the first 16 hex digits of the SHA-256) pin it, so
     that upstream's lines need not stand here and no unknown line can be swallowed.
     ``inside`` names the function that must hold the new text, None the module
-    level. The edit is for releases ``since`` to ``until``, both included, of its patch's.
+    level. No edit is of a line that another one wrote. The edit is for releases
+    ``since`` to ``until``, both included, of its patch's.
     """
 
     path: str
@@ -83,7 +84,6 @@ class Edit:
                     f"{self.anchor.strip()!r}"
                 )
             end = last + len(self.through)
-        if self.through is not None:
             found = hashlib.sha256(text[start:end].encode()).hexdigest()[:16]
             if found not in self.digests:
                 number = text.count("\n", 0, start) + 1

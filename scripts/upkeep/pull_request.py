@@ -40,21 +40,21 @@ def stored(result: str) -> Any:
 
 
 def before_and_after(patch: Patch) -> str:
-    """The patch's own test on the releases where it was run, without and with it."""
+    """Where the patch's own test was seen to fail without it and to pass with it."""
     name = next(name for name, form in FORMS.items() if form is patch)
-    words = {True: "passes", False: "fails"}
-    rows = [
-        f"| {release} | {words[found['without']]} | {words[found['with']]} |\n"
+    releases = [
+        release
         for release, patches in stored("releases").items()
         for found in [patches.get(name, {})]
-        if found.get("without") is not None and found.get("with") is not None
+        if found.get("without") is False and found.get("with")
     ]
-    if not rows:
+    if not releases:
         raise Conflict(
             f"the test of {name} was run on no release; make that with: "
             f"{command('releases')}"
         )
-    return "".join(["| torch | without | with |\n| --- | --- | --- |\n", *rows])
+    on = ", ".join(releases)
+    return f"fails without this change and passes with it, on torch {on}.\n"
 
 
 def measured(patch: Patch) -> str:
@@ -83,9 +83,7 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + "## Problem and mechanism\n\n"
         + "\n\n".join(problem or [change])
         + f"\n\n## Change\n\n{change}\n\n## Smallest form\n\n{ours.smallest}\n"
-        + "## Evidence\n\n"
-        + f"`{patch.tested}`, without this change and with it:\n\n"
-        + before_and_after(patch)
+        + f"## Evidence\n\n`{patch.tested}` {before_and_after(patch)}"
         + measured(ours)
         + "".join(f"\nMade with `{line}`.\n" for line in commands)
         + f"\n## Test plan\n\n```\n{patch.tested}\n```\n\n## Risks\n\n{ours.risks}\n"
@@ -143,9 +141,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run on the branch the checkout's own linters, those that can be had (usort "
-        "and ruff by upstream's settings, where it has none), upstream's tests and ours; "
-        "tests need the torch of the checkout's version in this project's environment",
+        help="run on the branch usort and ruff by upstream's settings, upstream's tests and "
+        "ours; tests need the torch of the checkout's version in this project's "
+        "environment",
     )
     options = parser.parse_args(arguments)
     return exit_status(lambda: write_branch(options))

@@ -34,7 +34,6 @@ from patchset.target import find
 from patchset.transaction import Change
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from . import generate
 from .releases import tree
@@ -242,19 +241,10 @@ def examine(release: str, findings: Sequence[Finding]) -> Iterator[Finding]:
             runs = pool.map(tried, wanted)
             for f in track(runs, f"torch {release}", len(wanted), console=console):
                 said = f"{WORDS[f.without]} without, {WORDS[f.with_it]} with"
-                console.print(f"{f.name}: test {said}")
+                console.print(f"{f.name}: {f.verdict}; test {said}")
                 yield f
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def show(release: str, findings: Sequence[Finding]) -> None:
-    table = Table(
-        "patch", "state", "test without it", "test with it", title=f"torch {release}"
-    )
-    for f in findings:
-        table.add_row(f.name, f.verdict, WORDS[f.without], WORDS[f.with_it])
-    console.print(table)
 
 
 def take_in(release: str, findings: Sequence[Finding]) -> int:
@@ -298,7 +288,6 @@ def check(release: str) -> list[Finding]:
     # Where none had to be run, text alone may tell something new.
     if release in RELEASES:
         store(release, [*row.values()])
-    show(release, [*row.values()])
     return [*row.values()]
 
 
