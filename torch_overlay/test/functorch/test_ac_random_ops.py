@@ -410,47 +410,43 @@ class RandomOpsTest(TestCase):
         graph = torch.fx.Graph()
         x = graph.placeholder("x")
 
-        def node(op, *args, **kwargs):
+        def call(op, *args, **kwargs):
             return graph.call_function(op, args, kwargs)
 
         flash = aten._scaled_dot_product_flash_attention.default
         efficient = aten._scaled_dot_product_efficient_attention.default
         rrelu = aten.rrelu_with_noise_functional.default
-        higher_order = torch.ops.higher_order
-        state = graph.placeholder("state")
-        for random in (
-            node(aten.rand.default, [4]),
-            node(aten.bernoulli.p, x, 0.5),
-            node(aten.native_dropout.default, x, 0.5, True),
-            node(aten.native_dropout.default, x, 0.5, None),
-            node(flash, x, x, x, 0.1),
-            node(flash, x, x, x, dropout_p=0.1),
-            node(flash, x, x, x, dropout_p=x),
-            node(efficient, x, x, x, None, True, 0.1),
-            node(rrelu, x, x, 0.1, 0.3, True),
-            node(torch.ops.prims.inductor_seeds.default, 2, torch.device("cpu")),
-            node(higher_order.run_and_save_rng_state, aten.rand.default, [4]),
+        higher_order, state = torch.ops.higher_order, graph.placeholder("state")
+        for is_drawn, node in (
+            (True, call(aten.rand.default, [4])),
+            (True, call(aten.bernoulli.p, x, 0.5)),
+            (True, call(aten.native_dropout.default, x, 0.5, None)),
+            (True, call(flash, x, x, x, 0.1)),
+            (True, call(flash, x, x, x, dropout_p=x)),
+            (True, call(efficient, x, x, x, None, True, 0.1)),
+            (True, call(rrelu, x, x, 0.1, 0.3, True)),
+            (True, call(torch.ops.prims.inductor_seeds.default, 2, x)),
+            (True, call(higher_order.run_and_save_rng_state, aten.rand.default, [4])),
+            (False, x),
+            (False, call(aten.sin.default, x)),
+            (False, call(aten.native_dropout.default, x, 0.5, False)),
+            (False, call(flash, x, x, x)),
+            (False, call(flash, x, x, x, 0.0)),
+            (False, call(efficient, x, x, x, None, True)),
+            (False, call(rrelu, x, x, 0.1, 0.3)),
+            (False, call(torch.ops.prims.inductor_lookup_seed.default, x, 0)),
+            (False, call(torch.ops.rngprims.philox_rand.default, [4], x, x)),
+            (
+                False,
+                call(higher_order.run_with_rng_state, state, aten.rand.default, [4]),
+            ),
         ):
-            self.assertTrue(is_random(random), msg=random.format_node())
-            self.assertTrue(must_run_once(random))
-            random.meta["recompute"] = CheckpointPolicy.PREFER_SAVE
-            self.assertTrue(must_run_once(random))
-        for steady in (
-            x,
-            node(aten.sin.default, x),
-            node(aten.native_dropout.default, x, 0.5, False),
-            node(flash, x, x, x),
-            node(flash, x, x, x, 0.0),
-            node(efficient, x, x, x, None, True),
-            node(rrelu, x, x, 0.1, 0.3),
-            node(torch.ops.prims.inductor_lookup_seed.default, x, 0),
-            node(torch.ops.rngprims.philox_rand.default, [4], x, x),
-            node(higher_order.run_with_rng_state, state, aten.rand.default, [4]),
-        ):
-            self.assertFalse(is_random(steady), msg=steady.format_node())
-            self.assertFalse(must_run_once(steady))
-            steady.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            self.assertTrue(must_run_once(steady))
+            self.assertEqual(is_random(node), is_drawn, msg=node.format_node())
+            self.assertEqual(must_run_once(node), is_drawn)
+            # A preference lets no random one run again, and what must be saved is.
+            policy = "PREFER_SAVE" if is_drawn else "MUST_SAVE"
+            node.meta["recompute"] = CheckpointPolicy[policy]
+            self.assertTrue(must_run_once(node))
 
     def test_tags_for_recomputation(self):
         graph = torch.fx.Graph()
