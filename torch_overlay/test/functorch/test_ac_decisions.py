@@ -6,35 +6,25 @@ operator that decides, and must keep no more than what was decided.
 """
 
 import functools
-import unittest
+import itertools
 
-from test_ac_random_ops import AOT, configured, PARTITIONS, Plan, plans
+from test_ac_random_ops import AOT, configured, PARTITIONS, plans
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.compilers import nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     TestCase,
 )
-from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 
-
-try:
-    from torch._functorch._activation_checkpointing.saved_report import last_plan
-    from torch._functorch._activation_checkpointing.step_budget import StepBudget
-except ImportError:  # Those patches are not there, or the release is too old for them.
-    last_plan = StepBudget = None
 
 aten = torch.ops.aten
 ROWS, WIDTH, EXPERTS = 32, 8, 4
@@ -62,34 +52,9 @@ def by_argmax(x, scores, experts):
     return x * experts[scores.argmax(-1)]
 
 
-def by_max(x, scores, experts):
-    best, chosen = scores.max(-1)
-    return x * experts[chosen] * best.unsqueeze(1)
-
-
-def by_max_alone(x, scores, experts):
-    return x * scores.max(-1).values.unsqueeze(1)
-
-
-def by_sort(x, scores, experts):
-    return x[scores[:, 0].sort().indices] * x
-
-
 def by_searchsorted(x, scores, experts):
     edges = torch.linspace(-0.5, 0.5, EXPERTS - 1)
     return x * experts[torch.searchsorted(edges, scores[:, 0].contiguous())]
-
-
-def by_bucketize(x, scores, experts):
-    return x * experts[torch.bucketize(scores[:, 0], torch.linspace(-0.5, 0.5, 3))]
-
-
-def by_comparison(x, scores, experts):
-    return x * experts[(scores[:, 0] > scores[:, 1]).long()]
-
-
-def by_conversion(x, scores, experts):
-    return x * experts[(scores[:, 0].sigmoid() * EXPERTS).long()]
 
 
 def by_rounding(x, scores, experts):
@@ -98,10 +63,6 @@ def by_rounding(x, scores, experts):
     weight = place - lower
     index = lower.squeeze(1).long()
     return x * (experts[index] * (1 - weight) + experts[index + 1] * weight)
-
-
-def by_one_hot(x, scores, experts):
-    return x * (F.one_hot(scores.argmax(-1), EXPERTS).to(x.dtype) @ experts)
 
 
 def by_queue(x, scores, experts):
@@ -116,25 +77,37 @@ def by_queue(x, scores, experts):
     return F.pad(done.flatten(0, 1), (0, 0, 0, 1))[slot]
 
 
-def by_mask(x, scores, experts):
-    return x.masked_scatter((scores[:, :1] > 0).expand_as(x), x.cos()) * x
-
-
 # How each decides, and what is kept for it: bytes of a row.
 NETS = {
     "topk": (by_topk, aten.topk, 2 * (8 + 4)),
     "argmax": (by_argmax, aten.argmax, 8),
-    "max": (by_max, aten.max, 8 + 4),
-    "max_alone": (by_max_alone, aten.max, 8 + 4),
-    "sort": (by_sort, aten.sort, 8),
+    "max_alone": (
+        lambda x, scores, experts: x * scores.max(-1).values.unsqueeze(1),
+        aten.max,
+        8 + 4,
+    ),
     "searchsorted": (by_searchsorted, aten.searchsorted, 8),
-    "bucketize": (by_bucketize, aten.bucketize, 8),
-    "comparison": (by_comparison, aten.gt, 1),
-    "conversion": (by_conversion, torch.ops.prims.convert_element_type, 8),
+    "comparison": (
+        lambda x, scores, experts: x * experts[(scores[:, 0] > scores[:, 1]).long()],
+        aten.gt,
+        1,
+    ),
+    "conversion": (
+        lambda x, scores, experts: (
+            x * experts[(scores[:, 0].sigmoid() * EXPERTS).long()]
+        ),
+        torch.ops.prims.convert_element_type,
+        8,
+    ),
     "rounding": (by_rounding, aten.floor, 4),
-    "one_hot": (by_one_hot, aten.argmax, 8),
     "queue": (by_queue, aten.argmax, 8),
-    "mask": (by_mask, aten.gt, 1),
+    "mask": (
+        lambda x, scores, experts: (
+            x.masked_scatter((scores[:, :1] > 0).expand_as(x), x.cos()) * x
+        ),
+        aten.gt,
+        1,
+    ),
 }
 
 
@@ -243,10 +216,6 @@ def replayed(policy):
     )
 
 
-def quantized(x, scores, experts):
-    return x * ((scores * 100).round().to(torch.int8) * scores).sum(1, keepdim=True)
-
-
 def attention(x, scores, experts):
     heads = x.view(1, 1, ROWS, WIDTH)
     return F.scaled_dot_product_attention(heads, heads, heads)
@@ -256,50 +225,29 @@ UNDECIDED = {
     "relu": lambda x, scores, experts: x * scores.relu().sum(1, keepdim=True),
     "where": lambda x, scores, experts: torch.where(scores[:, :1] > 0, x, x.cos()),
     "pool": lambda x, scores, experts: F.max_pool2d(x.view(1, 1, ROWS, WIDTH), 2),
-    "quantized": quantized,
+    "quantized": lambda x, scores, experts: (
+        x * ((scores * 100).round().to(torch.int8) * scores).sum(1, keepdim=True)
+    ),
     "attention": attention,
 }
 
 
-def rounded(x, first, router, second, experts):
-    """The expert of each row, and what makes a kernel store what the router reads."""
-    y = x @ first
-    x = torch.tanh(y) * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
-    scores = (x.unsqueeze(-1) * router).sum(1).softmax(-1)
-    chosen = scores.topk(1).indices.squeeze(1)
-    y = x @ second
-    return experts[chosen], (torch.sigmoid(y) * x).sum()
-
-
-HOP = torch.ops.higher_order
 PREFER = CheckpointPolicy.PREFER_RECOMPUTE
-CHECKPOINTED = {
-    "plain": functools.partial(checkpoint, by_topk, use_reentrant=False),
-    "selective": replayed(PREFER),
-}
 
 
 class DecisionsTest(TestCase):
     @parametrize("name", NETS)
     def test_nothing_is_decided_again(self, name):
-        self.check_plans(name, "inductor")
-
-    @parametrize("name", ["topk", "queue"])
-    def test_operators_decide_once(self, name):
-        self.check_plans(name, "aot")
-
-    def check_plans(self, name, partition):
-        choose, decides, _ = NETS[name]
-        for bounded in TARGETS:
+        choose, decides, row = NETS[name]
+        for bounded, partition in itertools.product(TARGETS, PARTITIONS):
+            if partition == "aot" and name not in ("topk", "queue"):
+                continue
             with target(bounded):
                 made = plans(*net(choose), SETTINGS, PARTITIONS[partition])
             for setting, plan in zip(SETTINGS, made):
                 with self.subTest(target=bounded, setting=setting):
                     self.assertFalse(plan.repeats(decides))
-
-    @parametrize("name", NETS)
-    def test_what_is_decided_is_kept(self, name):
-        choose, _, row = NETS[name]
+        # Nor is more kept than what was decided.
         (plan,) = plans(*net(choose), SETTINGS[:1])
         self.assertLessEqual(plan.saved_bytes(), ROWS * row)
 
@@ -325,13 +273,13 @@ class DecisionsTest(TestCase):
                 expected = torch.bincount(went.long(), minlength=EXPERTS)
                 self.assertEqual(experts.grad, expected.float())
 
-    @parametrize("name", CHECKPOINTED)
-    def test_checkpoints_keep_decisions(self, name):
-        for plan in plans(*net(CHECKPOINTED[name]), SETTINGS):
-            self.assertFalse(plan.repeats(aten.topk))
-            self.assertTrue(plan.repeats(aten.tanh) or plan.saved_bytes() > 0)
-
-    def test_who_insists_gets_another_decision(self):
+    def test_checkpoints_keep_decisions(self):
+        plain = functools.partial(checkpoint, by_topk, use_reentrant=False)
+        for layer in (plain, replayed(PREFER)):
+            for plan in plans(*net(layer), SETTINGS):
+                self.assertFalse(plan.repeats(aten.topk))
+                self.assertTrue(plan.repeats(aten.tanh) or plan.saved_bytes() > 0)
+        # Unless somebody insists.
         insisting = replayed(CheckpointPolicy.MUST_RECOMPUTE)
         for plan in plans(*net(insisting), SETTINGS):
             self.assertTrue(plan.repeats(aten.topk))
@@ -342,62 +290,17 @@ class DecisionsTest(TestCase):
         for choose in (in_region, by_branch):
             for plan in plans(*net(choose), SETTINGS[:4]):
                 repeated = {node.target for node in plan.repeated}
-                deciding = {aten.argmax.default, aten.gt.Scalar, HOP.cond}
+                deciding = {
+                    aten.argmax.default,
+                    aten.gt.Scalar,
+                    torch.ops.higher_order.cond,
+                }
                 self.assertEqual(repeated & deciding, set())
 
     @parametrize("name", UNDECIDED)
     def test_what_decides_nothing_is_not_kept(self, name):
         (plan,) = plans(*net(UNDECIDED[name]), SETTINGS[:1])
         self.assertEqual(plan.saved_bytes(), 0)
-
-    @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
-    def test_inductor(self):
-        """Kernels that round a value in one graph, and keep its digits in another."""
-        with configured(0.5, False):
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            shapes = (4096, 64), (64, 64), (64, 8), (64, 64)
-            given = [
-                (torch.randn(*shape) * scale).bfloat16()
-                for shape, scale in zip(shapes, (1, 0.2, 1, 0.1))
-            ]
-            for weight in given[1:]:
-                weight.requires_grad_()
-            experts = torch.arange(8).float().requires_grad_()
-            went, loss = torch.compile(rounded)(*given, experts)
-            (went.sum() + loss).backward()
-            expected = torch.bincount(went.long(), minlength=8)
-            self.assertEqual(experts.grad, expected.float())
-        if last_plan is not None:
-            names = {value.op for value in last_plan().recomputed}
-            self.assertNotIn("aten.topk.default", names)
-            self.assertTrue(names)
-
-    @unittest.skipIf(StepBudget is None, "without budgets for a step")
-    def test_a_step(self):
-        made = []
-
-        def watched(joint_module, joint_inputs, **options):
-            split = min_cut_rematerialization_partition(
-                joint_module, joint_inputs, **options
-            )
-            nodes = list(joint_module.graph.nodes)
-            made.append(Plan(nodes, *split, options["num_fwd_outputs"]))
-            return split
-
-        backend = aot_autograd(fw_compiler=nop, partition_fn=watched)
-        function, (x, *weights) = net(by_topk)
-        for share in (0, 0.2, 0.5, 0.8):
-            torch._dynamo.reset()
-            made.clear()
-            block = torch.compile(function, backend=backend)
-            budget = StepBudget(share=share)
-            for _ in range(3):
-                with budget:
-                    sum(block(part, *weights) for part in x.split(8)).backward()
-            self.assertIsNotNone(budget.plan)
-            self.assertGreater(len(made), 1)
-            self.assertFalse(any(plan.repeats(aten.topk) for plan in made))
 
 
 instantiate_parametrized_tests(DecisionsTest)

@@ -5,13 +5,14 @@ import functools
 import importlib.util
 import json
 import math
-import random
 import re
 import sys
 import tempfile
 import unittest
 from pathlib import Path
 from unittest.mock import patch
+
+from test_ac_random_ops import functional
 
 import torch
 from torch._functorch import config, partitioners
@@ -27,7 +28,6 @@ from torch._functorch._activation_checkpointing.budget_options import (
 )
 from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
-from torch._functorch._activation_checkpointing.knapsack_exact import exact_knapsack
 from torch._functorch._activation_checkpointing.liveness import CannotPlan, read
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
 from torch._functorch._activation_checkpointing.rerun_cost import (
@@ -45,15 +45,13 @@ from torch._inductor.custom_graph_pass import (
     CustomRuntimeEstimator,
 )
 from torch._inductor.decomposition import select_decomp_table
-from torch._logging._internal import trace_log
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     TestCase,
 )
-from torch.utils.checkpoint import checkpoint, CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry, FlopCounterMode
 
 
@@ -83,21 +81,12 @@ def gated(x, *weights):
     return (x * x).mean()
 
 
-class Encoder:
-    """A module, as a function of an input and its parameters."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        layer = torch.nn.TransformerEncoderLayer(
-            32, 4, dim_feedforward=64, dropout=0.0, batch_first=True
-        )
-        self.model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.names, parameters = zip(*self.model.named_parameters())
-        self.shapes = [p.shape for p in parameters]
-
-    def __call__(self, x, *parameters):
-        given = dict(zip(self.names, parameters))
-        return torch.func.functional_call(self.model, given, (x,))
+def encoder(x):
+    """As a function of an input and its parameters, and all of them."""
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    return functional(
+        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), x
+    )
 
 
 def cell(x, *weights):
@@ -130,8 +119,11 @@ def held_bytes(out, inputs):
     return sum(kept.values())
 
 
-def inputs_of(plan):
-    return plan.saved_values[0].graph.find_nodes(op="placeholder")
+def kept(plan):
+    """The storages that a plan saves, inputs apart, and their sizes."""
+    inputs = plan.saved_values[0].graph.find_nodes(op="placeholder")
+    given = memory_of(inputs)
+    return {s: n for s, n in memory_of(plan.saved_values).items() if s not in given}
 
 
 class Joint:
@@ -230,43 +222,26 @@ class TestOptions(TestCase):
             self.joint.plan(budget)
 
     @parametrize("option", [SOLVER, ESTIMATOR])
-    def test_unknown_name(self, option):
+    def test_bad_choice(self, option):
+        """A name that is none, or what is no instance of the class for it."""
         known = {
             SOLVER: [*KNAPSACK_SOLVERS, KNEE],
             ESTIMATOR: ["flops", "roofline", "profile", "testing"],
         }[option]
-        for budget in (0, 0.5, 1):
-            for choice in ("typo", None, 3):
+        custom = {SOLVER: SaveDearest, ESTIMATOR: CustomRuntimeEstimator}[option]
+        for choice in ("typo", None, 3, custom, len):
+            message = f"{option} is {re.escape(repr(choice))}; it must be"
+            for budget in (0, 0.5, 1):
                 with (
                     config.patch({option: choice}),
-                    self.assertRaisesRegex(
-                        RuntimeError, f"{option} is {choice!r}; it must be"
-                    ) as caught,
+                    self.assertRaisesRegex(RuntimeError, message) as caught,
                 ):
                     check_budget_options(budget)
-                for name in known:
-                    self.assertIn(name, str(caught.exception))
-        for choice in known:
+            for words in (*known, "an instance of "):
+                self.assertIn(words, str(caught.exception))
+        for choice in (*known, *([SaveDearest()] if option == SOLVER else [])):
             with config.patch({option: choice}):
                 check_budget_options(0.5)
-
-    def test_instances_and_other_callables(self):
-        class Estimator(CustomRuntimeEstimator):
-            def __call__(self, node):
-                return 1.0
-
-            def uuid(self):
-                return None
-
-        for option, custom in ((SOLVER, SaveDearest), (ESTIMATOR, Estimator)):
-            with config.patch({option: custom()}):
-                check_budget_options(0.5)
-            for choice in (custom, len):
-                with (
-                    config.patch({option: choice}),
-                    self.assertRaisesRegex(RuntimeError, "or an instance of .*Custom"),
-                ):
-                    check_budget_options(0.5)
 
 
 @instantiate_parametrized_tests
@@ -282,45 +257,35 @@ class TestPlans(TestCase):
             with self.assertNoLogs(memory_budget.log, "WARNING"):
                 plan = joint.plan(budget)
             self.assertEqual(plan.decided_by, decided_by)
-            self.assertEqual(plan.knapsack is not None, decided_by == "knapsack")
-            saved = memory_of(plan.saved_values)
-            for storage in memory_of(inputs_of(plan)):
-                saved.pop(storage, None)
+            saved = kept(plan)
             self.assertEqual(plan.activation_bytes, sum(saved.values()))
+            self.assertEqual(saved == {}, budget == 0)
+            self.assertEqual(plan.knapsack is not None, decided_by == "knapsack")
             if plan.knapsack is not None:
                 low, high = plan.limits
-                kept = memory_of(plan.items[i] for i in plan.knapsack.saved)
-                self.assertEqual(saved, kept)
+                items = memory_of(plan.items[i] for i in plan.knapsack.saved)
+                self.assertEqual(saved, items)
                 self.assertLessEqual(plan.activation_bytes, budget * (high - low))
-            self.assertEqual(saved == {}, budget == 0)
         within = Joint(gated, GATED).plan(0.99)
         self.assertEqual(within.decided_by, "min cut")
         self.assertLess(within.activation_bytes, within.limits[1] - within.limits[0])
 
-    def kept(self, plan):
-        """Bytes of the storages that a plan saves, inputs apart."""
-        saved = memory_of(plan.saved_values)
-        for storage in memory_of(inputs_of(plan)):
-            saved.pop(storage, None)
-        return sum(saved.values())
-
     @parametrize("solver", ["exact", "greedy"])
     def test_a_budget_is_kept_where_the_cut_would_not_keep_it(self, solver):
-        encoder = Encoder()
         over = []
         for rows in ((8, 32), (2, 8)):
-            joint = Joint(encoder, [(*rows, 32), *encoder.shapes])
+            function, inputs = encoder(torch.randn(*rows, 32, dtype=torch.double))
+            joint = Joint(function, [x.shape for x in inputs])
             before = 0
             for budget in (0.1, 0.3, 0.4, 0.5, 0.8):
                 with self.assertNoLogs(memory_budget.log, "WARNING"):
                     plan = joint.plan(budget, solver)
                 low, high = plan.limits
-                self.assertEqual(self.kept(plan), plan.activation_bytes)
-                self.assertLessEqual(
-                    plan.activation_bytes - low, budget * (high - low) + 1
-                )
-                self.assertLessEqual(before, plan.activation_bytes)
-                before = plan.activation_bytes
+                size = sum(kept(plan).values())
+                self.assertEqual(size, plan.activation_bytes)
+                self.assertLessEqual(size - low, budget * (high - low) + 1)
+                self.assertLessEqual(before, size)
+                before = size
                 with config.patch({SOLVER: solver}):
                     cut = self.planner(joint, budget).upstream()
                 over.append(cut.activation_bytes - low > budget * (high - low))
@@ -345,7 +310,7 @@ class TestPlans(TestCase):
                     plan = joint.plan(budget, solver)
                     found = torch.autograd.grad(split(gated, inputs), inputs)
             self.assertEqual(plan.saved_values, saved)
-            self.assertEqual(plan.activation_bytes, self.kept(plan))
+            self.assertEqual(plan.activation_bytes, sum(kept(plan).values()))
             self.assertEqual(found, wanted)
             self.assertEqual(len(logs.output), 2)
             for said in logs.output:
@@ -362,20 +327,12 @@ class TestPlans(TestCase):
 
         inputs = [torch.randn(shape, requires_grad=True) for shape in CHAIN[:5]]
         wanted = torch.autograd.grad(chain(*inputs), inputs)
-        decide = memory_budget.decide
+        most = held_bytes(split(chain, inputs), inputs)
         for budget in (0.0, 0.4):
-            made = []
-
-            def watched(*asked, decide=decide, made=made):
-                made.append(decide(*asked))
-                return made[-1]
-
-            asked = planning.SavedBytes(budget)
-            with patch.object(memory_budget, "decide", watched):
-                loss = split(chain, inputs, request=asked)
-            (plan,) = made
-            self.assertEqual(held_bytes(loss, inputs), plan.activation_bytes)
-            self.assertEqual(plan.budget, budget)
+            loss = split(chain, inputs, request=planning.SavedBytes(budget))
+            found = held_bytes(loss, inputs)
+            self.assertLessEqual(found, budget * most)
+            self.assertEqual(found > 0, budget > 0)
             self.assertEqual(torch.autograd.grad(loss, inputs), wanted)
         with (
             self.assertNoLogs("torch._functorch", "WARNING"),
@@ -402,29 +359,23 @@ class TestPlans(TestCase):
             if node is not None and model.first_use[s] >= 0 and model.nbytes[s] > 64
         ]
         self.assertLess(len(values), 19)
-        sets = 1 << len(values)
-        everyone = (1 << sets) - 1
-        saved = [0] * len(model.nbytes)
-        for k, s in enumerate(values):
-            # The plans in whose number bit k is set: runs of 2**k, every other one.
-            run = ((1 << (1 << k)) - 1) << (1 << k)
-            width = 2 << k
-            while width < sets:
-                run |= run << width
-                width *= 2
-            saved[s] = run
-        needed, repeated = model.follow(saved, everyone)
-        kept, again = [0] * sets, [0] * sets
-        for s in values:
-            mask = f"{saved[s] & needed[s]:0{sets}b}"[::-1]
-            for plan, bit in enumerate(mask):
-                if bit == "1":
-                    kept[plan] += model.nbytes[s]
-        for op, cost in enumerate(costs):
-            if cost:
-                for plan, bit in enumerate(f"{repeated[op]:0{sets}b}"[::-1]):
+        sets = [
+            [s for k, s in enumerate(values) if bits >> k & 1]
+            for bits in range(1 << len(values))
+        ]
+        saved = model.saved_by(sets)
+        needed, repeated = model.follow(saved, (1 << len(sets)) - 1)
+
+        def add_up(masks_and_amounts):
+            totals = [0] * len(sets)
+            for mask, amount in masks_and_amounts:
+                for at, bit in enumerate(reversed(f"{mask:b}")):
                     if bit == "1":
-                        again[plan] += cost
+                        totals[at] += amount
+            return totals
+
+        kept = add_up((saved[s] & needed[s], model.nbytes[s]) for s in values)
+        again = add_up((by, cost) for by, cost in zip(repeated, costs) if cost)
         for percent in range(5, 100, 5):
             plan = joint.plan(percent / 100)
             allowed = percent * fastest.activation_bytes / 100
@@ -467,50 +418,18 @@ class TestPlans(TestCase):
         self.assertEqual(plan.decided_by, "budget 0")
         self.assertNotEqual([n.name for n in plan.saved_values], inputs)
 
-    def test_the_cut_is_traced_for_tlparse(self):
-        seen = []
-        with (
-            patch.object(partitioners, "AOT_PARTITIONER_DEBUG", True),
-            patch.object(trace_log, "handlers", []),
-            patch.object(
-                memory_budget,
-                "create_structured_trace_for_min_cut_info",
-                lambda joint_graph, saved_node_idxs, memories_banned_nodes: seen.append(
-                    (saved_node_idxs, memories_banned_nodes)
-                ),
-            ),
-        ):
-            plan = Joint(chain, CHAIN).plan(0.3)
-        sizes = [node.meta["val"].nbytes for node in plan.items]
-        self.assertEqual(seen[-1], (plan.knapsack.saved, sizes))
-
     def test_roofline(self):
-        graph = torch.fx.Graph()
-        x = graph.placeholder("x")
-        x.meta["val"] = torch.empty(8, 8)
-
-        def cost(op, *args):
-            node = graph.call_function(op, args)
-            node.meta["val"] = op(*(a.meta["val"] if a is x else a for a in args))
-            return roofline(node), flops(node), is_view(node)
-
-        aten = torch.ops.aten
-        moved = FLOP_PER_BYTE * 8 * 8 * 4
-        self.assertEqual(cost(aten.sin.default, x), (2 * moved, 0, False))
-        self.assertEqual(cost(aten.view.default, x, [64]), (1, 0, True))
-        self.assertEqual(cost(aten._unsafe_view.default, x, [64]), (1, 0, True))
-        self.assertEqual(cost(aten.mm.default, x, x), (2 * moved, 2 * 8**3, False))
-        x.meta["val"] = torch.empty(1024, 1024, device="meta")
-        self.assertEqual(cost(aten.mm.default, x, x)[0], 2 * 1024**3)
-        # A symbolic size counts as its hint.
-        graph = make_fx(torch.sin, tracing_mode="symbolic")(torch.empty(8, 8)).graph
-        (sine,) = graph.find_nodes(op="call_function", target=aten.sin.default)
-        self.assertEqual(roofline(sine), 2 * moved)
-
-    def test_roofline_is_an_estimator(self):
         joint = Joint(chain, CHAIN)
         plan = joint.plan(0.3, **{ESTIMATOR: "roofline"})
         self.assertEqual(plan.knapsack.runtimes, [roofline(n) for n in plan.items])
+        for node in joint.graph.nodes:
+            # A product moves more than it computes, unless it is large.
+            if node.target is torch.ops.aten.mm.default:
+                values = [n.meta["val"] for n in (*node.all_input_nodes, node)]
+                moved = FLOP_PER_BYTE * sum(v.nbytes for v in values)
+                self.assertEqual(roofline(node), max(moved, flops(node)))
+            elif node.op == "call_function" and is_view(node):
+                self.assertEqual(roofline(node), 1)
 
 
 @instantiate_parametrized_tests
@@ -569,48 +488,6 @@ class TestWhatFits(TestCase):
                 kept, _ = self.step(function, inputs, budget)
                 self.assertEqual(kept, squares)
 
-    def test_the_cheaper_product_is_repeated(self):
-        def function(*matrices):
-            pairs = zip(*[iter(matrices)] * 2)
-            return sum((x @ weight).cos().sum() for x, weight in pairs)
-
-        def inputs(*pairs):
-            return self.matrices(
-                *(
-                    shape
-                    for rows, wide in pairs
-                    for shape in ((rows, rows), (rows, wide))
-                )
-            )
-
-        # Both are as large, and one costs half as much.
-        found = self.step(function, inputs((1, 4), (2, 2)), 0.5)
-        self.assertEqual(found, (4, 4))
-        three = inputs((4, 4), (6, 2), (2, 6))
-        self.assertEqual(self.step(function, three, 28 / 40), (28, 2 * 2 * 6))
-        # The smaller one that fits is worth more than the larger one.
-        found = self.step(function, three, 16 / 40)
-        self.assertEqual(found, (12, 2 * 2 * 6 + 4 * 4 * 4))
-
-    def test_attention_and_a_checkpoint_of_the_users_own(self):
-        """A region that its user checkpoints is repeated at every budget."""
-
-        def attend(query, key, value):
-            scores = (query @ key.mT).softmax(-1)
-            return (scores @ value).sin()
-
-        def function(query, key, value):
-            inner = checkpoint(attend, query, key, value, use_reentrant=False)
-            return attend(inner, key, value).sum()
-
-        inputs = self.matrices(*[(1, 1)] * 3)
-        products = [
-            self.step(function, inputs, budget)[1] for budget in (0.0, 0.3, 0.6, 1.0)
-        ]
-        self.assertEqual(products, sorted(products, reverse=True))
-        # Eager mode repeats the region's two products as well, and saves the others.
-        self.assertEqual((products[0], products[-1]), (2, 0))
-
     def test_equal_layers_at_every_share(self):
         for count in range(1, 40):
             for kept in range(1, count):
@@ -656,24 +533,16 @@ class TestCosts(TestCase):
 
     def test_a_custom_operator_costs_the_bytes_that_it_moves(self):
         plan = self.plan(0.01)
-        costs = {
-            str(node.target): cost
-            for node, cost in zip(plan.items, plan.knapsack.runtimes)
-        }
-        name = "test_ac_memory_budget.slow.default"
-        moved = 2 * 8 * 16 * 4
-        self.assertEqual(costs, {name: moved, "aten.mm.default": 2 * 8 * 16 * 16})
-
-    def test_a_custom_operator_says_what_it_costs(self):
+        moved, product = 2 * 8 * 16 * 4, 2 * 8 * 16 * 16
+        self.assertEqual(set(plan.knapsack.runtimes), {moved, product})
+        # Or what its formula says.
         formulas = {self.packet: lambda *args, **kwargs: 12345}
         with patch.dict(flop_registry, formulas):
             plan = self.plan(0.01)
         self.assertIn(12345, plan.knapsack.runtimes)
 
+    @unittest.skipIf(not hasattr(torch.ops.aten, "_grouped_mm"), "not in this release")
     def test_a_grouped_product_costs_what_its_groups_do(self):
-        if not hasattr(torch.ops.aten, "_grouped_mm"):
-            self.skipTest("this release has none")
-        offsets = torch.tensor([16, 48, 64], dtype=torch.int32)
         for first, second, flop in (
             ((64, 32), (3, 32, 16), 2 * 64 * 32 * 16),
             ((32, 64), (64, 16), 2 * 32 * 64 * 16),
@@ -681,14 +550,11 @@ class TestCosts(TestCase):
             ((3, 8, 32), (3, 32, 16), 3 * 2 * 8 * 32 * 16),
         ):
             graph = torch.fx.Graph()
-            nodes = []
-            for shape in (first, second):
-                nodes.append(graph.placeholder("x"))
-                nodes[-1].meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
-            given = None if len(first) == len(second) == 3 else offsets
-            node = graph.call_function(
-                torch.ops.aten._grouped_mm.default, (*nodes, given)
-            )
+            nodes = [graph.placeholder(name) for name in ("x", "y", "offsets")]
+            for node, shape in zip(nodes, (first, second, (3,))):
+                node.meta["val"] = torch.empty(shape)
+            product = torch.ops.aten._grouped_mm.default
+            node = graph.call_function(product, (*nodes,))
             node.meta["val"] = torch.empty(1)
             self.assertTrue(is_costly(node))
             self.assertEqual(flops(node), flop)
@@ -706,12 +572,10 @@ class TestCosts(TestCase):
     def test_of_plans_as_fast_the_lightest_is_taken(self):
         """Ten FLOP of two hundred million do not decide for an eighth of the bytes."""
         memory, runtimes = [0.5, 0.375, 0.25], [1e8 + 10, 1e8, 1e7]
-        self.assertEqual(budget_solver.lightest(memory, runtimes, [0]), [1])
         self.assertEqual(budget_solver.lightest(memory, runtimes, [0, 2]), [1, 2])
         # A hundredth is no noise.
         runtimes[0] = 1.02e8
         self.assertEqual(budget_solver.lightest(memory, runtimes, [0]), [0])
-        self.assertEqual(budget_solver.lightest([], [], []), [])
 
 
 class TestCustomSolver(TestCase):
@@ -735,18 +599,12 @@ class TestCustomSolver(TestCase):
         with self.assertRaisesRegex(WrongAnswer, "Fixed names item 7 1 times"):
             joint.plan(0.3, Fixed([7], range(7)))
 
-    def test_lists_are_sorted(self):
+    def test_answers_are_checked(self):
         self.assertEqual(ask(Fixed((2, 0), {1})), [0, 2])
-        self.assertEqual(ask(WithRuntimes([], [2, 1, 0])), [])
-        self.assertEqual(ask(Fixed([], []), (), ()), [])
-        places = torch.tensor([1, 0, 2])
-        self.assertEqual(ask(Fixed(places[:0], places)), [])
-
-    def test_bad_answers(self):
+        self.assertEqual(ask(Fixed([], torch.tensor([1, 0, 2]))), [])
         for message, answer in (
             ("names item 3 1 times: each of the 3 items", ([0, 3], [1, 2])),
             ("names item -1 1 times", ([0, 1, 2], [-1])),
-            ("names item 0 2 times", ([0, 1, 0], [2])),
             ("names item 1 2 times", ([0, 1], [2, 1])),
             ("names item 1 0 times", ([0], [2])),
             ("names item 0 0 times", ([True] * 3, [])),
@@ -754,10 +612,7 @@ class TestCustomSolver(TestCase):
             ("must return two lists of indices", ([0, 1, 2], None)),
             ("must return two lists of indices", ([0], [1], [2])),
         ):
-            with (
-                self.subTest(message),
-                self.assertRaisesRegex(WrongAnswer, f"^Fixed {message}"),
-            ):
+            with self.assertRaisesRegex(WrongAnswer, f"^Fixed {message}"):
                 ask(Fixed(*answer))
 
     def test_more_than_the_budget_is_told(self):
@@ -821,43 +676,22 @@ class TestCurve(TestCase):
             self.assertNotEqual(p[1:], following[1:])
 
     @parametrize("solver", ["exact", "greedy", KNEE])
-    def test_budgets_are_solved_together_and_sets_cut_once(self, solver):
-        solve, calls = budget_curve.solve_budgets, []
-
-        def watched(items, capacities):
-            calls.append(list(capacities))
-            return solve(items, capacities)
-
-        with patch.object(budget_curve, "solve_budgets", watched):
-            curve, plan = self.plot(0.3, solver)
-        self.assertEqual(len(calls), 1)
-        self.assertGreater(len(calls[0]), 16)
-        self.assertIn(plan.knapsack.capacity, calls[0])
-        # Above that, the partitioner takes a cut without asking a solver.
-        most = curve["points"][-2]["saved_bytes"] - plan.limits.low
-        self.assertLessEqual(max(calls[0]), most)
+    def test_the_plot_changes_no_plan_and_cuts_no_set_twice(self, solver):
+        _, plan = self.plot(0.3, solver)
         self.assertEqual(len(self.joint.sets), len(set(self.joint.sets)))
-        self.assertLessEqual(len(self.joint.sets), budget_curve._CURVE_STEPS)
         names = [n.name for n in plan.saved_values]
         unplotted = self.joint.plan(0.3, solver)
         self.assertEqual(names, [n.name for n in unplotted.saved_values])
 
     @unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs matplotlib")
     def test_files_are_named_and_announced(self):
-        curve, _ = self.plot(0.3)
-        (plot,) = self.folder.glob("*.svg")
-        (points,) = self.folder.glob("*.json")
-        self.assertRegex(plot.name, r"^memory_budget_pareto_\w+\.svg$")
-        self.assertEqual(plot.stem, points.stem)
+        self.plot(0.3)
+        (plot,) = self.folder.glob("memory_budget_pareto_*.svg")
         (said,) = self.logged.output
         self.assertIn(str(plot), said)
-        self.assertIn(str(points), said)
-        text = plot.read_text()
+        self.assertIn(str(plot.with_suffix(".json")), said)
         for words in ("asked: 0.3", "FLOP", "memory budget"):
-            self.assertIn(words, text)
-        points = [CurvePoint(**p) for p in curve["points"]]
-        budget_curve._draw(points, 0.3, curve, str(self.folder / "again.svg"))
-        self.assertEqual(text, (self.folder / "again.svg").read_text())
+            self.assertIn(words, plot.read_text())
 
     def test_without_matplotlib_the_points_are_written(self):
         with patch.dict(sys.modules, {"matplotlib": None}):
@@ -868,49 +702,17 @@ class TestCurve(TestCase):
 
 
 class TestKnee(TestCase):
-    def knee(self, memory, runtimes, capacity):
-        limits = budget_solver.Range(0, 1000)
-        items = budget_solver.Items(None, None, limits, [], memory, runtimes)
-        with self.assertLogs(budget_solver.log, "WARNING") as self.logged:
-            return budget_solver.knee(items, capacity)
-
-    def test_is_the_solution_nearest_to_the_origin(self):
-        def on_unit(values):
-            low, high = min(values), max(values)
-            return [(v - low) / (high - low) for v in values]
-
-        generator = random.Random(1)
-        found = 0
-        for _ in range(50):
-            kinds = [
-                (generator.randrange(1, 50), float(generator.randrange(1000)))
-                for _ in range(generator.randrange(1, 6))
-            ]
-            items = [generator.choice(kinds) for _ in range(generator.randrange(1, 40))]
-            memory, runtimes = map(list, zip(*items))
-            asked = generator.randrange(600)
-            taken = self.knee(memory, runtimes, asked) if any(runtimes) else []
-            self.assertLessEqual(sum(memory[i] for i in taken), asked)
-            saved, repeated = [], []
-            for step in range(1, 101):
-                _, kept, again = exact_knapsack(memory, runtimes, asked * step / 100)
-                saved.append(sum(memory[i] for i in kept))
-                repeated.append(sum(runtimes[i] for i in again))
-            if len(set(saved)) == 1 or len(set(repeated)) == 1:
-                continue
-            distances = list(map(math.hypot, on_unit(saved), on_unit(repeated)))
-            nearest = saved[distances.index(min(distances))]
-            self.assertEqual(sum(memory[i] for i in taken), nearest)
-            found += 1
-        self.assertGreater(found, 10)
-
     def test_the_log_says_what_was_taken_and_why(self):
-        self.assertEqual(self.knee([100] * 4, [100.0, 10.0, 1.0, 1.0], 400), [0])
-        (said,) = self.logged.output
-        for words in ("took budget 0.1 of the 0.4 asked", "25.0%", "10.7%", "knee"):
-            self.assertIn(words, said)
-        self.assertEqual(self.knee([300], [1.0], 200), [])
-        self.assertIn("no knee", self.logged.output[0])
+        limits, runtimes = budget_solver.Range(0, 1000), [100.0, 10.0, 1.0, 1.0]
+        for memory, capacity, taken, said in (
+            ([100] * 4, 400, [0], "took budget 0.1 of the 0.4 asked.*25.0%.*10.7%"),
+            ([300], 200, [], "no knee"),
+        ):
+            costs = runtimes[: len(memory)]
+            items = budget_solver.Items(None, None, limits, [], memory, costs)
+            with self.assertLogs(budget_solver.log, "WARNING") as logs:
+                self.assertEqual(budget_solver.knee(items, capacity), taken)
+            self.assertRegex(logs.output[0], said)
 
     def test_the_partitioner_keeps_the_budget(self):
         joint = Joint(gated, GATED)

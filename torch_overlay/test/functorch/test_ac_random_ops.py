@@ -7,6 +7,7 @@ under one seed: what they must fit is the randomness that this forward had.
 
 import copy
 import functools
+import itertools
 import operator
 import unittest
 from contextlib import contextmanager
@@ -49,8 +50,6 @@ AOT = "aot_eager_decomp_partition"
 SETTINGS = ((0, False), (0.1, False), (1, True))
 LOW = ((0, False), (0.01, False))
 MANY = (*SETTINGS, (0.4, False), (0.7, False))
-
-requires_cuda = unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
 
 
 @contextmanager
@@ -156,23 +155,6 @@ def transformer():
     return functional(module, double(2, 5, 8))
 
 
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.first = nn.Conv2d(width, width, 3, padding=1)
-        self.norm = nn.GroupNorm(2, width)
-        self.second = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x):
-        y = F.rrelu(self.norm(self.first(x)), training=True)
-        return F.rrelu(x + self.second(y), training=True)
-
-
-def resnet():
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), Residual(4))
-    return functional(module, double(2, 3, 6, 6))
-
-
 def inductor_partition(joint_module, joint_inputs, **options):
     """With inductor's passes, which replace random ops by seeds, before the cut."""
     with V.set_fake_mode(detect_fake_mode(joint_inputs)):
@@ -183,7 +165,7 @@ PARTITIONS = {
     "aot": min_cut_rematerialization_partition,
     "inductor": inductor_partition,
 }
-MODELS = {"mlp": mlp, "transformer": transformer, "resnet": resnet}
+MODELS = {"mlp": mlp, "transformer": transformer}
 
 
 def square(function):
@@ -198,20 +180,6 @@ def attention(dropout_p):
         return y.sin().sum()
 
     return function, tuple(double(1, 2, 8, 4) for _ in range(3))
-
-
-@torch.library.custom_op(
-    "test_ac_random_ops::noise",
-    mutates_args=(),
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-def noise(x: torch.Tensor) -> torch.Tensor:
-    return torch.rand_like(x)
-
-
-@noise.register_fake
-def _(x):
-    return torch.empty_like(x)
 
 
 @torch.library.custom_op(
@@ -263,7 +231,7 @@ OPERATORS = {
     "rrelu": square(lambda y: F.rrelu(y, training=True).cos().sum()),
     "attention": functools.partial(attention, 0.3),
     "attention_no_dropout": functools.partial(attention, 0.0),
-    "custom": square(lambda y: (y * noise(y.detach())).cos().sum()),
+    "custom": square(lambda y: (y * pair(y.detach())[1]).cos().sum()),
     "custom_alone": alone,
     "custom_mutating": square(lambda y: (y * filled(y.detach())).cos().sum()),
 }
@@ -348,29 +316,30 @@ tick.register_autograd(lambda ctx, grad: grad)
 
 
 class RandomOpsTest(TestCase):
-    def check(self, case, backend=AOT, settings=SETTINGS):
-        for budget, aggressive in settings:
-            with (
-                self.subTest(budget=budget, aggressive=aggressive),
-                configured(budget, aggressive),
-            ):
+    def each(self, settings=SETTINGS):
+        for setting in settings:
+            with self.subTest(setting=setting), configured(*setting):
                 torch._dynamo.reset()
-                torch.manual_seed(7)
-                function, inputs = case()
-                compiled = torch.compile(function, backend=backend, fullgraph=True)
+                yield
 
-                def seeded(*values, compiled=compiled):
-                    torch.manual_seed(0)
-                    return compiled(*values)
+    def check(self, case, backend=AOT, settings=SETTINGS):
+        for _ in self.each(settings):
+            torch.manual_seed(7)
+            function, inputs = case()
+            compiled = torch.compile(function, backend=backend, fullgraph=True)
 
-                torch.autograd.gradcheck(
-                    seeded,
-                    inputs,
-                    rtol=1e-5,
-                    atol=1e-7,
-                    check_undefined_grad=False,
-                    fast_mode=True,
-                )
+            def seeded(*values, compiled=compiled):
+                torch.manual_seed(0)
+                return compiled(*values)
+
+            torch.autograd.gradcheck(
+                seeded,
+                inputs,
+                rtol=1e-5,
+                atol=1e-7,
+                check_undefined_grad=False,
+                fast_mode=True,
+            )
 
     @parametrize("name", OPERATORS)
     def test_operators(self, name):
@@ -400,54 +369,36 @@ class RandomOpsTest(TestCase):
             self.assertFalse(any(map(is_random, plan.repeated)))
 
     def test_random_numbers_of_the_backward(self):
-        for budget, aggressive in SETTINGS:
-            with (
-                self.subTest(budget=budget, aggressive=aggressive),
-                configured(budget, aggressive),
-            ):
-                torch._dynamo.reset()
-                x, w = double(4, 4), double(4, 4)
-                torch.compile(DrawnForBackward.apply, backend=AOT)(
-                    x, w
-                ).sum().backward()
-                scale = ((x @ w).sin() * w.grad).sum().item()
-                self.assertEqual(x.grad, torch.full_like(x, scale))
+        for _ in self.each():
+            x, w = double(4, 4), double(4, 4)
+            torch.compile(DrawnForBackward.apply, backend=AOT)(x, w).sum().backward()
+            scale = ((x @ w).sin() * w.grad).sum().item()
+            self.assertEqual(x.grad, torch.full_like(x, scale))
 
     def test_effects_happen_once(self):
         handle = _register_effectful_op(tick._opoverload, _EffectType.ORDERED)
-        try:
-            for budget, aggressive in SETTINGS:
-                with (
-                    self.subTest(budget=budget, aggressive=aggressive),
-                    configured(budget, aggressive),
-                ):
-                    torch._dynamo.reset()
-                    x, w = double(4, 4), double(4, 4)
-                    ticks.clear()
-                    compiled = torch.compile(
-                        lambda x, w: tick((x @ w).sin()).cos().sum(), backend=AOT
-                    )
-                    compiled(x, w).backward()
-                    self.assertEqual(len(ticks), 1)
-        finally:
-            handle.destroy()
+        self.addCleanup(handle.destroy)
+        for _ in self.each():
+            x, w = double(4, 4), double(4, 4)
+            ticks.clear()
+            compiled = torch.compile(
+                lambda x, w: tick((x @ w).sin()).cos().sum(), backend=AOT
+            )
+            compiled(x, w).backward()
+            self.assertEqual(len(ticks), 1)
 
-    def test_the_mask_is_saved(self):
+    def test_no_more_is_saved_than_was_drawn(self):
         for plan in plans(*mlp(), LOW):
             self.assertEqual([v.dtype for v in plan.saved], [torch.bool] * 2)
             self.assertEqual(plan.saved_bytes(), 2 * 16 * 8)
-
-    def test_inductors_seeds_are_saved(self):
+        # Of inductor's seeds.
         for plan in plans(*mlp(), LOW, inductor_partition):
             self.assertEqual({v.dtype for v in plan.saved}, {torch.int64})
             self.assertEqual(plan.saved_bytes(), 2 * 8)
-
-    def test_attention_without_dropout_is_recomputed(self):
         for plan in plans(*attention(0.0), LOW):
             self.assertEqual(plan.saved_bytes(), 0)
-            self.assertTrue(
-                plan.repeats(aten._scaled_dot_product_flash_attention_for_cpu)
-            )
+            again = aten._scaled_dot_product_flash_attention_for_cpu
+            self.assertTrue(plan.repeats(again))
 
     def test_saved_tags_hold_at_budget_zero(self):
         save_mm = selective(CheckpointPolicy.MUST_SAVE, of_random=False)
@@ -459,47 +410,43 @@ class RandomOpsTest(TestCase):
         graph = torch.fx.Graph()
         x = graph.placeholder("x")
 
-        def node(op, *args, **kwargs):
+        def call(op, *args, **kwargs):
             return graph.call_function(op, args, kwargs)
 
         flash = aten._scaled_dot_product_flash_attention.default
         efficient = aten._scaled_dot_product_efficient_attention.default
         rrelu = aten.rrelu_with_noise_functional.default
-        higher_order = torch.ops.higher_order
-        state = graph.placeholder("state")
-        for random in (
-            node(aten.rand.default, [4]),
-            node(aten.bernoulli.p, x, 0.5),
-            node(aten.native_dropout.default, x, 0.5, True),
-            node(aten.native_dropout.default, x, 0.5, None),
-            node(flash, x, x, x, 0.1),
-            node(flash, x, x, x, dropout_p=0.1),
-            node(flash, x, x, x, dropout_p=x),
-            node(efficient, x, x, x, None, True, 0.1),
-            node(rrelu, x, x, 0.1, 0.3, True),
-            node(torch.ops.prims.inductor_seeds.default, 2, torch.device("cpu")),
-            node(higher_order.run_and_save_rng_state, aten.rand.default, [4]),
+        higher_order, state = torch.ops.higher_order, graph.placeholder("state")
+        for is_drawn, node in (
+            (True, call(aten.rand.default, [4])),
+            (True, call(aten.bernoulli.p, x, 0.5)),
+            (True, call(aten.native_dropout.default, x, 0.5, None)),
+            (True, call(flash, x, x, x, 0.1)),
+            (True, call(flash, x, x, x, dropout_p=x)),
+            (True, call(efficient, x, x, x, None, True, 0.1)),
+            (True, call(rrelu, x, x, 0.1, 0.3, True)),
+            (True, call(torch.ops.prims.inductor_seeds.default, 2, x)),
+            (True, call(higher_order.run_and_save_rng_state, aten.rand.default, [4])),
+            (False, x),
+            (False, call(aten.sin.default, x)),
+            (False, call(aten.native_dropout.default, x, 0.5, False)),
+            (False, call(flash, x, x, x)),
+            (False, call(flash, x, x, x, 0.0)),
+            (False, call(efficient, x, x, x, None, True)),
+            (False, call(rrelu, x, x, 0.1, 0.3)),
+            (False, call(torch.ops.prims.inductor_lookup_seed.default, x, 0)),
+            (False, call(torch.ops.rngprims.philox_rand.default, [4], x, x)),
+            (
+                False,
+                call(higher_order.run_with_rng_state, state, aten.rand.default, [4]),
+            ),
         ):
-            self.assertTrue(is_random(random), msg=random.format_node())
-            self.assertTrue(must_run_once(random))
-            random.meta["recompute"] = CheckpointPolicy.PREFER_SAVE
-            self.assertTrue(must_run_once(random))
-        for steady in (
-            x,
-            node(aten.sin.default, x),
-            node(aten.native_dropout.default, x, 0.5, False),
-            node(flash, x, x, x),
-            node(flash, x, x, x, 0.0),
-            node(efficient, x, x, x, None, True),
-            node(rrelu, x, x, 0.1, 0.3),
-            node(torch.ops.prims.inductor_lookup_seed.default, x, 0),
-            node(torch.ops.rngprims.philox_rand.default, [4], x, x),
-            node(higher_order.run_with_rng_state, state, aten.rand.default, [4]),
-        ):
-            self.assertFalse(is_random(steady), msg=steady.format_node())
-            self.assertFalse(must_run_once(steady))
-            steady.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            self.assertTrue(must_run_once(steady))
+            self.assertEqual(is_random(node), is_drawn, msg=node.format_node())
+            self.assertEqual(must_run_once(node), is_drawn)
+            # A preference lets no random one run again, and what must be saved is.
+            policy = "PREFER_SAVE" if is_drawn else "MUST_SAVE"
+            node.meta["recompute"] = CheckpointPolicy[policy]
+            self.assertTrue(must_run_once(node))
 
     def test_tags_for_recomputation(self):
         graph = torch.fx.Graph()
@@ -520,26 +467,25 @@ class RandomOpsTest(TestCase):
             self.assertTrue(must_run_once(whole))
             self.assertFalse(is_replayed(part))
 
-    @requires_cuda
-    @parametrize("name", ["dropout", "checkpoint", "subgraph", "attention"])
-    @parametrize("functionalized", [False, True])
-    def test_cuda(self, name, functionalized):
+    @unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
+    @parametrize(
+        "name,backend",
+        [
+            *itertools.product(
+                ("dropout", "checkpoint", "attention"), (AOT, "inductor")
+            ),
+            ("subgraph", AOT),
+        ],
+    )
+    def test_cuda(self, name, backend):
         def on_cuda():
             function, inputs = {**OPERATORS, **REGIONS}[name]()
             return function, [x.detach().cuda().requires_grad_() for x in inputs]
 
         # With functionalized generators the random ops take a seed and an offset.
-        with functorch_config.patch(functionalize_rng_ops=functionalized):
-            self.check(on_cuda)
-
-    @requires_cuda
-    @parametrize("name", ["dropout", "checkpoint", "attention"])
-    def test_cuda_inductor(self, name):
-        def on_cuda():
-            function, inputs = {**OPERATORS, **REGIONS}[name]()
-            return function, [x.detach().cuda().requires_grad_() for x in inputs]
-
-        self.check(on_cuda, "inductor")
+        for functionalized in (False, True)[: 1 if backend == "inductor" else 2]:
+            with functorch_config.patch(functionalize_rng_ops=functionalized):
+                self.check(on_cuda, backend)
 
 
 instantiate_parametrized_tests(RandomOpsTest)

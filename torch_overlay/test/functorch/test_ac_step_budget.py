@@ -1,25 +1,28 @@
 # Owner(s): ["module: functorch"]
 """A budget for a training step whose parts are compiled by themselves.
 
-Every peak is measured on the running step: storages are followed by weak references,
-inside of the graphs too.
+Every peak is what torch's allocators tell the profiler while the step runs.
 """
 
 import contextlib
+import functools
 import gc
+import itertools
+import json
 import logging
 import math
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import unittest
-import weakref
 from datetime import timedelta
+from typing import NamedTuple
 from unittest import mock
 
-from test_ac_peak_budget import in_two_ranks, needs_two_ranks
+from test_ac_peak_budget import allocated_at_most
 
 import torch
 import torch.nn as nn
@@ -43,18 +46,15 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    TorchDispatchMode,
-)
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 
-aten = torch.ops.aten
 AOT = "aot_eager_decomp_partition"
 PLACE = "torch._functorch._activation_checkpointing"
 WIDTH, BATCH = 64, 256
+HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 class Block(nn.Module):
@@ -69,33 +69,25 @@ class Block(nn.Module):
         return x + self.down(F.dropout(inner, self.dropout, self.training))
 
 
-class Gated(nn.Module):
-    """Four products of one size, and two larger ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.products = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        inner = self.norms[0](x)
-        gate, key, value = (product(inner) for product in self.products[:3])
-        mixed = value * torch.sigmoid(gate * key)
-        x = self.norms[1](x + self.products[3](mixed))
-        return x + self.down(F.gelu(self.up(x)))
-
-
 class Net(nn.Module):
-    """Blocks, compiled one by one, between parts that run in eager mode."""
+    """Blocks between parts that run in eager mode.
 
-    def __init__(self, blocks=4, backend=AOT, dropout=0.0, **options):
+    Args:
+        backend: that each block is compiled with by itself; None to compile nothing.
+        whole: to compile all of it with ``AOT`` instead.
+    """
+
+    def __init__(
+        self, blocks=4, backend=AOT, dropout=0.0, block=Block, whole=False, **options
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(dropout=dropout) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 8)
-        if backend is not None:
+        if whole:
+            self.compile(backend=AOT, **options)
+        elif backend is not None:
             for block in self.blocks:
                 block.compile(backend=backend, **options)
 
@@ -110,89 +102,10 @@ def batch(rows=BATCH, seed=1):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def gated():
-    model = Net(backend=None)
-    model.blocks = nn.ModuleList(Gated() for _ in range(4))
-    for block in model.blocks:
-        block.compile(backend=AOT)
-    return model
-
-
 def local(tensor):
-    """What this rank has of it."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of storages that were live at once beyond those at the start.
-
-    And what its matrix products take.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, there):
-        super().__init__()
-        self.live = self.peak = self.flops = 0
-        self.known = {}
-        for tensor in there:
-            self.follow(tensor, given=True)
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-    def __enter__(self):
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_follow(storage, size):
-            self.follow_storage(storage, given=True)
-            resize(storage, size)
-            self.follow_storage(storage)
-            return storage
-
-        # As sharded parameters do when they are gathered and given up.
-        self.resizing = mock.patch.object(
-            torch.UntypedStorage, "resize_", resize_and_follow
-        )
-        self.resizing.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.resizing.stop()
-        return super().__exit__(*error)
-
-    def follow(self, tensor, given=False):
-        self.follow_storage(local(tensor).untyped_storage(), given)
-
-    def follow_storage(self, storage, given=False):
-        key, nbytes = storage._cdata, storage.nbytes()
-
-        def died(_):
-            _, given, nbytes = self.known.pop(key)
-            self.live -= nbytes - given
-
-        if key not in self.known:
-            # What was given, or made out of sight, is no gain when it goes.
-            reference = weakref.ref(storage, died)
-            self.known[key] = reference, nbytes if given else 0, nbytes if given else 0
-        reference, given, before = self.known[key]
-        self.known[key] = reference, given, nbytes
-        self.live += nbytes - before
-        self.peak = max(self.peak, self.live)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for value in tree_leaves((args, kwargs)):
-            # What a function makes of a Python number is new.
-            if isinstance(value, torch.Tensor) and "lift_fresh" not in str(func):
-                self.follow(value, given=True)
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self.follow(value)
-        if func in (aten.mm.default, aten.addmm.default):
-            self.flops += result.numel() * args[-1].shape[0]
-        return result
+    """What this rank has of it, or the first part of a wrapper."""
+    part = tensor.a if isinstance(tensor, TwoTensor) else tensor
+    return getattr(part, "_local_tensor", part)
 
 
 def train(model, *batches):
@@ -210,19 +123,178 @@ def steps(budget, model, *batches, train=train, count=2):
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def recorded(budget, model, *batches, train=train):
-    """One more step."""
-    model.zero_grad()
-    gc.collect()
-    torch.manual_seed(0)
-    with budget, LiveBytes([*model.parameters(), *batches]) as recorder:
-        train(model, *batches)
-    return recorder
-
-
-def measured(*step, **options):
+def measured(budget, model, *batches, train=train):
     """The peak of one more step."""
-    return recorded(*step, **options).peak
+    model.zero_grad()
+    torch.manual_seed(0)
+
+    def step():
+        with budget:
+            train(model, *batches)
+
+    return allocated_at_most(step)
+
+
+def unbudgeted(model, *batches, train=train):
+    """The gradients without a budget; what was compiled for them is given up."""
+    with config.patch(enable_autograd_cache=False):
+        found = steps(contextlib.nullcontext(), model, *batches, train=train)
+    torch._dynamo.reset()
+    return found
+
+
+class CheckpointedNet(Net):
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+class CheckpointInside(Block):
+    """A random operator that runs twice is inside of a higher-order one."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpoints_inside():
+    model = Net(8, dropout=0.2, block=CheckpointInside)
+    # Gradients would be more than what waits for the backward.
+    for block in model.blocks:
+        block.requires_grad_(False)
+    return model
+
+
+def two_kinds():
+    model = Net(3)
+    model.blocks.append(Block(4 * WIDTH))
+    model.blocks.insert(3, nn.Linear(WIDTH, 4 * WIDTH))
+    model.blocks.append(nn.Linear(4 * WIDTH, WIDTH))
+    model.blocks[4].compile(backend=AOT)
+    return model
+
+
+def graph_break():
+    model = Net(whole=True)
+    forward = model.blocks[2].forward
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return forward(x)
+
+    model.blocks[2].forward = broken
+    return model
+
+
+class NormBehind(Block):
+    """Its tangent is given up before anything is repeated."""
+
+    def forward(self, x):
+        with region(0.5):
+            return self.norm(x + self.down(self.up(x).relu()))
+
+
+class Nested(Block):
+    def forward(self, x):
+        return run_nested(self, x)
+
+
+run_nested = torch.compiler.nested_compile_region(Block.forward)
+
+
+def in_flight(model, *batches):
+    """As pipelines do it: one forward, one backward, two in flight."""
+    waiting = []
+    for each in batches:
+        waiting.append(model(each))
+        if len(waiting) == 2:
+            waiting.pop(0).backward()
+    waiting.pop().backward()
+
+
+def two_backwards(model, x, of_one_loss):
+    for block in model.blocks:
+        x = block(x)
+    first = model.head(x).square().mean()
+    second = first if of_one_loss else x.cos().sum()
+    first.backward(retain_graph=True)
+    second.backward()
+
+
+def with_hooks(model, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = model(x)
+    loss.backward()
+
+
+def by_compiled_autograd(model, x):
+    with compiled_autograd._enable(torch.compile(backend=AOT)):
+        model(x).backward()
+
+
+class Way(NamedTuple):
+    """A model, a step of training it, and what is known of that.
+
+    ``calls`` are those of each graph; ``close``, by which share the peak may be other
+    than said; ``scratch``, what kernels allocate for themselves at the peak.
+    """
+
+    make: object = Net
+    batches: int = 1
+    train: object = train
+    calls: tuple = (4,)
+    rows: int = BATCH
+    shares: tuple = (0.2,)
+    close: float = 0.001
+    scratch: int = 0
+
+
+STEPS = {
+    "blocks": Way(shares=(0.0, 0.4, 1.0)),
+    # To draw its bits, MKL makes an int of each.
+    "dropout": Way(lambda: Net(dropout=0.2), scratch=4 * BATCH * 4 * WIDTH),
+    "accumulation": Way(batches=2, calls=(8,)),
+    "in_flight": Way(batches=3, train=in_flight, calls=(12,)),
+    "checkpointed": Way(CheckpointedNet, calls=(8,), close=0.1),
+    "checkpoints_inside": Way(checkpoints_inside, calls=(8,), close=0.01),
+    # Of few rows, the generator's states are a good part of what is kept.
+    "few_rows": Way(checkpoints_inside, rows=16, calls=(8,), close=0.01),
+    "two_kinds": Way(two_kinds, calls=(3, 1)),
+    "graph_break": Way(graph_break, calls=(3, 1)),
+    "one_graph": Way(lambda: Net(whole=True), calls=(1,)),
+    "norm_behind": Way(
+        lambda: Net(2, block=NormBehind), calls=(2,), shares=(1.0,), close=0
+    ),
+    # No gradient is wanted of what the first block is given.
+    "two_losses": Way(
+        train=functools.partial(two_backwards, of_one_loss=False),
+        calls=(1, 3),
+        close=1,
+    ),
+    "one_loss_twice": Way(
+        train=functools.partial(two_backwards, of_one_loss=True),
+        calls=(1, 3),
+        close=1,
+    ),
+}
+
+
+# A model, how it is trained, and why a StepBudget can do nothing for it.
+UNPLANNED = {
+    "compiled_autograd": (
+        Net,
+        by_compiled_autograd,
+        "compiled autograd ran the backwards",
+    ),
+    "hooks": (Net, with_hooks, "saved-tensor hooks are set around"),
+    "nested_regions": (
+        lambda: Net(block=Nested, whole=True),
+        train,
+        "nested compiled regions",
+    ),
+    "nothing_compiled": (lambda: Net(backend=None), train, "no graph was compiled"),
+}
 
 
 # Of training in two processes.
@@ -265,46 +337,44 @@ def rank(number, place):
         torch.distributed.destroy_process_group()
 
 
+def model_of_rank(number, way):
+    if way == "pipeline":
+        return Stage(number)
+    model = Net()
+    if way == "replicas":
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    if way == "sharded":
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+    if way == "tensors":
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            parallelize_module,
+            RowwiseParallel,
+        )
+
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh, plan)
+    return model
+
+
 def step_of_rank(number, way):
-    def make():
-        torch._dynamo.reset()
-        if way == "pipeline":
-            return Stage(number)
-        if way == "sharded":
-            from torch.distributed.fsdp import fully_shard
-
-            model = Net()
-            mesh = torch.distributed.init_device_mesh("cpu", (2,))
-            for part in (*model.blocks, model):
-                fully_shard(part, mesh=mesh)
-            return model
-        if way == "tensors":
-            from torch.distributed.tensor.parallel import (
-                ColwiseParallel,
-                parallelize_module,
-                RowwiseParallel,
-            )
-
-            model = Net()
-            mesh = torch.distributed.init_device_mesh("cpu", (2,))
-            for block in model.blocks:
-                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-                parallelize_module(block, mesh, plan)
-            return model
-        return nn.parallel.DistributedDataParallel(Net())
-
     def train_one(model, x):
         train_step = getattr(model, "train_step", None)
         train_step(x) if train_step else train(model, x)
 
     is_same = way in ("pipeline", "tensors")
     x = batch(4 * BATCH, seed=1 if is_same else number)
-    before = unbudgeted(make(), x, train=train_one)
-    model, budget = make(), StepBudget(share=0.2)
+    torch._dynamo.reset()
+    before = unbudgeted(model_of_rank(number, way), x, train=train_one)
+    model, budget = model_of_rank(number, way), StepBudget(share=0.2)
     gradients = steps(budget, model, x, train=train_one)
-    peak = measured(budget, model, x, train=train_one)
     return {
-        "peak": peak,
+        "peak": measured(budget, model, x, train=train_one),
         "predicted": budget.plan.predicted_peak,
         "allowed": budget.plan.allowed,
         "same": all(torch.equal(local(a), local(b)) for a, b in zip(gradients, before)),
@@ -312,9 +382,35 @@ def step_of_rank(number, way):
     }
 
 
-def unbudgeted(model, *batches, train=train):
-    with config.patch(enable_autograd_cache=False):
-        return steps(contextlib.nullcontext(), model, *batches, train=train)
+def in_two_ranks():
+    """What ``rank`` returns in each of two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = os.path.join(folder, "init")
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import json, os, test_ac_step_budget as t; "
+                    f"found = t.rank({number}, {place!r}); "
+                    "print(json.dumps(found), flush=True); "
+                    # Where DDP ran, an interpreter may never come to its end.
+                    "os._exit(0)",
+                ],
+                env={**os.environ, "PYTHONHASHSEED": str(number)},
+                cwd=os.path.dirname(os.path.abspath(__file__)),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(2)
+        ]
+        try:
+            # One may wait forever for the other, if that fails.
+            outputs = [process.communicate(timeout=150)[0] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def fork_in_a_step():
@@ -334,115 +430,54 @@ class StepBudgetTest(TestCase):
         super().setUp()
         torch._dynamo.reset()
 
-    def check(self, make, *batches, train=train, shares=(0.2,), close=0.01):
+    def check(self, way):
         """Peaks, gradients and the order of shares; returns the plans."""
-        before = unbudgeted(make(), *batches, train=train)
+        batches = [batch(way.rows, seed=k + 1) for k in range(way.batches)]
+        before = unbudgeted(way.make(), *batches, train=way.train)
         peaks, plans = [], []
-        for share in shares:
+        for share in way.shares:
             torch._dynamo.reset()
-            model, budget = make(), StepBudget(share=share)
-            gradients = steps(budget, model, *batches, train=train)
+            model, budget = way.make(), StepBudget(share=share)
+            gradients = steps(budget, model, *batches, train=way.train)
             self.assertEqual(gradients, before, rtol=0, atol=0)
             with self.assertNoLogs("torch._functorch", "WARNING"):
-                peaks.append(measured(budget, model, *batches, train=train))
+                peak = measured(budget, model, *batches, train=way.train) - way.scratch
             plan = budget.plan
-            self.assertLessEqual(peaks[-1], 1.005 * plan.allowed)
-            self.assertLessEqual(
-                abs(peaks[-1] - plan.predicted_peak), close * peaks[-1]
-            )
+            self.assertLessEqual(peak, 1.005 * plan.allowed)
+            self.assertLessEqual(abs(peak - plan.predicted_peak), way.close * peak)
+            peaks.append(peak)
             plans.append(plan)
         self.assertEqual(peaks, sorted(peaks))
         self.assertEqual(len({plan.floor for plan in plans}), 1)
+        self.assertEqual(tuple(use.calls for use in plans[0].graphs), way.calls)
         return plans
 
-    def test_blocks(self):
-        plans = self.check(Net, batch(), shares=(0.0, 0.4, 1.0))
-        self.assertLess(plans[0].floor, 0.9 * plans[0].unbudgeted)
-        (use,) = plans[0].graphs
-        self.assertEqual((use.calls, len(use.kept)), (4, 4))
+    def trained(self, budget, make, train=train, said=(), count=3):
+        """A model with the gradients that it has without a budget, and these warnings."""
+        before = unbudgeted(make(), batch(), train=train)
+        model = make()
+        with contextlib.ExitStack() as stack:
+            watch = self.assertLogs if said else self.assertNoLogs
+            logs = stack.enter_context(watch("torch._functorch", "WARNING"))
+            found = steps(budget, model, batch(), train=train, count=count)
+        for each, wanted in zip(found, before, strict=True):
+            self.assertEqual(local(each), local(wanted), rtol=0, atol=0)
+        if said:
+            self.assertEqual(len(logs.output), len(said))
+            for line, words in zip(logs.output, said):
+                self.assertIn(words, line)
+        return model
 
-    def test_dropout(self):
-        self.check(lambda: Net(dropout=0.2), batch())
-
-    def test_accumulation(self):
-        self.check(Net, batch(), batch(seed=2))
-
-    def test_micro_batches_in_flight(self):
-        def train(model, *batches):
-            # As pipelines do it: one forward, one backward, two in flight.
-            waiting = []
-            for each in batches:
-                waiting.append(model(each))
-                if len(waiting) == 2:
-                    waiting.pop(0).backward()
-            waiting.pop().backward()
-
-        plans = self.check(Net, *(batch(seed=s) for s in range(3)), train=train)
-        self.assertEqual(len(plans[0].graphs[0].kept), 8)
-
-    def test_checkpointed_blocks(self):
-        class Checkpointed(Net):
-            def forward(self, x):
-                x = self.embed(x)
-                for block in self.blocks:
-                    x = checkpoint(block, x, use_reentrant=False)
-                return self.head(x).square().mean()
-
-        self.check(Checkpointed, batch(), close=0.1)
-
-    def test_checkpoints_inside_of_compiled_blocks(self):
-        # A random operator that runs twice is inside of a higher-order one.
-        class Checkpointed(Block):
-            def forward(self, x):
-                return checkpoint(super().forward, x, use_reentrant=False)
-
-        def make():
-            model = Net(8, dropout=0.2, backend=None)
-            for block in model.blocks:
-                # Gradients would be more than what waits for the backward.
-                block.requires_grad_(False)
-                block.__class__ = Checkpointed
-                block.compile(backend=AOT)
-            return model
-
-        # Of few rows, the generator's states are a good part of what is kept.
-        for rows in (BATCH, 16):
-            self.check(make, batch(rows))
-
-    def test_two_kinds_of_graphs(self):
-        def make():
-            model = Net(3)
-            model.blocks.append(Block(4 * WIDTH))
-            model.blocks.insert(3, nn.Linear(WIDTH, 4 * WIDTH))
-            model.blocks.append(nn.Linear(4 * WIDTH, WIDTH))
-            model.blocks[4].compile(backend=AOT)
-            return model
-
-        (plan,) = self.check(make, batch())
-        self.assertEqual([use.calls for use in plan.graphs], [3, 1])
-
-    def test_graph_break(self):
-        def make():
-            model = Net(backend=None)
-            forward = model.blocks[2].forward
-
-            def broken(x):
-                torch._dynamo.graph_break()
-                return forward(x)
-
-            model.blocks[2].forward = broken
-            model.compile(backend=AOT)
-            return model
-
-        self.assertGreater(len(self.check(make, batch())[0].graphs), 1)
-
-    def test_one_graph(self):
-        def make():
-            model = Net(backend=None)
-            model.compile(backend=AOT)
-            return model
-
-        self.check(make, batch())
+    @parametrize("way", STEPS)
+    def test_peaks_and_gradients(self, way):
+        plans = self.check(STEPS[way])
+        (use, *_) = plans[0].graphs
+        # What is waiting at once.
+        if way == "blocks":
+            self.assertLess(plans[0].floor, 0.9 * plans[0].unbudgeted)
+            self.assertEqual(len(use.kept), 4)
+        if way == "in_flight":
+            self.assertEqual(len(use.kept), 8)
 
     def test_optimizer_states_are_there_from_the_second_step_on(self):
         model, budget = Net(), StepBudget(share=0.2)
@@ -467,11 +502,14 @@ class StepBudgetTest(TestCase):
         for _ in range(3):
             with budget:
                 train(model, small)
-        grads = [p.grad for p in model.parameters()]
-        with budget, LiveBytes([*model.parameters(), *grads, small]) as recorder:
-            train(model, small)
+
+        def one_more():
+            with budget:
+                train(model, small)
+
+        peak = allocated_at_most(one_more)
         predicted = budget.plan.predicted_peak
-        self.assertLessEqual(abs(recorder.peak - predicted), 0.01 * predicted)
+        self.assertLessEqual(abs(peak - predicted), 0.01 * predicted)
 
     @parametrize("limit", ("peak_bytes", "device_bytes"))
     def test_bytes(self, limit):
@@ -497,16 +535,23 @@ class StepBudgetTest(TestCase):
         self.assertEqual(budget.plan.predicted_peak, budget.plan.floor)
 
     def test_repeats_no_more_than_blocks_with_budgets_of_saved_bytes(self):
-        model = gated()
-        with config.patch(activation_memory_budget=0.3):
-            unbudgeted(model, batch())
-        by_blocks = recorded(contextlib.nullcontext(), model, batch())
+        def flops(budget):
+            model.zero_grad()
+            with budget:
+                loss = model(batch())
+                with FlopCounterMode(display=False) as counter:
+                    loss.backward()
+            return counter.get_total_flops()
+
+        model, none = Net(), contextlib.nullcontext()
+        with config.patch(activation_memory_budget=0.3, enable_autograd_cache=False):
+            steps(none, model, batch())
+        peak, repeated = measured(none, model, batch()), flops(none)
         torch._dynamo.reset()
-        model, budget = gated(), StepBudget(peak_bytes=by_blocks.peak)
+        model, budget = Net(), StepBudget(peak_bytes=peak)
         steps(budget, model, batch())
-        by_step = recorded(budget, model, batch())
-        self.assertLessEqual(by_step.peak, by_blocks.peak)
-        self.assertLessEqual(by_step.flops, by_blocks.flops)
+        self.assertLessEqual(measured(budget, model, batch()), peak)
+        self.assertLessEqual(flops(budget), repeated)
 
     def test_compiles_once_and_once_more(self):
         model, budget = Net(), StepBudget(share=0.3)
@@ -543,13 +588,11 @@ class StepBudgetTest(TestCase):
         self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
         self.assertLessEqual(abs(budget.plan.predicted_peak - peak), 0.1 * peak)
 
-    def test_more_calls_are_learned(self):
-        model, budget = Net(), StepBudget(share=0.2)
-        steps(budget, model, batch())
+        # And so are more calls.
         model.blocks.append(model.blocks[0])
         with self.assertLogs("torch._functorch", "WARNING"):
-            steps(budget, model, batch(), count=1)
-        steps(budget, model, batch())
+            steps(budget, model, large, count=1)
+        steps(budget, model, large)
         self.assertEqual(budget.plan.graphs[0].calls, 5)
 
     # The second is what the config has for all graphs.
@@ -560,30 +603,11 @@ class StepBudgetTest(TestCase):
                 with region(own):
                     return super().forward(x)
 
-        def make():
-            model = Net(backend=None)
-            for k, block in enumerate(model.blocks):
-                block.__class__ = Region if k % 2 else Block
-                block.compile(backend=AOT)
-            return model
-
-        uses = self.check(make, batch(), shares=(1.0 - own,))[0].graphs
-        self.assertEqual([use.cost > 0 for use in uses], [own == 1, own == 0])
-
-    def test_tangent_given_up_before_anything_is_repeated(self):
-        class NormBehind(Block):
-            def forward(self, x):
-                with region(0.5):
-                    return self.norm(x + self.down(self.up(x).relu()))
-
-        def make():
-            model = Net(2, backend=None)
-            for block in model.blocks:
-                block.__class__ = NormBehind
-                block.compile(backend=AOT)
-            return model
-
-        self.check(make, batch(), shares=(1.0,), close=0)
+        kinds = itertools.cycle((Block, Region))
+        make = functools.partial(Net, block=lambda **options: next(kinds)(**options))
+        (plan,) = self.check(Way(make, calls=(2, 2), shares=(1.0 - own,)))
+        uses = [use.cost > 0 for use in plan.graphs]
+        self.assertEqual(uses, [own == 1, own == 0])
 
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
     def test_inductor(self):
@@ -625,52 +649,18 @@ class StepBudgetTest(TestCase):
         with self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, batch())
 
-    def test_compiled_autograd(self):
-        def train(model, x):
-            with compiled_autograd._enable(torch.compile(backend=AOT)):
-                model(x).backward()
-
-        before = unbudgeted(Net(), batch(), train=train)
+    @parametrize("why", UNPLANNED)
+    def test_what_cannot_be_planned_is_said_once(self, why):
+        make, train, said = UNPLANNED[why]
+        budget = StepBudget(share=0.2)
+        model = self.trained(budget, make, train, [said])
+        self.assertIn(said, str(budget))
+        if train is with_hooks:
+            peak = measured(budget, model, batch(), train=train)
+            self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
+        # What comes then is not disturbed.
         torch._dynamo.reset()
-        budget = StepBudget(share=0.5)
-        with self.assertLogs("torch._functorch", "WARNING") as logs:
-            gradients = steps(budget, Net(), batch(), train=train, count=3)
-        self.assertEqual(len(logs.output), 1)
-        self.assertIn("compiled autograd ran the backwards", logs.output[0])
-        self.assertEqual(gradients, before, rtol=0, atol=0)
-        torch._dynamo.reset()
-        self.check(Net, batch())
-
-    def test_nested_compiled_regions(self):
-        run = torch.compiler.nested_compile_region(Block.forward)
-
-        class Nested(Block):
-            def forward(self, x):
-                return run(self, x)
-
-        def make():
-            model = Net(backend=None)
-            for block in model.blocks:
-                block.__class__ = Nested
-            model.compile(backend=AOT)
-            return model
-
-        before = unbudgeted(make(), batch())
-        torch._dynamo.reset()
-        with self.assertLogs("torch._functorch", "WARNING") as logs:
-            gradients = steps(StepBudget(peak_bytes=1000), make(), batch(), count=3)
-        self.assertEqual(len(logs.output), 2)
-        self.assertIn("nested compiled regions", logs.output[0])
-        self.assertIn("the lowest peak found", logs.output[1])
-        self.assertEqual(gradients, before, rtol=0, atol=0)
-
-    def test_failed_step(self):
-        model, budget = Net(), StepBudget(share=0.5)
-        with self.assertRaisesRegex(RuntimeError, "failed"), budget:
-            model(batch())
-            raise RuntimeError("failed")
-        steps(budget, model, batch())
-        self.assertIsNotNone(budget.plan)
+        self.check(STEPS["one_graph"])
 
     def test_step_that_is_never_ended(self):
         # As callbacks of a trainer leave it where the step raises.
@@ -681,22 +671,20 @@ class StepBudgetTest(TestCase):
             Net()(batch())
         self.assertIsNot(torch.UntypedStorage.resize_, resize)
         model = Net()
-        gradients = steps(budget, model, batch())
+        steps(budget, model, batch())
         self.assertIs(torch.UntypedStorage.resize_, resize)
         self.assertEqual(_get_current_dispatch_mode_stack(), [])
-        self.assertLessEqual(
-            measured(budget, model, batch()), 1.005 * budget.plan.allowed
-        )
+        peak = measured(budget, model, batch())
+        self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
         # Its end comes late, and ends nothing.
         with budget:
             first.__exit__(None, None, None)
             model(batch()).backward()
-        self.assertEqual(gradients, unbudgeted(Net(), batch()), rtol=0, atol=0)
 
     def test_loss_of_an_earlier_step(self):
         model, budget, kept = Net(), StepBudget(share=0.5), []
         steps(budget, model, batch())
-        with contextlib.suppress(RuntimeError), budget:
+        with self.assertRaisesRegex(RuntimeError, "skip this batch"), budget:
             kept.append(model(batch()))
             raise RuntimeError("skip this batch")
 
@@ -709,57 +697,19 @@ class StepBudgetTest(TestCase):
 
         with self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, batch(), train=train)
-
-    def test_saved_tensor_hooks(self):
-        def train(model, x):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                loss = model(x)
-            loss.backward()
-
-        before = unbudgeted(Net(), batch(), train=train)
-        torch._dynamo.reset()
-        model, budget = Net(), StepBudget(share=0.2)
-        with self.assertLogs("torch._functorch", "WARNING") as logs:
-            gradients = steps(budget, model, batch(), train=train)
-        self.assertEqual(gradients, before, rtol=0, atol=0)
-        self.assertEqual(len(logs.output), 1)
-        self.assertIn("saved-tensor hooks are set around", logs.output[0])
-        self.assertIn("saved-tensor hooks are set around", str(budget))
-        peak = measured(budget, model, batch(), train=train)
-        self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
-
-    @parametrize("loss", ("two", "same"))
-    def test_two_backwards(self, loss):
-        def train(model, x):
-            for block in model.blocks:
-                x = block(x)
-            first = model.head(x).square().mean()
-            second = x.cos().sum() if loss == "two" else first
-            first.backward(retain_graph=True)
-            second.backward()
-
-        (plan,) = self.check(Net, batch(), train=train, close=1)
-        self.assertEqual(sum(use.calls for use in plan.graphs), 4)
+        self.assertIsNotNone(budget.plan)
 
     def test_wrapper_subclass(self):
         def make():
             model = Net()
             for block in model.blocks:
                 weight = block.up.weight.detach()
-                block.up.weight = nn.Parameter(
-                    TwoTensor(weight.clone(), weight.clone())
-                )
+                pair = TwoTensor(weight.clone(), weight.clone())
+                block.up.weight = nn.Parameter(pair)
             return model
 
-        before = unbudgeted(make(), batch())
-        torch._dynamo.reset()
-        model, budget = make(), StepBudget(share=0.2)
-        with self.assertNoLogs("torch._functorch", "WARNING"):
-            gradients = steps(budget, model, batch(), count=3)
-        for found, wanted in zip(gradients, before):
-            if isinstance(found, TwoTensor):
-                found, wanted = found.a, wanted.a
-            self.assertEqual(found, wanted, rtol=0, atol=0)
+        budget = StepBudget(share=0.2)
+        self.trained(budget, make)
         self.assertGreater(budget.plan.unbudgeted, budget.plan.floor)
 
     @parametrize("phase", ("forward", "backward"))
@@ -783,7 +733,6 @@ class StepBudgetTest(TestCase):
             partition_fn=partitioners.min_cut_rematerialization_partition,
         )
         before = unbudgeted(Net(backend=backend), batch())
-        torch._dynamo.reset()
         model, budget = Net(backend=backend), StepBudget(share=0.5)
         steps(budget, model, batch(), count=1)
         faults.append(True)
@@ -797,24 +746,18 @@ class StepBudgetTest(TestCase):
         "stage",
         (
             "step_graph.Graph._compiled",
-            "step_graph.Graph._find_plans",
             "step_graph.Graph.decide",
             "step_graph.Graph._await_backward",
             "step_recorder.Recorder.follow",
-            "step_recorder._Timeline.begin",
             "step_recorder.Recorder.given_later",
-            "step_recorder.Recorder.left_behind",
             "step_graph.Step.begin",
-            "step_plan.GraphPlans.corrected",
             "step_budget.StepBudget._allowed",
-            "step_plan.StepCurve._options",
             "step_plan.StepCurve.within",
         ),
     )
     def test_error_at_a_stage_of_planning(self, stage):
-        before = unbudgeted(Net(), batch())
-        torch._dynamo.reset()
         fault = mock.patch(f"{PLACE}.{stage}", side_effect=ValueError("injected"))
+        before = unbudgeted(Net(), batch())
         model, budget = Net(), StepBudget(share=0.5)
         with self.assertLogs("torch._functorch", "WARNING") as logs, fault:
             gradients = steps(budget, model, batch(), count=4)
@@ -970,24 +913,24 @@ class StepBudgetTest(TestCase):
                 self.assertEqual(len(logs.output), 1)
                 self.assertIn("planned for 512 B of dynamic inputs", logs.output[0])
 
-    @needs_two_ranks
+    @unittest.skipIf(not HAS_GLOO, "no gloo here")
+    # Both would wait for each other forever.
+    @unittest.skipIf(
+        torch.version.cuda is not None and not torch.cuda.is_available(),
+        "a CUDA build without a GPU",
+    )
     def test_two_ranks(self):
-        one, other = in_two_ranks("test_ac_step_budget")
+        one, other = in_two_ranks()
         for way in WAYS:
             with self.subTest(way=way):
                 for found in (one[way], other[way]):
                     self.assertTrue(found["same"])
-                    self.assertLessEqual(found["peak"], 1.005 * found["allowed"])
-                    self.assertLessEqual(
-                        abs(found["peak"] - found["predicted"]), 0.01 * found["peak"]
-                    )
+                    # Other threads let go of what was sent, when they come to it.
+                    peak, late = found["peak"], 0.05 * found["peak"]
+                    self.assertLessEqual(peak, found["allowed"] + late)
+                    self.assertLessEqual(abs(peak - found["predicted"]), late)
                 alike = one[way]["budget"] == other[way]["budget"]
                 self.assertEqual(alike, way != "pipeline")
-
-    def test_nothing_compiled(self):
-        with self.assertLogs("torch._functorch", "WARNING") as logs:
-            steps(StepBudget(share=0.5), Net(backend=None), batch())
-        self.assertIn("no graph was compiled", logs.output[0])
 
     def test_report(self):
         model, budget = Net(), StepBudget(share=0.3)

@@ -137,56 +137,6 @@ class PeakJudgeTest(TestCase):
             self.assertLess(lower, measured)
             lower = measured
 
-    def test_kernels_of_several_nodes(self):
-        """C++ computes sums and what is made of them in one kernel."""
-
-        def pairs(x, weight):
-            sums = (x @ weight).view(ROWS, SIDE, 2).sum(-1)
-            wide = (sums / sums.sum(0)).repeat(1, 8)
-            return ((wide @ weight.view(8 * SIDE, -1)).sum(),)
-
-        weight = torch.ones(SIDE, 2 * SIDE, requires_grad=True)
-        with judged(0, plans=2):
-            if not HAS_CPU:
-                self.skipTest("inductor cannot compile for the CPU here")
-            inputs = [torch.ones(ROWS, SIDE), weight]
-            step = functools.partial(gradients, torch.compile(pairs), inputs)
-            step()
-            measured = live_at_most(step)
-        self.assertEqual(saved_report.last_plan().peak.predicted, measured)
-
-    def test_parts_of_a_concatenation_take_nothing(self):
-        def parts(x, weight):
-            sums = (x @ weight).view(ROWS, SIDE, 2).sum(-1)
-            means = sums / sums.sum(0)
-            wide = torch.cat([means.sin(), sums, means.exp(), sums.cos()] * 2, 1)
-            return ((wide @ weight.view(8 * SIDE, -1)).sum(),)
-
-        weight = torch.ones(SIDE, 2 * SIDE, requires_grad=True)
-        with judged(0, plans=2):
-            compiled = torch.compile(parts, backend=PARTITIONED)
-            gradients(compiled, [torch.ones(ROWS, SIDE), weight])
-        # Those of the concatenation, which is the peak.
-        nbytes = 4 * ROWS * 8 * SIDE
-        self.assertLess(saved_report.last_plan().peak.predicted, 2 * nbytes)
-
-    def test_tangents_count(self):
-        def wide(x, first, second):
-            return (x @ first).sin() @ second
-
-        peaks = []
-        for plans in (0, 2):
-            with judged(0, plans):
-                inputs = [
-                    torch.randn(shape, requires_grad=True)
-                    for shape in ((256, 256), (256, 8), (8, 256))
-                ]
-                torch.compile(wide, backend=PARTITIONED)(*inputs)
-            peaks.append(saved_report.last_plan().peak.predicted)
-        # The result, its tangent, and the gradient.
-        for peak in peaks:
-            self.assertEqual(peak / (4 * 256**2), 3, rtol=0.1, atol=0)
-
     @unittest.skipIf(not torch.backends.mkldnn.is_available(), "no channels last here")
     def test_copies_of_inputs_are_saved(self):
         """A convolution wants its arguments with channels last, and so does its backward."""
@@ -203,10 +153,8 @@ class PeakJudgeTest(TestCase):
             peaks.append(saved_report.last_plan().peak.predicted)
         self.assertEqual(peaks[0] - peaks[1], x.nbytes + weight.nbytes)
 
-    def test_one_plan_is_kept(self):
-        known = saved_report.plans()
-        plan, found = self.planned(0.5)
-        self.assertEqual(saved_report.plans(), [*known, plan][-16:])
+    def test_gradients(self):
+        _, found = self.planned(0.5)
         _, wanted = self.planned(1)
         self.assertEqual(found, wanted, rtol=0, atol=0)
 
@@ -231,17 +179,6 @@ class PeakJudgeTest(TestCase):
         self.assertLessEqual(more, alone.activation_bytes)
         self.assertGreater(more, 0)
 
-    def test_wrong_settings(self):
-        for wrong in (-1, 1, 2.5, True):
-            with self.assertRaisesRegex(Exception, f"is {wrong!r}; it must be"):
-                self.planned(0.5, plans=wrong)
-        # What means nothing without a judge does not with one.
-        for wrong in (-1, "1GB", True):
-            with self.assertRaisesRegex(Exception, f"peak_bytes is {wrong!r}; it has"):
-                self.planned(0.5, activation_memory_peak_bytes=wrong)
-        with self.assertRaisesRegex(Exception, "budget is 1.5"):
-            self.planned(1.5, activation_memory_peak_bytes=1 << 40)
-
     @unittest.skipUnless(
         hasattr(torch.autograd.graph, "region_activation_memory_budget"),
         "this torch has no budget for a region",
@@ -260,23 +197,6 @@ class PeakJudgeTest(TestCase):
         with patch.object(peak_judge, "schedule_peak", side_effect=ValueError("odd")):
             plan, _ = self.planned(0.5, "ValueError: odd")
         self.assertEqual(saved(plan), saved(wanted))
-
-    def test_a_step_goes_by_what_schedules_tell(self):
-        peaks, more = [], 1 << 30
-        for beyond in (0, more):
-            tell = peak_judge.schedule_peaks
-
-            def told(*split, tell=tell, beyond=beyond):
-                return tuple(peak + beyond for peak in tell(*split))
-
-            budget = step_budget.StepBudget(share=1)
-            with patch.object(peak_judge, "schedule_peaks", told), judged(1):
-                compiled, inputs = torch.compile(layers, backend=PARTITIONED), given()
-                for _ in range(2):
-                    with budget:
-                        gradients(compiled, inputs)
-            peaks.append(budget.plan.predicted_peak)
-        self.assertEqual(peaks[1] - peaks[0], more)
 
     def test_a_schedule_of_a_step_that_fails(self):
         plans = []
