@@ -346,8 +346,8 @@ SWEPT = (
     "least."
 )
 NOT_SWEPT = (
-    "Saved: some budgets of saved bytes, the same for all blocks, with the set's solver; "
-    "upstream's were not swept, and some of them may reach lower."
+    "Not swept: {}; saved are some budgets with the set's solver there, and some of "
+    "upstream's may reach lower."
 )
 
 
@@ -361,8 +361,14 @@ def named(others: Sequence[Row]) -> Iterator[tuple[str, Row]]:
 
 def told_of_saved(rows: Sequence[Row]) -> str:
     """Which budgets of the blocks' own a table has."""
-    others = (other for row in rows for other in row.get("others", ()))
-    return SWEPT if any("budgets" in other for other in others) else NOT_SWEPT
+    found = {
+        row["net"]: any("budgets" in other for other in row["others"])
+        for row in rows
+        if row.get("others")
+    }
+    left = [net for net, is_swept in found.items() if not is_swept]
+    words = [SWEPT] if len(left) < len(found) else []
+    return " ".join(words + ([NOT_SWEPT.format(", ".join(left))] if left else []))
 
 
 def quoted(row: Row) -> Iterator[tuple[Row, str, Row]]:
