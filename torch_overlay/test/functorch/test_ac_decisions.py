@@ -7,24 +7,35 @@ operator that decides, and must keep no more than what was decided.
 
 import functools
 import itertools
+import unittest
 
-from test_ac_random_ops import AOT, configured, PARTITIONS, plans
+from test_ac_random_ops import AOT, configured, PARTITIONS, Plan, plans
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.compilers import nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     TestCase,
 )
+from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 
+
+try:
+    from torch._functorch._activation_checkpointing.saved_report import last_plan
+    from torch._functorch._activation_checkpointing.step_budget import StepBudget
+except ImportError:  # Those patches are not there, or the release is too old for them.
+    last_plan = StepBudget = None
 
 aten = torch.ops.aten
 ROWS, WIDTH, EXPERTS = 32, 8, 4
@@ -232,6 +243,16 @@ UNDECIDED = {
 }
 
 
+def rounded(x, first, router, second, experts):
+    """The expert of each row, and what makes a kernel store what the router reads."""
+    y = x @ first
+    x = torch.tanh(y) * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
+    scores = (x.unsqueeze(-1) * router).sum(1).softmax(-1)
+    chosen = scores.topk(1).indices.squeeze(1)
+    y = x @ second
+    return experts[chosen], (torch.sigmoid(y) * x).sum()
+
+
 PREFER = CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -301,6 +322,55 @@ class DecisionsTest(TestCase):
     def test_what_decides_nothing_is_not_kept(self, name):
         (plan,) = plans(*net(UNDECIDED[name]), SETTINGS[:1])
         self.assertEqual(plan.saved_bytes(), 0)
+
+    @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
+    def test_inductor(self):
+        """Kernels that round a value in one graph, and keep its digits in another."""
+        with configured(0.5, False):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            shapes = (4096, 64), (64, 64), (64, 8), (64, 64)
+            given = [
+                (torch.randn(*shape) * scale).bfloat16()
+                for shape, scale in zip(shapes, (1, 0.2, 1, 0.1))
+            ]
+            for weight in given[1:]:
+                weight.requires_grad_()
+            experts = torch.arange(8).float().requires_grad_()
+            went, loss = torch.compile(rounded)(*given, experts)
+            (went.sum() + loss).backward()
+            expected = torch.bincount(went.long(), minlength=8)
+            self.assertEqual(experts.grad, expected.float())
+        if last_plan is not None:
+            names = {value.op for value in last_plan().recomputed}
+            self.assertNotIn("aten.topk.default", names)
+            self.assertTrue(names)
+
+    @unittest.skipIf(StepBudget is None, "without budgets for a step")
+    def test_a_step(self):
+        made = []
+
+        def watched(joint_module, joint_inputs, **options):
+            split = min_cut_rematerialization_partition(
+                joint_module, joint_inputs, **options
+            )
+            nodes = list(joint_module.graph.nodes)
+            made.append(Plan(nodes, *split, options["num_fwd_outputs"]))
+            return split
+
+        backend = aot_autograd(fw_compiler=nop, partition_fn=watched)
+        function, (x, *weights) = net(by_topk)
+        for share in (0, 0.2, 0.5, 0.8):
+            torch._dynamo.reset()
+            made.clear()
+            block = torch.compile(function, backend=backend)
+            budget = StepBudget(share=share)
+            for _ in range(3):
+                with budget:
+                    sum(block(part, *weights) for part in x.split(8)).backward()
+            self.assertIsNotNone(budget.plan)
+            self.assertGreater(len(made), 1)
+            self.assertFalse(any(plan.repeats(aten.topk) for plan in made))
 
 
 instantiate_parametrized_tests(DecisionsTest)

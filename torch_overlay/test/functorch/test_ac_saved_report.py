@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import tempfile
-import threading
 import unittest
 import weakref
 from functools import partial
@@ -28,8 +27,7 @@ from torch._functorch._activation_checkpointing.saved_report import (
     plans,
     print_saved_values,
 )
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.compilers import nop
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._logging._internal import trace_log
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -280,35 +278,6 @@ class TestSavedReport(TestCase):
         for meta in compiled:
             # A cache would hash it.
             self.assertIsNone(meta.get(saved_report._PLAN))
-
-    def test_graphs_of_one_name_in_two_threads(self):
-        """The second is compiled between the first one's split and its compilation."""
-        found, keep = [], saved_report.keep_plan
-
-        def keep_after_another(forward, metadata):
-            if threading.current_thread() is threading.main_thread():
-                thread = threading.Thread(target=run, args=(5,))
-                thread.start()
-                thread.join()
-            keep(forward, metadata)
-            (output,) = forward.graph.find_nodes(op="output")
-            names = [node.name for node in output.args[0][1:]]
-            plan = metadata.activation_memory_plan
-            found.append(plan)
-            self.assertEqual([value.name for value in plan.saved], names)
-
-        def run(count):
-            inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(count)]
-            partition = partitioners.min_cut_rematerialization_partition
-            aot_function(chain, fw_compiler=nop, partition_fn=partition)(*inputs)
-
-        with (
-            patch.object(saved_report, "get_aot_graph_name", lambda: "one"),
-            patch.object(saved_report, "keep_plan", keep_after_another),
-        ):
-            run(3)
-        self.assertEqual(plans(), found)
-        self.assertLess(len(found[1].saved), len(found[0].saved))
 
     def test_nothing_is_kept_alive(self):
         alive = []
