@@ -170,10 +170,7 @@ def measure(task: fresh.Task) -> Row:
 
 
 judged = step.judged
-CAPTION = (
-    f"Blocks compiled one by one, inductor's schedules for {GPUS[GPU].name}. seconds: "
-    "of four steps, compiling included. "
-)
+CAPTION = f"Blocks compiled one by one, inductor's schedules for {GPUS[GPU].name}. "
 
 
 def page(data: dict[str, Any]) -> str:

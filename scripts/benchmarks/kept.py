@@ -162,9 +162,9 @@ def page(data: dict[str, Any]) -> str:
         + "\nShare kept, ours / upstream's, by the share asked (bold: over by more than "
         "0.001):\n\n"
         + by_budget(rows, shares)
-        + "\nForwards computed again, ours / upstream's, where ours may keep what "
-        "upstream's plan of that budget keeps, and dropout's masks besides (upstream's "
-        "draws them again, which makes wrong gradients):\n\n"
+        + "\nShare of the forward recomputed, ours / upstream's, where ours may keep what "
+        "upstream's plan keeps plus dropout masks (upstream redraws them, so its "
+        "gradients are wrong):\n\n"
         + by_budget(rows, recomputed)
         + "\nGraphs as for a GPU, one graph. "
         + measured_on(data["environment"], PLANNED)

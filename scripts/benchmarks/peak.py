@@ -445,7 +445,7 @@ def by_inductor(rows: Sequence[Row]) -> str:
 
     names = [f"{by}, at {b:g}" for by in BY for b in INDUCTOR_BUDGETS]
     cells = {n: functools.partial(cell, at=at) for at, n in enumerate(names)}
-    return f"Within 5 % are {near(False)} and {near(True)}.\n\n" + columns(
+    return f"{near(False)} are within 5 %, {near(True)}.\n\n" + columns(
         good(rows, kind="inductor"), {"net": lambda row: row["net"], **cells}
     )
 
@@ -480,11 +480,12 @@ def page(data: dict[str, Any]) -> str:
     if "upstream" in kinds:
         text += (
             "\n### How much lower is the peak than upstream's?\n\nOperator by operator, in MB: "
-            "our floors are of steps that were run, upstream's peaks of steps on fake tensors "
-            "(run for nets with dropout), plans at no more flops are predictions. In brackets as a share of upstream's lowest peak. ours at no more flops: the "
-            "lowest peak of ours that recomputes no more than that plan of upstream's. our "
-            "floor: at budget 0. no plan below: what single steps of the backward need "
-            "anyway, mostly for parameter gradients. ours / upstream's at most: the worst "
+            "our floors were run; upstream's peaks are from fake tensors (run for nets with "
+            "dropout); plans at no more flops are predicted. In brackets as a share of "
+            "upstream's lowest peak. ours at no more flops: the lowest peak of ours that "
+            "recomputes no more than that plan of upstream's. our floor: at budget 0. no "
+            "plan below: a lower bound, what single backward steps need under any plan, "
+            "mostly for parameter gradients. ours / upstream's at most: the worst "
             "of upstream's plans (its budget) against ours at no more flops. "
             f"budgets: how many of upstream's were tried. {sweep.HOW}\n\n"
             + lowest_table(rows)

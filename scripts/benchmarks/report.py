@@ -48,7 +48,7 @@ def releases(data: dict[str, Any]) -> str:
     return markdown(["patch", *data], rows) + (
         "\napplies: the edits fit and the result compiles. ✓: the patch's own tests were "
         "run on a CPU by that release's torch, fail without it and pass with it; ✗: they fail "
-        "with it. faulty: upstream has it, with its fault. -: not for this release.\n"
+        "with it. faulty: upstream has it, but with the bug. -: not for this release.\n"
     )
 
 

@@ -306,8 +306,8 @@ def page(data: dict[str, Any]) -> str:
         "and backward of one graph, MB by budget; in brackets how far the estimate "
         "is off. Plans are those of the untouched wheel (upstream), and of this set for "
         f"saved bytes, for the peak, and for the peak with the judge of {JUDGED}; at "
-        "budget 1 they differ by what the set changes in inductor. lowest: at its budget, "
-        f"of so many budgets; {len(SWEPT)} are the multiples of 1/32 from 0 to 1 and "
+        "budget 1 they differ by what the set changes in inductor. lowest: at which budget, "
+        f"out of how many; {len(SWEPT)} are the multiples of 1/32 from 0 to 1 and "
         "those above. Ours were scheduled at the budgets of the table alone.\n\n"
         + peaks(rows)
     )

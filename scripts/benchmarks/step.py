@@ -442,10 +442,10 @@ def page(data: dict[str, Any], caption: str = CAPTION, how: str = RUN) -> str:
     rows = good(data["measured"])
     return (
         marks_table(mark._asdict() for mark in judged(rows))
-        + "\nBy share. Peaks are beyond what is there when a step starts, flops beyond "
+        + "\nBy share. Peaks are beyond what is live when a step starts, flops beyond "
         "those at the largest share:\n\n"
         + steps_table(rows)
-        + f"\nAgainst what blocks can do by themselves. {told_of_saved(rows)}\n\n"
+        + f"\nCompared with a budget or a checkpoint for each block. {told_of_saved(rows)}\n\n"
         + others_table(rows)
         + f"\n{caption}{measured_on(data['environment'], how)}"
     )
@@ -472,5 +472,5 @@ def plot(data: dict[str, Any], result: Path, how: str = RUN) -> None:
             for label, style, steps in drawn
             if steps
         ]
-    x = "peak of the step beyond what is there, MB"
+    x = "peak of the step beyond what is live at its start, MB"
     panels(result, data["environment"], lines, x, "flops / those at share 1", how)

@@ -163,6 +163,6 @@ def count(steps: Sequence[Row]) -> int:
 
 
 HOW = (
-    "Upstream's lowest is of budgets from 0 to 1 at every 1/32 or finer, plans with wrong "
-    "gradients left out."
+    "Upstream's lowest: over budgets from 0 to 1 in steps of 1/32 or finer, without plans "
+    "that give wrong gradients."
 )

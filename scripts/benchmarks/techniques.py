@@ -281,8 +281,8 @@ def headline(data: dict[str, Any]) -> str:
     )
     names = (
         "eager mode",
-        "torch.compile, the lowest peak that upstream's budgets reach "
-        f"(budget {told_budget(upstream)})",
+        "stock torch.compile, at the budget with the lowest peak "
+        f"({told_budget(upstream)})",
         f'torch.compile with this set, target `"peak"`, budget {ours["budget"]:g}',
     )
     lines = []
@@ -297,8 +297,8 @@ def headline(data: dict[str, Any]) -> str:
     ) + (
         f"\nLlama-like, {shape.layers} layers of width {shape.width}, batch "
         f"{shape.batch} x {shape.tokens} tokens, fp32, AdamW; one graph, operator by "
-        "operator. All that is live counts: parameters, optimizer states, gradients and "
-        f"activations. {sweep.HOW} {measured_on(data['environment'])}"
+        "operator. Peaks count everything live: parameters, optimizer states, gradients "
+        f"and activations. {sweep.HOW} {measured_on(data['environment'])}"
     )
 
 

@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="TARGET", nargs="?", help=NEEDS)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="say, but do not write")
-    mode.add_argument("--reverse", action="store_true", help="take the set off")
+    mode.add_argument("--reverse", action="store_true", help="restore every file")
     mode.add_argument("--status", action="store_true", help="classify every patch")
     parser.add_argument(
         "--commit", action="store_true", help="git checkouts: one commit per patch"
@@ -189,11 +189,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         report.fail(CONFLICT, f"conflict: {error}")
     except Unfinished as error:
         again = shlex.join(["scripts/apply_patch.sh", *arguments])
-        words = f"could not finish: {error}. Once that is mended, run: {again}"
+        words = f"could not finish: {error}. Fix that, then run: {again}"
         report.fail(UNFINISHED, words)
     except OSError as error:  # Where writing fails, these are Conflict or Unfinished.
         words = f"conflict: {fault(error)}; nothing was written"
-        report.fail(CONFLICT, f"{words}. Once that is mended, run this again")
+        report.fail(CONFLICT, f"{words}. Fix that, then run this again")
     failed = report.exit_code in (CONFLICT, BAD_CALL, UNFINISHED)
     # All is done by now: a reader that has gone away must not change the exit code.
     with contextlib.suppress(BrokenPipeError):
@@ -284,7 +284,7 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     if pending and not result.in_manifest:
         report.exit_code = NOT_IN_MANIFEST
         report.messages.append(
-            "a tree that is no known release: every edit finds its place and the "
+            "not a known release: every edit finds its place and the "
             "result compiles, but no checksum vouches for the base"
         )
     if not pending:
@@ -405,7 +405,7 @@ def _write(target: Target, old: Optional[Journal], changes: list[Change]) -> str
     except (Conflict, OSError) as error:
         if old is None:
             raise
-        why = f"the set as it was is off, the new one not on: {fault(error)}"
+        why = f"the old set is removed and the new one is not applied: {fault(error)}"
         raise Unfinished(why) from None
     return f"verified: checksums, syntax, and an import by {target.python}"
 
