@@ -316,7 +316,8 @@ class TestPlans(TestCase):
             for said in logs.output:
                 self.assertIn(f":{planning.log.name}:", said)
                 self.assertIn("upstream's plan", said)
-                self.assertIn(f"for SavedBytes(budget={budget}): CannotPlan: odd", said)
+                asked = f"SavedBytes(budget={budget})"
+                self.assertIn(f"{asked} cannot be planned: CannotPlan: odd", said)
 
     def test_what_is_asked_of_the_partitioner_is_done(self):
         """Whatever the config says, and errors are the caller's."""
@@ -627,7 +628,7 @@ class TestCustomSolver(TestCase):
         _, high = plan.limits
         self.assertRegex(
             logs.output[-1],
-            rf"keeps {high} bytes .*of 1\), more than the {int(0.3 * high)} that",
+            rf"saves {high} bytes .*budget 1\), over the {int(0.3 * high)} that",
         )
         with self.assertNoLogs(log, "WARNING"):
             ask(Fixed(range(10), []), [100] * 10, [1.0] * 10, 1000)
