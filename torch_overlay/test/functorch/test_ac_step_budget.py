@@ -824,7 +824,7 @@ class StepBudgetTest(TestCase):
         ran = subprocess.run([sys.executable, "-c", code], cwd=folder)
         self.assertEqual(ran.returncode, 0)
 
-    def test_what_means_nothing(self):
+    def test_invalid_values(self):
         for message, options in (
             ("share is 2; it must be a number from 0 to 1", {"share": 2}),
             ("share is 'x'", {"share": "x"}),
@@ -833,12 +833,12 @@ class StepBudgetTest(TestCase):
             ("peak_bytes is True", {"peak_bytes": True}),
             ("peak_bytes is 0; it must be a positive", {"peak_bytes": 0}),
             ("device_bytes is 1.5", {"device_bytes": 1.5}),
-            ("give one of", {"share": 0.5, "peak_bytes": 1}),
+            ("pass only one of", {"share": 0.5, "peak_bytes": 1}),
         ):
             with self.assertRaisesRegex(ValueError, message):
                 StepBudget(**options)
         if not torch.accelerator.is_available():
-            with self.assertRaisesRegex(ValueError, "give share, peak_bytes or"):
+            with self.assertRaisesRegex(ValueError, "pass share, peak_bytes or"):
                 StepBudget()
 
     @parametrize("calls", (None, 4))
