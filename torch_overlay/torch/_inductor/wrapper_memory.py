@@ -3,9 +3,9 @@
 A wrapper is the Python code that inductor generates around its kernels.  It allocates
 every buffer, and drops it after its last use::
 
-    buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)    # a new storage
-    buf1 = reinterpret_tensor(buf0, (32, 128), (128, 1), 0)        # the same one
-    buf2 = torch.ops.aten.sort.default(buf1)                       # two more
+    buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)  # a new storage
+    buf1 = reinterpret_tensor(buf0, (32, 128), (128, 1), 0)  # the same one
+    buf2 = torch.ops.aten.sort.default(buf1)  # two more
     del buf0, buf1
 
 So what is live at any moment follows from that code, without running it.  Not seen is
