@@ -33,7 +33,6 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.utils import output_node, shape_env_from_inputs
 from torch._inductor.virtualized import V
-
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.traceback import _get_memory_budget_annotation
@@ -48,7 +47,7 @@ from .wrapper_memory import wrapper_memory, WrapperMemory
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.fx import GraphModule
 
@@ -190,9 +189,10 @@ def schedule_peaks(
         if isinstance(node, Node) and not _is_input(node, result)
     }
     inputs = [_restrided(node.meta["val"], strides.get(node.name)) for node in saved]
-    owned = owned_by_backward(results, saved, memory, num_fwd_outputs)
+    owned = _owned_by_backward(results, saved, memory, num_fwd_outputs)
     gradients: Any = output_node(backward).args[0]
-    returned = set(map(get_node_storage, _nodes(gradients)))
+    returned = {get_node_storage(node) for node in gradients if isinstance(node, Node)}
+    # Not where another input is a view of the same.
     donated = [
         place
         for _, views in owned
@@ -201,12 +201,12 @@ def schedule_peaks(
         if get_node_storage(saved[place]) not in returned
     ]
     _, then = _schedule(backward, inputs, donated)
-    stays = {made[0]: made[1] for made in memory.results[:num_fwd_outputs] if made}
+    stays = filter(None, {*memory.results[:num_fwd_outputs]})
     tangents = activation_bytes(primals, filter(_is_tangent, saved))
-    return memory.peak(), then.peak(owned) + sum(stays.values()) + tangents
+    return memory.peak(), then.peak(owned) + sum(n for _, n in stays) + tangents
 
 
-def owned_by_backward(
+def _owned_by_backward(
     results: Sequence[object],
     saved: Sequence[Node],
     memory: WrapperMemory,
@@ -235,10 +235,6 @@ def _copied(module: GraphModule) -> GraphModule:
     # Its constants are real tensors.
     with unset_fake_temporarily():
         return copy.deepcopy(module)
-
-
-def _nodes(values: Iterable[object]) -> list[Node]:
-    return [value for value in values if isinstance(value, Node)]
 
 
 def _is_input(node: Node, result: Any) -> bool:

@@ -68,7 +68,7 @@ class WrapperMemory(NamedTuple):
 def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]:
     """What the wrapper of a graph has live; None where its ``source`` does not tell.
 
-    That is where it loops, or calls an operator whose results have no known size.
+    That is where it branches, loops, or calls an operator whose results have no known size.
     O(source).
     """
     try:
@@ -172,7 +172,8 @@ class _Walk:
                 return self._value(statement.value, names)
             elif isinstance(statement, ast.Expr):
                 _clear(statement.value, names)
-            elif isinstance(statement, (ast.For, ast.While)):
+            elif any(isinstance(part, ast.Assign) for part in ast.walk(statement)):
+                # A branch or a loop.
                 raise _Unknown(ast.unparse(statement))
         return None
 

@@ -20,8 +20,8 @@ several operators, and what is used inside of one alone is never stored.
 -   What is concatenated is computed within the result, which is live as long as any of
     its parts.
 
-Not followed are the order that inductor's scheduler chooses, any other fusion of kernels
-that have nothing but inputs in common, and scratch memory.
+It ignores the order that inductor's scheduler chooses, any other fusion of kernels that
+have nothing but inputs in common, and scratch memory.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ into a :class:`Program`, which takes a plan through both phases:
     >>> program = read(joint_module.graph, node_info, num_fwd_outputs)
     >>> program.evaluate(program.storages(saved_values)).peak
 
-Counted is what an interpreter of the two graphs has live while it runs an operator, or
+It counts what an interpreter of the two graphs has live while it runs an operator, or
 what another :class:`Rule` says.  A storage counts once, whole, however many views it
 has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
 allocates for itself.
@@ -57,7 +57,7 @@ __all__ = [
     "read",
 ]
 
-# Plans that are evaluated together, at most: the bits of an integer with a sign.
+# Most plans evaluated together: the value bits of a signed 64-bit integer.
 _TOGETHER = 63
 
 
