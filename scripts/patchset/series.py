@@ -9,6 +9,7 @@ from .patch import Patch
 from .topics import (
     buffer_reuse,
     cache_key,
+    compiled_peak,
     config_solver_name,
     conv_layout,
     exact_by_default,
@@ -43,6 +44,7 @@ SERIES = tuple(
         buffer_reuse,
         conv_layout,
         peak_budget,
+        compiled_peak,
         step_budget,
         peak_judge,
         exact_by_default,

@@ -26,7 +26,7 @@ depend on the budget, so a smaller one never has a higher peak. A StepBudget sch
 the plans it is about to choose, and those that define its bound.
 """,
     test="test/inductor/test_peak_judge.py",
-    sources=("torch/_inductor/peak_judge.py", "torch/_inductor/wrapper_memory.py"),
+    sources=("torch/_inductor/peak_judge.py",),
     needs=("step-budget", "buffer-reuse"),
     edits=(
         Edit(

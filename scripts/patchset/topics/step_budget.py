@@ -42,7 +42,7 @@ recorded again.
             "graph_calls",
         )
     ),
-    needs=("peak-budget", "frozen-layers"),
+    needs=("compiled-peak", "frozen-layers"),
     edits=(
         Edit(
             GRAPH_COMPILE,

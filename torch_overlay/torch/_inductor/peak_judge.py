@@ -39,6 +39,7 @@ from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._functorch._activation_checkpointing import saved_report
+from .._functorch._activation_checkpointing.compiled_peak import owned_by_backward
 from .._functorch._activation_checkpointing.decision import Peak
 from .._functorch._activation_checkpointing.memory_budget import activation_bytes
 from .._functorch._activation_checkpointing.peak_budget import allowed_peak, PeakBytes
@@ -189,7 +190,10 @@ def schedule_peaks(
         if isinstance(node, Node) and not _is_input(node, result)
     }
     inputs = [_restrided(node.meta["val"], strides.get(node.name)) for node in saved]
-    owned = _owned_by_backward(results, saved, memory, num_fwd_outputs)
+    names = [getattr(node, "name", None) for node in results]
+    owned = owned_by_backward(
+        names, [node.name for node in saved], memory, num_fwd_outputs
+    )
     gradients: Any = output_node(backward).args[0]
     returned = {get_node_storage(node) for node in gradients if isinstance(node, Node)}
     # Not where another input is a view of the same.
@@ -204,31 +208,6 @@ def schedule_peaks(
     stays = filter(None, {*memory.results[:num_fwd_outputs]})
     tangents = activation_bytes(primals, filter(_is_tangent, saved))
     return memory.peak(), then.peak(owned) + sum(n for _, n in stays) + tangents
-
-
-def _owned_by_backward(
-    results: Sequence[object],
-    saved: Sequence[Node],
-    memory: WrapperMemory,
-    num_fwd_outputs: int,
-) -> list[tuple[int, list[int]]]:
-    """The storages that nobody but the backward holds, as `WrapperMemory.peak` wants them.
-
-    Args:
-        results: the nodes that the forward returns, those to its caller first.
-        saved: the placeholders of the backward.
-        memory: of the forward's wrapper.
-        num_fwd_outputs: how many results the caller gets.
-    """
-    names = [getattr(node, "name", None) for node in results]
-    made = dict(zip(names[num_fwd_outputs:], memory.results[num_fwd_outputs:]))
-    held = {*memory.results[:num_fwd_outputs], None}
-    views: dict[tuple[int, int], list[int]] = {}
-    for place, node in enumerate(saved):
-        storage = made.get(node.name)
-        if storage is not None and storage not in held:
-            views.setdefault(storage, []).append(place)
-    return [(nbytes, places) for (_, nbytes), places in views.items()]
 
 
 def _copied(module: GraphModule) -> GraphModule:

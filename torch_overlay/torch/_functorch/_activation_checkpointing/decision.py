@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +27,8 @@ class Peak(NamedTuple):
 
     ``allowed`` is what was asked for, ``predicted`` the plan's own, ``floor`` the lowest
     that was found, and ``fastest`` that of budget 1; ``fused`` tells that they are
-    estimates for inductor's kernels, not those of operators.
+    estimates for inductor's kernels, not those of operators.  Where the plan was
+    ``compiled``, its own peak is that of its kernels.
     """
 
     allowed: int
@@ -33,15 +36,18 @@ class Peak(NamedTuple):
     floor: int
     fastest: int
     fused: bool = False
+    compiled: bool = False
 
     def warn_if_over(self) -> None:
-        """Log where a limit in bytes cannot be reached."""
+        """Log where what is asked for cannot be reached."""
         if self.predicted > self.allowed:
             log.warning(
-                "activation_memory_peak_bytes is %d, but the lowest peak found is %d "
-                "bytes (without parameters and inputs); this graph uses that plan",
+                "%d bytes are allowed by the activation memory budget, but the lowest "
+                "peak found is %d bytes (both without parameters and inputs); %s uses "
+                "that plan",
                 self.allowed,
                 self.predicted,
+                get_aot_graph_name(),
             )
 
 

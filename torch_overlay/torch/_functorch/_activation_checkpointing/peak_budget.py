@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Curve",
+    "GraphPeaks",
     "PeakBytes",
     "PlannedPeak",
     "Plans",
@@ -171,18 +172,36 @@ class PeakBytes:
         Warns where the lowest found is above the limit.  Raises as :func:`.liveness.read`
         does.
         """
-        fastest = graph.fastest()
-        model, curve = build_curve(graph, fastest, self.calls, self.margin)
-        allowed = curve.allowed(self.budget) if self.limit is None else self.limit
-        plan = curve.within(allowed)
-        saved = fastest
+        plans = GraphPeaks(self, graph)
+        decision = plans.decision(graph, plans.curve.within(plans.allowed))
+        assert decision.peak is not None
+        decision.peak.warn_if_over()
+        return decision
+
+
+class GraphPeaks:
+    """The plans of a graph, and the peak in bytes that a request allows it."""
+
+    def __init__(self, asked: PeakBytes, graph: Planner) -> None:
+        self._asked = asked
+        self._fastest = graph.fastest()
+        self._model, self.curve = build_curve(
+            graph, self._fastest, asked.calls, asked.margin
+        )
+        limit = asked.limit
+        self.allowed = self.curve.allowed(asked.budget) if limit is None else limit
+
+    def decision(self, graph: Planner, plan: PlannedPeak) -> Decision:
+        """What one of the plans means for the graph."""
+        saved = self._fastest
         # Kernels also depend on the nodes that keep a storage, operators do not.
-        if not graph.fused or plan is not curve.fastest:
-            saved = model.saved_values(model.evaluate(plan.storages).saved)
-        peak = Peak(allowed, plan.peak, curve.floor, curve.fastest.peak, graph.fused)
-        peak.warn_if_over()
+        if not graph.fused or plan is not self.curve.fastest:
+            evaluation = self._model.evaluate(plan.storages)
+            saved = self._model.saved_values(evaluation.saved)
+        floor, fastest = self.curve.floor, self.curve.fastest.peak
+        peak = Peak(self.allowed, plan.peak, floor, fastest, graph.fused)
         kept = graph.kept_bytes(saved)
-        return Decision(saved, self.budget, "peak", kept, peak=peak)
+        return Decision(saved, self._asked.budget, "peak", kept, peak=peak)
 
 
 def build_curve(

@@ -239,8 +239,10 @@ def _peaks(peak: Peak) -> str:
         "{1} predicted, {0} allowed (floor: {2}, budget 1: {3}; "
         "without parameters and inputs)"
     )
-    if peak.fused:
-        text += ", of inductor's kernels"
+    if peak.compiled:
+        text = text.replace("predicted", "as compiled").replace("(", "(estimated: ")
+    elif peak.fused:
+        text += ", estimated for inductor's kernels"
     return text.format(*map(format_bytes, peak[:4]))
 
 
@@ -320,6 +322,17 @@ def keep_plan(forward: GraphModule, metadata: Any) -> None:
             _plans.append(plan)
             if module is forward:
                 metadata.activation_memory_plan = plan
+
+
+def drop_last() -> None:
+    """Forget the last plan, as its graph is compiled by another one."""
+    _plans.pop()
+
+
+def keep_peak(peak: Peak, metadata: Any) -> None:
+    """Let the last plan, which `keep_plan` left with ``metadata``, have another peak."""
+    plan = replace(last_plan(), peak=peak)
+    _plans[-1] = metadata.activation_memory_plan = plan
 
 
 def recall_plan(metadata: Any) -> None:

@@ -6,27 +6,30 @@ the joint graph that was traced, by each other plan that a call is to run by.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
-import inspect
 import itertools
 import logging
 import weakref
 from contextlib import contextmanager, ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import memory_budget, planning, saved_report
+from .compiled_peak import (
+    calls_nested_regions,
+    fresh_copy,
+    nodes_named_as,
+    takes_request,
+)
 from .decision import Decision
 from .graph_calls import backward_of, bytes_of, CALL, counted, symbolic_sizes
 from .step_plan import calls_assumed, GraphPlan, GraphPlans, plan_graph
@@ -171,11 +174,7 @@ class Graph:
         self.lean = 0
         self.fault = "its backend does not partition by the budget"
         # Partitioned before their caller, each by itself.
-        self._is_nested = bool(
-            self._capture.graph_module.graph.find_nodes(
-                op="call_function", target=torch.ops.higher_order.invoke_subgraph
-            )
-        )
+        self._is_nested = calls_nested_regions(self._capture.graph_module)
         if self._is_nested:
             self.fault = "it calls nested compiled regions, which have their own plans"
         self._is_fused = False
@@ -313,7 +312,7 @@ class Graph:
         With ``compilers`` that are given, to see what they get: no report has that plan.
         """
         # Splitting a graph writes down in there what it finds.
-        state, capture = _own_copy((self._state, self._capture))
+        state, capture = fresh_copy(self._state, self._capture)
         # Of another plan, what does not compile has to be known before it runs. But the
         # backward of a graph that is retained is compiled when that is seen.
         is_another = bool(self._variants) and not self._is_retained
@@ -323,8 +322,6 @@ class Graph:
             cache_info=None,
             force_non_lazy_backward_lowering=is_another or is_seen,
         )
-        with unset_fake_temporarily():
-            capture.graph_module = copy.deepcopy(capture.graph_module)
         if not is_seen:
             forward, backward = self._compilers
             compilers = (
@@ -332,7 +329,7 @@ class Graph:
                 _marked(backward, self._backward),
             )
         partition = self._partition
-        if not self._is_nested and _takes_request(partition):
+        if not self._is_nested and takes_request(partition):
             partition = functools.partial(partition, request=_Variant(self, plan))
         if is_seen:
             partition = saved_report.without_report(partition)
@@ -402,10 +399,7 @@ class Graph:
         model: Any = self.plans.model
         index = self.lean if plan is None else plan
         evaluation = model.evaluate(self.plans.plans[index].storages)
-        wanted = {node.name for node in model.saved_values(evaluation.saved)}
-        saved = [node for node in graph.joint.nodes if node.name in wanted]
-        if len(saved) != len(wanted):
-            raise RuntimeError(f"{self.name} was traced into another graph")
+        saved = nodes_named_as(model.saved_values(evaluation.saved), graph.joint)
         return Decision(saved, graph.budget, "step", graph.kept_bytes(saved))
 
     def _find_plans(self, graph: Planner) -> None:
@@ -429,32 +423,6 @@ class _Variant(NamedTuple):
 
     def decide(self, graph: Planner) -> Decision:
         return self.graph.decide(graph, self.plan)
-
-
-def _takes_request(partition: Callable[..., Any]) -> bool:
-    """Whether a partitioner splits by what is asked of it."""
-    parameters = inspect.signature(partition).parameters
-    kinds = (parameter.kind for parameter in parameters.values())
-    return "request" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _own_copy(value: Any, made: Optional[dict[int, Any]] = None) -> Any:
-    """A copy of AOTAutograd's records and of all that is in them, but for tensors."""
-    made = {} if made is None else made
-    if id(value) in made:
-        return made[id(value)]
-    kind, found = type(value), value
-    if kind in (list, tuple):
-        found = kind(_own_copy(each, made) for each in value)
-    elif kind is dict:
-        found = {key: _own_copy(each, made) for key, each in value.items()}
-    elif is_dataclass(value) and not isinstance(value, type):
-        found = copy.copy(value)
-        made[id(value)] = found
-        for name, each in vars(value).items():
-            object.__setattr__(found, name, _own_copy(each, made))
-    made[id(value)] = found
-    return found
 
 
 def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:

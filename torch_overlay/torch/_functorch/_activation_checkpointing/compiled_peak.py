@@ -1,0 +1,380 @@
+"""Compile a joint graph again where its kernels hold more than was asked for.
+
+The planner of the activation memory budget estimates what inductor's kernels hold.  What
+they do hold is in the wrappers that inductor generates, which every compile reads
+(:mod:`torch._inductor.wrapper_memory`).  Where that is above the peak asked for, the
+estimates are corrected by it, and the joint graph is split and compiled anew by another
+plan, before anything has run.  Of `TRIES` plans that are all above, the lowest is kept,
+and a warning has both numbers.
+
+A backward is therefore compiled with its forward, not when it first runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import math
+from dataclasses import is_dataclass, replace
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+from torch._dynamo.exc import RestartAnalysis
+from torch._functorch import config
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._functorch._aot_autograd.utils import _is_tangent
+from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.utils import output_node
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+
+from . import planning, saved_report
+from .memory_budget import activation_bytes
+from .peak_budget import GraphPeaks, PeakBytes
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch.fx as fx
+    from torch._inductor.wrapper_memory import WrapperMemory
+    from .decision import Decision
+    from .memory_budget import Planner
+    from .peak_budget import PlannedPeak
+
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "CompiledPeaks",
+    "calls_nested_regions",
+    "fresh_copy",
+    "nodes_named_as",
+    "owned_by_backward",
+    "peaks_of",
+    "takes_request",
+    "within_peak",
+]
+
+# How many plans are compiled to find one that is within the peak.
+TRIES = 3
+
+
+class CompiledPeaks:
+    """The two compilers of a joint graph, and what the graphs that they compile hold.
+
+    ``peaks`` is in bytes, of the forward and of the backward, as `peaks_of` has them, or
+    None where the backward is not compiled yet or its compiler does not tell.
+    """
+
+    def __init__(self, *compilers: Callable[..., Any]) -> None:
+        self._compilers = compilers
+        self.num_fwd_outputs = 0
+        self.peaks: Optional[tuple[int, int]] = None
+        self._memory: Optional[WrapperMemory] = None
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        # A compiler may change the graph.
+        self._results = _names(output_node(module).args[0])
+        self._primals = module.graph.find_nodes(op="placeholder")
+        self._storages = {get_node_storage(node) for node in self._primals}
+        compiled = self._compilers[0](module, inputs)
+        self._memory = getattr(compiled, "memory", None)
+        return compiled
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        saved = module.graph.find_nodes(op="placeholder")
+        names = _names(saved)
+        tangents = [
+            node
+            for node in saved
+            if _is_tangent(node) and get_node_storage(node) not in self._storages
+        ]
+        tangent_bytes = activation_bytes((), tangents)
+        compiled = self._compilers[1](module, inputs)
+        memory = getattr(compiled, "memory", None)
+        if self._memory is not None and memory is not None:
+            n = self.num_fwd_outputs
+            self.peaks = peaks_of(
+                self._results, names, self._memory, memory, n, tangent_bytes
+            )
+        return compiled
+
+
+def _names(values: Iterable[Any]) -> list[Optional[str]]:
+    return [value.name if isinstance(value, Node) else None for value in values]
+
+
+def peaks_of(
+    results: Sequence[Optional[str]],
+    saved: Sequence[Optional[str]],
+    forward: WrapperMemory,
+    backward: WrapperMemory,
+    num_fwd_outputs: int,
+    tangent_bytes: int,
+) -> tuple[int, int]:
+    """The most bytes live in each of a joint graph's two graphs.
+
+    Parameters and inputs do not count, tangents and what the forward returned do.
+
+    Args:
+        results: the names of the nodes that the forward returns, those to its caller
+            first, which are ``num_fwd_outputs``.
+        saved: those of the placeholders of the backward.
+        forward: the memory of its wrapper; ``backward`` likewise.
+        tangent_bytes: of the tangents.
+    """
+    returned = {*forward.results[:num_fwd_outputs]} - {None}
+    owned = owned_by_backward(results, saved, forward, num_fwd_outputs)
+    held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
+    return forward.peak(), backward.peak(owned) + held
+
+
+def owned_by_backward(
+    results: Sequence[Optional[str]],
+    saved: Sequence[Optional[str]],
+    forward: WrapperMemory,
+    num_fwd_outputs: int,
+) -> list[tuple[int, list[int]]]:
+    """The storages that nobody but the backward holds, as `WrapperMemory.peak` wants them.
+
+    The arguments are those of `peaks_of`.
+    """
+    made = dict(zip(results[num_fwd_outputs:], forward.results[num_fwd_outputs:]))
+    returned = {*forward.results[:num_fwd_outputs], None}
+    views: dict[tuple[int, int], list[int]] = {}
+    for place, name in enumerate(saved):
+        storage = made.get(name)
+        if storage is not None and storage not in returned:
+            views.setdefault(storage, []).append(place)
+    return [(nbytes, places) for (_, nbytes), places in views.items()]
+
+
+# -------------------------------------------------------------------- compile again
+
+
+class _Over(Exception):
+    """The plan that was compiled is not the one to keep."""
+
+
+def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_autograd``, so that what it compiles is within the peak asked for."""
+
+    @functools.wraps(compile_graph)
+    def compile_within(
+        state: Any, capture: Any, partition: Callable[..., Any], *compilers: Any
+    ) -> Any:
+        asked = _asked(capture, partition, compilers)
+        if asked is None:
+            return compile_graph(state, capture, partition, *compilers)
+        search = _Search(asked)
+        while True:
+            try:
+                return search.compile(
+                    compile_graph, state, capture, partition, compilers
+                )
+            except _Over:
+                continue
+            except RestartAnalysis:
+                # Dynamo's way to begin anew.
+                raise
+            except Exception as error:
+                # Where it is only the backward, it may never be needed.
+                log.debug("%s failed to compile", get_aot_graph_name(), exc_info=error)
+                return compile_graph(state, capture, partition, *compilers)
+
+    return compile_within
+
+
+def _asked(
+    capture: Any, partition: Callable[..., Any], compilers: Sequence[Any]
+) -> Optional[PeakBytes]:
+    """The peak that is asked of a graph whose compilers tell what they hold, or None."""
+    judge = getattr(config, "activation_memory_peak_judge", 0)
+    tells = isinstance(compilers[0], SerializableAOTDispatchCompiler)
+    if judge or not tells or not takes_request(partition):
+        return None
+    if calls_nested_regions(capture.graph_module):
+        return None
+    asked = planning.requested(config.activation_memory_budget)
+    return asked if isinstance(asked, PeakBytes) else None
+
+
+class _Search:
+    """A request for a peak, answered by another plan at each try.
+
+    ``told`` has what the plans that were compiled hold, in the order of the tries.
+    """
+
+    def __init__(self, asked: PeakBytes) -> None:
+        self.asked = asked
+        self.plans: Optional[GraphPeaks] = None
+        self.told: dict[PlannedPeak, int] = {}
+        # None where the graph gets a plan that was not asked for.
+        self.plan: Optional[PlannedPeak] = None
+
+    def compile(
+        self,
+        compile_graph: Callable[..., Any],
+        state: Any,
+        capture: Any,
+        partition: Callable[..., Any],
+        compilers: Sequence[Any],
+    ) -> Any:
+        """Try one plan; raises `_Over` where another one is to be tried."""
+        state, capture = fresh_copy(state, capture)
+        state.aot_config = replace(
+            state.aot_config, force_non_lazy_backward_lowering=True
+        )
+        self.peaks = CompiledPeaks(*compilers)
+
+        def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            compiled = self.peaks.backward(module, inputs)
+            # Before it is cached.
+            self._check(state.fw_metadata)
+            return compiled
+
+        return compile_graph(
+            state,
+            capture,
+            functools.partial(partition, request=self),
+            _like(compilers[0], self.peaks.forward),
+            _like(compilers[1], compile_backward),
+        )
+
+    def decide(self, graph: Planner) -> Decision:
+        """By the plan that is to be tried now."""
+        has_own_budget = graph.budget != config.activation_memory_budget
+        if self.plans is None and not has_own_budget:
+            try:
+                self.plans = GraphPeaks(self.asked, graph)
+            except Exception as error:
+                # `planning.decide` meets it again, and says so.
+                log.debug("no plans for %s", get_aot_graph_name(), exc_info=error)
+        if self.plans is None:
+            return planning.decide(
+                graph.joint,
+                graph.info,
+                graph.num_fwd_outputs,
+                graph.budget,
+                fused=graph.fused,
+            )
+        self.peaks.num_fwd_outputs = graph.num_fwd_outputs
+        self.plan = self._next(self.plans)
+        decision = self.plans.decision(graph, self.plan)
+        saved = nodes_named_as(decision.saved_values, graph.joint)
+        return replace(decision, saved_values=saved)
+
+    def _next(self, plans: GraphPeaks) -> PlannedPeak:
+        """The plan to try: the cheapest that is within, by what was told so far."""
+        allowed = plans.allowed
+        if not self.told:
+            return plans.curve.within(allowed)
+        lowest = min(self.told, key=lambda plan: (self.told[plan], plan.cost))
+        untried = [p for p in plans.curve.plans if p not in self.told]
+        if self.told[lowest] <= allowed or len(self.told) == TRIES or not untried:
+            return lowest
+        within = [plan for plan in untried if self._corrected(plan) <= allowed]
+        if within:
+            return min(within, key=lambda plan: (plan.cost, plan.peak))
+        # Too low to believe. Plans that save more may hold as little, and cost less.
+        middle = math.sqrt(lowest.peak * self.told[lowest])
+        return min(untried, key=lambda plan: (abs(plan.peak - middle), plan.peak))
+
+    def _corrected(self, plan: PlannedPeak) -> int:
+        """A plan's peak, were it as far off as that of the nearest plan that is known."""
+        near = min(self.told, key=lambda each: (abs(each.peak - plan.peak), each.peak))
+        return math.ceil(plan.peak * self.told[near] / max(near.peak, 1))
+
+    def _check(self, metadata: Any) -> None:
+        """Keep the plan that was compiled, or raise `_Over`."""
+        plans, plan = self.plans, self.plan
+        if plans is None or plan is None or self.peaks.peaks is None:
+            return
+        kept = saved_report.last_plan()
+        waiting = self.asked.calls - 1
+        told = max(self.peaks.peaks) + waiting * kept.activation_bytes
+        self.told[plan] = told
+        if self._next(plans) != plan:
+            saved_report.drop_last()
+            log.info(
+                "%s: a plan estimated at %d bytes holds %d, where %d are allowed; "
+                "another one is compiled",
+                get_aot_graph_name(),
+                plan.peak,
+                told,
+                plans.allowed,
+            )
+            raise _Over
+        assert kept.peak is not None
+        peak = kept.peak._replace(predicted=told, compiled=True)
+        if self.asked.limit is None and self.asked.budget == 0:
+            # That is the lowest that was found.
+            peak = peak._replace(allowed=max(peak.allowed, told))
+        peak = peak._replace(floor=min(peak.floor, *self.told.values()))
+        peak.warn_if_over()
+        saved_report.keep_peak(peak, metadata)
+
+
+def _like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:
+    """A compiler that AOTAutograd takes for the same kind as another."""
+    if isinstance(compiler, SerializableAOTDispatchCompiler):
+        return SerializableAOTDispatchCompiler(compiler.output_code_ty, compile_graph)
+    return compile_graph
+
+
+def takes_request(partition: Callable[..., Any]) -> bool:
+    """Whether a partitioner splits by what is asked of it, and nothing is yet."""
+    if "request" in getattr(partition, "keywords", {}):
+        return False
+    parameters = inspect.signature(partition).parameters
+    kinds = (parameter.kind for parameter in parameters.values())
+    return "request" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def calls_nested_regions(module: fx.GraphModule) -> bool:
+    """Whether a joint graph has regions that are partitioned before it, by themselves."""
+    call = torch.ops.higher_order.invoke_subgraph
+    return bool(module.graph.find_nodes(op="call_function", target=call))
+
+
+def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
+    """The nodes of a graph with the names of those of another trace of the same.
+
+    Raises RuntimeError where some are missing.
+    """
+    wanted = {node.name for node in nodes}
+    found = [node for node in graph.nodes if node.name in wanted]
+    if len(found) != len(wanted):
+        raise RuntimeError(f"{get_aot_graph_name()} was traced into another graph")
+    return found
+
+
+def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
+    """AOTAutograd's state and captured graph, to be compiled: which writes into both."""
+    state, capture = _own_copy((state, capture), {})
+    with unset_fake_temporarily():
+        # Its constants are real tensors.
+        capture.graph_module = copy.deepcopy(capture.graph_module)
+    return state, capture
+
+
+def _own_copy(value: Any, made: dict[int, Any]) -> Any:
+    """A copy of AOTAutograd's records and of all that is in them, but for tensors."""
+    if id(value) in made:
+        return made[id(value)]
+    kind, found = type(value), value
+    if kind in (list, tuple):
+        found = kind(_own_copy(each, made) for each in value)
+    elif kind is dict:
+        found = {key: _own_copy(each, made) for key, each in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = copy.copy(value)
+        made[id(value)] = found
+        for name, each in vars(value).items():
+            object.__setattr__(found, name, _own_copy(each, made))
+    made[id(value)] = found
+    return found
