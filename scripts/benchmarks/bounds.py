@@ -49,14 +49,14 @@ def bounds(plans: Sequence[tuple[str, Row]], by: str, exact: bool) -> Iterator[M
         yield from share_within(f"{near}, {by}", apart, 0.05, 0.9, show)
 
 
-def rising(steps: Steps, what: str, by: str, enforced: bool = False) -> Iterator[Mark]:
+def rising(steps: Steps, what: str, enforced: bool = False) -> Iterator[Mark]:
     """Each peak against that of the next larger budget."""
     pairs = [
         (low["peak"] / high["peak"], told(net, low))
         for net, found in steps.items()
         for high, low in neighbours(found)
     ]
-    yield from at_most(f"{what}, {by}", pairs, RISES, "at most 1", enforced=enforced)
+    yield from at_most(what, pairs, RISES, "at most 1", enforced=enforced)
 
 
 def neighbours(steps: Sequence[Row]) -> Iterator[tuple[Row, Row]]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +54,6 @@ NETS = tuple(net.name for net in nets.SMALL)
 BUDGETS = (0.0, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
 INDUCTOR_BUDGETS = (0.1, 0.5)
 # Plans that inductor schedules before it keeps one.
-JUDGED = 8
 PLANNED = ("gpt2", "llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
 PLANNED_BUDGETS = (0.1, 0.5)
 # What the partition may take, as a multiple of upstream's.
@@ -73,7 +71,6 @@ REPEATS = 3
 FACTS = {"repeats": REPEATS}
 KIND, KEY = "kind", ("net", "kind")
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
-BY = ("by estimates", "with the judge")
 
 
 def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
@@ -184,43 +181,19 @@ def allocated(net: nets.Net, budget: float) -> int:
         return training.measured(allocator=True).own_peak
 
 
-@contextmanager
-def judge(is_on: bool) -> Iterator[list[float]]:
-    """Let schedules judge, each plan's once for all budgets; tells seconds of each."""
-    if not is_on:
-        yield []
-        return
-    peak_judge: Any = importlib.import_module("torch._inductor.peak_judge")
-    measure = peak_judge.schedule_peak
-    known: dict[tuple[str, ...], int] = {}
-    seconds: list[float] = []
-
-    def measure_once(forward: Any, backward: Any, outputs: int) -> int:
-        saved = tuple(n.name for n in backward.graph.find_nodes(op="placeholder"))
-        if saved not in known:
-            started = time.perf_counter()
-            known[saved] = measure(forward, backward, outputs)
-            seconds.append(time.perf_counter() - started)
-        return known[saved]
-
-    with (
-        mock.patch.object(peak_judge, measure.__name__, measure_once),
-        config.patch(activation_memory_peak_judge=JUDGED),
-    ):
-        yield seconds
-
-
 def measure_inductor(net: nets.Net, budgets: Sequence[float]) -> Row:
-    """What inductor's own kernels have live, by estimated plans and by a judged one."""
+    """What inductor's own kernels have live, and what was said of that."""
     steps = []
-    for is_judged in (False, True):
-        with judge(is_judged):
-            for budget in budgets:
-                row = {"budget": budget, "is_judged": is_judged}
-                row["peak"], peak = allocated(net, budget), planned_peak()
-                steps.append(
-                    {**row, "predicted": peak.predicted, "allowed": peak.allowed}
-                )
+    for budget in budgets:
+        peak, planned = allocated(net, budget), planned_peak()
+        steps.append(
+            {
+                "budget": budget,
+                "peak": peak,
+                "predicted": planned.predicted,
+                "allowed": planned.allowed,
+            }
+        )
     return {"steps": steps}
 
 
@@ -433,19 +406,22 @@ def by_inductor(rows: Sequence[Row]) -> str:
         apart: float = step["predicted"] / step["peak"] - 1
         return apart
 
-    def near(is_judged: bool) -> str:
-        apart = [abs(off(step)) for step in steps if step["is_judged"] == is_judged]
-        return f"{sum(each <= 0.05 for each in apart)} of {len(apart)} {BY[is_judged]}"
-
     def cell(row: Row, at: int) -> str:
         step = row["steps"][at]
         text = f"{off(step):+.1%}"
-        text = text if abs(off(step)) <= 0.05 else f"**{text}**"
+        text = text if abs(off(step)) <= 0.02 else f"**{text}**"
         return f"{step['peak'] / 1e6:.1f} ({text})"
 
-    names = [f"{by}, at {b:g}" for by in BY for b in INDUCTOR_BUDGETS]
+    def kept(step: Row) -> bool:
+        return bool(step["peak"] <= step["allowed"] * 1.005)
+
+    names = [f"at {b:g}" for b in INDUCTOR_BUDGETS]
     cells = {n: functools.partial(cell, at=at) for at, n in enumerate(names)}
-    return f"{near(False)} are within 5 %, {near(True)}.\n\n" + columns(
+    near = sum(abs(off(step)) <= 0.02 for step in steps)
+    return (
+        f"{near} of {len(steps)} are within 2 %; {sum(map(kept, steps))} of {len(steps)} "
+        "steps are within what was allowed, or .5 % above.\n\n"
+    ) + columns(
         good(rows, kind="inductor"), {"net": lambda row: row["net"], **cells}
     )
 
@@ -493,9 +469,8 @@ def page(data: dict[str, Any]) -> str:
     if "inductor" in kinds:
         text += (
             "\n### What do inductor's kernels make of it?\n\nRun on a CPU, by its allocator: "
-            "the peak in MB of the plan that the estimates choose, and of the one that the "
-            f"judge keeps of {JUDGED}; in brackets how far what they said is off (bold: by "
-            "more than 5 %).\n\n" + by_inductor(rows)
+            "the peak in MB, and in brackets how far what the compile told is off (bold: by "
+            "more than 2 %).\n\n" + by_inductor(rows)
         )
     if "planning" in kinds:
         text += (

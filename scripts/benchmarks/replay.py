@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 from torch import fx, Tensor
 from torch._dynamo import device_interface
-from torch._inductor import compile_fx, config
+from torch._inductor import compile_fx, config, output_code
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
@@ -281,10 +281,12 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
             return [_on(torch.device("cpu"), value) for value in wrapper.call(moved)]
 
         run._boxed_call = True  # type: ignore[attr-defined]
+        run.memory = wrapper.memory  # type: ignore[attr-defined]
         return run
 
     def load(lowering: GraphLowering, wrapper: Any, *_: Any) -> Any:
         made = _runnable(wrapper.value)
+        made.memory = _told(lowering, wrapper.value)  # type: ignore[attr-defined]
         setattr(made, _ORIGINS, dict(_origins(graphs[-1], lowering)))
         wrappers.append(made)
         return made
@@ -302,6 +304,13 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
         nullcontext() if gpu is None else _partitioned_on_gpu(),
     ):
         yield functools.partial(compile_fx.compile_fx, inner_compile=inner_compile)
+
+
+def _told(lowering: GraphLowering, source: str) -> Any:
+    """What the patched torch reads from a wrapper; the untouched wheel has no reader."""
+    if not hasattr(output_code, "wrapper_memory"):
+        return None
+    return output_code.wrapper_memory(lowering, source)
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -39,7 +39,7 @@ from benchmarks.pages import (
     share_within,
     SIMULATED,
 )
-from benchmarks.peak import allocated, judge, JUDGED, steps_of
+from benchmarks.peak import allocated, steps_of
 from benchmarks.replay import compiled_for, GPUS, Live, Replay, replay
 from benchmarks.tracing import overlay
 from benchmarks.ways import budgeted
@@ -53,7 +53,7 @@ BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 BETWEEN = {"resnet50-224": 0.4, "unet-256": 0.4}
 # Of upstream's: by thirty-seconds, and those that stand in the table.
 SWEPT = tuple(sorted({*BUDGETS, *(n / 32 for n in range(33))}, reverse=True))
-KINDS = ("upstream", "saved", "peak", "judged")
+KINDS = ("upstream", "saved", "peak")
 ON_CPU = ("vit", "gpt2", "mlp-dropout", "bert", "llama-8")
 CPU_BUDGET = 0.2
 PLOTTED = (1.0, 0.2, 0.0)
@@ -94,11 +94,7 @@ def measure(task: fresh.Task) -> Row:
         return measure_on_cpu(task)
     if task["kind"] == "upstream":
         return {"steps": swept(task)}
-    with judge(task["kind"] == "judged") as seconds:
-        row: Row = {"steps": [measure_plan(task, budget) for budget in task["budgets"]]}
-    if seconds:
-        row["judge"] = {"plans": len(seconds), "seconds": round(sum(seconds), 1)}
-    return row
+    return {"steps": [measure_plan(task, budget) for budget in task["budgets"]]}
 
 
 def swept(task: fresh.Task) -> list[Row]:
@@ -117,10 +113,10 @@ def swept(task: fresh.Task) -> list[Row]:
 def measure_plan(task: fresh.Task, budget: float) -> Row:
     """The schedule's peak, and what was known of it before it was scheduled."""
     mode, module, inputs = nets.find(task["net"]).fake()
-    by_peak = task["kind"] in ("peak", "judged")
+    by_peak = task["kind"] == "peak"
     with (
         budgeted(budget, "peak" if by_peak else "saved"),
-        estimated(task["kind"] in ("saved", "peak")) as estimates,
+        estimated(task["kind"] != "upstream") as estimates,
         compiled_for(GPUS[task["gpu"]]) as backend,
         mode,
     ):
@@ -135,7 +131,8 @@ def measure_plan(task: fresh.Task, budget: float) -> Row:
     if task.get("_draw") and task["kind"] == "peak" and budget in PLOTTED:
         row["curve"] = found.curve
     if estimates:
-        (row["estimated"],) = estimates
+        # One for each plan that was compiled until one was within the peak.
+        row.update(estimated=estimates[-1], compiled=len(estimates))
     if by_peak and budget < 1:
         row["allowed"] = overlay("saved_report").last_plan().peak.allowed
     return row
@@ -199,22 +196,20 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     for most, share in ((0.05, 0.9), (0.1, 1.0)):
         what = f"estimates within {most:.0%} of the schedule's peak"
         yield from share_within(what, estimates, most, share)
-    for kind, by in (("peak", "by estimates"), ("judged", "with the judge")):
-        steps = steps_of(rows, kind)
-        over = [
-            (step["peak"] / step["allowed"] - 1, at)
-            for at, step in every(steps)
-            if "allowed" in step
-        ]
-        yield from share_within(
-            f"peak of the schedule / what the budget allows, {by}",
-            over,
-            *(0.005, 0.9 if kind == "peak" else 1.0),
-            "within +0.5% in {} of {} plans; {:+.1%} at most ({})",
-        )
-        what = "peak of the schedule / that at the next larger budget"
-        yield from rising(steps, what, by)
-    yield from judged_beside(steps_of(rows, "upstream"), steps_of(rows, "peak"))
+    steps = steps_of(rows, "peak")
+    over = [
+        (step["peak"] / step["allowed"] - 1, at)
+        for at, step in every(steps)
+        if "allowed" in step
+    ]
+    yield from share_within(
+        "peak of the schedule / what the budget allows",
+        over,
+        *(0.005, 1.0),
+        "within +0.5% in {} of {} plans; {:+.1%} at most ({})",
+    )
+    yield from rising(steps, "peak of the schedule / that at the next larger budget")
+    yield from judged_beside(steps_of(rows, "upstream"), steps)
 
 
 def judged_beside(
@@ -305,19 +300,20 @@ def page(data: dict[str, Any]) -> str:
         f"\nPeaks of inductor's schedule for {' and '.join(cards)}, forward "
         "and backward of one graph, MB by budget; in brackets how far the estimate "
         "is off. Plans are those of the untouched wheel (upstream), and of this set for "
-        f"saved bytes, for the peak, and for the peak with the judge of {JUDGED}; at "
-        "budget 1 they differ by what the set changes in inductor. lowest: at which budget, "
+        "saved bytes and for the peak; at budget 1 they differ by what the set changes in "
+        "inductor. lowest: at which budget, "
         f"out of how many; {len(SWEPT)} are the multiples of 1/32 from 0 to 1 and "
         "those above. Ours were scheduled at the budgets of the table alone.\n\n"
         + peaks(rows)
     )
-    by_net = [
-        f"{row['net']} {row['judge']['plans']} in {row['judge']['seconds']:.0f} s"
-        for row in rows
-        if "judge" in row
+    again = [
+        f"{row['net']} at {step['budget']:g} ({step['compiled']} plans)"
+        for row in good(rows, kind="peak")
+        for step in row["steps"]
+        if step.get("compiled", 1) > 1
     ]
-    if by_net:
-        text += f"\nPlans that the judge scheduled: {', '.join(by_net)}.\n"
+    if again:
+        text += f"\nCompiled again to be within the peak: {', '.join(again)}.\n"
     if len({row["net"] for row in rows}) == 1:
         text += "\nWhere the peak is:\n\n" + places(rows)
     return text + "\n" + measured_on(data["environment"], SIMULATED)

@@ -68,10 +68,8 @@ SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 # The blocks' own budgets of saved bytes, to compare with at the same peak.
 SAVED = tuple(n / 32 for n in range(32, -1, -1))
 INDUCTOR_SHARES = (1.0, 0.5, 0.1, 0.0)
-# How often inductor's schedule is asked, if it is.
-JUDGED = {0: "estimates", 8: "schedules"}
 CHECK = "one net, two shares, as CI does"
-KIND, KEY = "backend", ("net", "backend", "judge")
+KIND, KEY = "backend", ("net", "backend")
 LIMITS = fresh.Limits(seconds=6000, gigabytes=14)
 # A training of a net whose blocks are put to work in some ways.
 Make = Callable[[Ways], Training]
@@ -84,9 +82,7 @@ def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
         task: fresh.Task = {"net": name, "backend": OPERATORS, "shares": shares}
         yield {**task, "_saved": saved}
     for name in () if check else names:
-        for judge in JUDGED:
-            task = {"net": name, "backend": "inductor", "judge": judge}
-            yield {**task, "shares": INDUCTOR_SHARES}
+        yield {"net": name, "backend": "inductor", "shares": INDUCTOR_SHARES}
 
 
 # ------------------------------------------------------------ in a fresh process
@@ -104,8 +100,7 @@ def measure(task: fresh.Task) -> Row:
             return measure_upstream(make, backend, task["_saved"])
         if backend == OPERATORS:
             return measure_operators(net, make, task)
-        with config.patch(activation_memory_peak_judge=task["judge"]):
-            return measure_inductor(make, task)
+        return measure_inductor(make, task)
 
 
 def upstreams(module: str, task: fresh.Task) -> list[Row]:
@@ -259,13 +254,13 @@ def planning_watched() -> Iterator[tuple[list[float], list[float]]]:
 
 
 def by(row: Row) -> str:
-    """By what a plan's peak was predicted."""
-    return JUDGED[row["judge"]] if "judge" in row else "operators"
+    """What a step's peaks are of."""
+    return "operators" if row.get("backend") == OPERATORS else "inductor"
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     rows = good(rows)
-    for kind in ("operators", *JUDGED.values()):
+    for kind in ("operators", "inductor"):
         mine = [row for row in rows if by(row) == kind]
         exact = kind == "operators"
         steps: Steps = {row["net"]: row["steps"] for row in mine}
@@ -276,7 +271,8 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             if other["step"]["allowed"] >= other["step"]["floor"]
         ]
         yield from bounds([*every(steps), *as_others], f"by {kind}", exact)
-        yield from rising(steps, "peak at a share / at the next larger", kind, exact)
+        what = f"peak at a share / at the next larger, by {kind}"
+        yield from rising(steps, what, exact)
     yield from judged_beside(rows)
     compared = [
         (f"{row['net']} at {step['share']:g}", step["same_gradients"])

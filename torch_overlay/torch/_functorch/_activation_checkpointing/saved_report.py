@@ -36,7 +36,7 @@ from .rerun_cost import is_view, RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
     from .decision import Decision, Peak
@@ -296,18 +296,6 @@ def plan_of(forward: GraphModule) -> Optional[Plan]:
 def set_plan(forward: GraphModule, plan: Plan) -> None:
     """Let a forward have another plan than the one that it was split by."""
     forward.meta[_PLAN] = plan
-
-
-def without_report(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """A partitioner whose splits are not compiled, and have no plan to report."""
-
-    @functools.wraps(partition)
-    def split(*args: Any, **kwargs: Any) -> Any:
-        forward, backward = partition(*args, **kwargs)
-        forward.meta.pop(_PLAN, None)
-        return forward, backward
-
-    return split
 
 
 def keep_plan(forward: GraphModule, metadata: Any) -> None:

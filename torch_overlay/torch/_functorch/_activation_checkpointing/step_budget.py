@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
-from torch._functorch import config
 
 from .budget_options import is_number
 from .saved_report import format_bytes
@@ -53,6 +52,8 @@ log = logging.getLogger(__name__)
 
 __all__ = ["GraphUse", "StepBudget", "StepSummary"]
 
+# How often plans are chosen anew, as compiles tell what those hold that were chosen.
+_ROUNDS = 4
 # Of what eager code makes, what a step may leave behind and be recorded only once.
 _NEW = 0.01
 
@@ -244,30 +245,27 @@ class StepBudget:
                 self.warn(f"{graph.name} has no plan for a step: {graph.fault}")
         number = {graph: g for g, (graph, _) in enumerate(used)}
         found, given = moments(recorder, number), recorder.given_later()
-        # Rounds of plans that inductor schedules.
-        rounds: int = getattr(config, "activation_memory_peak_judge", 0)
-        while True:
+        allowed: Optional[int] = None
+        for _ in range(_ROUNDS):
             plans = [graph.plans.corrected() for graph, _ in used]
             calls = [slots.calls for _, slots in used]
             scales = [slots.scale for _, slots in used]
             curve = StepCurve(plans, calls, found, scales)
-            allowed = self._allowed(curve, given)
+            if allowed is None:
+                allowed = self._allowed(curve, given)
             plan = curve.within(allowed)
-            # Those that the bound is made of have to be true as well.
-            made_of = plan, curve.plans[0], curve.unbudgeted
-            judged = [
-                graph.judge({p for each in made_of for p in each.choices[g]})
-                for graph, g in number.items()
-                if rounds
+            # What a compile tells may show that another plan is needed.
+            told = [
+                graph.compile(choice, self)
+                for graph, choice in zip(number, plan.choices)
             ]
-            if not any(judged):
+            if not any(told):
                 break
-            rounds -= 1
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
-                f"the lowest peak found is {format_bytes(plan.peak + beyond)}; the step "
-                "uses that plan"
+                f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and "
+                f"{format_bytes(allowed + beyond)} are allowed; the step uses that plan"
             )
         uses = _uses(used, plans, plan)
         self.plan = StepSummary(

@@ -7,7 +7,6 @@ the joint graph that was traced, by each other plan that a call is to run by.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import logging
 import weakref
@@ -23,9 +22,10 @@ from torch._guards import compile_context, CompileContext, tracing, TracingConte
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import memory_budget, planning, saved_report
+from . import memory_budget, planning
 from .compiled_peak import (
     calls_nested_regions,
+    CompiledPeaks,
     fresh_copy,
     nodes_named_as,
     takes_request,
@@ -177,7 +177,6 @@ class Graph:
         self._is_nested = calls_nested_regions(self._capture.graph_module)
         if self._is_nested:
             self.fault = "it calls nested compiled regions, which have their own plans"
-        self._is_fused = False
         self._is_retained = False
         self._variants: dict[int, Callable[..., Any]] = {}
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
@@ -265,75 +264,47 @@ class Graph:
         ):
             yield
 
-    def judge(self, plans: Iterable[int]) -> bool:
-        """Let inductor's schedules tell what plans hold; whether that is new of one."""
-        new = sorted({*plans} - self.plans.judged.keys()) if self._is_fused else []
-        for plan in new:
-            try:
-                with self._as_traced():
-                    self.plans.judged[plan] = self._schedule(plan)
-            except Exception as error:
-                log.debug("no judge for %s", self.name, exc_info=error)
-                self._is_fused = False
-                log.warning(
-                    "%s could not be scheduled, so its peaks are estimates: %s: %s",
-                    self.name,
-                    type(error).__name__,
-                    error,
-                )
-                return False
-        return bool(new)
+    def compile(self, plans: Iterable[int], budget: StepBudget) -> bool:
+        """Compile by plans; whether what is known of one of their peaks is new."""
+        known = len(self.plans.told)
+        for plan in sorted({*plans}):
+            self._variant(plan, budget)
+        return len(self.plans.told) > known
 
-    def _schedule(self, plan: int) -> tuple[int, int]:
-        """What a plan's forward and backward hold, as a :class:`GraphPlan` has it."""
-        # A patch of its own brings it, and the option.
-        peak_judge = importlib.import_module("torch._inductor.peak_judge")
-
-        split: list[GraphModule] = []
-
-        def keep(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            split.append(graph)
-
-            def call(_: list[Any]) -> None:
-                raise AssertionError("scheduled only")
-
-            call._boxed_call = True  # type: ignore[attr-defined]
-            return call
-
-        self._compiled(plan, (keep, keep))
-        forward, backward = split
-        model: Any = self.plans.model
-        peaks = peak_judge.schedule_peaks(forward, backward, self._num_fwd_outputs)
-        return peaks[0], peaks[1] - model.held_by_caller
-
-    def _compiled(self, plan: Optional[int], compilers: Any = None) -> Any:
-        """Split and compile a copy of the joint graph by a plan, None for the lean one.
-
-        With ``compilers`` that are given, to see what they get: no report has that plan.
-        """
+    def _compiled(self, plan: Optional[int]) -> Any:
+        """Split and compile a copy of the joint graph by a plan, None for the lean one."""
         # Splitting a graph writes down in there what it finds.
         state, capture = fresh_copy(self._state, self._capture)
         # Of another plan, what does not compile has to be known before it runs. But the
         # backward of a graph that is retained is compiled when that is seen.
         is_another = bool(self._variants) and not self._is_retained
-        is_seen = compilers is not None
         state.aot_config = replace(
             state.aot_config,
             cache_info=None,
-            force_non_lazy_backward_lowering=is_another or is_seen,
+            force_non_lazy_backward_lowering=is_another,
         )
-        if not is_seen:
-            forward, backward = self._compilers
-            compilers = (
-                _marked(forward, self._forward),
-                _marked(backward, self._backward),
-            )
+        compiled = CompiledPeaks(*self._compilers)
+
+        def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
+            result = compiled.backward(module, inputs)
+            model = self.plans.model
+            if compiled.peaks is not None and model is not None:
+                index = self.lean if plan is None else plan
+                forward, backward = compiled.peaks
+                self.plans.told[index] = forward, backward - model.held_by_caller
+            return result
+
         partition = self._partition
         if not self._is_nested and takes_request(partition):
-            partition = functools.partial(partition, request=_Variant(self, plan))
-        if is_seen:
-            partition = saved_report.without_report(partition)
-        return self._compile_graph(state, capture, partition, *compilers)
+            request = _Variant(self, plan, compiled)
+            partition = functools.partial(partition, request=request)
+        return self._compile_graph(
+            state,
+            capture,
+            partition,
+            _marked(compiled.forward, self._forward),
+            _marked(compile_backward, self._backward),
+        )
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()
@@ -411,7 +382,7 @@ class Graph:
         )
         chosen = memory_budget.decide(graph, graph.budget if is_only else 1)
         self.plans = plan_graph(graph, chosen.saved_values, is_only)
-        self.fault, self._is_fused = "", graph.fused
+        self.fault = ""
         self.lean = self.plans.leanest(calls_assumed())
 
 
@@ -420,8 +391,10 @@ class _Variant(NamedTuple):
 
     graph: Graph
     plan: Optional[int]
+    compiled: CompiledPeaks
 
     def decide(self, graph: Planner) -> Decision:
+        self.compiled.num_fwd_outputs = graph.num_fwd_outputs
         return self.graph.decide(graph, self.plan)
 
 

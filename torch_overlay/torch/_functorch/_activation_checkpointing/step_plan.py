@@ -82,7 +82,7 @@ class GraphPlans:
 
     Its inputs are ``primals`` and, for the backward, then ``tangents``, so many of each;
     ``sizes`` are their bytes, and those of each storage, by the ``model``.  For those
-    that a schedule ``judged``, true bytes are known of ``forward`` and ``backward``.
+    that were compiled, ``told`` has the bytes of ``forward`` and ``backward``.
     """
 
     plans: list[GraphPlan]
@@ -91,17 +91,17 @@ class GraphPlans:
     tangents: int = 0
     sizes: Sequence[dict[int, int]] = ()
     model: Optional[Program] = None
-    judged: dict[int, tuple[int, int]] = field(default_factory=dict)
+    told: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def corrected(self) -> GraphPlans:
-        """The plans by scheduled peaks; the others as that which keeps about as much."""
-        if not self.judged:
+        """The plans by what was told; the others as that which keeps about as much."""
+        if not self.told:
             return self
         plans = []
         for plan in self.plans:
-            # A plan that was judged is the nearest to itself.
+            # A plan that is known is the nearest to itself.
             near = min(
-                self.judged,
+                self.told,
                 key=lambda index: (
                     self.plans[index] != plan,
                     abs(self.plans[index].kept - plan.kept),
@@ -111,7 +111,7 @@ class GraphPlans:
             forward, backward = (
                 math.ceil(nbytes * true / max(estimate, 1))
                 for nbytes, true, estimate in zip(
-                    plan[1:3], self.judged[near], self.plans[near][1:3]
+                    plan[1:3], self.told[near], self.plans[near][1:3]
                 )
             )
             plans.append(plan._replace(forward=forward, backward=backward))
@@ -125,8 +125,8 @@ class GraphPlans:
         own: dict[int, int] = {}
         for index in released:
             own.update(self.sizes[index])
-        # What schedules tell has tangents to the end, and does not know of the others.
-        if self.model is None or not own or self.judged:
+        # What a compile tells has tangents to the end, and does not know of the others.
+        if self.model is None or not own or self.told:
             return [plan.backward for plan in self.plans]
         model = self.model.releasing(own)
         beside = model.held_by_caller + sum(own.values())
