@@ -278,8 +278,8 @@ def test_what_needs_a_patch_is_left_out_with_it(release_tree):
         "memory-budget": "it needs random-ops",
         "saved-report": "it needs memory-budget",
         "peak-budget": "it needs saved-report",
-        "step-budget": "it needs peak-budget",
-        "peak-judge": "it needs step-budget",
+        "compiled-peak": "it needs peak-budget",
+        "step-budget": "it needs compiled-peak",
     }
     assert not result.conflicts
 

@@ -46,7 +46,7 @@ NETS = nets.WHOLE
 NEEDS_CUDA = True
 RANKS = 8
 GPU = "h100"
-KIND, KEY = "judge", ("net", "judge")
+KIND, KEY = "backend", ("net",)
 LIMITS = step.LIMITS
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = (
@@ -57,9 +57,8 @@ ATTENTION = (
 
 def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
     for name in names or NETS:
-        yield {"net": name, "judge": 0, "shares": step.SHARES}
-        task = {"net": name, "judge": 8, "shares": step.SHARES, "checkpoints": True}
-        yield {**task, "_saved": step.SAVED}
+        task = {"net": name, "backend": "inductor", "shares": step.SHARES}
+        yield {**task, "checkpoints": True, "_saved": step.SAVED}
 
 
 # ------------------------------------------------------------ in a fresh process
@@ -162,8 +161,7 @@ def measure(task: fresh.Task) -> Row:
         if is_upstreams:
             return step.measure_upstream(make, backend, task["_saved"])
         checkpoints = CHECKPOINTS if task.get("checkpoints") else {}
-        with config.patch(activation_memory_peak_judge=task["judge"]):
-            return step.measure_steps(make, backend, task, saved, checkpoints, on_fakes)
+        return step.measure_steps(make, backend, task, saved, checkpoints, on_fakes)
 
 
 # ------------------------------------------------------------------- report

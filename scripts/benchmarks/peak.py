@@ -53,7 +53,6 @@ from benchmarks.ways import budgeted, compiled, OPERATORS, swept, Training
 NETS = tuple(net.name for net in nets.SMALL)
 BUDGETS = (0.0, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
 INDUCTOR_BUDGETS = (0.1, 0.5)
-# Plans that inductor schedules before it keeps one.
 PLANNED = ("gpt2", "llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
 PLANNED_BUDGETS = (0.1, 0.5)
 # What the partition may take, as a multiple of upstream's.

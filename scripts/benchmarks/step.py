@@ -13,8 +13,7 @@ of saved bytes, with a checkpoint around each block, and compiled as one graph t
 held to the same peak. The blocks' own budgets are upstream's, swept on the untouched
 wheel. Peaks are bytes of live storages of a running step, operator by operator, beyond
 those that are there when it starts; flops are those of the whole step. With inductor,
-peaks are the allocator's, of plans by estimates and of plans for which its schedule was
-asked.
+peaks are the allocator's.
 """
 
 from __future__ import annotations

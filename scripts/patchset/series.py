@@ -20,7 +20,6 @@ from .topics import (
     memory_budget,
     min_cut,
     peak_budget,
-    peak_judge,
     random_ops,
     saved_report,
     solver_by_name,
@@ -46,8 +45,7 @@ SERIES = tuple(
         peak_budget,
         compiled_peak,
         step_budget,
-        peak_judge,
-        exact_by_default,
+            exact_by_default,
         config_solver_name,
     )
 )

@@ -96,10 +96,6 @@ def _options() -> dict[str, _Option]:
             lambda value: value is None or _is_count(value, 1, _MOST),
             f"a number of calls from 1 to {_MOST:,}, or None",
         ),
-        "activation_memory_peak_judge": _Option(
-            lambda value: _is_count(value, 0, _MOST) and value != 1,
-            f"a number of plans from 2 to {_MOST:,}, or 0 for none",
-        ),
         "drop_unread_arguments": _Option(
             lambda value: isinstance(value, bool), "True or False"
         ),

@@ -193,9 +193,8 @@ def _asked(
     capture: Any, partition: Callable[..., Any], compilers: Sequence[Any]
 ) -> Optional[PeakBytes]:
     """The peak that is asked of a graph whose compilers tell what they hold, or None."""
-    judge = getattr(config, "activation_memory_peak_judge", 0)
     tells = isinstance(compilers[0], SerializableAOTDispatchCompiler)
-    if judge or not tells or not takes_request(partition):
+    if not tells or not takes_request(partition):
         return None
     if calls_nested_regions(capture.graph_module):
         return None
