@@ -7,7 +7,7 @@ _OUTPUT_CODE = "torch/_inductor/output_code.py"
 _IMPORT = "from .runtime.autotune_cache import AutotuneCacheBundler\n"
 _SOURCE = "        self.runnable_graph_str = runnable_graph_str\n"
 _IMPORTED = "from .wrapper_memory import wrapper_memory\n"
-_NEXT_IMPORT = "from .. import config\n"
+_CONFIG = "from .. import config\n"
 _STAGE = "def aot_stage2_autograd(\n"
 
 PATCH = Patch(
@@ -39,8 +39,8 @@ warning that has both numbers. The backward is compiled with the forward for tha
         ),
         Edit(
             GRAPH_COMPILE,
-            anchor=_NEXT_IMPORT,
-            replacement=_NEXT_IMPORT
+            anchor=_CONFIG,
+            replacement=_CONFIG
             + "from .._activation_checkpointing.compiled_peak import within_peak\n",
         ),
         Edit(GRAPH_COMPILE, anchor=_STAGE, replacement="@within_peak\n" + _STAGE),

@@ -4,7 +4,7 @@ from ..patch import CONFIG, Edit, GRAPH_COMPILE, module_path, Patch
 
 
 _COMPILERS = "        inference_compiler = fw_compiler\n"
-_CONFIG = "from .. import config\n"
+_NEXT_IMPORT = "from .aot_autograd_result import"
 _IMPORT = (
     "from .._activation_checkpointing.frozen_layers import without_unread_arguments\n"
 )
@@ -42,8 +42,8 @@ drop_unread_arguments = True
         ),
         Edit(
             GRAPH_COMPILE,
-            anchor=_CONFIG,
-            replacement=_CONFIG + _IMPORT,
+            anchor=_NEXT_IMPORT,
+            replacement=_IMPORT + _NEXT_IMPORT,
         ),
         Edit(
             GRAPH_COMPILE,

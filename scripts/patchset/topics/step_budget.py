@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Optional
+
 from ..patch import (
     AUTOGRAD_CACHE,
     Edit,
@@ -9,12 +11,26 @@ from ..patch import (
 )
 
 
-_NEXT_IMPORT = "from .aot_autograd_result import"
-_STAGE = "return aot_stage2_autograd("
 _INDENT = " " * 16
 _LOADED = (
     f"{_INDENT}compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)\n"
 )
+
+
+def _stage(
+    indent: str, since: tuple[int, int] = (2, 13), until: Optional[tuple[int, int]] = None
+) -> Edit:
+    """Where graphs that need gradients are compiled."""
+    return Edit(
+        GRAPH_COMPILE,
+        anchor=f"{indent}return aot_stage2_autograd(",
+        replacement=f"{indent}from .._activation_checkpointing.step_graph import for_step\n"
+        f"\n{indent}return for_step(aot_stage2_autograd)(",
+        inside="aot_stage2_compile",
+        since=since,
+        until=until,
+    )
+
 
 PATCH = Patch(
     name="step-budget",
@@ -44,18 +60,8 @@ recorded again.
     ),
     needs=("compiled-peak", "frozen-layers"),
     edits=(
-        Edit(
-            GRAPH_COMPILE,
-            anchor=_NEXT_IMPORT,
-            replacement="from .._activation_checkpointing.step_graph import for_step\n"
-            + _NEXT_IMPORT,
-        ),
-        Edit(
-            GRAPH_COMPILE,
-            anchor=_STAGE,
-            replacement="return for_step(aot_stage2_autograd)(",
-            inside="aot_stage2_compile",
-        ),
+        _stage(" " * 8, until=(2, 14)),
+        _stage(" " * 12, since=(2, 15)),
         Edit(
             AUTOGRAD_CACHE,
             anchor=_LOADED,
