@@ -39,7 +39,7 @@ from torch._dynamo.exc import RestartAnalysis
 from .budget_options import is_number
 from .saved_report import format_bytes
 from .step_graph import Graph, running, Slots, Step
-from .step_plan import GraphPlans, StepCurve, StepPlan
+from .step_plan import GraphPlans, Moment, StepCurve, StepPlan
 from .step_recorder import moments, Recorder
 
 
@@ -245,22 +245,19 @@ class StepBudget:
                 self.warn(f"{graph.name} has no plan for a step: {graph.fault}")
         number = {graph: g for g, (graph, _) in enumerate(used)}
         found, given = moments(recorder, number), recorder.given_later()
-        allowed: Optional[int] = None
+        plans, curve = self._curve(used, found)
+        # Of estimates but for the lean plans. It stays, whatever is told from here on.
+        allowed = self._allowed(curve, given)
+        plan = curve.within(allowed)
         for _ in range(_ROUNDS):
-            plans = [graph.plans.corrected() for graph, _ in used]
-            calls = [slots.calls for _, slots in used]
-            scales = [slots.scale for _, slots in used]
-            curve = StepCurve(plans, calls, found, scales)
-            if allowed is None:
-                allowed = self._allowed(curve, given)
-            plan = curve.within(allowed)
-            # What a compile tells may show that another plan is needed.
             told = [
                 graph.compile(choice, self)
                 for graph, choice in zip(number, plan.choices)
             ]
             if not any(told):
                 break
+            plans, curve = self._curve(used, found)
+            plan = curve.within(allowed)
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
@@ -280,6 +277,15 @@ class StepBudget:
         for (_, slots), choice in zip(used, plan.choices):
             slots.choice = choice
         log.info("%s", self)
+
+    def _curve(
+        self, used: Sequence[tuple[Graph, Slots]], found: Sequence[Moment]
+    ) -> tuple[list[GraphPlans], StepCurve]:
+        """The plans for a step, by what its graphs' compiles have told so far."""
+        plans = [graph.plans.corrected() for graph, _ in used]
+        calls = [slots.calls for _, slots in used]
+        scales = [slots.scale for _, slots in used]
+        return plans, StepCurve(plans, calls, found, scales)
 
     def _allowed(self, curve: StepCurve, given: int) -> int:
         if self.share is not None:
