@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|techniques|fuzz [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|fuzz [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | peak | step | schedule | blocks | techniques | fuzz) ;;
+  solvers | kept | frozen | peak | step | schedule | blocks | fuzz) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -24,8 +24,6 @@ $usage
                needs no GPU, but a torch built with CUDA (an hour)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
                budget for the step keeps and computes again (half an hour)
-  techniques   what saves memory in training and what it costs, on one model, ours or
-               yours: peak memory against step time (a quarter of an hour)
   fuzz         random programs of operators: whether all plans compute the same, bit for bit,
                and whether peaks are those predicted (100 programs: ten minutes)
 

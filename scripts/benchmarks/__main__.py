@@ -61,7 +61,7 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
         help="these alone, or your own as module:function; others stay in FILE",
     )
     add(
-        *("--kind", "--technique"),
+        "--kind",
         nargs="+",
         help=f"by their {benchmark.KIND}: these alone, likewise",
     )

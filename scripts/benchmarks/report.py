@@ -2,8 +2,8 @@
 
 ``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and
 ``<!-- report end -->`` and is made from ``results/NAME.json`` by the benchmark of that
-name, as it prints it; the README's ``headline`` from the techniques, and the RFC's from
-those of the peak and of the step. A figure stands beside its result.
+name, as it prints it; the README's ``headline`` from a quickstart on a larger net, and
+the RFC's from those of the peak and of the step. A figure stands beside its result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import peak, step, techniques
+from benchmarks import peak, quickstart, step
 from benchmarks.pages import markdown
 
 
@@ -52,15 +52,13 @@ def releases(data: dict[str, Any]) -> str:
     )
 
 
-BENCHMARKS = [
+BENCHMARKS = (
     *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
-    "techniques",
-]
+)
 FIGURES = ("peak", "step", "schedule", "blocks")
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "headline": ("techniques", techniques.headline),
-    "lowest_peaks": ("techniques", techniques.lowest_peaks),
+    "headline": ("techniques", quickstart.headline),
     "rising": ("peak", peak.rising),
     "peak_summary": ("peak", peak.summary),
     "step_summary": ("step", step.summary),

@@ -50,31 +50,20 @@ def checkpointed(**options: Any) -> Way:
     return way
 
 
-def autocast(device: str) -> Way:
-    def way(forward: Forward) -> Forward:
-        def narrow(*inputs: Any) -> Any:
-            with torch.autocast(device, torch.bfloat16):
-                return forward(*inputs)
-
-        return narrow
-
-    return way
-
-
-def chosen_modules(module: nn.Module, pattern: str) -> list[nn.Module]:
-    """Submodules whose whole name the pattern matches, none inside another."""
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Submodules whose whole name `MODULES` matches, none inside another."""
     inner = module.module if isinstance(module, LossOf) else module
     names = [name for name, _ in inner.named_modules() if name]
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(f"{outer}.") for outer in chosen)
-        if re.fullmatch(pattern, name) and not inside:
+        if re.fullmatch(MODULES, name) and not inside:
             chosen.append(name)
     if not chosen:
         outermost = [name for name in names if name.count(".") < 2]
         raise ValueError(
-            f"no submodule's name is matched by {pattern!r}; there are "
-            f"{', '.join(outermost[:12])}, ...; choose with --modules"
+            f"no submodule's name is matched by {MODULES!r}; there are "
+            f"{', '.join(outermost[:12])}, ..."
         )
     return [inner.get_submodule(name) for name in chosen]
 
@@ -101,8 +90,6 @@ class Training:
         net: Net,
         whole: Ways = (),
         blocks: Ways = (),
-        modules: str = MODULES,
-        device: str = "cpu",
         fake: bool = False,
         beside: bool = False,
         optimizer: Optional[Callable[..., torch.optim.Optimizer]] = None,
@@ -113,10 +100,10 @@ class Training:
         if fake:
             self.mode, self.module, self.inputs = net.fake()
         else:
-            self.module, self.inputs = net.make(device)
+            self.module, self.inputs = net.make()
         self.parameters: list[Tensor] = list(self.module.parameters())
         self.parameters += [each for each in self.inputs if each.requires_grad]
-        self.blocks = chosen_modules(self.module, modules) if blocks else []
+        self.blocks = blocks_of(self.module) if blocks else []
         for block in self.blocks:
             block.forward = put_to_work(block.forward, blocks)
         self.forward = put_to_work(self.module, whole)
@@ -157,17 +144,10 @@ class Training:
         return allocations(self.step).peak
 
     def seconds(self) -> float:
-        """Of a step: CPU seconds of one thread, or on CUDA those that passed."""
-        if not self.inputs[0].is_cuda:
-            # What else the machine does is left out.
-            start = time.process_time()
-            self.step()
-            return time.process_time() - start
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+        """CPU seconds of a step, of one thread: what else the machine does is left out."""
+        start = time.process_time()
         self.step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return time.process_time() - start
 
 
 def put_to_work(forward: Forward, ways: Ways) -> Forward:
@@ -200,8 +180,7 @@ def swept(
 
     def compile_for(budget: float) -> Row:
         with budgeted(budget):
-            training = make(backend).warmed()
-            return found(training.measured(allocator=training.inputs[0].is_cuda))
+            return found(make(backend).warmed().measured())
 
     with sweep.noted(graphs):
         compile_for(1.0)
