@@ -35,11 +35,11 @@ def example(tmp_path):
 def compiled(model, batch):
     """The paths of the modules whose products the backward repeats; the gradients."""
     torch._dynamo.reset()
-    with observed() as observer:
+    with observed() as found:
         step = torch.compile(model, backend="aot_eager_decomp_partition")
         loss = step(batch[:, :-1], batch[:, 1:])
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    asked = observer.instance
+    asked = found[-1]
     paths = {
         list(node.meta["nn_module_stack"].values())[-1][0]
         for i, node in enumerate(asked.nodes)

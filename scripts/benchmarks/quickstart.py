@@ -159,21 +159,21 @@ def measure_solver(
         # A cached plan would be served without partitioning.
         enable_autograd_cache=False,
     )
-    with budgeted(BUDGET), choice, observed() as observer:
+    with budgeted(BUDGET), choice, observed() as asked:
         net = nets.find(task["model"])
         step = Training(net, whole=compiled(OPERATORS)).warmed().measured()
-    asked = observer.instance
     row = {
         "solver": solver,
         "saved_bytes": step.saved_bytes,
         "error": relative_error(step.gradients, wanted),
         "choice": None,
     }
-    if asked is not None:
-        used = corpus.used(asked.memory, asked.saved)
-        problem = asked.memory, asked.budget, asked.saved
+    if asked:
+        last = asked[-1]
+        used = corpus.used(last.memory, last.saved)
+        problem = last.memory, last.budget, last.saved
         row["choice"] = {
-            "items": len(asked.memory),
+            "items": len(last.memory),
             "used": used,
             "over": corpus.over(*problem),
             "kept_promise": corpus.keeps_promise(solver, *problem),

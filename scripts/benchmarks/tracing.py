@@ -161,21 +161,14 @@ class Instance:
     saved: list[int]
 
 
-@dataclass
-class Observer:
-    """The last knapsack that was solved."""
-
-    instance: Optional[Instance] = None
-
-
 # The backends imported the partitioner by name, each into a module of its own.
 BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
 
 
 @contextmanager
-def observed() -> Iterator[Observer]:
-    """Watch what the solver is asked and answers."""
-    observer = Observer()
+def observed() -> Iterator[list[Instance]]:
+    """Watch what the solver is asked and answers, the last time at the end."""
+    found: list[Instance] = []
     module = overlay("memory_budget")
     ask = module.ask_solver
 
@@ -184,10 +177,8 @@ def observed() -> Iterator[Observer]:
         saved = ask(items, capacity)
         memory = list(map(items.limits.size, items.memory))
         budget = items.limits.size(capacity)
-        observer.instance = Instance(
-            items.nodes, memory, items.runtimes, budget, list(saved)
-        )
+        found.append(Instance(items.nodes, memory, items.runtimes, budget, list(saved)))
         return saved
 
     with mock.patch.object(module, ask.__name__, watched):
-        yield observer
+        yield found
