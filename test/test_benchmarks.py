@@ -42,6 +42,23 @@ def chain():
     return Chain(), {"x": torch.randn(ROWS, SIDE)}
 
 
+class Deep(nn.Module):
+    """Large activations, of which a plan in the middle has the fewest alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(SIDE, SIDE) for _ in range(12))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).sin().exp()
+        return x.sum()
+
+
+def deep():
+    return Deep(), (torch.randn(64 * ROWS, SIDE),)
+
+
 def no_loss():
     return nn.Linear(SIDE, SIDE), (torch.randn(ROWS, SIDE),)
 
@@ -188,14 +205,15 @@ def test_step_budget_saves_memory():
 
 
 def test_the_sweep_of_upstreams_budgets_gives_its_lowest():
-    budgets = (1.0, 0.8, 0.5, 0.0)
-    task = quickstart.sweep_of_upstream(own(chain), budgets)
+    budgets = (1.0, 0.5, 0.25, 0.0)
+    task = quickstart.sweep_of_upstream(own(deep), budgets)
     assert task["torch"] == fresh.UNTOUCHED
     row = {**task, **quickstart.measure(task)}
     peaks = [step["peak"] for step in row["sweep"]]
-    assert row["peak_bytes"] == min(peaks)
+    assert row["peak_bytes"] == min(peaks) < peaks[0]
     assert [b for s in row["sweep"] for b in s["budgets"]] == [*budgets]
-    larger = {**technique(quickstart.UPSTREAM, 0.5), "technique": quickstart.UPSTREAM}
+    larger = technique(quickstart.UPSTREAM, 0.5, deep)
+    larger["technique"] = quickstart.UPSTREAM
     assert larger["peak_bytes"] in peaks
     found = quickstart.lowest([{**larger, "budget": 0.5}, row], quickstart.UPSTREAM)
     assert found["peak_bytes"] == min(peaks)
