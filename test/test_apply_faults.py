@@ -219,10 +219,8 @@ def cut(content):
     [
         None,
         cut,
-        lambda content: b"",
         lambda content: b"{}",
         lambda content: b"[]",
-        lambda content: b"\xff\x00",
         lambda content: content.replace(b'"torch/', b'"../torch/', 1),
         lambda content: content.replace(b'"applied"', b'"?"'),
         lambda content: content.replace(b'"mode": ', b'"mode": "x", "m": ', 1),
@@ -242,19 +240,6 @@ def test_damaged_journal(root, damage):
         words = f"{place}: {'damaged' if damage else 'missing'}"
         result = refuses(1, words, *action, root, tree=root)
         assert f"delete {root / STATE_NAME}" in result.text
-
-
-def test_a_file_where_the_state_goes(root):
-    before = snapshot(root)
-    (root / STATE_NAME).write_text("mine\n")
-    for action in ACTIONS:
-        refuses(1, f"{STATE_NAME}: in the way", *action, root, tree=root)
-    (root / STATE_NAME).rename(root / f"{STATE_NAME}.new")
-    refuses(1, f"{STATE_NAME}.new: Not a directory", root, tree=root)
-    (root / f"{STATE_NAME}.new").unlink()
-    assert run(root).code == 0
-    assert run("--reverse", root).code == 0
-    assert snapshot(root) == before
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -313,18 +298,6 @@ def wheel(release_tree, tmp_path):
     return place
 
 
-def test_a_folder_is_no_torch(bare, root, monkeypatch):
-    """An empty folder imports as a namespace, of no file."""
-    python, packages = bare
-    monkeypatch.chdir(root)
-    call = ("--installed", "--python", python)
-    refuses(2, "no torch is installed there", *call, tree=root)
-    (packages / "torch/_functorch").mkdir(parents=True)
-    for action in ACTIONS:
-        words = f"{packages}: not a PyTorch tree (no torch/__init__.py)"
-        refuses(2, words, *action, *call, tree=root)
-
-
 def test_torch_is_uninstalled_under_the_set(bare, wheel):
     python, packages = bare
     pip(python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
@@ -343,16 +316,6 @@ def test_torch_is_uninstalled_under_the_set(bare, wheel):
     assert images.LEFT_OVER in status.states.values()
     assert images.APPLIED not in status.states.values()
     assert "left over from before torch was installed again" in status.text
-    # Also without what tells when they came, and then they are taken for ours.
-    (packages / STATE_NAME).rename(packages / "state")
-    assert run("--status", *call).states == status.states
-    refuses(1, "no journal tells", "--reverse", *call, tree=packages)
-    assert run(*call).code == 0
-    assert run("--reverse", *call).code == 0
-    (packages / "state").rename(packages / "old")
-    shutil.rmtree(packages / "old")
-    assert snapshot(packages) == pristine
-
     assert run(*call).code == 0
     assert snapshot(packages).keys() == written.keys()
     pip(python, "uninstall", "--yes", "torch")
@@ -362,15 +325,9 @@ def test_torch_is_uninstalled_under_the_set(bare, wheel):
     assert snapshot(packages) == pristine
 
 
-@pytest.mark.parametrize("form", ["absolute", "relative", "here"])
-def test_the_torch_that_pythonpath_has(bare, root, monkeypatch, form):
+def test_the_torch_that_pythonpath_has(bare, root, monkeypatch):
     monkeypatch.chdir(root.parent)
-    path = {"absolute": str(root), "relative": root.name, "here": f"{os.pathsep}x"}[
-        form
-    ]
-    if form == "here":
-        monkeypatch.chdir(root)
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYTHONPATH", root.name)
     command = [SCRIPT, "--status", "--json", "--installed", "--python", bare[0]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -453,16 +410,3 @@ def test_commits_that_cannot_be_made(repository):
         result = run(*action, "--commit", *few, repository)
         assert len(result.report["commits"]) == len(_KEPT), result.text
         assert git(repository, "status", "--porcelain") == ""
-
-
-def test_output_is_short(root, capsys):
-    assert apply.main([str(root)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert f"patches: {len(SERIES)} applied" in lines[1] and len(lines) == 4
-    result = run("--reverse", root)
-    assert CONFIG in result.report["files"] and images.FAULTY not in str(result.report)
-    assert set(result.states.values()) == {"taken off"}
-    assert apply.main(["-v", str(root)]) == 0
-    out = capsys.readouterr().out
-    assert f"  wrote {CONFIG}\n" in out
-    assert all(f"  {patch.name} " in out for patch in SERIES)

@@ -3,15 +3,12 @@
 import os
 import sys
 import textwrap
-import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import fresh, nets, quickstart
+from benchmarks import fresh, quickstart
 from benchmarks.meters import relative_error, TOLERANCE
 from torch import nn
 
@@ -63,30 +60,8 @@ def no_loss():
     return nn.Linear(SIDE, SIDE), (torch.randn(ROWS, SIDE),)
 
 
-def not_a_pair():
-    return 3
-
-
 def own(function):
     return f"{__name__}:{function.__name__}"
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("llama-9", "no model named 'llama-9'; there are llama-8"),
-        (
-            "no_such_module:make",
-            "ModuleNotFoundError: No module named 'no_such_module'",
-        ),
-        (f"{__name__}:not_a_pair", r"returned int, not \(model, inputs\)"),
-        (f"{__name__}:no_loss", r"Linear returned a tensor of shape \[128, 32\]"),
-    ],
-)
-def test_what_is_wrong_with_a_model_is_said(spec, message):
-    with pytest.raises(ValueError, match=message):
-        module, inputs = nets.find(spec).make()
-        module(*inputs)
 
 
 # ------------------------------------------------------------- fresh process
@@ -138,32 +113,6 @@ def test_untouched_tasks_run_on_the_wheel(measure):
     assert patched["file"] == torch.__file__
     assert Path(wheel["file"]).is_relative_to(sys.prefix)
     assert not os.path.samefile(wheel["file"], torch.__file__)
-
-
-def ends(process, seconds=5):
-    """Whether a process does, soon; whose parent is gone may stay as a zombie."""
-    for _ in range(10 * seconds):
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.1)
-                continue
-        return True
-    return False
-
-
-def test_interrupt_ends_what_was_running(measure, tmp_path):
-    """The task starts another process, of a session of its own, and interrupts the run."""
-    noted = tmp_path / "processes"
-    body = (
-        "import subprocess\n"
-        "other = subprocess.Popen(['sleep', '50'], start_new_session=True)\n"
-        f"pathlib.Path({str(noted)!r}).write_text(f'{{os.getpid()}} {{other.pid}}')\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
-        "time.sleep(10)"
-    )
-    with pytest.raises(KeyboardInterrupt):
-        measure(body, {})
-    assert all(ends(int(process)) for process in noted.read_text().split())
 
 
 # --------------------------------------------------------------- quickstart

@@ -147,14 +147,6 @@ def test_killed_assemble_leaves_nothing_at_its_destination(tmp_path, steps):
     assert not (staging / "stale").exists() and not place.exists()
 
 
-def test_checkout_that_does_not_import_is_not_handed_out(tmp_path):
-    """Of a part of torch that has nothing to import the rest with."""
-    files = {p: e for p, e in WHEEL.files.items() if p.count("/") == 1}
-    with pytest.raises(checkout.Refusal, match="No module named"):
-        checkout.assemble(replace(WHEEL, files=files), tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-
-
 def test_import_from_elsewhere_is_a_fault(tmp_path):
     (tmp_path / KNAPSACK).parent.mkdir(parents=True)
     (tmp_path / KNAPSACK).write_text("__file__ = '/elsewhere.py'\n")
@@ -171,50 +163,21 @@ def test_assemble_refuses_a_folder_that_is_not_its_own(tmp_path):
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize(
-    "changed, damage",
-    [
-        # Of the same length: only the checksum tells.
-        (
-            "torch/_functorch/partitioners.py",
-            lambda b: b.replace(b"import", b"imporT", 1),
-        ),
-        ("torch/lib/libtorch_cpu.so", lambda content: b""),
-        ("torch/nn/functional.py", None),
-    ],
-)
-def test_assemble_refuses_an_altered_installation(tmp_path, changed, damage):
-    """A wheel of a part of torch, RECORD and all, with one file altered or gone."""
+def test_assemble_refuses_an_altered_installation(tmp_path):
+    """A wheel of a part of torch, RECORD and all, with one file altered."""
     for path in SOME.files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).symlink_to(WHEEL.root / path)
     wheel = replace(SOME, root=tmp_path)
     assert not any(checkout.is_altered(wheel, path) for path in SOME.files)
-    if damage:
-        rewrite(tmp_path / changed, damage)
-    else:
-        (tmp_path / changed).unlink()
+    # Of the same length: only the checksum tells.
+    rewrite(tmp_path / PARTITIONERS, lambda b: b.replace(b"import", b"imporT", 1))
     with pytest.raises(checkout.Refusal, match="force-reinstall") as refusal:
         checkout.assemble(wheel, tmp_path / "x")
-    assert changed in str(refusal.value) and not (tmp_path / "x").exists()
+    assert PARTITIONERS in str(refusal.value) and not (tmp_path / "x").exists()
 
 
 # --------------------------------------------------------------------- link
-
-
-def test_moved_checkout_is_unlinked_too(small, tmp_path):
-    before = snapshot(small)
-    checkout.link(small, LITTLE)
-    # As an import leaves it, in a folder that was made for links.
-    (small / "torchgen/packaged/autograd/__pycache__").mkdir()
-    (small / "torchgen/packaged/autograd/__pycache__/x.pyc").touch()
-    unlink(small.rename(tmp_path / "moved"))
-    assert snapshot(tmp_path / "moved") == before
-
-
-def test_link_refuses_what_is_no_checkout(tmp_path):
-    assert "not a PyTorch checkout" in run("link", tmp_path, expect=2)
-    assert "not a folder" in run("link", tmp_path / "none", expect=2)
 
 
 @pytest.mark.parametrize(

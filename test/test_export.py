@@ -72,14 +72,6 @@ def test_no_edit_is_of_a_line_that_another_wrote():
             assert second.anchor not in added, (one, other, second.anchor)
 
 
-def test_export_refuses(checkout, tmp_path, capsys):
-    root = checkout("2.13.0")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/file").touch()
-    assert export.main([str(root), str(tmp_path / "full")]) == 2
-    assert "not an empty folder" in capsys.readouterr().err
-
-
 def test_every_script_is_documented():
     """A page names each script, and each explains itself."""
     pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 from benchmarks.meters import allocations, CountedStorages, record_step
-from torch.utils.checkpoint import checkpoint
 
 
 BACKEND = "aot_eager_decomp_partition"
@@ -52,22 +51,6 @@ def test_bytes_of_a_few_operators(record):
     assert left == 6 + 1000
 
 
-def test_what_was_there_before_is_given():
-    x = torch.ones(10, dtype=torch.uint8)
-    with CountedStorages([torch.ones(5)]) as recorder:
-        y = x[2:].clone()
-        # The tensor of the call above is gone.
-        assert (recorder.given, recorder.risen) == (20 + 10, 8 - 20)
-    assert y.numel() == 8
-
-
-def test_small_tensor_from_python_is_born_when_it_is_made():
-    with CountedStorages() as recorder:
-        x = torch.tensor([1.0, 2.0])
-        assert (recorder.given, recorder.risen) == (0, 8)
-    assert x.numel() == 2
-
-
 # ------------------------------------------------------------ training step
 
 
@@ -99,24 +82,3 @@ def test_step_of_a_chain(allocator, compiled):
     assert found.peak - found.given == found.own_peak
     products = 4 if compiled else 5
     assert found.own_peak == pytest.approx(products * MATRIX + LOSS, abs=2 * LOSS)
-
-
-def test_checkpoint_saves_its_inputs_only():
-    weights = matrices(5)
-    x = torch.ones(SIDE, SIDE)
-
-    def products(x, *weights):
-        return functools.reduce(torch.matmul, weights, x)
-
-    def step():
-        # The state of the random generator would be saved as well.
-        run = functools.partial(
-            checkpoint, products, use_reentrant=False, preserve_rng_state=False
-        )
-        return run(run(x, *weights[:2]), *weights[2:]).sum()
-
-    plain = record_step(functools.partial(chain, x, *weights), weights)
-    for weight in weights:
-        weight.grad = None
-    assert plain.saved_bytes == 4 * MATRIX
-    assert record_step(step, weights, x, allocator=True).saved_bytes == MATRIX

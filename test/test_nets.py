@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from benchmarks import nets
-from benchmarks.tracing import CUDAAttention, overlay
+from benchmarks.tracing import overlay
 from benchmarks.ways import budgeted, compiled, OPERATORS, Training
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def test_small_nets_give_each_parameter_a_gradient():
@@ -27,17 +25,6 @@ def test_small_nets_give_each_parameter_a_gradient():
 def test_net_of_real_size_has_its_parameters(name, parameters):
     _, module, _ = nets.NETS[name].fake()
     assert sum(p.numel() for p in module.parameters()) == parameters
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_as_on_cuda_takes_grouped_heads(dtype):
-    with FakeTensorMode():
-        query = torch.randn(2, 4, 32, 16, dtype=dtype, requires_grad=True)
-        key, value = torch.randn(2, 2, 2, 32, 16, dtype=dtype, requires_grad=True)
-        with CUDAAttention():
-            mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-        gradients = torch.autograd.grad(mixed.sum(), [query, key, value])
-    assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
 
 
 NARROW = {

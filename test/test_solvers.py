@@ -82,10 +82,10 @@ def check_optimal(memory, runtime, budget):
 
 
 @st.composite
-def instances(draw, most):
+def instances(draw):
     """Instances with ties, scales and repetitions, and a budget where it hurts."""
     seed = draw(st.integers(0, 2**32 - 1))
-    count = draw(st.integers(1, most))
+    count = draw(st.integers(1, 15))
     note(f"seed={seed} count={count}")
     return random_instance(random.Random(seed), count)
 
@@ -128,7 +128,7 @@ def random_runtime(r, is_float):
 
 
 @settings(max_examples=int(os.environ.get("FUZZ", 500)), deadline=None, print_blob=True)
-@given(instances(15))
+@given(instances())
 def test_equals_the_oracle(instance):
     check_optimal(*instance)
 
@@ -138,34 +138,6 @@ def test_equals_the_oracle_on_hard_classes():
         r = random.Random(f"{kind}-{seed}")
         memory, runtime = corpus.pisinger(kind, r.randrange(5, 25), 200, r)
         check_optimal(memory, runtime, sum(memory) * r.uniform(0.2, 0.8))
-
-
-@settings(max_examples=60, deadline=None, print_blob=True)
-@given(instances(25), st.lists(st.floats(-0.5, 1.5), min_size=1, max_size=12))
-def test_budgets_equal_single_solves(instance, shares):
-    memory, runtime, budget = instance
-    budgets = [share * math.fsum(memory) for share in shares] + [budget, math.inf]
-    many = exact.solve_knapsack_budgets(memory, runtime, budgets)
-    for b, solution in zip(budgets, many, strict=True):
-        check(memory, runtime, b, solution)
-        one = exact.solve_knapsack(memory, runtime, b)
-        assert (solution.value, solution.proven) == (one.value, one.proven)
-
-
-def test_capped_answers():
-    """Never below greedy, with a true bound, and only proven if it is."""
-    unproven = 0
-    for kind in corpus.HARD_CLASSES:
-        memory, runtime = corpus.pisinger(kind, 30, 300, random.Random(kind))
-        memory, runtime = memory + [0.0], runtime + [1000]
-        budget = sum(memory) // 2
-        optimum = pareto_optimum(memory, runtime, budget)
-        for most in (0, 1, 50, 2000):
-            capped = exact.solve_knapsack(memory, runtime, budget, max_states=most)
-            check(memory, runtime, budget, capped)
-            assert capped.value <= optimum <= capped.upper_bound <= 1.05 * optimum
-            unproven += not capped.proven
-    assert unproven > 10
 
 
 def test_more_kinds_than_are_searched():
@@ -248,14 +220,6 @@ def check_against_upstream_dp(memory, runtimes, budget):
     assert len(set(dp_values(memory, small, budget))) == 1
     dp, hirschberg, theirs = dp_values(memory, runtimes, budget)
     assert dp == hirschberg >= theirs * (1 - 1e-12)
-
-
-def test_equals_upstream_dp_on_hard_classes():
-    for kind, n in itertools.product(corpus.HARD_CLASSES, [1, 20, 400]):
-        r = random.Random(f"{kind} {n}")
-        sizes, runtimes = corpus.pisinger(kind, n, 10**7, r)
-        shares = [size / sum(sizes) for size in sizes]
-        check_against_upstream_dp(shares, runtimes, r.uniform(0.05, 0.95))
 
 
 @pytest.mark.parametrize("net", corpus.instances(), ids=str)

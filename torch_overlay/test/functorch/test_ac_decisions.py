@@ -9,14 +9,11 @@ import functools
 import itertools
 import unittest
 
-from test_ac_random_ops import AOT, configured, PARTITIONS, Plan, plans
+from test_ac_random_ops import AOT, configured, PARTITIONS, plans
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.compilers import nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -30,12 +27,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-
-try:
-    from torch._functorch._activation_checkpointing.saved_report import last_plan
-    from torch._functorch._activation_checkpointing.step_budget import StepBudget
-except ImportError:  # Those patches are not there, or the release is too old for them.
-    last_plan = StepBudget = None
 
 aten = torch.ops.aten
 ROWS, WIDTH, EXPERTS = 32, 8, 4
@@ -171,35 +162,9 @@ route.register_autograd(
 )
 
 
-@torch.library.custom_op("test_ac_decisions::dispatch", mutates_args=())
-def dispatch(experts: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return experts[chosen]
-
-
-@dispatch.register_fake
-def _(experts, chosen):
-    return experts.new_empty(*chosen.shape, experts.shape[-1])
-
-
-@torch.library.custom_op("test_ac_decisions::collect", mutates_args=())
-def collect(grad: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return grad.new_zeros(EXPERTS, grad.shape[-1]).index_add(0, chosen, grad)
-
-
-@collect.register_fake
-def _(grad, chosen):
-    return grad.new_empty(EXPERTS, grad.shape[-1])
-
-
-dispatch.register_autograd(
-    lambda ctx, grad: (collect(grad, *ctx.saved_tensors), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-)
-
-
 def by_library(x, scores, experts):
     best, chosen = route(scores)
-    return x * dispatch(experts, chosen) * best.unsqueeze(1)
+    return x * experts[chosen] * best.unsqueeze(1)
 
 
 NETS["library"] = (by_library, torch.ops.test_ac_decisions.route, 4 + 4)
@@ -341,36 +306,6 @@ class DecisionsTest(TestCase):
             (went.sum() + loss).backward()
             expected = torch.bincount(went.long(), minlength=8)
             self.assertEqual(experts.grad, expected.float())
-        if last_plan is not None:
-            names = {value.op for value in last_plan().recomputed}
-            self.assertNotIn("aten.topk.default", names)
-            self.assertTrue(names)
-
-    @unittest.skipIf(StepBudget is None, "without budgets for a step")
-    def test_a_step(self):
-        made = []
-
-        def watched(joint_module, joint_inputs, **options):
-            split = min_cut_rematerialization_partition(
-                joint_module, joint_inputs, **options
-            )
-            nodes = list(joint_module.graph.nodes)
-            made.append(Plan(nodes, *split, options["num_fwd_outputs"]))
-            return split
-
-        backend = aot_autograd(fw_compiler=nop, partition_fn=watched)
-        function, (x, *weights) = net(by_topk)
-        for share in (0, 0.2, 0.5, 0.8):
-            torch._dynamo.reset()
-            made.clear()
-            block = torch.compile(function, backend=backend)
-            budget = StepBudget(share=share)
-            for _ in range(3):
-                with budget:
-                    sum(block(part, *weights) for part in x.split(8)).backward()
-            self.assertIsNotNone(budget.plan)
-            self.assertGreater(len(made), 1)
-            self.assertFalse(any(plan.repeats(aten.topk) for plan in made))
 
 
 instantiate_parametrized_tests(DecisionsTest)

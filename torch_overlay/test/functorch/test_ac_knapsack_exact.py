@@ -11,7 +11,6 @@ from fractions import Fraction
 
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack
 from torch._functorch._activation_checkpointing.knapsack_exact import (
-    exact_knapsack,
     solve_knapsack,
     solve_knapsack_budgets,
 )
@@ -92,19 +91,6 @@ class TestExactKnapsack(TestCase):
                 self.assertTrue(solution.proven)
                 self.assertTrue(solution.value == float(best))
 
-    @all_families
-    def test_budget_on_a_sum_of_sizes_and_beside_it(self, family):
-        for seed in range(40):
-            rng = random.Random(seed)
-            memory, runtimes = family(rng, rng.randrange(2, 30))
-            some = rng.sample(range(len(memory)), rng.randrange(1, len(memory)))
-            on = math.fsum(memory[i] for i in some)
-            worth = math.fsum(runtimes[i] for i in some)
-            for budget in (math.nextafter(on, 0), on, math.nextafter(on, math.inf)):
-                solution = self.solve(memory, runtimes, budget)
-                if budget >= on and solution.proven:
-                    self.assertGreaterEqual(solution.value, worth)
-
     def test_budget_on_a_sum_of_sizes_with_a_tiny_common_step(self):
         # The step is so small that rounding of the sizes reaches half of it.
         memory, runtimes = [], []
@@ -140,10 +126,6 @@ class TestExactKnapsack(TestCase):
             capped = self.solve(memory, runtimes, budget, max_states=max_states)
             self.assertGreaterEqual(capped.value, greedy)
             self.assertGreaterEqual(capped.upper_bound, best.value)
-
-    def test_answer_in_upstream_form(self):
-        answer = exact_knapsack([0.5, 0.25, 0.25], [3, 2, 2], 0.5)
-        self.assertEqual(answer, (4, [1, 2], [0]))
 
 
 instantiate_parametrized_tests(TestExactKnapsack)

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
 
-from test_ac_random_ops import tick, ticks
-
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
@@ -34,7 +32,6 @@ from torch._functorch._activation_checkpointing import (
 from torch._functorch._activation_checkpointing.liveness import lower_bound
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._functorch.compilers import nop
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor.utils import fresh_cache
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import (
@@ -198,39 +195,13 @@ class Scaled(torch.autograd.Function):
         return grad * x.cos() * ctx.rows
 
 
-class Sine(torch.autograd.Function):
-    """Saves its argument; each backward needs that in another way."""
+class ViewFirst(torch.autograd.Function):
+    """Views what may have to be computed again, and needs it later."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.sin()
-
-
-class Early(Sine):
-    """Computes in the backward what needs no gradient, long before it is used."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        grad = grad * 2
-        cosines = torch.cat(4 * [x.cos()])
-        largest = torch.cat(4 * [grad]).amax()
-        return cosines.unflatten(0, (4, -1)).amax(0) * grad * (1 + largest)
-
-
-class ConstantFirst(Sine):
-    """Makes a constant before it needs what may have to be computed again."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        grad = grad * 2
-        return torch.addcmul(grad, x, torch.ones_like(grad))
-
-
-class ViewFirst(Sine):
-    """Views what may have to be computed again, and needs it later."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -299,47 +270,12 @@ def region(x, w):
     return dense(x, w)
 
 
-def several_results(x, w):
-    first, second = (x @ w).tanh().chunk(2, -1)
-    top = torch.topk(second.exp(), 4, -1)
-    y = torch.cat((first.exp() + top.values, second.sin()), -1)
-    normed, *rest = torch.native_layer_norm(y, y.shape[-1:], None, None, 1e-5)
-    return (normed * rest[1]).tanh()
-
-
-def views(x, w):
-    y = (x @ w).tanh()
-    z = y.view(-1, 2, y.shape[-1] // 2).transpose(0, 1)
-    flat = z[1].t().reshape(-1).exp().view(z.shape[-1], -1)
-    y = torch.cat((z[0], flat.t()), -1)
-    return y.as_strided(y.shape, y.stride()).exp().tanh()
-
-
 def branch(x, w):
     return torch.cond(x.sum() > 0, dense, lambda x, w: (x @ w).cos(), (x, w))
 
 
 def shaped(x, w):
     return (Scaled.apply((x @ w).tanh().exp()) / x.shape[0]).sin()
-
-
-def early(x, w):
-    return Early.apply(x @ w)
-
-
-def frozen_convolutions():
-    class Normed(nn.Module):
-        def forward(self, x):
-            return x / torch.cat(4 * [x.detach()]).amax()
-
-    # The peak is in the forward, while the masks of the wide layers are kept.
-    widths = (3, 16, 16, 16, 16, 2, 2)
-    pairs = zip(widths, widths[1:])
-    layers = [(nn.Conv2d(i, o, 1), nn.ReLU()) for i, o in pairs]
-    layers.insert(4, (Normed(),))
-    model = Loss(*(part for some in layers for part in some)).requires_grad_(False)
-    model.layers[0].requires_grad_(True)
-    return case(model.double(), torch.randn(2, 3, 8, 8).double())
 
 
 def masks():
@@ -355,21 +291,11 @@ def masks():
 CASES = {
     "dense": (lambda: layers(dense), 0.4),
     "checkpoint": (lambda: layers(checkpointed()),),
-    "several_results": (lambda: layers(several_results),),
-    "views": (lambda: layers(views),),
-    "early": (lambda: layers(early),),
     # What one checkpoint hands to the next is a view.
     "checkpointed_view": (
         lambda: layers(checkpointed(lambda x, w: (x @ w).sin().t().contiguous().t())),
     ),
-    # Or one of two results, both of which are made again.
-    "checkpointed_part": (
-        lambda: layers(
-            checkpointed(lambda x, w: Variance.apply(torch.cat((x, x.sin())) @ w))
-        ),
-    ),
     "symbolic_shapes": (lambda: layers(shaped), 0, {"dynamic": True}),
-    "frozen_convolutions": (frozen_convolutions,),
     "masks": (masks, 0.4),
 }
 
@@ -401,10 +327,6 @@ def returns_early(x, w, *buffers):
     return [*returns_from_a_checkpoint(x, w), tall(x.detach())]
 
 
-def constant_first(x, w, *buffers):
-    return [checkpointed(lambda x, w: ConstantFirst.apply(tall(x @ w)))(x, w)]
-
-
 def view_first(x, w, *buffers):
     return [checkpointed(lambda x, w: ViewFirst.apply(tall(x @ w)))(x, w)]
 
@@ -434,7 +356,6 @@ RETURNING = (
     returns_from_a_checkpoint,
     returns_early,
     returns_large,
-    constant_first,
     view_first,
     writes_back,
     writes_back_at_the_end,
@@ -622,7 +543,7 @@ class PeakBudgetTest(TestCase):
         with self.assertLogs(LOGS, "WARNING") as said:
             found = self.plan(joint, 1, peak_bytes=floor - 1)
         self.assertEqual(len(said.output), 1)
-        self.assertIn(f" {floor - 1},", said.output[0])
+        self.assertIn(f"{floor - 1} bytes are allowed", said.output[0])
         self.assertIn(f" {floor} bytes", said.output[0])
         self.assertEqual(found.saved_values, lowest.saved_values)
         # With room for it, kernels get the plan of budget 1 as it is.
@@ -645,10 +566,6 @@ class PeakBudgetTest(TestCase):
                 message = re.escape(f"{option} is {value!r}; it must be")
                 with self.assertRaisesRegex(RuntimeError, message):
                     self.plan(joint, 0.5, **given)
-        for budget in (1.5, True, "0.5", torch.tensor(0.5)):
-            message = re.escape(f"budget is {budget!r}; it must be")
-            with self.assertRaisesRegex(RuntimeError, message):
-                self.plan(joint, budget)
 
     def test_the_cache_keeps_the_plan_and_its_warning(self):
         given = layers(torch.matmul, 1)
@@ -672,7 +589,7 @@ class PeakBudgetTest(TestCase):
                 with self.assertLogs(LOGS, "WARNING") as said:
                     self.assertEqual(word(peak_bytes=1), hits)
                 self.assertEqual(len(said.output), 1)
-                self.assertIn("activation_memory_peak_bytes is 1,", said.output[0])
+                self.assertIn("1 bytes are allowed", said.output[0])
 
     @parametrize("name", CASES)
     def test_peaks_and_gradients(self, name):
@@ -709,9 +626,9 @@ class PeakBudgetTest(TestCase):
     def test_policies_hold(self):
         def kept(policy):
             self.check(layers(checkpointed(policy=policy)), 0.5)
-            return [v.op for v in last_plan().saved if v.why != "input"]
+            return {v.op: v.why for v in last_plan().saved if v.why != "input"}
 
-        self.assertEqual(kept(CheckpointPolicy.MUST_SAVE), ["aten.mm.default"] * 2)
+        self.assertEqual(kept(CheckpointPolicy.MUST_SAVE), {"aten.mm.default": "user"})
         self.assertNotIn("aten.mm.default", kept(CheckpointPolicy.MUST_RECOMPUTE))
 
     @parametrize("function", OVERWRITTEN)
@@ -728,19 +645,6 @@ class PeakBudgetTest(TestCase):
         expected = run(function)
         with configured(0):
             self.assertEqual(run(torch.compile(function, backend=backend)), expected)
-
-    def test_effects_happen_once(self):
-        handle = _register_effectful_op(tick._opoverload, _EffectType.ORDERED)
-        try:
-            given = layers(lambda x, w: tick(dense(x, w)).tanh())
-            expected = step(given.function, given)
-            with configured(0), self.assertNoLogs(LOGS, "WARNING"):
-                compiled = self.compiled(given)
-                ticks.clear()
-                self.assertEqual(step(compiled, given).gradients, expected.gradients)
-                self.assertEqual(len(ticks), 2)
-        finally:
-            handle.destroy()
 
     def test_graph_breaks(self):
         def broken(x, *weights):

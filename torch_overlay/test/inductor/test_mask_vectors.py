@@ -54,14 +54,11 @@ class TestCPUBoolVectors(TestCase):
         self.check(store, values(dtype))
         self.check(load, values(torch.float) > 0, values(dtype))
 
-    def test_a_mask_is_stored_as_bytes(self):
-        code = self.check(lambda x: (x > 0,), values(torch.float))
-        self.assertIn("at::vec::convert<uint8_t,1,int32_t,1>(", code)
-
-    def test_a_mask_is_loaded_as_bytes(self):
+    def test_masks_are_bytes_in_memory(self):
         x = values(torch.float)
-        code = self.check(lambda mask, x: (torch.where(mask, x, 0),), x > 0, x)
+        code = self.check(lambda mask, x: (torch.where(mask, x, 0), x > 0), x > 0, x)
         self.assertIn("at::vec::Vectorized<uint8_t>::loadu(in_ptr0", code)
+        self.assertIn("at::vec::convert<uint8_t,1,int32_t,1>(", code)
 
 
 instantiate_parametrized_tests(TestCPUBoolVectors)
