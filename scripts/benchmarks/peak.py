@@ -420,9 +420,7 @@ def by_inductor(rows: Sequence[Row]) -> str:
     return (
         f"{near} of {len(steps)} are within 2 %; {sum(map(kept, steps))} of {len(steps)} "
         "steps are within what was allowed, or .5 % above.\n\n"
-    ) + columns(
-        good(rows, kind="inductor"), {"net": lambda row: row["net"], **cells}
-    )
+    ) + columns(good(rows, kind="inductor"), {"net": lambda row: row["net"], **cells})
 
 
 def planning(rows: Sequence[Row]) -> str:

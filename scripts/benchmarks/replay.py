@@ -286,7 +286,7 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
 
     def load(lowering: GraphLowering, wrapper: Any, *_: Any) -> Any:
         made = _runnable(wrapper.value)
-        made.memory = _told(lowering, wrapper.value)  # type: ignore[attr-defined]
+        made.memory = _told(lowering, wrapper.value)
         setattr(made, _ORIGINS, dict(_origins(graphs[-1], lowering)))
         wrappers.append(made)
         return made

@@ -45,7 +45,7 @@ SERIES = tuple(
         peak_budget,
         compiled_peak,
         step_budget,
-            exact_by_default,
+        exact_by_default,
         config_solver_name,
     )
 )

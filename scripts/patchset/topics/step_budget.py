@@ -18,7 +18,9 @@ _LOADED = (
 
 
 def _stage(
-    indent: str, since: tuple[int, int] = (2, 13), until: Optional[tuple[int, int]] = None
+    indent: str,
+    since: tuple[int, int] = (2, 13),
+    until: Optional[tuple[int, int]] = None,
 ) -> Edit:
     """Where graphs that need gradients are compiled."""
     return Edit(

@@ -18,7 +18,7 @@ import inspect
 import logging
 import math
 from dataclasses import is_dataclass, replace
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch.fx as fx
-    from torch._inductor.wrapper_memory import WrapperMemory
+    from ..._inductor.wrapper_memory import WrapperMemory
     from .decision import Decision
     from .memory_budget import Planner
     from .peak_budget import PlannedPeak
@@ -53,7 +53,6 @@ __all__ = [
     "calls_nested_regions",
     "fresh_copy",
     "nodes_named_as",
-    "owned_by_backward",
     "peaks_of",
     "takes_request",
     "within_peak",
@@ -78,9 +77,10 @@ class CompiledPeaks:
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         # A compiler may change the graph.
-        self._results = _names(output_node(module).args[0])
-        self._primals = module.graph.find_nodes(op="placeholder")
-        self._storages = {get_node_storage(node) for node in self._primals}
+        results: Any = output_node(module).args[0]
+        self._results = _names(results)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._storages = {get_node_storage(node) for node in placeholders}
         compiled = self._compilers[0](module, inputs)
         self._memory = getattr(compiled, "memory", None)
         return compiled
@@ -128,12 +128,12 @@ def peaks_of(
         tangent_bytes: of the tangents.
     """
     returned = {*forward.results[:num_fwd_outputs]} - {None}
-    owned = owned_by_backward(results, saved, forward, num_fwd_outputs)
+    owned = _owned_by_backward(results, saved, forward, num_fwd_outputs)
     held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
     return forward.peak(), backward.peak(owned) + held
 
 
-def owned_by_backward(
+def _owned_by_backward(
     results: Sequence[Optional[str]],
     saved: Sequence[Optional[str]],
     forward: WrapperMemory,
@@ -294,6 +294,8 @@ class _Search:
         if plans is None or plan is None or self.peaks.peaks is None:
             return
         kept = saved_report.last_plan()
+        if kept.peak is None:
+            return
         waiting = self.asked.calls - 1
         told = max(self.peaks.peaks) + waiting * kept.activation_bytes
         self.told[plan] = told
@@ -308,7 +310,6 @@ class _Search:
                 plans.allowed,
             )
             raise _Over
-        assert kept.peak is not None
         peak = kept.peak._replace(predicted=told, compiled=True)
         if self.asked.limit is None and self.asked.budget == 0:
             # That is the lowest that was found.
