@@ -32,9 +32,8 @@ warning that has both numbers. The backward is compiled with the forward for tha
         Edit(
             _OUTPUT_CODE,
             anchor=_SOURCE,
-            replacement="        self.memory = wrapper_memory(\n"
-            '            graph, getattr(self, "source_code", "")\n'
-            "        )\n" + _SOURCE,
+            replacement="        self.memory = "
+            'wrapper_memory(graph, getattr(self, "source_code", ""))\n' + _SOURCE,
             inside="__init__",
         ),
         Edit(
