@@ -26,7 +26,7 @@ warning that has both numbers. The backward is compiled with the forward for tha
 """,
     test="test/inductor/test_compiled_peak.py",
     sources=(module_path("compiled_peak"), "torch/_inductor/wrapper_memory.py"),
-    needs=("peak-budget",),
+    needs=("peak-budget", "buffer-reuse"),
     edits=(
         Edit(_OUTPUT_CODE, anchor=_IMPORT, replacement=_IMPORT + _IMPORTED),
         Edit(

@@ -628,6 +628,20 @@ class StepBudgetTest(TestCase):
             wanted = unbudgeted(Net(2, "inductor", dropout=0.1), batch())
         self.assertEqual(gradients, wanted, rtol=1e-5, atol=1e-6)
 
+    def test_what_compiles_tell(self):
+        lower = 0
+        for share in (0.0, 0.6):
+            torch._dynamo.reset()
+            with fresh_cache():
+                model, budget = Net(2, "inductor"), StepBudget(share=share)
+                steps(budget, model, batch())
+                peak = measured(budget, model, batch())
+            plan = budget.plan
+            self.assertEqual(plan.predicted_peak, peak, rtol=0.005, atol=0)
+            self.assertLessEqual(plan.predicted_peak, plan.allowed)
+            self.assertLess(lower, peak)
+            lower = peak
+
     def test_patterns_of_inductor(self):
         # Traced and run in the first step of a process.
         def train(model, x):
