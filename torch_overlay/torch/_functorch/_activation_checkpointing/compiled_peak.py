@@ -251,16 +251,10 @@ class _Search:
             try:
                 self.plans = GraphPeaks(self.asked, graph)
             except Exception as error:
-                # `planning.decide` meets it again, and says so.
+                # `planning.by_config` meets it again, and says so.
                 log.debug("no plans for %s", get_aot_graph_name(), exc_info=error)
         if self.plans is None:
-            return planning.decide(
-                graph.joint,
-                graph.info,
-                graph.num_fwd_outputs,
-                graph.budget,
-                fused=graph.fused,
-            )
+            return planning.by_config(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
         self.plan = self._next(self.plans)
         decision = self.plans.decision(graph, self.plan)

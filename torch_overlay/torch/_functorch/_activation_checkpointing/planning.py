@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Request", "SavedBytes", "decide", "requested"]
+__all__ = ["Request", "SavedBytes", "by_config", "decide", "requested"]
 
 
 class Request(Protocol):
@@ -83,9 +83,12 @@ def decide(
     given or a custom solver raises.
     """
     graph = Planner(joint_graph, node_info, num_fwd_outputs, budget, fused)
-    if request is not None:
-        return request.decide(graph)
-    request = requested(budget)
+    return by_config(graph) if request is None else request.decide(graph)
+
+
+def by_config(graph: Planner) -> Decision:
+    """What the config asks of a graph, or the fallback that `decide` has for it."""
+    request = requested(graph.budget)
     try:
         return request.decide(graph)
     except WrongAnswer:
@@ -96,7 +99,7 @@ def decide(
             "%s gets upstream's plan, which bounds upstream's own estimate of saved bytes "
             "at budget %g; %s cannot be planned: %s: %s",
             get_aot_graph_name(),
-            budget,
+            graph.budget,
             request,
             type(error).__name__,
             error,

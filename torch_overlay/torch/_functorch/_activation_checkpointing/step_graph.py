@@ -360,13 +360,7 @@ class Graph:
             except Exception as error:
                 log.debug("no plans for %s", self.name, exc_info=error)
                 self.fault = f"{type(error).__name__}: {error}"
-                return planning.decide(
-                    graph.joint,
-                    graph.info,
-                    graph.num_fwd_outputs,
-                    graph.budget,
-                    fused=graph.fused,
-                )
+                return planning.by_config(graph)
         model: Any = self.plans.model
         index = self.lean if plan is None else plan
         evaluation = model.evaluate(self.plans.plans[index].storages)
