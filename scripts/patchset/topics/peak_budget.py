@@ -63,7 +63,7 @@ activation_memory_budget_target = "saved"
 activation_memory_peak_bytes: int | None = None
 
 # Safety margin: fraction by which the real peak of inductor's kernels may exceed the
-# estimate. Plans stay below the bound by as much, unless inductor has scheduled them.
+# estimate. A plan is chosen that much below the bound.
 activation_memory_peak_margin = 0.05
 
 # How many calls of a graph wait for their backward at once, for the target "peak" and a

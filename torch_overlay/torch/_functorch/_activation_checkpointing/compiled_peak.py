@@ -127,9 +127,9 @@ def peaks_of(
         forward: the memory of its wrapper; ``backward`` likewise.
         tangent_bytes: of the tangents.
     """
-    returned = {*forward.results[:num_fwd_outputs]} - {None}
     owned = _owned_by_backward(results, saved, forward, num_fwd_outputs)
-    held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
+    returned = filter(None, {*forward.results[:num_fwd_outputs]})
+    held = sum(nbytes for _, nbytes in returned) + tangent_bytes
     return forward.peak(), backward.peak(owned) + held
 
 
