@@ -3,9 +3,10 @@
 The planner of the activation memory budget estimates what inductor's kernels hold.  What
 they do hold is in the wrappers that inductor generates, which every compile reads
 (:mod:`torch._inductor.wrapper_memory`).  Where that is above the peak asked for, the
-estimates are corrected by it, and the joint graph is split and compiled anew by another
-plan, before anything has run.  Of `TRIES` plans that are all above, the lowest is kept,
-and a warning has both numbers.
+joint graph is split and compiled anew, before anything has run: by the same plan without
+the fusions that raise a graph's peak, where inductor has a guard against those, and then
+by another plan, as the estimates are corrected by what was told.  Of `TRIES` compiles
+that are all above, the lowest is kept, and a warning has both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.
 """
@@ -17,8 +18,9 @@ import functools
 import inspect
 import logging
 import math
+from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
-from typing import Any, Optional, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
@@ -26,6 +28,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._functorch._aot_autograd.utils import _is_tangent
+from torch._inductor import config as inductor_config
 from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.utils import output_node
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -58,19 +61,28 @@ __all__ = [
     "within_peak",
 ]
 
-# How many plans are compiled to find one that is within the peak.
+# How often a graph is compiled to find a plan that is within the peak.
 TRIES = 3
+# At 0, no fusion may raise a graph's peak above that of its nodes before any is fused.
+_GUARD = "fusion_memory_timeline_peak_memory_pct_threshold"
+
+
+def has_guard() -> bool:
+    """Whether fusions can be guarded, and are not yet."""
+    return getattr(inductor_config, _GUARD, 0.0) is None
 
 
 class CompiledPeaks:
     """The two compilers of a joint graph, and what the graphs that they compile hold.
 
     ``peaks`` is in bytes, of the forward and of the backward, as `peaks_of` has them, or
-    None where the backward is not compiled yet or its compiler does not tell.
+    None where the backward is not compiled yet or its compiler does not tell.  Where
+    ``guarded``, no fusion may raise them.
     """
 
     def __init__(self, *compilers: Callable[..., Any]) -> None:
         self._compilers = compilers
+        self.guarded = False
         self.num_fwd_outputs = 0
         self.peaks: Optional[tuple[int, int]] = None
         self._memory: Optional[WrapperMemory] = None
@@ -81,7 +93,7 @@ class CompiledPeaks:
         self._results = _names(results)
         placeholders = module.graph.find_nodes(op="placeholder")
         self._storages = {get_node_storage(node) for node in placeholders}
-        compiled = self._compilers[0](module, inputs)
+        compiled = self._compile(0, module, inputs)
         self._memory = getattr(compiled, "memory", None)
         return compiled
 
@@ -94,7 +106,7 @@ class CompiledPeaks:
             if _is_tangent(node) and get_node_storage(node) not in self._storages
         ]
         tangent_bytes = activation_bytes((), tangents)
-        compiled = self._compilers[1](module, inputs)
+        compiled = self._compile(1, module, inputs)
         memory = getattr(compiled, "memory", None)
         if self._memory is not None and memory is not None:
             n = self.num_fwd_outputs
@@ -102,6 +114,11 @@ class CompiledPeaks:
                 self._results, names, self._memory, memory, n, tangent_bytes
             )
         return compiled
+
+    def _compile(self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        guard: Any = {_GUARD: 0.0}
+        with inductor_config.patch(guard) if self.guarded else nullcontext():
+            return self._compilers[phase](module, inputs)
 
 
 def _names(values: Iterable[Any]) -> list[Optional[str]]:
@@ -202,18 +219,25 @@ def _asked(
     return asked if isinstance(asked, PeakBytes) else None
 
 
+class _Try(NamedTuple):
+    """A plan to compile, with or without a guard against fusions that raise the peak."""
+
+    plan: PlannedPeak
+    guarded: bool = False
+
+
 class _Search:
     """A request for a peak, answered by another plan at each try.
 
-    ``told`` has what the plans that were compiled hold, in the order of the tries.
+    ``told`` has what was compiled holds, in the order of the tries.
     """
 
     def __init__(self, asked: PeakBytes) -> None:
         self.asked = asked
         self.plans: Optional[GraphPeaks] = None
-        self.told: dict[PlannedPeak, int] = {}
+        self.told: dict[_Try, int] = {}
         # None where the graph gets a plan that was not asked for.
-        self.plan: Optional[PlannedPeak] = None
+        self.trying: Optional[_Try] = None
 
     def compile(
         self,
@@ -256,50 +280,61 @@ class _Search:
         if self.plans is None:
             return planning.by_config(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
-        self.plan = self._next(self.plans)
-        decision = self.plans.decision(graph, self.plan)
+        self.trying = self._next(self.plans)
+        self.peaks.guarded = self.trying.guarded
+        decision = self.plans.decision(graph, self.trying.plan)
         saved = nodes_named_as(decision.saved_values, graph.joint)
         return replace(decision, saved_values=saved)
 
-    def _next(self, plans: GraphPeaks) -> PlannedPeak:
-        """The plan to try: the cheapest that is within, by what was told so far."""
+    def _next(self, plans: GraphPeaks) -> _Try:
+        """What to compile: the cheapest that is within, by what was told so far."""
         allowed = plans.allowed
         if not self.told:
-            return plans.curve.within(allowed)
-        lowest = min(self.told, key=lambda plan: (self.told[plan], plan.cost))
-        untried = [p for p in plans.curve.plans if p not in self.told]
-        if self.told[lowest] <= allowed or len(self.told) == TRIES or not untried:
+            return _Try(plans.curve.within(allowed))
+        lowest = min(self.told, key=lambda each: (self.told[each], each.plan.cost))
+        tried = {each.plan for each in self.told}
+        untried = [plan for plan in plans.curve.plans if plan not in tried]
+        if self.told[lowest] <= allowed or len(self.told) == TRIES:
             return lowest
-        within = [plan for plan in untried if self._corrected(plan) <= allowed]
+        if len(self.told) == 1 and has_guard():
+            return _Try(lowest.plan, guarded=True)
+        if not untried:
+            return lowest
+        within = [plan for plan in untried if self._corrected(plan, lowest) <= allowed]
         if within:
-            return min(within, key=lambda plan: (plan.cost, plan.peak))
-        # Too low to believe. Plans that save more may hold as little, and cost less.
-        middle = math.sqrt(lowest.peak * self.told[lowest])
-        return min(untried, key=lambda plan: (abs(plan.peak - middle), plan.peak))
+            plan = min(within, key=lambda plan: (plan.cost, plan.peak))
+        else:
+            # Too low to believe. Plans that save more may hold as little, and cost less.
+            middle = math.sqrt(lowest.plan.peak * self.told[lowest])
+            plan = min(untried, key=lambda plan: (abs(plan.peak - middle), plan.peak))
+        return _Try(plan, lowest.guarded)
 
-    def _corrected(self, plan: PlannedPeak) -> int:
-        """A plan's peak, were it as far off as that of the nearest plan that is known."""
-        near = min(self.told, key=lambda each: (abs(each.peak - plan.peak), each.peak))
-        return math.ceil(plan.peak * self.told[near] / max(near.peak, 1))
+    def _corrected(self, plan: PlannedPeak, lowest: _Try) -> int:
+        """A plan's peak, were it as far off as the nearest that was compiled likewise."""
+        alike = [each for each in self.told if each.guarded == lowest.guarded]
+        near = min(
+            alike, key=lambda each: (abs(each.plan.peak - plan.peak), each.plan.peak)
+        )
+        return math.ceil(plan.peak * self.told[near] / max(near.plan.peak, 1))
 
     def _check(self, metadata: Any) -> None:
         """Keep the plan that was compiled, or raise `_Over`."""
-        plans, plan = self.plans, self.plan
-        if plans is None or plan is None or self.peaks.peaks is None:
+        plans, trying = self.plans, self.trying
+        if plans is None or trying is None or self.peaks.peaks is None:
             return
         kept = saved_report.last_plan()
         if kept.peak is None:
             return
         waiting = self.asked.calls - 1
         told = max(self.peaks.peaks) + waiting * kept.activation_bytes
-        self.told[plan] = told
-        if self._next(plans) != plan:
+        self.told[trying] = told
+        if self._next(plans) != trying:
             saved_report.drop_last()
             log.info(
-                "%s: a plan estimated at %d bytes holds %d, where %d are allowed; "
-                "another one is compiled",
+                "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
+                "it is compiled again",
                 get_aot_graph_name(),
-                plan.peak,
+                trying.plan.peak,
                 told,
                 plans.allowed,
             )
