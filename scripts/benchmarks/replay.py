@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 from torch import fx, Tensor
 from torch._dynamo import device_interface
-from torch._inductor import compile_fx, config, output_code
+from torch._inductor import compile_fx, config, decomposition, output_code
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
@@ -337,7 +337,17 @@ def _partitioned_on_gpu() -> Iterator[None]:
         fold(module)  # with real constants
         _move(module)
 
+    gradient = torch.ops.aten.embedding_dense_backward.default
+    decompose = decomposition.decompositions[gradient]
+
+    def decompose_for_gpu(*args: Any) -> Any:
+        with mock.patch.object(FakeTensor, "is_cuda", True, create=True):
+            return decompose(*args)
+
     with (
+        mock.patch.dict(
+            decomposition.decompositions, {gradient: decompose_for_gpu}
+        ),
         mock.patch.object(compile_fx, "_recursive_joint_graph_passes", passes),
         mock.patch.object(joint_graph, "constant_fold_uniform_value", fold_and_move),
         CUDAAttention(),

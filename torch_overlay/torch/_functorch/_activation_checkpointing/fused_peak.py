@@ -7,21 +7,14 @@ several operators, and what is used inside of one alone is never stored.
 -   A pointwise operator is computed in whatever reads it, if all of that can be fused.
     Where several operators read it and it takes many reads or operators itself, it is
     stored, if something that cannot be fused runs between them.
--   Where the backward repeats operators, a kernel takes in what is computed from its
-    results and arguments, and reductions of these arguments that something stored is
-    computed from, as early as it runs itself: what a layer norm needs later of the
-    sums that the norms behind it read too.  Results of many reads that have a large one
-    in common are one kernel's, and the random numbers and products that these need are
-    there before it.
 -   A kernel writes its result over an argument of the same shape that nobody reads
-    later, unless it has so many operators that inductor cuts it in two.
+    later.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something, in the shape that it has, waits for that.
--   What is concatenated is computed within the result, which is live as long as any of
-    its parts.
 
-It ignores the order that inductor's scheduler chooses, any other fusion of kernels that
-have nothing but inputs in common, and scratch memory.
+It ignores the order that inductor's scheduler chooses, the fusion of kernels that have
+nothing but inputs in common, and scratch memory: plans are ranked by it, and what they
+hold is known when they are compiled (:mod:`.compiled_peak`).
 """
 
 from __future__ import annotations
@@ -29,7 +22,6 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from dataclasses import replace
-from heapq import heappop, heappush
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
@@ -51,7 +43,14 @@ __all__ = ["Kernels", "by_kernels"]
 aten = torch.ops.aten
 
 # Pointwise for inductor, though their schema has no tag for it.
-_POINTWISE = (aten.embedding, aten.expand, aten.gather, aten.index, aten.full)
+_POINTWISE = (
+    aten.cat,
+    aten.embedding,
+    aten.expand,
+    aten.full,
+    aten.gather,
+    aten.index,
+)
 _SCATTERS = (
     aten._unsafe_index_put,
     aten._unsafe_masked_index_put_accumulate,
@@ -68,8 +67,6 @@ _SCATTERS = (
 # buffers and has at most so many operators and reads.
 _MOST_READS = 4
 _MOST_OPERATORS = 30
-# Kernels that read smaller storages in common are not taken for related.
-_LARGE = 1 << 20
 
 
 def by_kernels(program: Program) -> Program:
@@ -83,40 +80,25 @@ class _Kernel(NamedTuple):
     Args:
         is_inlined: whether its result is stored only where it is saved.
         is_fusible: whether it may be part of a kernel.
-        is_shared: whether several operators would have to compute its result.
-        is_divided: whether something that cannot be fused runs between those.
     """
 
     operator: Operator
     is_inlined: bool
     is_fusible: bool
-    is_shared: bool = False
-    is_divided: bool = False
 
 
 class _Phase:
     """The kernels of a phase, by the nodes that are computed in them.
 
     sources[s]: what is read in order to compute what is not stored.
-    concatenations: what is concatenated and stored, each with those of its parts that
-        kernels make.
     """
 
     def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
         self.kernels = kernels
         self.sources: dict[int, tuple[int, ...]] = {}
-        made: set[int] = set()
-        for each, is_inlined, is_fusible, *_ in kernels.values():
+        for each, is_inlined, _ in kernels.values():
             if is_inlined:
                 self.sources.update(dict.fromkeys(each.writes, each.reads))
-            elif is_fusible and len(each.writes) == 1:
-                made.update(each.writes)
-        self.concatenations = [
-            (result, sorted(made.intersection(each.reads)))
-            for each, is_inlined, *_ in kernels.values()
-            if each.node.target is aten.cat.default and not is_inlined
-            for result in each.writes
-        ]
 
 
 class Kernels(Rule):
@@ -124,8 +106,7 @@ class Kernels(Rule):
 
     Whether a result is stored is decided once, for all plans: in the forward as if
     nothing was saved, and in the backward as if all of it was repeated, but for the
-    backward's own operators, for which it is as if nothing was, and for results that
-    several operators read, for which each plan decides.
+    backward's own operators, for which it is as if nothing was.
     """
 
     def __init__(self, program: Program) -> None:
@@ -139,18 +120,10 @@ class Kernels(Rule):
                     # A guess for a symbolic size, as comparing those would guard.
                     shape = concrete(value.numel()), value.dtype
                     self.shapes.setdefault(s, shape)
-        self.large = {
-            s for s, (n, dtype) in self.shapes.items() if n * dtype.itemsize >= _LARGE
-        }
         kernels: dict[fx.Node, _Kernel] = {}
         for chosen in ((), range(len(program.nbytes))):
             operators = _backward_of(program, chosen)
             kernels |= _Fusion(program, operators, program.returned).kernels()
-        # Those of the backward's own operators stay as they are.
-        for node in program.nodes:
-            kernel = kernels.get(node)
-            if kernel is not None and kernel.is_shared:
-                kernels[node] = kernel._replace(is_inlined=True)
         forward = [each for each in program.forward if each.is_required]
         kept = program.outputs | program.written_back
         # What only the backward needs is made in the forward, if that saves it.
@@ -182,32 +155,20 @@ class Kernels(Rule):
         timeline = _KernelTimeline(
             program, [*kept], nothing, self.shapes, self.in_forward, kept
         )
-        # In all plans.
-        made = [-1 if first >= 0 else 0 for first in program.first_use]
-        timeline.place([each & ~keep for each, keep in zip(made, kept)], made)
         return timeline, self.order
 
     def backward(
         self, program: Program, repeats: Repeats, saved: Sequence[int]
     ) -> tuple[Timeline, Repeats]:
-        repeated = [0] * len(program.operators)
-        for step in repeats:
-            for op, plans in step:
-                repeated[op] |= plans
-        joining = _Joining(program, self, repeated, saved)
         timeline = _KernelTimeline(
             program,
             [0] * len(saved),
             saved,
             self.shapes,
             self.in_backward,
-            joining.stored,
+            saved,
         )
-        # No operator makes an input, whose producer is -1.
-        made_by = [*repeated, 0]
-        made = [made_by[op] & ~plans for op, plans in zip(program.producer, saved)]
-        timeline.place(made, made)
-        return timeline, joining.run(repeats)
+        return timeline, repeats
 
 
 def _backward_of(program: Program, chosen: Iterable[int]) -> list[Operator]:
@@ -294,7 +255,7 @@ class _Fusion:
             return _Kernel(each, True, True)
         is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
         is_large = len(reads) > _MOST_READS or parts + len(reads) > _MOST_OPERATORS
-        return _Kernel(each, not (is_large and is_divided), True, True, is_divided)
+        return _Kernel(each, not (is_large and is_divided), True)
 
     def _scatters_to(self, node: fx.Node, s: int) -> bool:
         """Whether a node is a scatter to this storage, which it then writes over."""
@@ -307,209 +268,6 @@ class _Fusion:
                 for source in node.all_input_nodes
             )
         )
-
-
-class _Joining:
-    """What else the backward's kernels compute when it repeats operators, by plan.
-
-    ``repeated`` are the plans in which each operator is repeated, ``done`` those in which
-    it was, and ``stored`` those that store each storage; all of ``saved`` are among them.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        rule: Kernels,
-        repeated: Sequence[int],
-        saved: Sequence[int],
-    ) -> None:
-        self.program, self.large = program, rule.large
-        self.kernels = rule.in_backward.kernels
-        self.repeated, self.stored = repeated, [*saved]
-        self.done = [0] * len(repeated)
-        # What the kernels of repeated operators read, each with the plans where they do.
-        self.reads: dict[int, dict[int, int]] = {}
-        # The plans in which shared results take many reads.
-        self.shared: dict[int, int] = {}
-        # Those in which such results read a storage.
-        wanted = [0] * len(saved)
-        self._read_by_plan(saved, wanted)
-        # By large storage, the operators that are not inlined in all plans, and are yet
-        # to be repeated in some.
-        self.readers: dict[int, set[int]] = defaultdict(set)
-        # The plans in which it belongs to any kernel that has what it reads.
-        self.joins_any: dict[int, int] = {}
-        for op, found in self.reads.items():
-            node, kernel = program.nodes[op], self.kernels[program.nodes[op]]
-            if kernel.is_inlined and not kernel.is_shared:
-                continue
-            for s in self.large.intersection(found):
-                self.readers[s].add(op)
-            if _is_reduction(node):
-                for s in kernel.operator.writes:
-                    self.joins_any[op] = self.joins_any.get(op, 0) | wanted[s]
-
-    def _read_by_plan(self, saved: Sequence[int], wanted: list[int]) -> None:
-        """Follow what is read in each plan, in order to compute what is not stored.
-
-        Adds to what is stored where that is for readers apart.
-        """
-        # What is read in order to compute a result, and the plans that have it anyway.
-        sources: dict[int, dict[int, int]] = {}
-        realized = [*saved]
-        for op, plans in enumerate(self.repeated):
-            kernel = self.kernels.get(self.program.nodes[op])
-            if not plans or kernel is None or not kernel.is_fusible:
-                continue
-            found = self.reads[op] = {}
-            for s in kernel.operator.reads:
-                here = realized[s] if s in sources else -1
-                if here:
-                    found[s] = found.get(s, 0) | here
-                for r, reading in sources.get(s, {}).items():
-                    if reading & ~here:
-                        found[r] = found.get(r, 0) | reading & ~here
-            if kernel.is_inlined:
-                (s,) = kernel.operator.writes
-                sources[s] = found
-            if kernel.is_shared:
-                many = self.shared[op] = plans & _more_than(_MOST_READS, found.values())
-                realized[s] |= many
-                if kernel.is_divided:
-                    self.stored[s] |= many
-                for r, reading in found.items():
-                    wanted[r] |= reading & many
-
-    def run(self, repeats: Repeats) -> Repeats:
-        """Repeat operators as early as a kernel that takes them in, in each plan."""
-        joined: Repeats = []
-        for step in repeats:
-            joined.append([])
-            for op, plans in step:
-                plans &= ~self.done[op]
-                if plans:
-                    joined[-1] += self._run(op, plans)
-        return joined
-
-    def _run(self, op: int, plans: int) -> list[tuple[int, int]]:
-        """Repeat an operator in these plans, and what joins its kernel; in order."""
-        self._repeat(op, plans)
-        ran = [(op, plans)]
-        if op not in self.reads:
-            return ran
-        kernel = self.kernels[self.program.nodes[op]]
-        if kernel.is_inlined:
-            plans &= self.stored[kernel.operator.writes[0]]
-        if not plans:
-            return ran
-        # The plans in which an operator is part of this kernel.
-        parts = {op: plans}
-        readers = (self.readers.get(s, ()) for s in self.reads[op])
-        near = sorted(set[int]().union(*readers))
-        before: list[tuple[int, int]] = []
-        if op in self.shared:
-            before = self._join_streams(parts, near, op, plans & self.shared[op])
-        self._join_others(parts, near, op, plans)
-        del parts[op]
-        return [*before, *ran, *parts.items()]
-
-    def _repeat(self, op: int, plans: int) -> None:
-        self.done[op] |= plans
-        if not self.repeated[op] & ~self.done[op]:
-            for s in self.large.intersection(self.reads.get(op, ())):
-                self.readers[s].discard(op)
-
-    def _join_streams(
-        self, parts: dict[int, int], near: Iterable[int], op: int, plans: int
-    ) -> list[tuple[int, int]]:
-        """Take in other results of many reads, if some large one is in common.
-
-        Such are the sums of the residual streams of an encoder and a decoder that begin
-        with the same embedding.  Returns what has to be repeated before.
-        """
-        before: list[tuple[int, int]] = []
-        common = dict(self.reads[op])
-        guests = [guest for guest in near if guest in self.shared]
-        while guests:
-            guest = heappop(guests)
-            joining = plans & self.shared[guest]
-            joining &= self.repeated[guest] & ~self.done[guest]
-            if not joining:
-                continue
-            reads_alike = 0
-            for s, reading in self.reads[guest].items():
-                if s in self.large:
-                    reads_alike |= reading & common.get(s, 0)
-            needed = self._needed(parts, guest, joining & reads_alike)
-            joining = needed.pop(guest)
-            if not joining:
-                continue
-            for maker in sorted(needed):
-                more = needed[maker] & joining
-                if more:
-                    before.append((maker, more))
-                    self._repeat(maker, more)
-            (s,) = self.program.operators[guest].writes
-            self._take_in(parts, guest, joining)
-            common[s] = joining
-            for other in self.readers.get(s, ()):
-                if other in self.shared and other not in guests:
-                    heappush(guests, other)
-        return before
-
-    def _needed(self, parts: dict[int, int], op: int, plans: int) -> dict[int, int]:
-        """What has to be repeated in order to repeat an operator, itself included.
-
-        With the plans where it is, without those in which what cannot be fused would have
-        to wait for something that is repeated: a kernel does not wait for both.
-        """
-        found = {op: plans}
-        refused = 0
-        pending = [(op, plans)]
-        while pending:
-            reader, needing = pending.pop()
-            is_fusible = reader in self.reads
-            for s in self.program.operators[reader].reads:
-                maker = self.program.producer[s]
-                if maker >= 0:
-                    new = needing & self.repeated[maker] & ~self.done[maker]
-                    if not is_fusible:
-                        refused |= new | needing & parts.get(maker, 0)
-                    new &= ~found.get(maker, 0)
-                    if new:
-                        found[maker] = found.get(maker, 0) | new
-                        pending.append((maker, new))
-        found[op] &= ~refused
-        return found
-
-    def _take_in(self, parts: dict[int, int], guest: int, plans: int) -> None:
-        self._repeat(guest, plans)
-        parts[guest] = plans
-        if guest in self.shared:
-            self.stored[self.program.operators[guest].writes[0]] |= plans
-
-    def _join_others(
-        self, parts: dict[int, int], near: Iterable[int], op: int, plans: int
-    ) -> None:
-        """Take in what is computed from the kernel's results and arguments alone."""
-        reads = self.reads[op]
-        for guest in near:
-            joining = plans & self.repeated[guest] & ~self.done[guest]
-            joining &= self.shared.get(guest, -1)
-            if not joining:
-                continue
-            is_near, has_large = self.joins_any.get(guest, 0), 0
-            for s, reading in self.reads[guest].items():
-                maker = self.program.producer[s]
-                if s in self.large:
-                    has_large |= reading
-                    joining &= ~reading | reads.get(s, 0)
-                elif maker >= 0:
-                    is_near |= reading & parts.get(maker, 0)
-                    joining &= ~(reading & self.repeated[maker]) | self.done[maker]
-            joining &= is_near & has_large
-            if joining:
-                self._take_in(parts, guest, joining)
 
 
 class _KernelTimeline(Timeline):
@@ -530,25 +288,6 @@ class _KernelTimeline(Timeline):
         super().__init__(program, touched, saved)
         self.shapes, self.released = shapes, program.released
         self.phase, self.sources, self.stored = phase, phase.sources, stored
-        # What each part of a concatenation is computed within, with the plans where it
-        # is, and those where it is the first part.
-        self.within: dict[int, tuple[int, int, int]] = {}
-        # The plans where a storage has such parts.
-        self.has_parts: dict[int, int] = {}
-
-    def place(self, parts: Sequence[int], results: Sequence[int]) -> None:
-        """Compute parts of concatenations within them, where both are made here.
-
-        That is in these plans, for each storage as a part and as a result.
-        """
-        for result, found in self.phase.concatenations:
-            placed = 0
-            for s in found:
-                plans = parts[s] & results[result]
-                if plans and s not in self.within:
-                    self.within[s] = result, plans, plans & ~placed
-                    placed |= plans
-            self.has_parts[result] = placed
 
     def run(self, each: Operator, plans: int, step: int) -> None:
         """An operator's kernel with its moment, in these plans, if it has one."""
@@ -567,9 +306,8 @@ class _KernelTimeline(Timeline):
                 self.touched[s] |= unread
                 self.change(unread, -self.nbytes[s])
         reused: list[tuple[int, int]] = []
-        light = self._light(each, plans) if dying and kernel.is_fusible else 0
         for s in writes:
-            left = light & ~self._placed(s)
+            left = plans if kernel.is_fusible else 0
             for at, (r, last) in enumerate(dying):
                 if (
                     left & last
@@ -582,13 +320,7 @@ class _KernelTimeline(Timeline):
         for r, last in dying:
             self.change(last, -self.nbytes[r])
         self.moment(step)
-        apart = plans
-        for s in writes:
-            if s in self.within:
-                result, _, first = self.within[s]
-                self.change(plans & first, self.nbytes[result])
-            apart &= ~self._placed(s)
-        self.change(apart, each.nbytes)
+        self.change(plans, each.nbytes)
         # What is written over ends before, as another begins.
         for last, r in reused:
             self.change(last, -self.nbytes[r])
@@ -607,10 +339,6 @@ class _KernelTimeline(Timeline):
             if not last:
                 continue
             self.touched[s] |= last
-            if s in self.within:
-                result, placed, _ = self.within[s]
-                pending.append((result, last & placed))
-                last &= ~placed
             if s in self.sources:
                 computed = last & ~self.stored[s]
                 pending += [(r, computed) for r in self.sources[s]]
@@ -619,39 +347,6 @@ class _KernelTimeline(Timeline):
                 dying.append((s, last))
         dying.sort()
         return dying
-
-    def _placed(self, s: int) -> int:
-        """The plans where a storage is a part of a concatenation, or made of parts."""
-        placed = self.has_parts.get(s, 0)
-        return placed | self.within[s][1] if s in self.within else placed
-
-    def _light(self, each: Operator, plans: int) -> int:
-        """The plans in which a kernel is not too large to write over its arguments."""
-        found: dict[int, int] = {}
-        pending = [(s, plans) for s in each.reads]
-        while pending:
-            s, reading = pending.pop()
-            seen = found.get(s, 0)
-            new = reading & ~seen
-            if new:
-                found[s] = seen | new
-                computed = new & ~self.stored[s]
-                pending += [(r, computed) for r in self.sources.get(s, ())]
-        # The operator itself is one more.
-        return plans & ~_more_than(_MOST_OPERATORS - 1, found.values())
-
-
-def _more_than(most: int, masks: Collection[int]) -> int:
-    """The bits that are in more than so many masks."""
-    if len(masks) <= most:
-        return 0
-    # Those in at least one, two, ... of the masks so far.
-    counted = [0] * (most + 1)
-    for before, mask in enumerate(masks):
-        for at in range(min(before, most), 0, -1):
-            counted[at] |= counted[at - 1] & mask
-        counted[0] |= mask
-    return counted[most]
 
 
 def _is_part(node: fx.Node) -> bool:

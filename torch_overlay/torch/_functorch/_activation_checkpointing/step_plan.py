@@ -174,8 +174,9 @@ def plan_graph(
 
     Or the one that saves ``saved``, if that is the only one to have.
 
-    There are those of the search for a peak, and those of knapsacks at many budgets:
-    where calls wait for each other, what a call keeps counts for more than its own peak.
+    There are those of the search for a peak, those of knapsacks at many budgets, and the
+    one that saves nothing: where calls wait for each other, what a call keeps counts for
+    more than its own peak.
     Raises as :func:`.liveness.read` does.
     """
     graph = model_of(joint)
@@ -186,7 +187,9 @@ def plan_graph(
         plans.evaluate([frozenset(graph.storages(saved))])
     else:
         plans = find_plans(graph, cheapest, expensive, saved)
-        plans.evaluate(_knapsacks(planner.items(cheapest, expensive)))
+        # A call that waits keeps least where all is computed again, as in a checkpoint.
+        knapsacks = _knapsacks(planner.items(cheapest, expensive))
+        plans.evaluate([frozenset(), *knapsacks])
     found = _graph_plans(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     fastest = next(iter(plans.evaluations))
