@@ -7,20 +7,20 @@ several operators, and what is used inside of one alone is never stored.
 -   A pointwise operator is computed in whatever reads it, if all of that can be fused.
     Where several operators read it and it takes many reads or operators itself, it is
     stored, if something that cannot be fused runs between them.
--   A kernel writes its result over an argument of the same shape that nobody reads
-    later.
+-   What kernels write between two operators that cannot be fused is there at once, as
+    they are fused where they read the same.  But a kernel writes its result over an
+    argument of the same shape that no other one reads meanwhile or later.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something, in the shape that it has, waits for that.
 
-It ignores the order that inductor's scheduler chooses, the fusion of kernels that have
-nothing but inputs in common, and scratch memory: plans are ranked by it, and what they
-hold is known when they are compiled (:mod:`.compiled_peak`).
+It ignores the order that inductor's scheduler chooses and scratch memory.  Plans are
+ranked by it; what one holds is known when it is compiled (:mod:`.compiled_peak`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import NamedTuple, TYPE_CHECKING
 
@@ -80,11 +80,13 @@ class _Kernel(NamedTuple):
     Args:
         is_inlined: whether its result is stored only where it is saved.
         is_fusible: whether it may be part of a kernel.
+        own: what no other kernel reads between two operators that cannot be fused.
     """
 
     operator: Operator
     is_inlined: bool
     is_fusible: bool
+    own: frozenset[int] = frozenset()
 
 
 class _Phase:
@@ -96,7 +98,7 @@ class _Phase:
     def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
         self.kernels = kernels
         self.sources: dict[int, tuple[int, ...]] = {}
-        for each, is_inlined, _ in kernels.values():
+        for each, is_inlined, *_ in kernels.values():
             if is_inlined:
                 self.sources.update(dict.fromkeys(each.writes, each.reads))
 
@@ -229,6 +231,7 @@ class _Fusion:
         # What is read in order to compute a result that is not stored, and by which.
         sources: dict[int, set[int]] = {}
         computed_by: dict[int, set[fx.Node]] = {}
+        reads_of: dict[fx.Node, set[int]] = {}
         for each in self.operators:
             reads = {r for s in each.reads for r in sources.get(s, (s,))}
             parts = {each.node}.union(*(computed_by.get(s, ()) for s in each.reads))
@@ -236,6 +239,16 @@ class _Fusion:
             if kernel.is_inlined:
                 sources.update(dict.fromkeys(each.writes, reads))
                 computed_by.update(dict.fromkeys(each.writes, parts))
+            reads_of[each.node] = reads
+        readers = Counter(
+            (s, self.barriers[node])
+            for node, reads in reads_of.items()
+            if not found[node].is_inlined
+            for s in reads
+        )
+        for node, reads in reads_of.items():
+            own = (s for s in reads if readers[s, self.barriers[node]] == 1)
+            found[node] = found[node]._replace(own=frozenset(own))
         return found
 
     def _kernel(self, each: Operator, reads: set[int], parts: int) -> _Kernel:
@@ -288,6 +301,8 @@ class _KernelTimeline(Timeline):
         super().__init__(program, touched, saved)
         self.shapes, self.released = shapes, program.released
         self.phase, self.sources, self.stored = phase, phase.sources, stored
+        # Results of the kernels since the last operator that cannot be fused.
+        self.together: list[tuple[int, int]] = []
 
     def run(self, each: Operator, plans: int, step: int) -> None:
         """An operator's kernel with its moment, in these plans, if it has one."""
@@ -298,6 +313,8 @@ class _KernelTimeline(Timeline):
             plans &= self.stored[writes[0]]
         if not plans:
             return
+        if not kernel.is_fusible:
+            self._begin(plans)
         dying = self._read_last(each.reads, plans)
         for s in writes:
             # Nobody reads it.
@@ -305,29 +322,44 @@ class _KernelTimeline(Timeline):
             if unread:
                 self.touched[s] |= unread
                 self.change(unread, -self.nbytes[s])
-        reused: list[tuple[int, int]] = []
+        # What is written over ends before, as a result begins.
+        ends: list[tuple[int, int]] = []
+        begins: list[tuple[int, int]] = []
         for s in writes:
             left = plans if kernel.is_fusible else 0
             for at, (r, last) in enumerate(dying):
-                if (
-                    left & last
-                    and r not in self.released
-                    and self.shapes.get(r) == self.shapes.get(s)
-                ):
-                    reused.append((left & last, r))
-                    dying[at] = r, last & ~left
-                    left &= ~last
+                over = left & last
+                if over and r in kernel.own and self._is_alike(r, s):
+                    ends.append((over, -self.nbytes[r]))
+                    dying[at] = r, last & ~over
+                    left &= ~over
+            self.together.append((left, self.nbytes[s]))
+            begins.append((plans & ~left, self.nbytes[s]))
         for r, last in dying:
             self.change(last, -self.nbytes[r])
         self.moment(step)
-        self.change(plans, each.nbytes)
-        # What is written over ends before, as another begins.
-        for last, r in reused:
-            self.change(last, -self.nbytes[r])
+        for change in (*begins, *ends):
+            self.change(*change)
         for s in writes:
             again = plans & self.saved[s]
             if again:
                 self.change(again, -self.nbytes[s])
+
+    def _is_alike(self, r: int, s: int) -> bool:
+        """Whether a storage can be written over another one."""
+        return r not in self.released and self.shapes.get(r) == self.shapes.get(s)
+
+    def _begin(self, plans: int) -> None:
+        """What is before all kernels whose results are there together."""
+        together, self.together = self.together, []
+        for each, nbytes in together:
+            self.change(each & plans, nbytes)
+            if each & ~plans:
+                self.together.append((each & ~plans, nbytes))
+
+    def peaks(self, count: int, base: int = 0) -> list[list[int]]:
+        self._begin(-1)
+        return super().peaks(count, base)
 
     def _read_last(self, storages: Iterable[int], plans: int) -> list[tuple[int, int]]:
         """What a kernel is the last to read, by number, with the plans where it is."""
