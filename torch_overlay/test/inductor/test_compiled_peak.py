@@ -16,7 +16,7 @@ from torch._functorch._activation_checkpointing import (
     decision,
     saved_report,
 )
-from torch._inductor import config as inductor_config
+from torch._inductor import config as inductor_config, output_code
 from torch._inductor.utils import fresh_inductor_cache
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
@@ -115,13 +115,39 @@ class CompiledPeakTest(TestCase):
         ):
             found = gradients(torch.compile(layers), given())
         other = saved_report.last_plan()
-        self.assertEqual(told.call_count, 2)
+        self.assertEqual(told.call_count, 2 + compiled_peak.has_guard())
         self.assertNotEqual(saved(other), saved(plan))
         self.assertLessEqual(other.peak.predicted, other.peak.allowed)
         self.assertEqual(other.peak.allowed, plan.peak.allowed)
         self.assertEqual(found, wanted)
         # Of the tries, only what is kept is reported.
         self.assertNotEqual(saved(saved_report.plans()[-2]), saved(other))
+
+    @unittest.skipUnless(compiled_peak.has_guard(), "fusions cannot be guarded here")
+    def test_fusions_are_guarded_first(self):
+        limits = []
+
+        def peaks_by_fusions(*args):
+            # Half as much again, unless fusions are guarded.
+            share = 1.5 if limits[-1] is None else 1
+            return tuple(int(nbytes * share) for nbytes in peaks_of(*args))
+
+        def note(*args):
+            limits.append(inductor_config.fusion_memory_timeline_peak_memory_pct_threshold)
+            return wrapper_memory(*args)
+
+        peaks_of, wrapper_memory = compiled_peak.peaks_of, output_code.wrapper_memory
+        plan, wanted, _ = self.planned(0.5)
+        with (
+            budgeted(0.5),
+            patch.object(compiled_peak, "peaks_of", peaks_by_fusions),
+            patch.object(output_code, "wrapper_memory", note),
+            self.assertNoLogs(decision.log, "WARNING"),
+        ):
+            found = gradients(torch.compile(layers), given())
+        self.assertEqual(limits, [None, None, 0, 0])
+        self.assertEqual(saved(saved_report.last_plan()), saved(plan))
+        self.assertEqual(found, wanted)
 
     def test_no_plan_is_within(self):
         with (

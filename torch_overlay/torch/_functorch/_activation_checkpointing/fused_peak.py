@@ -131,24 +131,6 @@ class Kernels(Rule):
         # What only the backward needs is made in the forward, if that saves it.
         in_forward = kernels | _Fusion(program, forward, kept).kernels()
         self.in_backward, self.in_forward = _Phase(kernels), _Phase(in_forward)
-        self.order = self._made_with_what_it_reads(program.forward)
-
-    def _made_with_what_it_reads(self, forward: Iterable[Operator]) -> list[Operator]:
-        """The forward's nodes, with what only the backward needs as early as can be.
-
-        That is fused with the kernels around what it reads: the mask of a ReLU that was
-        traced in the backward, for one.
-        """
-        made_at: dict[int, int] = {}
-        order: list[tuple[int, Operator]] = []
-        for at, each in enumerate(forward):
-            known = self.in_forward.kernels.get(each.node)
-            if not each.is_required and known is not None and known.is_fusible:
-                at = max((made_at[s] for s in each.reads if s in made_at), default=at)
-            made_at.update(dict.fromkeys(each.writes, at))
-            order.append((at, each))
-        order.sort(key=operator.itemgetter(0))
-        return [each for _, each in order]
 
     def forward(
         self, program: Program, kept: Sequence[int]
@@ -157,7 +139,7 @@ class Kernels(Rule):
         timeline = _KernelTimeline(
             program, [*kept], nothing, self.shapes, self.in_forward, kept
         )
-        return timeline, self.order
+        return timeline, program.forward
 
     def backward(
         self, program: Program, repeats: Repeats, saved: Sequence[int]
