@@ -235,8 +235,8 @@ class _Roofline(CountedFlops):
 
 # Those that are to hear of kernels, which are no operators.
 _meters: list[_Roofline] = []
-# Beside views: they allocate, or name, and no kernel runs.
-_FREE = ("empty", "new_empty", "lift", "_unsafe_view", "set_", "resize_")
+# No kernel runs where these allocate, name, or ask for a tensor's device.
+_FREE = ("empty", "new_empty", "lift", "_unsafe_view", "set_", "resize_", "device")
 
 
 def _is_free(func: Any) -> bool:
