@@ -207,8 +207,12 @@ class Plans:
         way = compiled(self.backend, fullgraph=is_whole)
         with nullcontext() if is_whole else compiled_loss(self.backend):
             for share in shares:
-                ways = ((), way) if not is_whole else (way, ())
-                training = Training(self.net, *ways, fake=True)
+                training = Training(
+                    self.net,
+                    whole=way if is_whole else (),
+                    blocks=() if is_whole else way,
+                    fake=True,
+                )
                 training.within = budget = on_fakes(share=share)
                 # The first is recorded, and what it leaves behind may have the second.
                 row = {"share": share, **self.measured(training, steps=3)}
@@ -357,7 +361,7 @@ def judged_beside(theirs: Steps, ours: Steps, kind: str) -> Iterator[Mark]:
             mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
             plans = sum(len(theirs[net]) for net in both)
             yield Mark(
-                f"{what} / upstream's at no lower peak, {kind}",
+                f"{what} / upstream's, at no higher peak, {kind}",
                 f"{mean:.3f} on average; {{:.2f}} at most ({{}}), ".format(*max(ratios))
                 + f"{len(ratios)} of {plans} plans",
                 "1 on average",
@@ -411,8 +415,8 @@ def table(rows: Sequence[Row], cell: Callable[[Row, Row], str], **more: Any) -> 
     """A line for each net and kind of plans; ``cell`` is of a row and one of its steps."""
 
     def at(row: Row, budget: float) -> str:
-        found = (cell(row, step) for step in row["steps"] if budget in asked(step))
-        return next(found, "-")
+        texts = [cell(row, step) for step in row["steps"] if budget in asked(step)]
+        return "".join(texts[:1]) or "-"
 
     shown = [row for row in in_order(rows) if row["steps"]]
     cells = {f"{b:g}": functools.partial(at, budget=b) for b in BUDGETS}
@@ -422,14 +426,15 @@ def table(rows: Sequence[Row], cell: Callable[[Row, Row], str], **more: Any) -> 
 
 def peaks(rows: Sequence[Row]) -> str:
     def cell(row: Row, step: Row) -> str:
-        text = f"{step['peak'] / 1e6:,.{0 if step['peak'] >= 1e9 else 1}f}"
+        text = f"{step['peak'] / 1e6:,.{0 if step['peak'] >= 1e8 else 1}f}"
         if step["peak"] > step.get("allowed", step["peak"]):
             text += f" (**{step['peak'] / step['allowed'] - 1:+.1%}**)"
-        return text + " w" * step.get("warned", False)
+        return f"{text} w" if step.get("warned") else text
 
     def lowest(row: Row) -> str:
         least = sweep.lowest(row["steps"])
-        return f"{least['peak'] / 1e6:,.1f} at {sweep.told(asked(least))}"
+        count = sum(len(asked(step)) for step in row["steps"])
+        return f"{cell(row, least)} at {sweep.told(asked(least))} (of {count})"
 
     return table(rows, cell, lowest=lowest)
 
@@ -447,39 +452,38 @@ def costs(rows: Sequence[Row]) -> str:
     return table(rows, cell)
 
 
+HOW = (
+    "By budget or share; plans are upstream (those of the untouched wheel), graph (one "
+    'graph, target "peak"), blocks and whole (a StepBudget for blocks that are compiled '
+    "by themselves, and for one graph) and bytes (a limit half way between the peaks of "
+    "budgets 0 and 1). At budget 1 graph differs from upstream by what the set changes in "
+    "inductor.\n"
+)
 PEAKS = (
-    "What plans hold, MB by budget or share. In bold how far one is over what it is "
-    "allowed; w: a warning says that it cannot be reached. Plans: upstream, those of the "
-    'untouched wheel; graph, the target "peak"; blocks and whole, a StepBudget for blocks '
-    "that are compiled by themselves, and for one graph; bytes, a limit half way between "
-    "the peaks of budgets 0 and 1. lowest: of upstream's, at any of its budgets."
+    "What they hold, MB; in bold how far over what is allowed, and w where a warning says "
+    "so. lowest: at which budget, out of how many."
 )
-COSTS = (
-    "What they take: flops beyond those of upstream's budget 1{}. Budgets that have the "
-    "same plan have the same figures."
-)
+COSTS = "What they take: flops beyond those of upstream's budget 1"
 ROOFLINE = (
-    ", and time by the GPU's roofline, which is for each kernel that of its flops or that "
-    "of its bytes, the larger"
+    " / time likewise, by the GPU's roofline: each kernel takes that of its flops or that "
+    "of its bytes, whichever is more"
 )
 
 
 def page(data: dict[str, Any]) -> str:
-    rows, text = data["measured"], ""
+    rows = data["measured"]
     own = [mark._asdict() for mark in judged(good(rows, kind="allocator"))]
-    text += marks_table(own) + "\n" if own else ""
+    text = HOW + ("\n" + marks_table(own) if own else "")
     for name, part in parts(rows).items():
-        text += f"### {name}\n\n"
+        steps = [step for row in part for step in row["steps"]]
+        cost = COSTS + ROOFLINE * any("seconds" in step for step in steps)
+        text += f"\n### {name}\n\n"
         text += marks_table(mark._asdict() for mark in judged_part(part))
-        timed = any("seconds" in step for row in part for step in row["steps"])
-        text += f"\n{PEAKS}\n\n{peaks(part)}\n{COSTS.format(ROOFLINE * timed)}\n\n"
-        text += costs(part) + "\n"
-        none = [
-            row["net"] for row in part if row["kind"] == "blocks" and not row["steps"]
-        ]
+        text += f"\n{PEAKS}\n\n{peaks(part)}\n{cost}.\n\n{costs(part)}"
+        none = [row["net"] for row in part if not row["steps"]]
         if none:
-            text += f"Without blocks that repeat: {', '.join(none)}.\n\n"
-    return text + measured_on(data["environment"], SIMULATED)
+            text += f"\nWithout blocks that repeat: {', '.join(none)}.\n"
+    return text + "\n" + measured_on(data["environment"], SIMULATED)
 
 
 def plot(data: dict[str, Any], result: Path) -> None:

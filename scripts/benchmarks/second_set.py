@@ -1,1 +1,4 @@
-NETS = ()
+from benchmarks.nets import Net
+
+
+NETS: tuple[Net, ...] = ()
