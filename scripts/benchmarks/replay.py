@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Optional, Self
+from typing import Any, Optional
 from unittest import mock
 
 import torch
@@ -39,6 +39,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _triton
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.meters import CountedFlops, CountedStorages, gradients
@@ -224,17 +225,7 @@ class _Roofline(CountedFlops):
         moved = sum(nbytes.values()) / self.gpu.bytes_per_s
         self.seconds += max(flops / self.gpu.flops_per_s, moved)
 
-    def __enter__(self) -> Self:
-        _meters.append(self)
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _meters.remove(self)
-
-
-# Those that are to hear of kernels, which are no operators.
-_meters: list[_Roofline] = []
 # No kernel runs where these allocate, name, or ask for a tensor's device.
 _FREE = ("empty", "new_empty", "lift", "_unsafe_view", "set_", "resize_", "device")
 
@@ -248,8 +239,9 @@ class _Kernel:
     """In place of one that inductor generated."""
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        for meter in _meters:
-            meter.add(args)
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, _Roofline):
+                mode.add(args)
 
 
 def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Replay:
@@ -307,7 +299,9 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
 
     def load(lowering: GraphLowering, wrapper: Any, *_: Any) -> Any:
         made = _runnable(wrapper.value)
-        made.memory = _told(lowering, wrapper.value)
+        # The untouched wheel has no reader.
+        read = getattr(output_code, "wrapper_memory", lambda *_: None)
+        made.memory = read(lowering, wrapper.value)
         wrappers.append(made)
         return made
 
@@ -324,13 +318,6 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
         nullcontext() if gpu is None else _partitioned_on_gpu(),
     ):
         yield functools.partial(compile_fx.compile_fx, inner_compile=inner_compile)
-
-
-def _told(lowering: GraphLowering, source: str) -> Any:
-    """What the patched torch reads from a wrapper; the untouched wheel has no reader."""
-    if not hasattr(output_code, "wrapper_memory"):
-        return None
-    return output_code.wrapper_memory(lowering, source)
 
 
 def _on(device: torch.device, value: Any) -> Any:

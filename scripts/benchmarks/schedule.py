@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,6 @@ from benchmarks.pages import (
     Mark,
     marks_table,
     measured_on,
-    Named,
     panels,
     Row,
     share_within,
@@ -55,7 +55,7 @@ from benchmarks.pages import (
 from benchmarks.peak import planned_peak, steps_of
 from benchmarks.replay import compiled_for, GPUS, replay
 from benchmarks.tracing import cpu_attention_counted
-from benchmarks.ways import blocks_of, budgeted, compiled, Training
+from benchmarks.ways import budgeted, compiled, MODULES, Training
 
 
 SECOND: dict[str, nets.Net] = {net.name: net for net in second_set.NETS}
@@ -87,24 +87,24 @@ def tasks(
     names: Optional[Sequence[str]], check: bool, device: str
 ) -> Iterator[fresh.Task]:
     device = "cpu" if check else device
-    for net in () if names or check or device != "cpu" else ON_CPU:
-        yield {"set": "project", "net": net, "kind": "allocator", "device": device}
     project = nets.SMALL if device == "cpu" else nets.AT_SIZE
-    every_net = ("vit",) if check else (*(net.name for net in project), *SECOND)
-    kinds = CHECKED if check else {"upstream": swept(device), **OURS}
+    parts = 32 if device == "cpu" else 16
+    swept = {*BUDGETS, *(n / parts for n in range(parts + 1))}
+    kinds: Mapping[str, Sequence[float]] = {
+        "upstream": sorted(swept, reverse=True),
+        **OURS,
+    }
+    every_net, beside_allocator = [*(net.name for net in project), *SECOND], [*ON_CPU]
+    if check:
+        kinds, every_net, beside_allocator = CHECKED, [ON_CPU[0]], [ON_CPU[1]]
+    for net in () if names or device != "cpu" else beside_allocator:
+        yield {"set": "project", "net": net, "kind": "allocator", "device": device}
     for net in names or every_net:
         part = "second" if net in SECOND else "project"
         for kind, budgets in kinds.items():
             wheel = fresh.UNTOUCHED if kind == "upstream" else "patched"
             task = {"set": part, "net": net, "kind": kind, "device": device}
             yield {**task, "torch": wheel, "budgets": budgets}
-
-
-def swept(device: str) -> Sequence[float]:
-    """Upstream's budgets, those of the tables among them."""
-    steps = 32 if device == "cpu" else 16
-    found = {*BUDGETS, *(n / steps for n in range(steps + 1))}
-    return sorted(found, reverse=True)
 
 
 # -------------------------------------------------------------- in a process
@@ -167,19 +167,15 @@ class Plans:
         return {**row, "curve": found.curve} if draw else row
 
     def upstreams(self, budgets: Sequence[float]) -> list[Row]:
-        """The plans of all budgets; one that was compiled is not compiled again."""
         graphs: list[sweep.Split] = []
 
         def by_budget(budget: float) -> Row:
             with budgeted(budget):
                 return {"budget": budget, **self.measured(self.graph())}
 
-        most, *_ = budgets
         with sweep.noted(graphs):
-            first = by_budget(most)
-        return sweep.measured(
-            graphs, lambda b: first if b == most else by_budget(b), budgets
-        )
+            by_budget(1.0)
+        return sweep.measured(graphs, by_budget, budgets)
 
     def by_peak(self, budget: float, draw: bool = False) -> Row:
         # Each plan that is compiled until one is within the peak is a decision.
@@ -201,9 +197,10 @@ class Plans:
 
     def of_steps(self, kind: str, shares: Sequence[float]) -> Iterator[Row]:
         """A StepBudget's plans, of blocks or of the whole net; no blocks, no plans."""
-        if kind == "blocks" and not has_blocks(self.net):
-            return
         is_whole = kind == "whole"
+        names = [name for name, _ in self.net.fake()[1].named_modules()]
+        if not is_whole and not any(re.fullmatch(MODULES, name) for name in names):
+            return
         way = compiled(self.backend, fullgraph=is_whole)
         with nullcontext() if is_whole else compiled_loss(self.backend):
             for share in shares:
@@ -220,31 +217,18 @@ class Plans:
                 yield {**row, "allowed": budget.plan.allowed}
 
 
-def has_blocks(net: nets.Net) -> bool:
-    try:
-        return bool(blocks_of(net.fake()[1]))
-    except ValueError:
-        return False
-
-
 def bound(peak: Any) -> Row:
     """What a report says of a graph's peak; budget 1 has none."""
-    return (
-        {} if peak is None else {"allowed": peak.allowed, "predicted": peak.predicted}
-    )
+    return {e: getattr(peak, e) for e in ("allowed", "predicted") if peak is not None}
 
 
 @contextmanager
 def warnings_noted() -> Iterator[list[str]]:
     """What the planners warn of meanwhile."""
     found: list[str] = []
-
-    class Note(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("torch._functorch._activation_checkpointing")
-    handler = Note(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield found
@@ -291,17 +275,17 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     """Of one set of nets on one device."""
     steps = {kind: steps_of(rows, kind) for kind in ("upstream", *OURS)}
     theirs = steps["upstream"]
-    over = {
-        kind: [
+    found, limits = (
+        [
             (s["peak"] / s["allowed"] - 1, f"{at}, {kind}", s.get("warned", False))
+            for kind in kinds
             for at, s in every(steps[kind])
             if "allowed" in s
         ]
-        for kind in OURS
-    }
-    limits = over.pop("bytes")
-    found = [each for kind in over for each in over[kind]]
+        for kinds in (COMPARED, ("bytes",))
+    )
     silent = [each[:2] for each in found if not each[2]]
+    show = "{} of {}; {:+.2%} at most ({})"
     yield from at_most(
         "over what is allowed, without a warning",
         silent,
@@ -309,18 +293,10 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         f"{{:+.2%}} ({{}}), {len(silent)} of {len(found)} plans",
         enforced=True,
     )
-    yield from share_within(
-        "plans within what is allowed",
-        [each[:2] for each in found],
-        *(0.0, 11 / 12),
-        "{} of {}; {:+.2%} at most ({})",
-    )
-    yield from share_within(
-        "limits in bytes kept, or a warning",
-        [(0.0 if warned else apart, at) for apart, at, warned in limits],
-        *(0.0, 1.0),
-        "{} of {}; {:+.2%} at most ({})",
-    )
+    inside = [each[:2] for each in found]
+    yield from share_within("plans within what is allowed", inside, 0.0, 11 / 12, show)
+    kept = [(0.0 if warned else apart, at) for apart, at, warned in limits]
+    yield from share_within("limits in bytes kept, or a warning", kept, 0.0, 1.0, show)
     yield from share_within(
         "predictions of StepBudgets within 2%",
         (
@@ -372,31 +348,24 @@ def judged_beside(theirs: Steps, ours: Steps, kind: str) -> Iterator[Mark]:
 
 def compile_times(theirs: Steps, ours: Steps) -> Iterator[Mark]:
     """At budgets below 1, where the process has compiled before."""
-    upstreams = {
-        (net, budget): step["compile_s"]
-        for net, steps in theirs.items()
+    found = [
+        (step["compile_s"] / same["compile_s"], told(net, step), step["compiled"] > 1)
+        for net, steps in ours.items()
         for step in steps
-        for budget in asked(step)
-        if "compile_s" in step and budget < 1
-    }
-    ratios: dict[str, list[Named]] = {}
-    for net, steps in ours.items():
-        for step in steps:
-            same = upstreams.get((net, step["budget"]))
-            if same and "compile_s" in step:
-                which = "replaced" if step["compiled"] > 1 else "first plan kept"
-                ratio = step["compile_s"] / same
-                ratios.setdefault(which, []).append((ratio, told(net, step)))
-    for which, found in ratios.items():
-        median = statistics.median(ratio for ratio, _ in found)
-        shown = "{:.2f} at most ({})".format(*max(found))
-        yield Mark(
-            f"compile time / upstream's at the same budget, {which}",
-            f"{median:.2f} in the median, {shown}, {len(found)} plans",
-            "",
-            True,
-            False,
-        )
+        for same in theirs.get(net, ())
+        if step["budget"] in asked(same) and step["budget"] < 1
+        if "compile_s" in step and "compile_s" in same
+    ]
+    for which, again in (("first plan kept", False), ("replaced", True)):
+        ratios = [each[:2] for each in found if each[2] == again]
+        if ratios:
+            median = statistics.median(ratio for ratio, _ in ratios)
+            shown = "{:.2f} at most ({})".format(*max(ratios))
+            yield Mark(
+                f"compile time / upstream's at the same budget, {which}",
+                f"{median:.2f} in the median, {shown}, {len(ratios)} plans",
+                *("", True, False),
+            )
 
 
 # ------------------------------------------------------------------- report
@@ -452,22 +421,15 @@ def costs(rows: Sequence[Row]) -> str:
     return table(rows, cell)
 
 
-HOW = (
-    "By budget or share; plans are upstream (those of the untouched wheel), graph (one "
-    'graph, target "peak"), blocks and whole (a StepBudget for blocks that are compiled '
-    "by themselves, and for one graph) and bytes (a limit half way between the peaks of "
-    "budgets 0 and 1). At budget 1 graph differs from upstream by what the set changes in "
-    "inductor.\n"
-)
-PEAKS = (
-    "What they hold, MB; in bold how far over what is allowed, and w where a warning says "
-    "so. lowest: at which budget, out of how many."
-)
-COSTS = "What they take: flops beyond those of upstream's budget 1"
-ROOFLINE = (
-    " / time likewise, by the GPU's roofline: each kernel takes that of its flops or that "
-    "of its bytes, whichever is more"
-)
+HOW = """By budget or share. Plans: upstream, those of the untouched wheel; graph, one
+graph's by target "peak", at budget 1 upstream's but for what the set changes in inductor;
+blocks and whole, a StepBudget's for blocks that are compiled by themselves, and for one
+graph; bytes, a limit half way between the peaks of budgets 0 and 1. Peaks are in MB; in
+bold how far one is over what is allowed, and w where a warning says so. lowest: at which
+budget, out of how many.
+"""
+COSTS = """What they take: flops beyond those of upstream's budget 1 / time likewise, if it
+was measured: each kernel takes the GPU's time for its flops or for its bytes, the longer."""
 
 
 def page(data: dict[str, Any]) -> str:
@@ -475,11 +437,9 @@ def page(data: dict[str, Any]) -> str:
     own = [mark._asdict() for mark in judged(good(rows, kind="allocator"))]
     text = HOW + ("\n" + marks_table(own) if own else "")
     for name, part in parts(rows).items():
-        steps = [step for row in part for step in row["steps"]]
-        cost = COSTS + ROOFLINE * any("seconds" in step for step in steps)
         text += f"\n### {name}\n\n"
         text += marks_table(mark._asdict() for mark in judged_part(part))
-        text += f"\n{PEAKS}\n\n{peaks(part)}\n{cost}.\n\n{costs(part)}"
+        text += f"\n{peaks(part)}\n{COSTS}\n\n{costs(part)}"
         none = [row["net"] for row in part if not row["steps"]]
         if none:
             text += f"\nWithout blocks that repeat: {', '.join(none)}.\n"
