@@ -20,14 +20,14 @@ $usage
                gradients, planning time (an hour)
   step         a budget for the whole training step where blocks are compiled one by one, beside
                what budgets and checkpoints of single blocks reach (an hour)
-  schedule     what inductor's schedules for a GPU hold at real size, beside what was estimated;
-               needs no GPU, but a torch built with CUDA (an hour)
+  schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
+               beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
                budget for the step keeps and computes again (half an hour)
   fuzz         random programs of operators: whether all plans compute the same, bit for bit,
                and whether peaks are those predicted (100 programs: ten minutes)
 
-Each has --help, and all but fuzz --json FILE, to store what they print. The first five have
+Each has --help, and all but fuzz --json FILE, to store what they print. The first six have
 --check, for the counts that must hold.
 EOF2
     exit

@@ -87,7 +87,9 @@ def main(name: str, *words: str) -> int:
         return status
     parser = options(name, benchmark)
     arguments = parser.parse_args(words)
-    if getattr(benchmark, "NEEDS_CUDA", False) and torch.version.cuda is None:
+    needs_cuda = getattr(arguments, "device", "cpu") != "cpu"
+    needs_cuda |= getattr(benchmark, "NEEDS_CUDA", False)
+    if needs_cuda and torch.version.cuda is None:
         parser.error(
             f"torch {torch.__version__} was built without CUDA, which schedules for a "
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"

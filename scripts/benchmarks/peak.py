@@ -29,7 +29,6 @@ import torch
 import torch._functorch.config as config
 from torch import Tensor
 from torch._functorch import partitioners
-from torch._inductor import config as inductor_config
 
 from benchmarks import fresh, nets, sweep
 from benchmarks.bounds import at_no_more_cost, neighbours
@@ -52,7 +51,6 @@ from benchmarks.ways import budgeted, compiled, OPERATORS, swept, Training
 
 NETS = tuple(net.name for net in nets.SMALL)
 BUDGETS = (0.0, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
-INDUCTOR_BUDGETS = (0.1, 0.5)
 PLANNED = ("gpt2", "llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
 PLANNED_BUDGETS = (0.1, 0.5)
 # What the partition may take, as a multiple of upstream's.
@@ -60,7 +58,6 @@ PLANNING = 1.2
 KINDS: dict[str, tuple[Sequence[str], Sequence[float]]] = {
     "ours": (NETS, BUDGETS),
     "upstream": (NETS, sweep.BUDGETS),
-    "inductor": (NETS, INDUCTOR_BUDGETS),
     "planning": (PLANNED, PLANNED_BUDGETS),
 }
 # One with dropout is in test_peak.py.
@@ -87,7 +84,6 @@ def measure(task: fresh.Task) -> Row:
     by_kind = {
         "ours": measure_ours,
         "upstream": measure_upstream,
-        "inductor": measure_inductor,
         "planning": measure_planning,
     }
     with cpu_attention_counted():
@@ -170,30 +166,6 @@ def curve_noted(row: Row, forward_flops: int) -> Iterator[None]:
 
     with mock.patch.object(module, build_curve.__name__, note):
         yield
-
-
-def allocated(net: nets.Net, budget: float) -> int:
-    """The peak of a step by inductor on the CPU, as its allocator notes it."""
-    caches = inductor_config.patch(force_disable_caches=True)
-    with budgeted(budget, "peak"), caches:
-        training = Training(net, whole=compiled("inductor")).warmed()
-        return training.measured(allocator=True).own_peak
-
-
-def measure_inductor(net: nets.Net, budgets: Sequence[float]) -> Row:
-    """What inductor's own kernels have live, and what was said of that."""
-    steps = []
-    for budget in budgets:
-        peak, planned = allocated(net, budget), planned_peak()
-        steps.append(
-            {
-                "budget": budget,
-                "peak": peak,
-                "predicted": planned.predicted,
-                "allowed": planned.allowed,
-            }
-        )
-    return {"steps": steps}
 
 
 def measure_planning(net: nets.Net, budgets: Sequence[float]) -> Row:
@@ -398,31 +370,6 @@ def rising(data: dict[str, Any]) -> str:
     )
 
 
-def by_inductor(rows: Sequence[Row]) -> str:
-    steps = [step for found in steps_of(rows, "inductor").values() for step in found]
-
-    def off(step: Row) -> float:
-        apart: float = step["predicted"] / step["peak"] - 1
-        return apart
-
-    def cell(row: Row, at: int) -> str:
-        step = row["steps"][at]
-        text = f"{off(step):+.1%}"
-        text = text if abs(off(step)) <= 0.02 else f"**{text}**"
-        return f"{step['peak'] / 1e6:.1f} ({text})"
-
-    def kept(step: Row) -> bool:
-        return bool(step["peak"] <= step["allowed"] * 1.005)
-
-    names = [f"at {b:g}" for b in INDUCTOR_BUDGETS]
-    cells = {n: functools.partial(cell, at=at) for at, n in enumerate(names)}
-    near = sum(abs(off(step)) <= 0.02 for step in steps)
-    return (
-        f"{near} of {len(steps)} are within 2 %; {sum(map(kept, steps))} of {len(steps)} "
-        "steps are within what was allowed, or .5 % above.\n\n"
-    ) + columns(good(rows, kind="inductor"), {"net": lambda row: row["net"], **cells})
-
-
 def planning(rows: Sequence[Row]) -> str:
     def cell(row: Row, budget: float) -> str:
         ratio = row[f"peak {budget:g}"] / row[f"saved {budget:g}"]
@@ -462,12 +409,6 @@ def page(data: dict[str, Any]) -> str:
             "of upstream's plans (its budget) against ours at no more flops. "
             f"budgets: how many of upstream's were tried. {sweep.HOW}\n\n"
             + lowest_table(rows)
-        )
-    if "inductor" in kinds:
-        text += (
-            "\n### What do inductor's kernels make of it?\n\nRun on a CPU, by its allocator: "
-            "the peak in MB, and in brackets how far what the compile told is off (bold: by "
-            "more than 2 %).\n\n" + by_inductor(rows)
         )
     if "planning" in kinds:
         text += (

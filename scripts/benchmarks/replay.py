@@ -1,8 +1,9 @@
 """What inductor's code for a training step allocates, known without running it.
 
-    with compiled_for(GPUS["h100"]) as backend, mode:    # that of the fake tensors
-        step = torch.compile(module, backend=backend)
-        replay(lambda: step(*inputs), [*module.parameters(), *inputs]).peak    # bytes
+    gpu = GPUS["h100"]
+    with compiled_for(gpu) as backend:
+        training = Training(net, whole=compiled(backend), fake=True).warmed()
+        replay(training, gpu).peak    # bytes
 
 Inductor partitions, lowers, fuses, schedules and generates code; no kernel is compiled.
 Its wrappers, which allocate and free, run on fake tensors with kernels that do nothing,
@@ -20,14 +21,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 from unittest import mock
 
 import torch
@@ -40,19 +39,18 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _triton
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.meters import CountedFlops, CountedStorages, storages
+from benchmarks.meters import CountedFlops, CountedStorages, gradients
 from benchmarks.tracing import CUDAAttention
+from benchmarks.ways import Training
 
 
 CUDA = torch.device("cuda:0")
-# Where a wrapper's module has, for each of its values, the operators that it is of and the
-# line of the model that they came from.
-_ORIGINS = "origins of buffers"
 
 
-def gpu(name: str, capability: tuple[int, int], **properties: int) -> SimpleNamespace:
+def gpu(name: str, capability: tuple[int, int], **properties: float) -> SimpleNamespace:
     """A device's properties, by the names that torch.cuda has for them."""
     major, minor = capability
     same = {"warp_size": 32, "max_threads_per_block": 1024, "gcnArchName": ""}
@@ -60,7 +58,7 @@ def gpu(name: str, capability: tuple[int, int], **properties: int) -> SimpleName
     return SimpleNamespace(name=name, major=major, minor=minor, **same, **properties)
 
 
-# As NVIDIA's data sheets have them.
+# As NVIDIA's data sheets have them; flops are those of dense bf16.
 GPUS = {
     "h100": gpu(
         "NVIDIA H100 80GB HBM3",
@@ -70,6 +68,8 @@ GPUS = {
         max_threads_per_multi_processor=2048,
         shared_memory_per_block_optin=227 * 2**10,
         L2_cache_size=50 * 2**20,
+        flops_per_s=989e12,
+        bytes_per_s=3.35e12,
     ),
     "rtx4090": gpu(
         "NVIDIA GeForce RTX 4090",
@@ -79,6 +79,8 @@ GPUS = {
         max_threads_per_multi_processor=1536,
         shared_memory_per_block_optin=99 * 2**10,
         L2_cache_size=72 * 2**20,
+        flops_per_s=165e12,
+        bytes_per_s=1.008e12,
     ),
 }
 
@@ -154,98 +156,112 @@ def _move(module: fx.GraphModule) -> None:
             node.meta["val"] = tree_map(moved, node.meta["val"])
 
 
-class Live(NamedTuple):
-    """A buffer that is live at the peak."""
-
-    name: str
-    nbytes: int
-    operators: str
-    line: str
-
-
 @dataclass
 class Replay:
-    """Live bytes after each allocation, beyond those that were there; flops of the step.
+    """Live bytes after each allocation, beyond those that were there, and what it takes.
 
-    ``backward_at`` is the first allocation of the backward. ``live`` are the largest at
-    the peak, of those that the wrapper which runs there knows.
+    ``backward_at`` is the first allocation of the backward. ``seconds`` are those of the
+    GPU's roofline, None for the CPU.
     """
 
     curve: list[int]
     backward_at: int
     flops: int
-    live: list[Live] = field(default_factory=list)
+    seconds: Optional[float]
 
     @property
     def peak(self) -> int:
         return max(self.curve, default=0)
 
     @property
-    def peaks(self) -> tuple[int, int]:
-        """Of the forward and of the backward."""
-        at = self.backward_at
-        return max(self.curve[:at], default=0), max(self.curve[at:], default=0)
+    def phase(self) -> str:
+        """Where the peak is."""
+        return "forward" if self.peak in self.curve[: self.backward_at] else "backward"
 
 
 class _Recorder(CountedStorages):
-    """Notes the live bytes after each allocation, and what is live after one of them."""
+    """Notes the live bytes after each allocation."""
 
-    def __init__(self, there: Sequence[Any], look_at: int = -1) -> None:
+    def __init__(self, there: Sequence[Any]) -> None:
         self.curve: list[int] = []
-        self.look_at = look_at
-        self.seen: dict[int, Live] = {}
         super().__init__(there)
-        self.there = set(self._live)
         self.curve.clear()
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         known = storage._cdata in self._live
         super()._follow(storage)
-        if known:
-            return
-        self.curve.append(self.risen)
-        if len(self.curve) - 1 == self.look_at:
-            self._look()
-
-    def _look(self) -> None:
-        """Name what is live by the variables of the wrapper that runs, if one does."""
-        frame: Optional[types.FrameType] = sys._getframe()
-        while frame is not None and _ORIGINS not in frame.f_globals:
-            frame = frame.f_back
-        if frame is None:
-            return
-        origins = frame.f_globals[_ORIGINS]
-        for name, value in frame.f_locals.items():
-            for storage in storages([value]):
-                if storage._cdata in self._live and storage._cdata not in self.there:
-                    live = Live(name, storage.nbytes(), *origins.get(name, ("", "")))
-                    self.seen.setdefault(storage._cdata, live)
+        if not known:
+            self.curve.append(self.risen)
 
 
-def replay(forward: Callable[[], Tensor], there: Sequence[Any]) -> Replay:
-    """What a step on fakes has live beside what is ``there``: parameters and inputs.
+class _Roofline(CountedFlops):
+    """Seconds, too: of each kernel those of its flops or of its bytes, the larger.
 
-    It runs three times: to be compiled, for the curve, and to look at its peak. Gradients
-    are not kept.
+    What several arguments of a kernel share counts once, as does what it overwrites.
     """
 
-    def run(look_at: int) -> tuple[Replay, _Recorder]:
-        gc.collect()
-        with CountedFlops() as counter, _Recorder(there, look_at) as recorder:
-            loss = forward()
-            backward_at = len(recorder.curve)
-            loss.backward()
-            curve = [*recorder.curve]
-        for tensor in there:
-            tensor.grad = None
-        return Replay(curve, backward_at, counter.flops), recorder
+    def __init__(self, gpu: Optional[SimpleNamespace]) -> None:
+        super().__init__()
+        self.gpu, self.seconds = gpu, 0.0
 
-    run(-1)
-    found, _ = run(-1)
-    # Looking at a wrapper's variables keeps them alive, and so is for another run.
-    _, recorder = run(found.curve.index(found.peak))
-    found.live = sorted(recorder.seen.values(), key=lambda each: -each.nbytes)
-    return found
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        before = self.flops
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not _is_free(func):
+            self.add(tree_leaves((args, kwargs, result)), self.flops - before)
+        return result
+
+    def add(self, values: Sequence[Any], flops: int = 0) -> None:
+        """A kernel of these arguments and results."""
+        if self.gpu is None:
+            return
+        nbytes = {
+            (x.untyped_storage()._cdata, x.storage_offset(), x.numel()): x.nbytes
+            for x in values
+            if isinstance(x, Tensor)
+        }
+        moved = sum(nbytes.values()) / self.gpu.bytes_per_s
+        self.seconds += max(flops / self.gpu.flops_per_s, moved)
+
+
+# No kernel runs where these allocate, name, or ask for a tensor's device.
+_FREE = ("empty", "new_empty", "lift", "_unsafe_view", "set_", "resize_", "device")
+
+
+def _is_free(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return getattr(func, "is_view", False) or name.startswith(_FREE)
+
+
+class _Kernel:
+    """In place of one that inductor generated."""
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, _Roofline):
+                mode.add(args)
+
+
+def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Replay:
+    """What a step on fakes has live beyond parameters and inputs; it was compiled before."""
+    module = training.module
+    there = [*module.parameters(), *module.buffers(), *training.inputs]
+    gc.collect()
+    with (
+        training.mode,
+        training.within,
+        _Roofline(gpu) as meter,
+        _Recorder(there) as recorder,
+    ):
+        loss = training.loss()
+        backward_at = len(recorder.curve)
+        loss.backward()
+        curve = [*recorder.curve]
+        gradients(training.parameters)
+    seconds = None if gpu is None else meter.seconds
+    return Replay(curve, backward_at, meter.flops, seconds)
 
 
 @contextmanager
@@ -261,7 +277,6 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
             "GPU needs a build with it, though no GPU"
         )
     device = torch.device("cpu") if gpu is None else CUDA
-    graphs: list[fx.GraphModule] = []
     wrappers: list[Any] = []
 
     def inner_compile(module: fx.GraphModule, values: Any, **kwargs: Any) -> Any:
@@ -270,9 +285,7 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
         ]
         if kwargs.get("is_backward"):  # the forward chose its strides
             inputs = list(values)
-        graphs.append(module)
         compile_fx.compile_fx_inner(module, inputs, **kwargs)
-        graphs.pop()
         wrapper = wrappers.pop()
 
         def run(args: list[Any]) -> list[Any]:
@@ -286,12 +299,13 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
 
     def load(lowering: GraphLowering, wrapper: Any, *_: Any) -> Any:
         made = _runnable(wrapper.value)
-        made.memory = _told(lowering, wrapper.value)
-        setattr(made, _ORIGINS, dict(_origins(graphs[-1], lowering)))
+        # The untouched wheel has no reader.
+        read = getattr(output_code, "wrapper_memory", lambda *_: None)
+        made.memory = read(lowering, wrapper.value)
         wrappers.append(made)
         return made
 
-    make_kernel = _always(SimpleNamespace(run=_always(None)))
+    make_kernel = _always(_Kernel())
     torch._dynamo.reset()
     with (
         mock.patch.object(GraphLowering, "_compile_to_module_lines", load),
@@ -304,13 +318,6 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
         nullcontext() if gpu is None else _partitioned_on_gpu(),
     ):
         yield functools.partial(compile_fx.compile_fx, inner_compile=inner_compile)
-
-
-def _told(lowering: GraphLowering, source: str) -> Any:
-    """What the patched torch reads from a wrapper; the untouched wheel has no reader."""
-    if not hasattr(output_code, "wrapper_memory"):
-        return None
-    return output_code.wrapper_memory(lowering, source)
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -376,32 +383,3 @@ def _runnable(code: str) -> Any:
 
 def _empty_strided(device: str, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-def _origins(
-    module: fx.GraphModule, lowering: GraphLowering
-) -> Iterator[tuple[str, tuple[str, str]]]:
-    for node in module.graph.nodes:
-        yield node.name, (_operators([node]), _line([node]))
-    buffers: dict[str, Any] = dict(lowering.name_to_buffer)
-    for name, buffer in buffers.items():
-        nodes = sorted(buffer.get_origins(), key=lambda node: node.name)
-        yield name, (_operators(nodes), _line(nodes))
-
-
-def _operators(nodes: Sequence[fx.Node]) -> str:
-    names = [str(node.target).removesuffix(".default") for node in nodes]
-    return " ".join(dict.fromkeys(names))
-
-
-def _line(nodes: Sequence[fx.Node]) -> str:
-    """The innermost line of the model, as file:line, of the last that has one."""
-    own = Path(__file__).with_name("tracing.py")
-    for node in reversed(nodes):
-        trace = (node.meta.get("stack_trace") or "").splitlines()
-        places = [line.strip() for line in trace if line.strip().startswith("File ")]
-        for place in reversed(places):
-            file, line = place.split(", ")[:2]
-            if Path(file[6:-1]) != own:
-                return f"{Path(file[6:-1]).name}:{line.split()[1]}"
-    return ""

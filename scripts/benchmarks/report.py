@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import peak, quickstart, step
+from benchmarks import peak, quickstart, schedule, step
 from benchmarks.pages import markdown
 
 
@@ -63,6 +63,7 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "peak_summary": ("peak", peak.summary),
     "step_summary": ("step", step.summary),
     "releases": ("releases", releases),
+    "schedule_cpu": ("schedule_cpu", schedule.page),
 }
 
 

@@ -5,15 +5,13 @@
     scripts/benchmark.sh step --net my_models:make  your own
     scripts/benchmark.sh step --json results/step.json
     scripts/benchmark.sh step --net bert --json results/step.json   one net's rows anew
-    scripts/benchmark.sh step --kind inductor --json results/step.json   inductor's anew
 
 Each net's blocks are compiled one by one; what is between them runs in eager mode. The
 step runs by a StepBudget at several shares, and beside that with each block's own budget
 of saved bytes, with a checkpoint around each block, and compiled as one graph that is
 held to the same peak. The blocks' own budgets are upstream's, swept on the untouched
 wheel. Peaks are bytes of live storages of a running step, operator by operator, beyond
-those that are there when it starts; flops are those of the whole step. With inductor,
-peaks are the allocator's.
+those that are there when it starts; flops are those of the whole step.
 """
 
 from __future__ import annotations
@@ -66,9 +64,8 @@ NETS = ("llama-8", "gpt2", "bert", "vit", "moe", "hf-t5_small")
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 # The blocks' own budgets of saved bytes, to compare with at the same peak.
 SAVED = tuple(n / 32 for n in range(32, -1, -1))
-INDUCTOR_SHARES = (1.0, 0.5, 0.1, 0.0)
 CHECK = "one net, two shares, as CI does"
-KIND, KEY = "backend", ("net", "backend")
+KIND, KEY = "backend", ("net",)
 LIMITS = fresh.Limits(seconds=6000, gigabytes=14)
 # A training of a net whose blocks are put to work in some ways.
 Make = Callable[[Ways], Training]
@@ -80,8 +77,6 @@ def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
     for name in names:
         task: fresh.Task = {"net": name, "backend": OPERATORS, "shares": shares}
         yield {**task, "_saved": saved}
-    for name in () if check else names:
-        yield {"net": name, "backend": "inductor", "shares": INDUCTOR_SHARES}
 
 
 # ------------------------------------------------------------ in a fresh process
@@ -97,9 +92,7 @@ def measure(task: fresh.Task) -> Row:
     with cpu_attention_counted(), config.patch(enable_autograd_cache=False):
         if task.get("torch") == fresh.UNTOUCHED:
             return measure_upstream(make, backend, task["_saved"])
-        if backend == OPERATORS:
-            return measure_operators(net, make, task)
-        return measure_inductor(make, task)
+        return measure_operators(net, make, task)
 
 
 def upstreams(module: str, task: fresh.Task) -> list[Row]:
@@ -202,18 +195,6 @@ def measure_operators(net: nets.Net, make: Make, task: fresh.Task) -> Row:
     return row
 
 
-def measure_inductor(make: Make, task: fresh.Task) -> Row:
-    training = make(compiled(task["backend"]))
-    steps = []
-    for share in task["shares"]:
-        training.within = budget = overlay("step_budget").StepBudget(share=share)
-        peak = training.warmed(2).allocated()
-        plan = budget.plan
-        row = {"share": share, "peak": peak, "predicted": plan.predicted_peak}
-        steps.append({**row, "allowed": plan.allowed})
-    return {"steps": steps}
-
-
 @contextmanager
 def planning_watched() -> Iterator[tuple[list[float], list[float]]]:
     """CPU seconds of planning, and of upstream's partition of the same graphs."""
@@ -252,26 +233,19 @@ def planning_watched() -> Iterator[tuple[list[float], list[float]]]:
 # -------------------------------------------------------------------- marks
 
 
-def by(row: Row) -> str:
-    """What a step's peaks are of."""
-    return "operators" if row.get("backend") == OPERATORS else "inductor"
-
-
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     rows = good(rows)
-    for kind in ("operators", "inductor"):
-        mine = [row for row in rows if by(row) == kind]
-        exact = kind == "operators"
-        steps: Steps = {row["net"]: row["steps"] for row in mine}
-        as_others = [
-            (f"{row['net']} as {name}", other["step"])
-            for row in mine
-            for name, other in named(row.get("others", ()))
-            if other["step"]["allowed"] >= other["step"]["floor"]
-        ]
-        yield from bounds([*every(steps), *as_others], f"by {kind}", exact)
-        what = f"peak at a share / at the next larger, by {kind}"
-        yield from rising(steps, what, exact)
+    exact = all(row["backend"] == OPERATORS for row in rows)
+    by = "by operators" if exact else "by inductor"
+    steps: Steps = {row["net"]: row["steps"] for row in rows}
+    as_others = [
+        (f"{row['net']} as {name}", other["step"])
+        for row in rows
+        for name, other in named(row["others"])
+        if other["step"]["allowed"] >= other["step"]["floor"]
+    ]
+    yield from bounds([*every(steps), *as_others], by, exact)
+    yield from rising(steps, f"peak at a share / at the next larger, {by}", exact)
     yield from judged_beside(rows)
     compared = [
         (f"{row['net']} at {step['share']:g}", step["same_gradients"])
@@ -315,7 +289,7 @@ def judged_beside(rows: Sequence[Row]) -> Iterator[Mark]:
             (
                 (other["step"]["flops"] / other["flops"], f"{row['net']}, {name}")
                 for row in rows
-                for name, other in named(row.get("others", ()))
+                for name, other in named(row["others"])
                 if kinds in name and other["step"]["peak"] <= 1.005 * other["peak"]
             ),
             1.0005,
@@ -340,48 +314,28 @@ SWEPT = (
     f"every 1/{len(SAVED) - 1}; of these the lowest peak, and where a StepBudget gains "
     "least."
 )
-NOT_SWEPT = (
-    "Not swept: {}; saved are some budgets with the set's solver there, and some of "
-    "upstream's may reach lower."
-)
 
 
 def named(others: Sequence[Row]) -> Iterator[tuple[str, Row]]:
     for other in others:
-        budget = other.get("activation_memory_budget")
-        budgets = other.get("budgets") or ([] if budget is None else [budget])
-        told = f" {sweep.told(budgets)}" if budgets else ""
+        told = f" {sweep.told(other['budgets'])}" if "budgets" in other else ""
         yield other["kind"] + told, other
-
-
-def told_of_saved(rows: Sequence[Row]) -> str:
-    """Which budgets of the blocks' own a table has."""
-    found = {
-        row["net"]: any("budgets" in other for other in row["others"])
-        for row in rows
-        if row.get("others")
-    }
-    left = [net for net, is_swept in found.items() if not is_swept]
-    words = [SWEPT] if len(left) < len(found) else []
-    return " ".join(words + ([NOT_SWEPT.format(", ".join(left))] if left else []))
 
 
 def quoted(row: Row) -> Iterator[tuple[Row, str, Row]]:
     """What a table shows of the other ways."""
-    saved = [other for other in row.get("others", ()) if "budgets" in other]
+    saved = [other for other in row["others"] if "budgets" in other]
     if saved:
         least = max(saved, key=lambda other: other["step"]["flops"] / other["flops"])
         for what, other in ("lowest", sweep.lowest(saved)), ("least gain", least):
             yield row, f"saved {sweep.told(other['budgets'])}, {what}", other
-    for name, other in named(row.get("others", ())):
+    for name, other in named(row["others"]):
         if "budgets" not in other:
             yield row, name, other
 
 
 def more(step: Row, row: Row) -> str:
     """Flops beyond those at the largest share."""
-    if "flops" not in step:
-        return "-"
     return f"{step['flops'] / row['steps'][0]['flops'] - 1:.1%}"
 
 
@@ -399,7 +353,6 @@ def steps_table(rows: Sequence[Row]) -> str:
         ),
         {
             "net": lambda row, step, whole: row["net"],
-            "by": lambda row, step, whole: by(row),
             "share": lambda row, step, whole: f"{step['share']:g}",
             "allowed MB": lambda row, step, whole: megabytes(step["allowed"]),
             "predicted MB": lambda row, step, whole: megabytes(step["predicted"]),
@@ -430,7 +383,7 @@ def summary(data: dict[str, Any]) -> str:
     return marks_table(data["rows"]) + f"\n{measured_on(data['environment'])}"
 
 
-CAPTION = "Blocks compiled one by one, fp32, operator by operator, or by inductor. "
+CAPTION = "Blocks compiled one by one, fp32, operator by operator. "
 
 
 def page(data: dict[str, Any], caption: str = CAPTION, how: str = RUN) -> str:
@@ -440,7 +393,7 @@ def page(data: dict[str, Any], caption: str = CAPTION, how: str = RUN) -> str:
         + "\nBy share. Peaks are beyond what is live when a step starts, flops beyond "
         "those at the largest share:\n\n"
         + steps_table(rows)
-        + f"\nCompared with a budget or a checkpoint for each block. {told_of_saved(rows)}\n\n"
+        + f"\nCompared with a budget or a checkpoint for each block. {SWEPT}\n\n"
         + others_table(rows)
         + f"\n{caption}{measured_on(data['environment'], how)}"
     )
@@ -450,11 +403,8 @@ def plot(data: dict[str, Any], result: Path, how: str = RUN) -> None:
     """Peak against recomputation, a panel for each net."""
     lines = {}
     for row in good(data["measured"]):
-        others = row.get("others", ())
-        if not others:
-            continue
         kinds: dict[str, list[Row]] = {}
-        for other in others:
+        for other in row["others"]:
             kinds.setdefault(other["kind"], []).append(other)
         drawn = [
             ("StepBudget", "o-", row["steps"]),

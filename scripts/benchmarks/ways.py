@@ -23,7 +23,7 @@ from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import sweep
-from benchmarks.meters import allocations, gradients, record_step, Step
+from benchmarks.meters import gradients, record_step, Step
 from benchmarks.nets import LossOf, Net, SEED
 from benchmarks.pages import Row
 
@@ -36,8 +36,8 @@ Way = Callable[[Forward], Forward]
 Ways = Union[Way, Sequence[Way]]
 
 
-def compiled(backend: Any) -> Way:
-    return functools.partial(torch.compile, backend=backend)
+def compiled(backend: Any, **options: Any) -> Way:
+    return functools.partial(torch.compile, backend=backend, **options)
 
 
 def checkpointed(**options: Any) -> Way:
@@ -138,10 +138,6 @@ class Training:
             return record_step(
                 self.loss, self.parameters, there, self.optimizer, allocator
             )
-
-    def allocated(self) -> int:
-        """The most that the allocator has handed out in one more step."""
-        return allocations(self.step).peak
 
     def seconds(self) -> float:
         """CPU seconds of a step, of one thread: what else the machine does is left out."""

@@ -1,0 +1,4 @@
+from benchmarks.nets import Net
+
+
+NETS: tuple[Net, ...] = ()
