@@ -78,7 +78,8 @@ class Net:
 
         with FakeTensorMode() as mode:
             for owner in module.modules():
-                for values in (owner._parameters, owner._buffers, vars(owner)):
+                places: list[Any] = [owner._parameters, owner._buffers, vars(owner)]
+                for values in places:
                     for name, value in values.items():
                         if isinstance(value, Tensor):
                             values[name] = fake(value)

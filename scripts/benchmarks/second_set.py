@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, Tensor
 from torch._dynamo.backends import debugging
+from torch._functorch import partitioners
 
 from benchmarks.nets import BF16, Built, LossOf, Net
 from benchmarks.ways import OPERATORS
@@ -45,12 +46,12 @@ class Denoised(LossOf):
 
 
 class Spelled(LossOf):
-    """Letters against those of each frame: what aligns them wants values."""
+    """Syllables against those of each frame: aligning them is no graph."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        waves, letters = inputs
-        logits = self.module(waves).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), letters.flatten())
+        sounds, syllables = inputs
+        logits = self.module(sounds).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), syllables.flatten())
 
 
 class Contrasted(LossOf):
@@ -110,10 +111,10 @@ def scenes() -> Batch:
 
 
 def sounds() -> Batch:
-    """Ten seconds each, and a letter for each frame that convolutions make of them."""
+    """Sixteen seconds each, by their spectra, and a syllable for each eight of these."""
     return {
-        "input_values": torch.randn(8, 160_000),
-        "letters": torch.randint(32, (8, 499)),
+        "input_features": torch.randn(16, 1600, 80),
+        "syllables": torch.randint(1024, (16, 200)),
     }
 
 
@@ -327,12 +328,9 @@ VISION = (
 SOUND = (
     # Convolutions between attention and MLP.
     transformers(
-        *("conformer", "Wav2Vec2ConformerForCTC", sounds),
+        *("conformer", "ParakeetForCTC", sounds),
         loss=Spelled,
-        vocab_size=32,
-        num_hidden_layers=4,
-        apply_spec_augment=False,
-        layerdrop=0.0,
+        encoder_config={"num_hidden_layers": 4, "layerdrop": 0.0},
     ),
 )
 DIFFUSION = (
@@ -380,7 +378,7 @@ NETS = (*LANGUAGE, *VISION, *SOUND, *DIFFUSION)
 def traced(net: Net) -> int:
     """Nodes of the joint graph, after a step of fakes. One graph, or this fails."""
     counts: list[int] = []
-    split = debugging.min_cut_rematerialization_partition
+    split = partitioners.min_cut_rematerialization_partition
 
     def counted(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
         counts.append(len(joint.graph.nodes))
