@@ -1,8 +1,10 @@
 """The models train, and at real size they have the parameters they are known by."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from benchmarks import nets
+from benchmarks import nets, second_set
 from benchmarks.tracing import overlay
 from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 
@@ -65,3 +67,56 @@ def test_model_of_a_library_trains_within_budgets(alone, model, sizes):
     step = training.warmed(3).measured()
     assert step.own_peak <= 1.005 * training.within.plan.allowed < plain.own_peak
     assert all(map(torch.equal, step.gradients, plain.gradients))
+
+
+USERS = """
+import torch
+from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+
+def model(**wanted):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = ModernBertConfig(
+        num_hidden_layers=1, vocab_size=128, pad_token_id=0, **sizes
+    )
+    ids = torch.randint(128, (2, 16))
+    return ModernBertForMaskedLM(config).to(**wanted), {"input_ids": ids, "labels": ids}
+
+
+def converted():
+    return model(dtype=torch.bfloat16)
+
+
+def moved():
+    # A tensor without values cannot be.
+    return model(dtype=torch.bfloat16, device="cpu")
+"""
+
+
+@pytest.mark.parametrize("function", ["converted", "moved"])
+def test_a_users_model_of_a_library_is_traced(function, tmp_path, monkeypatch):
+    """Under the mode of fake tensors it could be neither built nor converted."""
+    (tmp_path / "users.py").write_text(USERS)
+    monkeypatch.chdir(tmp_path)
+    net = nets.find(f"users:{function}")
+    assert second_set.traced(net) > 100
+    _, module, _ = net.fake()
+    assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
+    # One storage, as in the model itself.
+    ends = module.module.get_input_embeddings(), module.module.get_output_embeddings()
+    assert ends[0].weight is ends[1].weight
+
+
+def test_the_second_set_is_found_by_name_and_was_held_out():
+    names = [net.name for net in second_set.NETS]
+    assert len({*names}) == len(names) >= 16
+    assert not {*names} & {*nets.NETS, *nets.WHOLE}
+    assert all(nets.find(net.name) is net and net.held_out for net in second_set.NETS)
+    assert not any(net.held_out for net in nets.NETS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mamba2", torch.bfloat16), ("dit", torch.float32)]
+)
+def test_a_net_of_the_second_set_is_one_graph(name, dtype):
+    assert second_set.traced(replace(nets.find(name), dtype=dtype)) > 1000

@@ -1,6 +1,7 @@
 """The nets that are measured: models with random weights, and a batch for each.
 
-`NETS` has each by its name; `find` also knows a user's own. Small ones run on a CPU in
+`NETS` has those that the planner was developed with, each by its name; `find` also knows
+those of `second_set`, which were held out, and a user's own. Small ones run on a CPU in
 seconds; those at real size are for fake tensors (`Net.fake`), which have sizes but no
 memory.
 """
@@ -45,6 +46,8 @@ class Net:
     name: str
     build: Callable[[], Built]
     dtype: torch.dtype = torch.float32
+    # Whether the planner was developed without a look at what it does to this one.
+    held_out: bool = False
 
     def make(self, device: str = "cpu") -> Built:
         """The module, in training mode, and its inputs, the same ones every time."""
@@ -58,34 +61,38 @@ class Net:
             torch.set_default_dtype(before)
 
     def fake(self) -> tuple[FakeTensorMode, nn.Module, Inputs]:
-        """The same as fake CPU tensors, and the mode that they belong to."""
-        with FakeTensorMode() as mode:
-            return mode, *self.make()
+        """The same as fake CPU tensors, and the mode that they belong to.
 
-
-class HuggingFace(Net):
-    """One of `models`; only a compiler traces what it does to fake tensors."""
-
-    def fake(self) -> tuple[FakeTensorMode, nn.Module, Inputs]:
-        # Some build themselves from the values of tensors, which fake ones do not have.
-        module, inputs = self.make("meta")
+        Modules are built on the meta device: under the mode of fake tensors many that
+        compile well can neither be built nor converted. Those that need values even to
+        be built are built for real, which takes their memory for a while.
+        """
+        try:
+            module, inputs = self.make("meta")
+        except RuntimeError:
+            module, inputs = self.make()
         fakes: dict[Tensor, Tensor] = {}
+
+        def fake(tensor: Tensor) -> Tensor:
+            return fakes.setdefault(tensor, as_fake(tensor))
+
         with FakeTensorMode() as mode:
             for owner in module.modules():
-                for tensors in (owner._parameters, owner._buffers):
-                    for name, old in tensors.items():
-                        if old is not None:
-                            if old not in fakes:
-                                fakes[old] = as_fake(old)
-                            tensors[name] = fakes[old]  # type: ignore[assignment]
-            return mode, module, tuple(as_fake(each) for each in inputs)
+                places: list[Any] = [owner._parameters, owner._buffers, vars(owner)]
+                for values in places:
+                    for name, value in values.items():
+                        if isinstance(value, Tensor):
+                            values[name] = fake(value)
+            return mode, module, tuple(map(fake, inputs))
 
 
 def as_fake(tensor: Tensor) -> Tensor:
-    new = torch.empty(tensor.shape, dtype=tensor.dtype)
+    """The like of it, by a mode of fake tensors, on the CPU."""
+    shape, stride = tensor.shape, tensor.stride()
+    new = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, tensor.requires_grad)
-    return new
+    return new.requires_grad_(tensor.requires_grad)
 
 
 class LossOf(nn.Module):
@@ -156,14 +163,12 @@ def classic(
     return Net(name, build, dtype)
 
 
-def hugging_face(
-    model: str, dtype: torch.dtype, name: str = "", **sizes: Any
-) -> HuggingFace:
+def hugging_face(model: str, dtype: torch.dtype, name: str = "", **sizes: Any) -> Net:
     def build() -> Built:
         module, inputs = models.make(model, **sizes)
         return LossOf(module.train(), tuple(inputs)), tuple(inputs.values())
 
-    return HuggingFace(f"hf-{name or model}", build, dtype)
+    return Net(f"hf-{name or model}", build, dtype)
 
 
 SMALL_LLAMA: dict[str, Any] = {
@@ -256,12 +261,15 @@ def find(spec: str) -> Net:
     by name in a dict. The working folder is searched for the module first. ValueError
     says what is wrong with a spec.
     """
-    if spec in NETS:
-        return NETS[spec]
+    # It is made of what is above.
+    second: Sequence[Net] = importlib.import_module("benchmarks.second_set").NETS
+    known = {**NETS, **{net.name: net for net in second}}
+    if spec in known:
+        return known[spec]
     place, colon, name = spec.partition(":")
     if not colon:
         raise ValueError(
-            f"no model named {spec!r}; there are {', '.join(NETS)}, and your own as "
+            f"no model named {spec!r}; there are {', '.join(known)}, and your own as "
             "module:function"
         )
     sys.path.insert(0, os.getcwd())
