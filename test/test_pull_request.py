@@ -45,7 +45,6 @@ def test_branch_and_text(repository, bodies, tmp_path, topic):
     for heading in (
         "Problem and mechanism",
         "Change",
-        "Smallest form",
         "Evidence",
         "Test plan",
         "Risks",

@@ -125,10 +125,9 @@ class Patch:
 
     For the pull request: ``needs`` names the patches that it builds on,
     ``evidence`` the stored results that belong into its text, each as the name of
-    the result and how its rows begin, ``risks`` what a reviewer should look at,
-    ``smallest`` the smallest form that could be merged, and ``kind`` is the topic of
-    the release notes. ``minimal`` is the same topic in upstream's own text, where that
-    is smaller than what the set does.
+    the result and how its rows begin, ``risks`` what a reviewer should look at, and
+    ``kind`` is the topic of the release notes. ``minimal`` is the same topic in
+    upstream's own text, where that is smaller than what the set does.
     """
 
     name: str
@@ -146,7 +145,6 @@ class Patch:
     needs: tuple[str, ...] = ()
     evidence: tuple[tuple[str, str], ...] = ()
     kind: str = "bug fixes"
-    smallest: str = ""
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:

@@ -82,7 +82,7 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + (f"Stacked on:\n\n{stacked}\n" if stacked else "")
         + "## Problem and mechanism\n\n"
         + "\n\n".join(problem or [change])
-        + f"\n\n## Change\n\n{change}\n\n## Smallest form\n\n{ours.smallest}\n"
+        + f"\n\n## Change\n\n{change}\n\n"
         + f"## Evidence\n\n`{patch.tested}` {before_and_after(patch)}"
         + measured(ours)
         + "".join(f"\nMade with `{line}`.\n" for line in commands)
