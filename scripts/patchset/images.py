@@ -17,7 +17,7 @@ from typing import Optional
 
 from .patch import Edit, grammar, MANIFEST, minor, OVERLAY, Patch, RELEASES
 from .series import SERIES
-from .target import BadCall, Conflict, NEEDS, NeedsPython, Target
+from .target import BadCall, Conflict, NEEDS, Target
 from .transaction import Change, digest, Journal
 
 
@@ -386,7 +386,11 @@ def _check_syntax(
 ) -> None:
     """The file compiles on the oldest Python, and each edit is where it belongs."""
     if sys.version_info < grammar(release):
-        raise NeedsPython(release)
+        oldest = ".".join(map(str, grammar(release)))
+        raise BadCall(
+            f"Python {oldest} or newer is needed to read PyTorch {release}, and this is "
+            f"{sys.version.split()[0]}; name one in APPLY_PYTHON"
+        )
     text = content.decode()
     if "\0" in text:
         raise ValueError(f"{path}: source code cannot contain null bytes")
@@ -405,22 +409,3 @@ def _check_syntax(
                 f"{path}:{first}: the edit is inside {innermost or 'no function'}, "
                 f"not {edit.inside or 'at module level'}"
             )
-
-
-def stale_bytecode(target: Target, changes: Sequence[Change]) -> list[Change]:
-    """Bytecode that Python would run unchecked in place of a changed file.
-
-    Such a file (PEP 552, "unchecked hash") is taken away with the change and
-    comes back with the reversal.
-    """
-    found = []
-    for change in changes:
-        source = target.root / change.path
-        for place in sorted(
-            (source.parent / "__pycache__").glob(source.stem + ".*.pyc")
-        ):
-            content = place.read_bytes()
-            if int.from_bytes(content[4:8], "little") == 0b01:
-                path = str(place.relative_to(target.root))
-                found.append(Change(path, content, None))
-    return found
