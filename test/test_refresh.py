@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import edit, lay, snapshot, TRIED
-from patchset import images, series
-from patchset.patch import CONFIG, Edit, KNAPSACK, RELEASES, REPOSITORY
+from patchset import series
+from patchset.patch import CONFIG, Edit, KNAPSACK, KNOWN, RELEASES, REPOSITORY
 from patchset.series import SERIES
 from upkeep import refresh
 from upkeep.refresh import Finding
@@ -28,7 +28,7 @@ def test_history(release_tree, derived_elsewhere, tmp_path, monkeypatch, capsys)
     mails = (root / "patches" / NEWEST for root in (tmp_path, REPOSITORY))
     assert len({str(snapshot(folder)) for folder in mails}) == 1
     rows = json.loads((tmp_path / "manifest.json").read_text())
-    assert rows == {release: images.manifest()[release] for release in TRIED}
+    assert rows == {release: KNOWN[release] for release in TRIED}
     assert refresh.main([NEWEST, "--structure-only"]) == 0
     assert "is as it was" in capsys.readouterr().out
 

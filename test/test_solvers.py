@@ -9,8 +9,6 @@ import logging
 import math
 import os
 import random
-import sys
-from bisect import bisect_right
 from fractions import Fraction
 
 import pytest
@@ -143,37 +141,6 @@ def test_more_kinds_than_are_searched():
     solution = exact.solve_knapsack(memory, runtime, budget)
     check(memory, runtime, budget, solution)
     assert not solution.proven and solution.upper_bound < 1.001 * solution.value
-
-
-def states_visited(call):
-    """How often a call looks at a state to bound what follows."""
-    visited = 0
-
-    def count(frame, event, function):
-        nonlocal visited
-        visited += event == "c_call" and function is bisect_right
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return visited
-
-
-def test_work_is_bounded():
-    """However many copies there are, or items that differ."""
-    r = random.Random(0)
-    few = [
-        (float(a * 10**6 + 10**7), a * 10**6 + 11 * 10**6 + a % 7) for a in range(30)
-    ]
-    copies = [r.choice(few) for _ in range(4_000)]
-    most = 0
-    for case in (strong(4_000, r), tuple(map(list, zip(*copies)))):
-        solve = functools.partial(exact.solve_knapsack, *case, sum(case[0]) // 3)
-        visited = states_visited(functools.partial(solve, max_states=4_000))
-        most = max(most, visited)
-    assert 2_000 < most <= 5_000
 
 
 def test_extreme_floats():

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Optional
 
-from .patch import Edit, grammar, MANIFEST, minor, OVERLAY, Patch, RELEASES
+from .patch import (
+    Edit,
+    grammar,
+    KNOWN,
+    Manifest,
+    minor,
+    OVERLAY,
+    Patch,
+    RELEASES,
+)
 from .series import SERIES
 from .target import BadCall, Conflict, NEEDS, Target
 from .transaction import Change, digest, Journal
@@ -31,7 +39,6 @@ LEFT_OUT = "left out"
 LEFT_OVER = "left over"
 
 View = dict[str, Optional[bytes]]
-Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,6 @@ class Survey:
         return sorted(total.values(), key=lambda change: change.before is not None)
 
 
-@cache
-def manifest() -> Manifest:
-    """``release -> path -> {"before": sha256, "after": sha256}``, None: no file."""
-    data: Manifest = json.loads(MANIFEST.read_text())
-    return data
-
-
 def overlay(path: str) -> bytes:
     return (OVERLAY / path).read_bytes()
 
@@ -129,9 +129,8 @@ def survey(
     ``without`` names patches to leave out, ``series`` may be another form of some of
     them.
     """
-    known = manifest()
     current = {path: target.read(path) for path in series_paths(target, series)}
-    case = _Case(series, "", known, _base(current, journal), current, without)
+    case = _Case(series, "", KNOWN, _base(current, journal), current, without)
     result = _survey(target, case, journal)
     if journal is None and not target.installed:
         return result

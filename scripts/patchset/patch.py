@@ -18,8 +18,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 OVERLAY = REPOSITORY / "torch_overlay"
 
 MANIFEST = Path(__file__).with_name("manifest.json")
-# The supported releases, oldest first: those that the manifest has a row for.
-RELEASES: tuple[str, ...] = tuple(json.loads(MANIFEST.read_text()))
+Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
+# ``release -> path -> {"before": sha256, "after": sha256}``, None: no file.
+KNOWN: Manifest = json.loads(MANIFEST.read_text())
+# The supported releases, oldest first.
+RELEASES = tuple(KNOWN)
 
 
 def module_path(name: str) -> str:
