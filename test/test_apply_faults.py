@@ -7,12 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import git, PATHS, refuses, rewrite, run, snapshot
+from conftest import git, lay, refuses, rewrite, run, snapshot
 from patchset import apply, images
 from patchset.patch import CONFIG, KNAPSACK, PARTITIONERS, REPOSITORY
 from patchset.series import SERIES, stack
@@ -270,55 +269,41 @@ def bare(tmp_path, monkeypatch):
     return place / "bin/python", next((place / "lib").glob("python*/site-packages"))
 
 
-def pip(python, *arguments):
-    command = [sys.executable, "-m", "pip", "--python", python, "--quiet", *arguments]
-    subprocess.run(command, check=True, capture_output=True)
+def test_torch_is_uninstalled_under_the_set(root, release_tree):
+    """As pip does it, which takes away what it knows of, and folders that are empty."""
+    (root / "version.txt").unlink()
+    shutil.rmtree(root / "test")
+    pristine = snapshot(root)
 
+    def uninstall():
+        for path in sorted(pristine, reverse=True):
+            if not (root / path).is_dir():
+                (root / path).unlink()
+            elif not any((root / path).iterdir()):
+                (root / path).rmdir()
 
-@pytest.fixture
-def wheel(release_tree, tmp_path):
-    """What the series looks at of a release, as a wheel that pip installs."""
-    tree, place = release_tree("2.13.0"), tmp_path / "torch-2.13.0-py3-none-any.whl"
-    info = next(tree.glob("torch-*.dist-info"))
-    paths = ["torch/__init__.py", "torch/version.py", *PATHS]
-    with zipfile.ZipFile(place, "w") as archive:
-        record = ""
-        for path in paths:
-            if (tree / path).is_file():
-                archive.write(tree / path, path)
-                record += f"{path},,\n"
-        about = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        archive.writestr(f"{info.name}/WHEEL", about)
-        archive.write(info / "METADATA", f"{info.name}/METADATA")
-        archive.writestr(f"{info.name}/RECORD", record)
-    return place
-
-
-def test_torch_is_uninstalled_under_the_set(bare, wheel):
-    python, packages = bare
-    pip(python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
-    call = ("--installed", "--python", python)
-    pristine = snapshot(packages)
-    assert run(*call).code == 0
-    written = snapshot(packages)
-    pip(python, "uninstall", "--yes", "torch")
-    assert (packages / "torch").is_dir(), "no test: nothing is left"
+    result = run(root)
+    assert result.code == 0 and result.report["installed"]
+    written = snapshot(root)
+    uninstall()
     for action in ACTIONS:
-        result = refuses(2, "torch was uninstalled", *action, *call, tree=packages)
-        assert f"Delete {packages / 'torch'} and {packages / STATE_NAME}" in result.text
+        result = refuses(2, "torch was uninstalled", *action, root, tree=root)
+        assert f"Delete {root / 'torch'} and {root / STATE_NAME}" in result.text
 
-    pip(python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
-    status = run("--status", *call)
+    lay(release_tree("2.13.0"), root)
+    shutil.rmtree(root / "test", ignore_errors=True)
+    status = run("--status", root)
     assert images.LEFT_OVER in status.states.values()
     assert images.APPLIED not in status.states.values()
     assert "left over from before torch was installed again" in status.text
-    assert run(*call).code == 0
-    assert snapshot(packages).keys() == written.keys()
-    pip(python, "uninstall", "--yes", "torch")
-    pip(python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
-    result = run("--reverse", *call)
+    assert run(root).code == 0
+    assert snapshot(root).keys() == written.keys()
+    uninstall()
+    lay(release_tree("2.13.0"), root)
+    shutil.rmtree(root / "test", ignore_errors=True)
+    result = run("--reverse", root)
     assert result.code == 0 and "left over" not in str(result.report)
-    assert snapshot(packages) == pristine
+    assert snapshot(root) == pristine
 
 
 def test_the_torch_that_pythonpath_has(bare, root, monkeypatch):

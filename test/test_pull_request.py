@@ -84,18 +84,6 @@ def test_no_topic_brings_upstreams_linters_a_finding(release_tree):
     assert upstream_checks.new_findings(before, after) == []
 
 
-def test_linters_tell_new_findings_from_old():
-    """Of import order, style and names, in files of a PyTorch tree."""
-    path = "torch/_functorch/made_up.py"
-    old = "import sys\nimport os\nprint(os, sys)\n"
-    new = "import torch\nimport os\nimport re\nprint( os, torch )\n"
-    assert upstream_checks.new_findings({path: old}, {path: old}) == []
-    found = upstream_checks.new_findings({}, {path: new})
-    assert [line.split(": ")[1][:11] for line in sorted(found)] == [
-        "F401 [*] `r", "Would sort", "unformatted",
-    ]  # fmt: skip
-
-
 def test_missing_evidence_is_refused(repository, bodies, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pull_request, "RESULTS", tmp_path)
     monkeypatch.setattr(pull_request, "REPOSITORY", tmp_path)

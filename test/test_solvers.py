@@ -188,13 +188,10 @@ def check_against_upstream_dp(memory, runtimes, budget):
 
 @pytest.mark.parametrize("net", corpus.instances(), ids=str)
 def test_corpus(net):
-    """Exact is the optimum at every budget, dp upstream's, greedy and ilp no more."""
-    items = net.sizes, net.runtimes
-    capacities = list(map(net.capacity, corpus.BUDGETS))
-    many = exact.solve_knapsack_budgets(*items, capacities)
-    for budget, capacity, solution in zip(corpus.BUDGETS, capacities, many):
-        check(*items, capacity, solution)
-        assert solution.proven and solution.value == corpus.optima()[net.name, budget]
+    """Dp is upstream's, greedy and ilp no more than the optimum.
+
+    That exact finds it at every budget is what `benchmark.sh solvers --check` sees.
+    """
     for budget in (0.05, 0.3, 0.8):
         problem = net.memory, net.runtimes, budget
         check_against_upstream_dp(*problem)
