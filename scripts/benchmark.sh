@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|fuzz [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | peak | step | schedule | blocks | fuzz) ;;
+  solvers | kept | frozen | peak | step | schedule | blocks) ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -24,11 +24,9 @@ $usage
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
                budget for the step keeps and computes again (half an hour)
-  fuzz         random programs of operators: whether all plans compute the same, bit for bit,
-               and whether peaks are those predicted (100 programs: ten minutes)
 
-Each has --help, and all but fuzz --json FILE, to store what they print. The first six have
---check, for the counts that must hold.
+Each has --help, and --json FILE, to store what it prints. The first six have --check, for
+the counts that must hold.
 EOF2
     exit
     ;;

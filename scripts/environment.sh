@@ -70,8 +70,7 @@ ensure_environment() {
   echo "$wanted" >"$VENV/.complete"
 }
 
-# The default checkout: the wheel's Python tree, its binaries linked in, the set applied,
-# with the arguments given.
+# The default checkout: the wheel's Python tree, its binaries linked in, the set applied.
 ensure_patched_checkout() {
   ensure_environment
   mkdir -p "$REPO/build"
@@ -79,7 +78,7 @@ ensure_patched_checkout() {
   {
     flock 9
     (run_module "$PYTHON" upkeep.checkout assemble "$CHECKOUT" >&2)
-    APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$@" "$CHECKOUT" >&2
+    APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2
   } 9>"$REPO/build/.lock"
 }
 

@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 usage() {
   cat <<'END'
-usage: scripts/run_patched.sh [-v] COMMAND [ARGUMENTS]
+usage: scripts/run_patched.sh COMMAND [ARGUMENTS]
 
 Runs COMMAND, say `python train.py`, with torch imported from the patched checkout in
 build/, which is set up first where it is missing. No installation is changed: the
@@ -14,22 +14,17 @@ the .venv. It compiles into a folder of its own that is deleted afterwards; set
 TORCHINDUCTOR_CACHE_DIR to keep what was compiled.
 
   TORCH_VERSION=2.15.0 scripts/run_patched.sh ...    on another release of torch
-  -v, --verbose    name each patch and each file that is written
 
 The exit status is the command's.
 END
 }
 
-verbose=()
 case ${1:-} in
   -h | --help) usage; exit ;;
-  -v | --verbose) verbose=(-v); shift ;;
-esac
-case ${1:-} in
   '') usage >&2; exit 2 ;;
 esac
 
-ensure_patched_checkout "${verbose[@]}"
+ensure_patched_checkout
 export PYTHONPATH="$CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"
 PATH="$(dirname "$PYTHON"):$PATH"
 # Every run compiles for itself: what an earlier one left in a cache proves nothing.

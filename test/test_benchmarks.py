@@ -39,23 +39,6 @@ def chain():
     return Chain(), {"x": torch.randn(ROWS, SIDE)}
 
 
-class Deep(nn.Module):
-    """Large activations, of which a plan in the middle has the fewest alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(SIDE, SIDE) for _ in range(12))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x).sin().exp()
-        return x.sum()
-
-
-def deep():
-    return Deep(), (torch.randn(64 * ROWS, SIDE),)
-
-
 def no_loss():
     return nn.Linear(SIDE, SIDE), (torch.randn(ROWS, SIDE),)
 
@@ -87,9 +70,9 @@ def measure(tmp_path, monkeypatch):
     [
         ("time.sleep(60)", fresh.Limits(0.5, 2), "took more than 0.5 s"),
         (
-            "waste = bytes(range(256)) * 2**20; time.sleep(60)",
-            fresh.Limits(30, 0.1),
-            "needed more than 0.1 GB",
+            "waste = bytes(range(256)) * 2**25",
+            fresh.Limits(30, 2),
+            "MemoryError: ",
         ),
         (
             "raise SystemExit('broken')",
@@ -151,21 +134,6 @@ def test_step_budget_saves_memory():
     row, plain = technique(quickstart.BLOCKS, 0.0), technique(quickstart.EAGER)
     assert row["peak_bytes"] < plain["peak_bytes"] and row["recomputed_flops"] > 0
     assert row["gradient_error"] <= TOLERANCE
-
-
-def test_the_sweep_of_upstreams_budgets_gives_its_lowest():
-    budgets = (1.0, 0.5, 0.25, 0.0)
-    task = quickstart.sweep_of_upstream(own(deep), budgets)
-    assert task["torch"] == fresh.UNTOUCHED
-    row = {**task, **quickstart.measure(task)}
-    peaks = [step["peak"] for step in row["sweep"]]
-    assert row["peak_bytes"] == min(peaks) < peaks[0]
-    assert [b for s in row["sweep"] for b in s["budgets"]] == [*budgets]
-    larger = technique(quickstart.UPSTREAM, 0.5, deep)
-    larger["technique"] = quickstart.UPSTREAM
-    assert larger["peak_bytes"] in peaks
-    found = quickstart.lowest([{**larger, "budget": 0.5}, row], quickstart.UPSTREAM)
-    assert found["peak_bytes"] == min(peaks)
 
 
 def test_technique_that_cannot_run_says_why():

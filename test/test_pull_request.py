@@ -2,7 +2,7 @@
 
 import json
 import re
-import shutil
+import shlex
 import sys
 
 import pytest
@@ -13,9 +13,8 @@ from patchset.images import survey_untouched
 from patchset.patch import KNAPSACK, RELEASES, REPOSITORY
 from patchset.series import FORMS, SERIES, stack
 from patchset.target import find
-from upkeep import debian_source, pull_request, upstream_checks
+from upkeep import pull_request, tree_linters, upstream_checks
 from upkeep.refresh import untouched
-from upkeep.releases import Unavailable
 
 
 TOPICS = [patch.name for patch in SERIES]
@@ -46,7 +45,6 @@ def test_branch_and_text(repository, bodies, tmp_path, topic):
     for heading in (
         "Problem and mechanism",
         "Change",
-        "Smallest form",
         "Evidence",
         "Test plan",
         "Risks",
@@ -84,18 +82,6 @@ def test_no_topic_brings_upstreams_linters_a_finding(release_tree):
                 before[path] = change.before.decode()
     assert len(after) > len(FORMS)
     assert upstream_checks.new_findings(before, after) == []
-
-
-def test_linters_tell_new_findings_from_old():
-    """Of import order, style and names, in files of a PyTorch tree."""
-    path = "torch/_functorch/made_up.py"
-    old = "import sys\nimport os\nprint(os, sys)\n"
-    new = "import torch\nimport os\nimport re\nprint( os, torch )\n"
-    assert upstream_checks.new_findings({path: old}, {path: old}) == []
-    found = upstream_checks.new_findings({}, {path: new})
-    assert [line.split(": ")[1][:11] for line in sorted(found)] == [
-        "F401 [*] `r", "Would sort", "unformatted",
-    ]  # fmt: skip
 
 
 def test_missing_evidence_is_refused(repository, bodies, tmp_path, monkeypatch, capsys):
@@ -145,37 +131,69 @@ def test_the_smallest_form_passes_the_same_tests(assembled, bodies, topic, capsy
     assert len(git(assembled, "worktree", "list").splitlines()) == 1
 
 
+# Finds the lines with a word, and says so as upstream's adapters do.
+ADAPTER = """\
+import json, pathlib, sys
+code, word, listed = sys.argv[1:]
+for path in pathlib.Path(listed).read_text().split():
+    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
+        if word in line:
+            found = dict.fromkeys(("char", "original", "replacement"))
+            found.update(path=path, line=number, code=code, name=word)
+            print(json.dumps({**found, "severity": "error", "description": line}))
+"""
+# Each: its command, and what it asks for before.
+LINTERS = {
+    "OLD": ("adapter.py OLD 'import torch' {{PATHSFILE}}", ""),
+    "NEW": ("adapter.py NEW knapsack_exact {{PATHSFILE}}", ""),
+    "MYPY": ("adapter.py --config=mypy.ini", ""),
+    "GONE": ("adapter.py", "import nothing_like_it"),
+    "DEAD": ("-c 'raise OSError(\"no server\")'", ""),
+    "CPP": ("adapter.py", ""),
+}
+
+
+def listed(*codes):
+    """A tree's list of linters."""
+    text = ""
+    for code in codes:
+        command, needed = LINTERS[code]
+        files = "**/*.cpp" if code == "CPP" else "**/*.py"
+        text += f"[[linter]]\ncode = '{code}'\ninclude_patterns = ['{files}']\n"
+        text += f"command = {['python3', *shlex.split(command)]}\n"
+        if needed:
+            text += f"init_command = {['python3', '-c', needed, '{{DRYRUN}}']}\n"
+    return text
+
+
 @pytest.fixture
-def source_tree(tmp_path):
-    """Debian's source of 2.6.0 as a git checkout: what the topics and linters touch."""
-    try:
-        source = debian_source.tree()
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    for path in (
-        ".lintrunner.toml",
-        ".flake8",
-        "pyproject.toml",
-        "mypy.ini",
-        "torch/__init__.py",
-        "version.txt",
-    ):
-        (tmp_path / "pytorch" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source / path, tmp_path / "pytorch" / path)
-    for path in ("tools/linter", "torch/_functorch", "test/functorch"):
-        shutil.copytree(source / path, tmp_path / "pytorch" / path)
-    return commit_all(tmp_path / "pytorch")
+def lint_by(checkout, bodies, capsys, monkeypatch, tmp_path):
+    """``lint_by(*codes)``: a topic checked by these of a tree's own linters."""
+    monkeypatch.setattr(tree_linters, "ENVIRONMENT", tmp_path / "linters")
+
+    def call(*codes):
+        root = checkout("2.13.0", "-".join(codes))
+        # No installed torch has binaries for it.
+        (root / "version.txt").write_text("2.99.0a0\n")
+        (root / ".lintrunner.toml").write_text(listed(*codes))
+        (root / "adapter.py").write_text(ADAPTER)
+        commit_all(root)
+        code = pull_request.main(["knapsack-exact", str(root), "--check"])
+        return code, capsys.readouterr().out
+
+    return call
 
 
-def test_trees_own_linters_pass_a_topic(source_tree, bodies, capsys):
-    """Those that can be had; the others are named, each with a reason."""
-    assert pull_request.main(["knapsack-exact", str(source_tree), "--check"]) == 0
-    said = capsys.readouterr().out
-    (ran,) = re.findall(r"^passed  lintrunner: (.+)$", said, re.M)
-    wanted = {"PYFMT", "RUFF", "FLAKE8", "NEWLINE", "SPACES", "TABS", "TEST_HAS_MAIN"}
-    assert wanted | {"TYPEIGNORE", "NOQA", "EXEC", "COPYRIGHT"} <= set(ran.split(", "))
+def test_trees_own_linters(lint_by):
+    """New findings count; those that cannot be had are named, each with a reason."""
+    code, said = lint_by("OLD", "MYPY", "GONE", "DEAD", "CPP")
+    assert code == 0 and "passed  lintrunner: OLD\n" in said
     missing = re.findall(r"^not run lintrunner: (\w+)\n    (.+)$", said, re.M)
-    assert ("MYPY", "needs a build of the tree") in missing and "CLANGTIDY" not in said
-    # It asks a server for the names of the labels.
-    owners = dict(missing).get("TESTOWNERS", "urlopen")
-    assert "urlopen" in owners
+    assert dict(missing) == {
+        "MYPY": "needs a build of the tree",
+        "GONE": "ModuleNotFoundError: No module named 'nothing_like_it'",
+        "DEAD": "OSError: no server",
+    }
+    code, said = lint_by("OLD", "NEW")
+    assert code == 1 and "FAILED  lintrunner: OLD, NEW\n" in said
+    assert "NEW knapsack_exact: " in said and "OLD import" not in said

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import edit, lay, snapshot, TRIED
-from patchset import images, series
-from patchset.patch import CONFIG, Edit, KNAPSACK, RELEASES, REPOSITORY
+from patchset import series
+from patchset.patch import CONFIG, Edit, KNAPSACK, KNOWN, RELEASES, REPOSITORY
 from patchset.series import SERIES
 from upkeep import refresh
 from upkeep.refresh import Finding
@@ -23,13 +23,13 @@ def test_history(release_tree, derived_elsewhere, tmp_path, monkeypatch, capsys)
         release_tree(release)
     monkeypatch.setattr(refresh, "RELEASES", TRIED[:-1])
     monkeypatch.setattr(refresh, "REPOSITORY", tmp_path)
-    assert refresh.main([NEWEST, "--structure-only"]) == 0
+    assert refresh.take_in(NEWEST, refresh.by_text(NEWEST)) == 0
     assert f"wrote patches/{NEWEST}/" in capsys.readouterr().out
     mails = (root / "patches" / NEWEST for root in (tmp_path, REPOSITORY))
     assert len({str(snapshot(folder)) for folder in mails}) == 1
     rows = json.loads((tmp_path / "manifest.json").read_text())
-    assert rows == {release: images.manifest()[release] for release in TRIED}
-    assert refresh.main([NEWEST, "--structure-only"]) == 0
+    assert rows == {release: KNOWN[release] for release in TRIED}
+    assert refresh.take_in(NEWEST, refresh.by_text(NEWEST)) == 0
     assert "is as it was" in capsys.readouterr().out
 
 
@@ -43,7 +43,7 @@ def test_what_upstream_changed_is_for_a_person(
     edit(tmp_path / KNAPSACK, known, newer + known)
     monkeypatch.setattr(refresh, "tree", lambda release: tmp_path)
     monkeypatch.setattr(refresh.generate, "write", None)
-    assert refresh.main(["2.99.0", "--structure-only"]) == 1
+    assert refresh.take_in("2.99.0", refresh.by_text("2.99.0")) == 1
     said = capsys.readouterr().out
     assert "a person must decide: " in said and f"{KNAPSACK}: " in said
     assert "newer_knapsack" in said

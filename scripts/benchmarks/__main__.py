@@ -81,10 +81,6 @@ def main(name: str, *words: str) -> int:
         print(f"torch is not patched; run scripts/benchmark.sh {name}", file=sys.stderr)
         return 2
     benchmark: Any = importlib.import_module(f"benchmarks.{name}")
-    if hasattr(benchmark, "main"):  # It is none of tasks.
-        sys.argv = [f"benchmark.sh {name}", *words]
-        status: int = benchmark.main()
-        return status
     parser = options(name, benchmark)
     arguments = parser.parse_args(words)
     needs_cuda = getattr(arguments, "device", "cpu") != "cpu"

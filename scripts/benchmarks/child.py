@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import resource
 import sys
 import traceback
 from pathlib import Path
 
 
-def main(module: str, task: str, target: str) -> int:
+def main(module: str, task: str, target: str, nbytes: str) -> int:
+    resource.setrlimit(resource.RLIMIT_DATA, (int(nbytes), int(nbytes)))
     try:
         row = importlib.import_module(module).measure(json.loads(task))
     except Exception as error:

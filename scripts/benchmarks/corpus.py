@@ -1,4 +1,4 @@
-"""Knapsack instances (test/corpus, with proven optima; random ones), and what is promised.
+"""Knapsack instances: test/corpus, with proven optima, and random ones.
 
 The corpus was captured from the joint graphs of real architectures (``synth_*``: built
 by hand for scale): bytes and flops per item, in the partitioner's own order.
@@ -68,74 +68,5 @@ def unnormalised(n: int, seed: int) -> tuple[list[float], list[float], float]:
     return sizes, runtimes, r.uniform(0.2, 0.8) * sum(sizes)
 
 
-# Pisinger, "Where are the hard knapsack problems?", 2005.
-HARD_CLASSES = [
-    *("uncorrelated", "weak", "strong", "inverse", "subset", "ceiling", "circle"),
-    "spanner",
-]
-
-
-def pisinger(
-    kind: str, n: int, largest: int, r: random.Random
-) -> tuple[list[float], list[int]]:
-    """An instance of one of the hard classes, as (sizes, values)."""
-    d = max(1, largest // 10)
-    sizes = [r.randint(1, largest) for _ in range(n)]
-    if kind == "uncorrelated":
-        values = [r.randint(1, largest) for _ in sizes]
-    elif kind == "weak":
-        values = [max(1, r.randint(size - d, size + d)) for size in sizes]
-    elif kind == "strong":
-        values = [size + d for size in sizes]
-    elif kind == "inverse":
-        values = sizes
-        sizes = [value + d for value in values]
-    elif kind == "subset":
-        values = sizes
-    elif kind == "ceiling":
-        values = [3 * -(-size // 3) for size in sizes]
-    elif kind == "circle":
-        values = [1 + int(math.sqrt(s * (4 * largest - s)) * 2 / 3) for s in sizes]
-    else:
-        # Spanner: multiples up to 10 of two items of the strong class.
-        kit = [(-(-size // 5), -(-(size + d) // 5)) for size in sizes[:2]]
-        drawn = [(r.randint(1, 10), r.choice(kit)) for _ in range(n)]
-        sizes = [a * size for a, (size, _) in drawn]
-        values = [a * value for a, (_, value) in drawn]
-    return [float(size) for size in sizes], values
-
-
-def chain(n: int) -> tuple[list[float], list[int]]:
-    """A chain of layers without two alike: sizes in shares of all, flops."""
-    r = random.Random(n)
-    sizes = [512 * r.randint(1, 1 << 16) for _ in range(n)]
-    values = [1 + int(size * r.uniform(0.2, 3)) for size in sizes]
-    gigabytes = sum(sizes) / 1e9
-    return [size / 1e9 / gigabytes for size in sizes], values
-
-
-# These promise the budget in whole 1/10000 of the range, with every size rounded
-# to the nearest; all others promise the true bytes.
-QUANTISED = ("dp", "dp_knapsack_sliding_hirschberg")
-QUANTA = 10_000
-# A normalised size carries two roundings, so equal sums may differ by a few units
-# in the last place. One byte of the largest activations is a thousand times more.
-ROUNDING = 1e-12
-
-
 def used(memory: Sequence[float], saved: Sequence[int]) -> float:
     return math.fsum(memory[i] for i in saved)
-
-
-def over(memory: Sequence[float], budget: float, saved: Sequence[int]) -> bool:
-    return used(memory, saved) > budget + ROUNDING
-
-
-def keeps_promise(
-    solver: str, memory: Sequence[float], budget: float, saved: Sequence[int]
-) -> bool:
-    """Whether the items are within the budget, in the unit that the solver promises."""
-    if solver in QUANTISED:
-        quanta = sum(round(memory[i] * QUANTA) for i in saved)
-        return quanta <= round(budget * QUANTA)
-    return not over(memory, budget, saved)

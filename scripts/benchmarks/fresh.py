@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 
@@ -32,7 +31,10 @@ Task = dict[str, Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one task may take; what takes more is ended and becomes a row that says so."""
+    """What one task may take; what takes more becomes a row that says so.
+
+    Each of a task's processes may have so much memory, which is not what is resident.
+    """
 
     seconds: float
     gigabytes: float
@@ -52,53 +54,31 @@ def environment(patched: bool, cache: Path) -> dict[str, str]:
     }
 
 
-def family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and all that it started."""
-    with suppress(psutil.Error):  # It may have just ended.
-        return [process, *process.children(recursive=True)]
-    return []
-
-
-def resident_bytes(process: psutil.Process) -> int:
-    total = 0
-    with suppress(psutil.Error):
-        for each in family(process):
-            total += each.memory_info().rss
-    return total
-
-
 def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
     """The row of one task, or a row whose ``error`` says why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder, "row.json"), Path(folder, "log")
         patched = task.get("torch") != UNTOUCHED
         # -P: a folder named torch where this is called is not meant.
-        command = [sys.executable, "-P", "-m", "benchmarks.child"]
-        start = time.monotonic()
+        command = [sys.executable, "-P", "-m", "benchmarks.child", module]
+        nbytes = int(limits.gigabytes * 1e9)
         with open(log, "w") as output:
             child = subprocess.Popen(
-                [*command, module, json.dumps(task), str(target)],
+                [*command, json.dumps(task), str(target), str(nbytes)],
                 env=environment(patched, Path(folder, "cache")),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            error = None
-            watched = psutil.Process(child.pid)
             try:
-                while child.poll() is None and error is None:
-                    time.sleep(0.1)
-                    if time.monotonic() - start > limits.seconds:
-                        error = f"took more than {limits.seconds:g} s"
-                    elif resident_bytes(watched) > limits.gigabytes * 1e9:
-                        error = f"needed more than {limits.gigabytes:g} GB"
+                child.wait(limits.seconds)
+            except subprocess.TimeoutExpired:
+                return {"error": f"took more than {limits.seconds:g} s"}
             finally:
-                for each in family(watched):
-                    with suppress(psutil.Error):
-                        each.kill()
+                # With all that it started.
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        if error is not None:
-            return {"error": error}
         if target.exists():
             row: Row = json.loads(target.read_text())
             return row

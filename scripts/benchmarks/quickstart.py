@@ -3,17 +3,16 @@
 Run it through scripts/quickstart.sh, which assembles and patches a PyTorch
 checkout first. A decoder-only transformer (grouped-query attention, gated MLP,
 RMSNorm; random weights, nothing downloaded) is trained on the CPU: in eager mode, at
-the budget of upstream that has the lowest peak, with the target "peak", with a
-StepBudget, and with each knapsack solver. Upstream's steps run on the untouched wheel.
+the budget of upstream that has the lowest peak, with the target "peak", and with a
+StepBudget. Upstream's steps run on the untouched wheel.
 
 Every row is a training step with AdamW in a fresh process: what it holds at its peak,
 all storages counted, what the forward saves for the backward, its CPU time beside eager
 mode's (interleaved, medians), and the flops it computes twice. The learning rate is 0,
 so that all rows train the same weights. Gradients are compared with eager mode's.
 
-Exit status: 0 all well; 1 gradients differ from eager's, a peak is not below
-upstream's, or a solver did not keep the budget it promises; 2 bad call, or torch
-without the patches.
+Exit status: 0 all well; 1 gradients differ from eager's, or a peak is not below
+upstream's; 2 bad call, or torch without the patches.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, Optional
 import torch
 import torch._functorch.config as config
 
-from benchmarks import corpus, fresh, nets, sweep
+from benchmarks import fresh, nets, sweep
 from benchmarks.meters import relative_error, TOLERANCE
 from benchmarks.pages import (
     at_most,
@@ -38,7 +37,7 @@ from benchmarks.pages import (
     megabytes,
     Row,
 )
-from benchmarks.tracing import cpu_attention_counted, observed, overlay
+from benchmarks.tracing import cpu_attention_counted, overlay
 from benchmarks.ways import budgeted, compiled, OPERATORS, swept, Training
 
 
@@ -48,9 +47,7 @@ LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 REPEATS = 5
 FACTS = {"repeats": REPEATS}
 EAGER, UPSTREAM, PEAK = "eager", "compile, upstream dp", "compile, peak"
-BLOCKS, SOLVERS = "compile each block, StepBudget", "solvers"
-# What solvers are asked for.
-BUDGET = 0.2
+BLOCKS = "compile each block, StepBudget"
 # And the budget of each; of a StepBudget it is a share.
 TECHNIQUES = ((EAGER, None), (PEAK, 0.2), (PEAK, 0.0), (BLOCKS, 0.0))
 # Of upstream, for its lowest peak.
@@ -68,7 +65,6 @@ def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
     for name in names or NETS:
         eager, *others = (task_of(name, *each) for each in TECHNIQUES)
         yield from (eager, sweep_of_upstream(name, SWEPT), *others)
-        yield {"technique": SOLVERS, "model": name}
 
 
 def task_of(model: str, technique: str, budget: Optional[float]) -> fresh.Task:
@@ -89,10 +85,6 @@ def sweep_of_upstream(model: str, budgets: Sequence[float]) -> fresh.Task:
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    if task["technique"] == SOLVERS:
-        wanted = Training(nets.find(task["model"])).measured().gradients
-        names = overlay("knapsack").KNAPSACK_SOLVERS
-        return {"solvers": [measure_solver(task, name, wanted) for name in names]}
     settings = {"enable_autograd_cache": False, **SETTINGS.get(task["technique"], {})}
     # Or budgets would mean another thing on a CPU than on a GPU.
     with config.patch(settings), cpu_attention_counted():
@@ -147,68 +139,21 @@ def measured(task: fresh.Task) -> Row:
     }
 
 
-def measure_solver(
-    task: fresh.Task, solver: str, wanted: Sequence[torch.Tensor]
-) -> Row:
-    """A step, what the chosen items really cost, and whether that was promised.
-
-    ``used`` and the budget are shares of the same range.
-    """
-    choice = config.patch(
-        activation_memory_budget_solver=solver,
-        # A cached plan would be served without partitioning.
-        enable_autograd_cache=False,
-    )
-    with budgeted(BUDGET), choice, observed() as asked:
-        net = nets.find(task["model"])
-        step = Training(net, whole=compiled(OPERATORS)).warmed().measured()
-    row = {
-        "solver": solver,
-        "saved_bytes": step.saved_bytes,
-        "error": relative_error(step.gradients, wanted),
-        "choice": None,
-    }
-    if asked:
-        last = asked[-1]
-        used = corpus.used(last.memory, last.saved)
-        problem = last.memory, last.budget, last.saved
-        row["choice"] = {
-            "items": len(last.memory),
-            "used": used,
-            "over": corpus.over(*problem),
-            "kept_promise": corpus.keeps_promise(solver, *problem),
-        }
-    return row
-
-
 # ------------------------------------------------------------------- report
-
-
-def solvers_of(rows: Sequence[Row]) -> list[Row]:
-    return [each for row in good(rows, technique=SOLVERS) for each in row["solvers"]]
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold with the patch set applied."""
-    steps = [row for row in good(rows) if row["technique"] != SOLVERS]
-    errors = [(row["gradient_error"], row["technique"]) for row in steps]
-    errors += [(each["error"], each["solver"]) for each in solvers_of(rows)]
+    steps = good(rows)
     yield from at_most(
         "gradients, off from eager mode's",
-        errors,
+        ((row["gradient_error"], row["technique"]) for row in steps),
         *(TOLERANCE, f"at most {TOLERANCE:.0e}", "{:.1e} ({})", True),
     )
     if {PEAK, UPSTREAM} <= {row["technique"] for row in steps}:
         ours, theirs = (lowest(steps, each)["peak_bytes"] for each in (PEAK, UPSTREAM))
         what = 'lowest peak with the target "peak" / of upstream\'s budgets'
         yield Mark(what, f"{ours / theirs:.2f}", "below 1", ours < theirs)
-    wrong = [
-        each["solver"]
-        for each in solvers_of(rows)
-        if not (each["choice"] and each["choice"]["kept_promise"])
-    ]
-    shown = ", ".join(wrong) or "none"
-    yield Mark("solvers over the budget they promise", shown, "none", not wrong)
 
 
 def lowest(rows: Sequence[Row], technique: str) -> Row:
@@ -228,14 +173,13 @@ def told_budget(row: Row) -> str:
 
 def page(data: dict[str, Any]) -> str:
     rows, facts = data["measured"], data["environment"]
-    steps = [row for row in rows if row["technique"] != SOLVERS]
 
     def budget(row: Row) -> str:
         count = sweep.count(row["sweep"]) if "sweep" in row else 0
         return told_budget(row) + (f", the lowest of {count}" if count else "")
 
     text = columns(
-        good(steps),
+        good(rows),
         {
             "technique": lambda row: row["technique"],
             "budget": budget,
@@ -261,30 +205,6 @@ def page(data: dict[str, Any]) -> str:
         "saved: what the forward leaves alive for the backward. recomputed: flops beyond "
         "eager mode's, as a share of the forward's. gradient error: relative to eager "
         f"mode's. {sweep.HOW} {measured_on(facts)}"
-        "\nThe same model with each "
-        f"solver, at budget {BUDGET:g} of the saved bytes; errors are those of "
-        "gradients:\n\n" + solvers_table(rows)
-    )
-
-
-def solvers_table(rows: Sequence[Row]) -> str:
-    def used(row: Row) -> str:
-        return f"{row['choice']['used']:.5f}" if row["choice"] else "-"
-
-    def over(row: Row) -> str:
-        if not (row["choice"] and row["choice"]["over"]):
-            return "no" if row["choice"] else "-"
-        return f"**+{row['choice']['used'] / BUDGET - 1:.2%}**"
-
-    return columns(
-        solvers_of(rows),
-        {
-            "solver": lambda row: row["solver"],
-            "used": used,
-            "over": over,
-            "saved KiB": lambda row: f"{row['saved_bytes'] / 1024:,.1f}",
-            "error": lambda row: f"{row['error']:.0e}",
-        },
     )
 
 

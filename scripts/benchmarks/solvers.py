@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 import time
 import tracemalloc
@@ -34,7 +33,6 @@ from benchmarks.upstream import untouched_knapsack
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 # Items -> runs. Upstream's dp needs a table of gigabytes for the last two.
 PR_GRID = {1: 1000, 5: 1000, 10: 1000, 20: 200, 50: 20, 100: 10}
-HARD_SIZES = (100, 1_000, 10_000, 22_000)
 REPEATS = 5
 FACTS = {"repeats": REPEATS}
 CHECK = "only the counts"
@@ -107,17 +105,6 @@ def greedy_floor(memory: list[float], runtimes: list[int], budget: float) -> int
     )
     free = [i for i, m in enumerate(memory) if m == 0]
     return sum(runtimes[i] for i in (*free, *(sized[i] for i in saved)))
-
-
-def dantzig(sizes: list[float], values: list[int], budget: float) -> float:
-    """Dantzig's bound, written anew to compare with."""
-    bound = 0.0
-    for size, value in sorted(zip(sizes, values), key=lambda i: -i[1] / i[0]):
-        if size > budget:
-            return bound + value * budget / size
-        budget -= size
-        bound += value
-    return bound
 
 
 def count(what: str, found: int, total: int) -> Mark:
@@ -195,31 +182,7 @@ def hirschberg() -> Iterator[Mark]:
         yield Mark(what, f"{less:.1%}", "37.25%", less >= 0.3725, False)
 
 
-def hard() -> Iterator[Mark]:
-    """CPU time of one call on what no graph is like, and what the answer is worth."""
-    unproven = below = wrong = 0
-    results = []
-    for n, kind in itertools.product(HARD_SIZES, (*corpus.HARD_CLASSES, "chain")):
-        r = random.Random(f"{kind}-{n}")
-        items = (
-            corpus.chain(n) if kind == "chain" else corpus.pisinger(kind, n, 10**7, r)
-        )
-        case = *items, math.fsum(items[0]) / 3
-        start = time.process_time()
-        solution = exact().solve_knapsack(*case)
-        results.append((time.process_time() - start, f"{kind}-{n}"))
-        unproven += not solution.proven
-        most = dantzig(*case) * (1 + 1e-9)
-        wrong += not solution.value <= solution.upper_bound <= most
-        below += solution.value < greedy_floor(*case)
-    worst, where = max(results)
-    text = f"{worst:.1f} s ({where}); {unproven} of {len(results)} unproven"
-    yield Mark("hard classes: worst CPU time", text, "10 s", worst <= 10, False)
-    yield count("hard classes: below greedy", below, len(results))
-    yield count("hard classes: bound not Dantzig's", wrong, len(results))
-
-
-PARTS = {"counts": counts, "times": times, "hirschberg": hirschberg, "hard": hard}
+PARTS = {"counts": counts, "times": times, "hirschberg": hirschberg}
 judged, page = stored_marks, marks_page
 
 

@@ -1,7 +1,7 @@
 """How a model gets to the partitioner, and what is seen there.
 
-`Joint` is the joint graph that a GPU would get, of fake tensors. `observed` and
-`BACKENDS` know by which names the solver and the partitioner are called.
+`Joint` is the joint graph that a GPU would get, of fake tensors. `BACKENDS` know by which
+name the partitioner is called.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import replace
 from typing import Any, Optional
 from unittest import mock
 
@@ -147,38 +146,5 @@ def cpu_attention_counted() -> Iterator[None]:
         yield
 
 
-# -------------------------------------------------------------- observation
-
-
-@dataclass
-class Instance:
-    """One knapsack as the partitioner posed it, and what was saved of it."""
-
-    nodes: list[torch.fx.Node]
-    memory: list[float]
-    runtimes: list[float]
-    budget: float
-    saved: list[int]
-
-
 # The backends imported the partitioner by name, each into a module of its own.
 BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)
-
-
-@contextmanager
-def observed() -> Iterator[list[Instance]]:
-    """Watch what the solver is asked and answers, the last time at the end."""
-    found: list[Instance] = []
-    module = overlay("memory_budget")
-    ask = module.ask_solver
-
-    @wraps(ask)
-    def watched(items: Any, capacity: int) -> Any:
-        saved = ask(items, capacity)
-        memory = list(map(items.limits.size, items.memory))
-        budget = items.limits.size(capacity)
-        found.append(Instance(items.nodes, memory, items.runtimes, budget, list(saved)))
-        return saved
-
-    with mock.patch.object(module, ask.__name__, watched):
-        yield found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any, NoReturn, Optional
 
 from .commits import check_committable, commit_on_head, Step
 from .files import fault
-from .images import APPLIED, LEFT_OVER, stale_bytecode, Survey, survey
+from .images import APPLIED, LEFT_OVER, Survey, survey
 from .mailbox import message
 from .series import SERIES
 from .target import (
@@ -25,8 +24,6 @@ from .target import (
     find_installed,
     import_fault,
     NEEDS,
-    NeedsPython,
-    run_python,
     Target,
     Unfinished,
 )
@@ -55,7 +52,7 @@ exit codes:
   1  conflict: nothing was written, or what was is undone; the message names the file,
      the reason and the way on
   2  bad call, or TARGET is no PyTorch tree, or of a release that the set is not for,
-     or no Python here can read that release
+     or the Python that runs this cannot read that release
   3  applied (or, with --check, would apply) to any other tree, such as a commit of
      main: verified by structure only, not by checksum
   4  could not finish, nor undo it: run the command that the message names
@@ -182,8 +179,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         with lock(report.target):
             ACTIONS[report.action](report, report.target, options)
     except BadCall as error:
-        if isinstance(error, NeedsPython) and report.target is not None:
-            _go_on_by_newer_python(error.oldest, report.target, arguments)
         report.fail(BAD_CALL, f"error: {error}")
     except Conflict as error:
         report.fail(CONFLICT, f"conflict: {error}")
@@ -203,18 +198,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             stream = sys.stderr if failed else sys.stdout
             print(report.as_text(verbose), file=stream, flush=True)
     return report.exit_code
-
-
-def _go_on_by_newer_python(
-    oldest: tuple[int, int], target: Target, arguments: Sequence[str]
-) -> None:
-    """Become the target's own Python or one on the PATH; return where none is new."""
-    code = f"import sys; print(sys.version_info >= {oldest})"
-    for python in (target.python, *(f"python3.{n}" for n in range(oldest[1], 20))):
-        with contextlib.suppress(OSError, RuntimeError):
-            if run_python(python, code) == "True":
-                command = [python, "-m", "patchset.apply", *arguments]
-                os.execvp(python, command)
 
 
 def add_without(parser: argparse.ArgumentParser) -> None:
@@ -378,9 +361,7 @@ def _pending(
         pending += [
             path
             for path, known in journal.files.items()
-            if path not in wanted
-            and known["after"] is not None
-            and digest(target.read(path)) == known["after"]
+            if path not in wanted and digest(target.read(path)) == known["after"]
         ]
     return pending
 
@@ -396,7 +377,7 @@ def _write(target: Target, old: Optional[Journal], changes: list[Change]) -> str
         undo(target, old)
     imported = built and import_fault(target.python, target.root) is None
     try:
-        journal = commit(target, stale_bytecode(target, changes) + changes)
+        journal = commit(target, changes)
         if not imported:
             return f"verified: checksums and syntax ({target.python} cannot import it)"
         failure = import_fault(target.python, target.root)

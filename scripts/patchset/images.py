@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Optional
 
-from .patch import Edit, grammar, MANIFEST, minor, OVERLAY, Patch, RELEASES
+from .patch import (
+    Edit,
+    grammar,
+    KNOWN,
+    Manifest,
+    minor,
+    OVERLAY,
+    Patch,
+    RELEASES,
+)
 from .series import SERIES
-from .target import BadCall, Conflict, NEEDS, NeedsPython, Target
+from .target import BadCall, Conflict, NEEDS, Target
 from .transaction import Change, digest, Journal
 
 
@@ -31,7 +39,6 @@ LEFT_OUT = "left out"
 LEFT_OVER = "left over"
 
 View = dict[str, Optional[bytes]]
-Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,6 @@ class Survey:
         return sorted(total.values(), key=lambda change: change.before is not None)
 
 
-@cache
-def manifest() -> Manifest:
-    """``release -> path -> {"before": sha256, "after": sha256}``, None: no file."""
-    data: Manifest = json.loads(MANIFEST.read_text())
-    return data
-
-
 def overlay(path: str) -> bytes:
     return (OVERLAY / path).read_bytes()
 
@@ -129,9 +129,8 @@ def survey(
     ``without`` names patches to leave out, ``series`` may be another form of some of
     them.
     """
-    known = manifest()
     current = {path: target.read(path) for path in series_paths(target, series)}
-    case = _Case(series, "", known, _base(current, journal), current, without)
+    case = _Case(series, "", KNOWN, _base(current, journal), current, without)
     result = _survey(target, case, journal)
     if journal is None and not target.installed:
         return result
@@ -386,7 +385,11 @@ def _check_syntax(
 ) -> None:
     """The file compiles on the oldest Python, and each edit is where it belongs."""
     if sys.version_info < grammar(release):
-        raise NeedsPython(release)
+        oldest = ".".join(map(str, grammar(release)))
+        raise BadCall(
+            f"Python {oldest} or newer is needed to read PyTorch {release}, and this is "
+            f"{sys.version.split()[0]}; name one in APPLY_PYTHON"
+        )
     text = content.decode()
     if "\0" in text:
         raise ValueError(f"{path}: source code cannot contain null bytes")
@@ -405,22 +408,3 @@ def _check_syntax(
                 f"{path}:{first}: the edit is inside {innermost or 'no function'}, "
                 f"not {edit.inside or 'at module level'}"
             )
-
-
-def stale_bytecode(target: Target, changes: Sequence[Change]) -> list[Change]:
-    """Bytecode that Python would run unchecked in place of a changed file.
-
-    Such a file (PEP 552, "unchecked hash") is taken away with the change and
-    comes back with the reversal.
-    """
-    found = []
-    for change in changes:
-        source = target.root / change.path
-        for place in sorted(
-            (source.parent / "__pycache__").glob(source.stem + ".*.pyc")
-        ):
-            content = place.read_bytes()
-            if int.from_bytes(content[4:8], "little") == 0b01:
-                path = str(place.relative_to(target.root))
-                found.append(Change(path, content, None))
-    return found

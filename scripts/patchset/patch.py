@@ -18,8 +18,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 OVERLAY = REPOSITORY / "torch_overlay"
 
 MANIFEST = Path(__file__).with_name("manifest.json")
-# The supported releases, oldest first: those that the manifest has a row for.
-RELEASES: tuple[str, ...] = tuple(json.loads(MANIFEST.read_text()))
+Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
+# ``release -> path -> {"before": sha256, "after": sha256}``, None: no file.
+KNOWN: Manifest = json.loads(MANIFEST.read_text())
+# The supported releases, oldest first.
+RELEASES = tuple(KNOWN)
 
 
 def module_path(name: str) -> str:
@@ -125,10 +128,9 @@ class Patch:
 
     For the pull request: ``needs`` names the patches that it builds on,
     ``evidence`` the stored results that belong into its text, each as the name of
-    the result and how its rows begin, ``risks`` what a reviewer should look at,
-    ``smallest`` the smallest form that could be merged, and ``kind`` is the topic of
-    the release notes. ``minimal`` is the same topic in upstream's own text, where that
-    is smaller than what the set does.
+    the result and how its rows begin, ``risks`` what a reviewer should look at, and
+    ``kind`` is the topic of the release notes. ``minimal`` is the same topic in
+    upstream's own text, where that is smaller than what the set does.
     """
 
     name: str
@@ -146,7 +148,6 @@ class Patch:
     needs: tuple[str, ...] = ()
     evidence: tuple[tuple[str, str], ...] = ()
     kind: str = "bug fixes"
-    smallest: str = ""
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:

@@ -11,22 +11,11 @@ from pathlib import Path
 from typing import Callable, Optional
 
 from .files import naming
-from .patch import CONFIG, grammar, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
+from .patch import CONFIG, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
 
 
 class BadCall(Exception):
     """The call or the target is wrong; nothing else was done (exit 2)."""
-
-
-class NeedsPython(BadCall):
-    """The Python that runs this cannot read that release's files."""
-
-    def __init__(self, release: str) -> None:
-        self.oldest = grammar(release)
-        super().__init__(
-            f"Python {'.'.join(map(str, self.oldest))} or newer is needed to read PyTorch "
-            f"{release}, and this is {sys.version.split()[0]}; name one in APPLY_PYTHON"
-        )
 
 
 class Conflict(Exception):

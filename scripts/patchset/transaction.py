@@ -180,7 +180,7 @@ def commit(target: Target, changes: Sequence[Change]) -> Journal:
             (target.root / folder).mkdir()
         for change in changes:
             mode = journal.files[change.path]["mode"]
-            _put(target.root / change.path, change.after, mode)
+            replace_file(target.root / change.path, change.after or b"", mode)
         for change in changes:
             with naming(target.root / change.path):
                 if target.read(change.path) != change.after:
@@ -256,11 +256,8 @@ def restorable(target: Target, journal: Journal) -> list[str]:
     for path, known in reversed(list(journal.files.items())):
         current = digest(target.read(path))
         if current != known["before"]:
-            # What was removed, as bytecode is, Python may have made again.
-            known_here = known["after"] in (current, None)
-            (pending if known_here else changed).append(path)
-    replaced = (p for p in pending if journal.files[p]["after"])
-    if changed and any(journal.files[p]["before"] for p in replaced):
+            (pending if current == known["after"] else changed).append(path)
+    if changed and any(journal.files[p]["before"] for p in pending):
         backup = journal.folder / "backups" / changed[0]
         cure = f" or restore the file from {backup}" if backup.is_file() else ""
         if journal.files[changed[0]]["before"] is None:
@@ -269,8 +266,6 @@ def restorable(target: Target, journal: Journal) -> list[str]:
             f"{changed[0]}: changed since the patch set was applied; undo that change"
             f"{cure}"
         )
-    if changed:
-        pending = [path for path in pending if journal.files[path]["after"]]
     for path in pending:
         journal.backup(path)
     target.check_writable(*pending)
@@ -315,13 +310,6 @@ def _usual_mode(place: Path) -> int:
     """The mode of a new file: its neighbour's, or what the folder lets read."""
     neighbour = next(iter(sorted(place.parent.glob("*.py"))), None)
     return (neighbour.stat().st_mode & 0o777) if neighbour else 0o644
-
-
-def _put(place: Path, content: Optional[bytes], mode: int) -> None:
-    if content is None:
-        place.unlink(missing_ok=True)
-    else:
-        replace_file(place, content, mode)
 
 
 def _write_journal(folder: Path, journal: Journal) -> None:

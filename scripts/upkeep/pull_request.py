@@ -82,7 +82,7 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + (f"Stacked on:\n\n{stacked}\n" if stacked else "")
         + "## Problem and mechanism\n\n"
         + "\n\n".join(problem or [change])
-        + f"\n\n## Change\n\n{change}\n\n## Smallest form\n\n{ours.smallest}\n"
+        + f"\n\n## Change\n\n{change}\n\n"
         + f"## Evidence\n\n`{patch.tested}` {before_and_after(patch)}"
         + measured(ours)
         + "".join(f"\nMade with `{line}`.\n" for line in commands)
@@ -93,7 +93,7 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
 
 def write_branch(options: argparse.Namespace) -> None:
     """Make the branch and the text, and check both where that is asked."""
-    branch = options.branch or f"ac-budget/{options.topic}"
+    branch = f"ac-budget/{options.topic}"
     ours = FORMS[options.topic]
     patches = stack(ours.minimal or ours)
     target = find(options.checkout)
@@ -137,7 +137,6 @@ def main(arguments: Optional[list[str]] = None) -> int:
     )
     parser.add_argument("topic", metavar="TOPIC", choices=names)
     parser.add_argument("checkout", metavar="CHECKOUT", help="a git checkout")
-    parser.add_argument("--branch", help="default: ac-budget/TOPIC")
     parser.add_argument(
         "--check",
         action="store_true",

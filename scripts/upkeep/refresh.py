@@ -316,31 +316,23 @@ def main(arguments: Optional[list[str]] = None) -> int:
         help="check every known release again, the newest first, each by its own torch; "
         "then scripts/report.sh shows the table",
     )
-    parser.add_argument(
-        "--structure-only",
-        action="store_true",
-        help="VERSION by text alone: needs no torch of that version",
-    )
     options = parser.parse_args(arguments)
     if options.all == bool(options.release):
         parser.error("name one VERSION, or --all")
-    if options.all and options.structure_only:
-        parser.error("--structure-only goes with a VERSION")
     try:
         if options.all:
             # The newest matter most.
             found = [finding for r in reversed(RELEASES) for finding in check(r)]
             return int(any(finding.question for finding in found))
         minor(options.release)  # ValueError: no version
-        look = by_text if options.structure_only else check
-        findings = look(options.release)
+        findings = check(options.release)
     except ValueError:
         parser.error(f"{options.release!r} is no version such as 2.15.0")
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     code = take_in(options.release, findings)
-    if not code and not options.structure_only:
+    if not code:
         store(options.release, findings)
     return code
 

@@ -76,9 +76,4 @@ The estimate decides which buffers are kept and in which order kernels run; the 
 and their arguments stay the same. Fewer buffers are kept for long, so a graph may
 allocate more often.
 """,
-    smallest="""\
-The estimate alone, in EfficientPeakEstimate: leave out buffers that only their own
-kernel reads. #192578 already counts results that are written over an argument; this
-goes on top.
-""",
 )

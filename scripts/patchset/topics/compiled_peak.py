@@ -52,9 +52,5 @@ Reading a wrapper of 3,900 lines takes some 40 ms. Plans are only compared where
 is "peak", or a peak in bytes is set; a plan that is replaced costs one more compile of
 the graph. Workspaces of kernels are not in the wrapper.
 """,
-    smallest="""\
-CompiledFxGraph.memory alone, with its test against the allocator: the peak of every
-compiled graph, in the structured trace.
-""",
     kind="new features",
 )

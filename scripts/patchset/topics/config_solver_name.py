@@ -32,8 +32,5 @@ dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
 One more entry in the config, a constant. Like every entry it is part of the cache key
 of compiled graphs, so the first compile after the upgrade is cold.
 """,
-    smallest="""\
-Not proposed: the string already selects the solver.
-""",
     kind="improvements",
 )

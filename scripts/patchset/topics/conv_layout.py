@@ -56,8 +56,4 @@ optimized. One channels-last argument then serves all.
 Kernels around convolutions may read and write other layouts than before, which changes
 the order of sums in the last digits. Graphs without convolutions do not change.
 """,
-    smallest="""\
-As it is, with peaks and times of the convolutional models of upstream's benchmarks
-before and after.
-""",
 )

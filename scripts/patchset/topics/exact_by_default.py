@@ -37,8 +37,5 @@ Default plans change at every budget that reaches the knapsack. Where dp overspe
 less is saved and more recomputed than before; whoever tuned a budget against dp's
 overspending may have to raise it.
 """,
-    smallest="""\
-As it is, one line of the config, once the exact solver has been in a release.
-""",
     kind="improvements",
 )

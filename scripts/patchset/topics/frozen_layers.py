@@ -61,10 +61,6 @@ silently. So the table gives a reason for each operator, and the tests fill the 
 with NaN and compare bit for bit, on CPU and, where there is a GPU, on CUDA. The pass
 leaves other devices alone, and config.drop_unread_arguments turns it off.
 """,
-    smallest="""\
-convolution_backward alone, with drop_unread_arguments off by default. The other
-operators follow one at a time, each with its reason and its test.
-""",
     evidence=(
         ("frozen", "convolution, none trainable"),
         ("frozen", "ResNet-50-like"),

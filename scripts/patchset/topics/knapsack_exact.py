@@ -39,10 +39,6 @@ not on time, bounds its work: at the cap it returns the best set found, no worse
 greedy's, with an upper bound, and marks it as not proven. Hard instances of
 the literature take seconds; joint graphs take about a millisecond.
 """,
-    smallest="""\
-The solver on whole bytes, some 200 lines, selected by name. Fractional sizes and many
-budgets at once can follow.
-""",
     kind="new features",
 )
 

@@ -52,10 +52,6 @@ value, and KNAPSACK_SOLVERS names the solvers that a config string may select.
     needs=("knapsack-exact",),
     evidence=(("solvers", "Hirschberg"),),
     risks=_RISKS,
-    smallest="""\
-This branch: the one line that #197871 needs, with its tests. The rewrite of the
-module is not proposed.
-""",
     minimal=Patch(
         name="knapsack-solvers",
         subject="Keep the capacity when the sliding Hirschberg solver splits it",

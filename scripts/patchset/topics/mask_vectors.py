@@ -66,9 +66,6 @@ Quantized kernels use the same conversions; on instruction sets for which at::ve
 none of its own they fall back to a loop over the lanes. The tests compare
 with eager mode for several dtypes, sizes that leave a tail, and strided tensors.
 """,
-    smallest="""\
-As it is, with times of upstream's CPU benchmarks before and after.
-""",
     evidence=(("frozen", "frozen 1x1 convolutions with ReLU"),),
     kind="performance",
 )

@@ -140,10 +140,5 @@ a wrong name, and a custom solver's answer that names an index twice or not at a
 used to pass unnoticed and now raise. The knee search takes the exact solver's
 budgets.
 """,
-    smallest="""\
-Some 40 lines in choose_saved_values_set: where the min cut after the knapsack is over
-its budget, save the solver's items only. No new module, and the share means what it
-means now.
-""",
     kind="improvements",
 )

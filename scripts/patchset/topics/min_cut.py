@@ -45,8 +45,5 @@ traverse. The cut is the same: the one nearest to the sink, whichever flow leads
 No plan changes: the tests compare cuts with networkx's, on graphs of the partitioner
 and on random ones. networkx still builds the graph, and draws one that has no cut.
 """,
-    smallest="""\
-Not proposed: 2.15 has fast cuts of its own.
-""",
     kind="improvements",
 )

@@ -85,11 +85,5 @@ Opt-in: with the default target no plan changes, bit for bit. Peaks are exact fo
 graphs that run op by op and estimates for inductor's kernels. Kernel workspaces are
 not counted.
 """,
-    smallest="""\
-First a tie-break, without an option: of the plans for saved bytes that recompute
-about as much, take the one with the lowest peak, which answers #197838 at once. Then,
-with the RFC, the target "peak" for graphs that run op by op: the model of live bytes
-and the dynamic program, some 700 lines. The model of inductor's kernels comes last.
-""",
     kind="new features",
 )

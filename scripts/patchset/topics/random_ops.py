@@ -130,11 +130,4 @@ Plans of nets with random ops change: they save a mask or a seed where numbers u
 be drawn again. Plans of nets that route or sort save the positions, at every budget
 and under checkpoints, unless a MUST_RECOMPUTE tag insists. Other plans do not change.
 """,
-    smallest="""\
-Three changes, each with its tests: random operators are known by their tag, not by a
-list of three; budget 0 respects what must not be recomputed; numbers that only the
-backward needs are drawn on one side of the cut. Decisions (#186572) are a fourth. If
-#191684 lands, which replays the generator's state, the detection and the tests are
-still of use.
-""",
 )

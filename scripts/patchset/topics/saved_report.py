@@ -94,10 +94,6 @@ numbers are kept, and they go into the compile cache with the graph.
 Every partitioned graph leaves a record of names and numbers, of the last few graphs
 only; no tensor or graph is kept alive. Plans do not change.
 """,
-    smallest="""\
-The structured-trace artifact alone: what each graph saves and recomputes, with sizes
-and reasons, as JSON. The printed table can be a tool that reads it.
-""",
     needs=("memory-budget",),
     kind="new features",
 )

@@ -97,9 +97,5 @@ The four existing names keep their meaning, and custom solvers work as before. C
 that replaces one of the solvers in partitioners.py has to replace it in
 KNAPSACK_SOLVERS now.
 """,
-    smallest="""\
-A dict of the solvers in partitioners.py, and the error that lists its names;
-knapsack.py stays as it is.
-""",
     kind="improvements",
 )

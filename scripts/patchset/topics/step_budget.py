@@ -82,10 +82,6 @@ Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that ru
 by op and estimates for inductor's kernels. Workspaces and fragmentation are not
 counted.
 """,
-    smallest="""\
-A hook by which a caller has a joint graph compiled again with a given set of saved
-values. Recording a step and choosing its plans can be a library outside of PyTorch.
-""",
     evidence=(
         ("step", "peak / allowed"),
         ("step", "peak at a share"),
