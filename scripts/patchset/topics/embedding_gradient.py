@@ -56,7 +56,4 @@ Times were not measured on a GPU. By the bytes that are moved the operator is fa
 table is neither filled nor cast in fp32. Other digits than before, as sums have another
 order; those of eager mode. Shapes that are dynamic keep the decomposition.
 """,
-    smallest="""\
-As it is, with the time and the peak of one Llama-3-8B step on a GPU, before and after.
-""",
 )
