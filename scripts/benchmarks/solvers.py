@@ -157,7 +157,7 @@ def times() -> Iterator[Mark]:
 
 
 def hirschberg() -> Iterator[Mark]:
-    """The solver of few rows against upstream's dp, on real nets and the PR's grid."""
+    """What answers to that name against upstream's dp, on real nets and the PR's grid."""
     ours = solvers.dp_knapsack_sliding_hirschberg
     theirs = upstream.dp_knapsack
     found: dict[str, list[tuple[float, str]]] = {"faster": [], "less memory": []}

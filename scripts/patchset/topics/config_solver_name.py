@@ -20,8 +20,7 @@ plain string, so both spellings select the same solver.
             replacement="""\
 activation_memory_budget_runtime_estimator = "flops"
 
-# The name of the solver that gives the value of "dp" in the memory of a few rows, for
-# code that writes config.dp_knapsack_sliding_hirschberg instead of the string.
+# For code that writes config.dp_knapsack_sliding_hirschberg instead of the string.
 dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
 """,
         ),

@@ -27,7 +27,7 @@ nothing but the arguments. Many budgets share one preparation.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_knapsack_exact.py",
-    sources=(module_path("knapsack_items"), module_path("knapsack_exact")),
+    sources=(module_path("knapsack_exact"),),
     landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
     evidence=(
         ("solvers", "corpus:"),

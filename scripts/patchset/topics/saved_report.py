@@ -66,9 +66,9 @@ After a compile it is hard to find out which activations it saves: the partition
 debug log has sizes and names, and the knapsack's choice may differ from the final
 min cut. print_saved_values() prints, for the graph compiled last, each kind of
 value that is saved or recomputed with its operator, shape, size, runtime and source
-line, why it is there, the budget asked and used, and how good the solver's answer
-is; last_plan() and the structured trace have the same as data. Only names and
-numbers are kept, and they go into the compile cache with the graph.
+line, why it is there, and the budget asked and used; last_plan() and the structured
+trace have the same as data. Only names and numbers are kept, and they go into the
+compile cache with the graph.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_saved_report.py",

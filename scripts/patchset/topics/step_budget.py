@@ -69,7 +69,7 @@ recorded again.
             anchor=_LOADED,
             replacement=f"{_LOADED}"
             f"{_INDENT}from torch._functorch._activation_checkpointing import graph_calls\n\n"
-            f"{_INDENT}compiled_fn = graph_calls.counted(\n"
+            f"{_INDENT}compiled_fn = graph_calls.with_warnings(\n"
             f"{_INDENT}    compiled_fn, args, entry.runtime_metadata\n"
             f"{_INDENT})\n",
             inside="try_load",

@@ -1,5 +1,5 @@
 # Owner(s): ["module: functorch"]
-"""The sliding Hirschberg solver keeps its capacity and finds what dp finds.
+"""The solver named after Hirschberg keeps its capacity and finds what dp finds.
 
 Sizes and capacity are whole quanta, so that "within the budget" has one meaning.
 """

@@ -664,7 +664,7 @@ class PeakBudgetTest(TestCase):
         for function in (torch.sum, lambda w: (w.detach().exp() + w).sum()):
             self.check(case(function, w), measure=False)
 
-    @parametrize("place", ("find_plans", "read"))
+    @parametrize("place", ("find_plans", "model_of"))
     def test_where_none_can_be_made_the_plan_is_upstreams(self, place):
         given = layers(dense)
         joint, expected = self.joint(given), step(given.function, given)

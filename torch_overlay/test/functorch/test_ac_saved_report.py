@@ -1,4 +1,5 @@
 # Owner(s): ["module: functorch"]
+import dataclasses
 import gc
 import io
 import json
@@ -6,7 +7,7 @@ import logging
 import re
 import tempfile
 import weakref
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -17,9 +18,7 @@ from torch._dynamo.backends import debugging
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import saved_report
-from torch._functorch._activation_checkpointing.budget_solver import Knapsack
 from torch._functorch._activation_checkpointing.saved_report import (
-    _verdict,
     last_plan,
     plans,
     print_saved_values,
@@ -100,20 +99,21 @@ class TestSavedReport(TestCase):
             [(f"torch.{v.dtype}", v.nbytes) for v in values],
         )
         self.assertEqual(plan.saved_bytes, sum(t.nbytes for t in tensors))
-        self.assertLessEqual(plan.used, budget)
+        if plan.used is not None:
+            self.assertLessEqual(plan.used, budget)
         if dynamic:
             self.assertTrue(any(isinstance(d, str) for v in values for d in v.shape))
         else:
             shapes = [list(v.shape) for v in values]
             self.assertEqual([list(t.shape) for t in tensors], shapes)
         self.check_inputs(tensors, values, (*model.parameters(), x))
-        json.dumps(plan.as_dict())
+        json.dumps(dataclasses.asdict(plan))
 
     def check_inputs(self, tensors, values, inputs):
         given = {t.untyped_storage().data_ptr() for t in inputs}
         for tensor, value in zip(tensors, values):
             is_given = tensor.untyped_storage().data_ptr() in given
-            self.assertEqual(is_given, value.why in ("input", "view of input"))
+            self.assertEqual(is_given, value.why == "input")
 
     def test_recomputed_is_what_the_backward_repeats(self):
         graphs = []
@@ -146,8 +146,8 @@ class TestSavedReport(TestCase):
         text = printed()
         for words in (
             "0.5 asked, 0.4286 used (0: 0 B, 1: 1.75 KiB)",
-            "knapsack by greedy: 3 of 4 items saved, proven optimal",
-            "recomputed: 4 operators and 0 views, estimated 1.024 kFLOP",
+            "knapsack by greedy: 3 of 4 items saved",
+            "recomputed: 4 operators, estimated 1.024 kFLOP",
         ):
             self.assertIn(words, text)
         # Long lists are cut, and say so.
@@ -162,10 +162,10 @@ class TestSavedReport(TestCase):
         self.assertIsNone(last_plan().knapsack)
         self.assertEqual({v.why for v in last_plan().saved}, {"input"})
         self.assertEqual({v.why for v in last_plan().recomputed}, {"budget 0"})
-        self.assertIn("budget 0: saves inputs, no solver asked", printed())
+        self.assertIn("budget 0: saves inputs and what must not", printed())
         self.run_chain(1.0)
         self.assertIsNone(last_plan().knapsack)
-        self.assertIn("runtime-optimal min cut, no solver asked", printed())
+        self.assertIn("within the budget, no solver asked", printed())
         self.run_chain(0.999)
         self.assertIsNone(last_plan().knapsack)
         self.assertIn("within the budget, no solver asked", printed())
@@ -179,8 +179,6 @@ class TestSavedReport(TestCase):
             masks = [v for v in plan.saved if v.why == "budget 0"]
             self.assertEqual(plan.activation_bytes, sum(v.nbytes for v in masks))
             self.assertEqual(plan.activation_bytes, 64 if p else 0)
-            self.assertEqual(plan.used, 0)
-            self.assertIn("0 asked, 0 used", printed())
             self.assertIn(f"{plan.activation_bytes} B kept", printed())
 
     def test_a_view_by_another_name_costs_nothing(self):
@@ -192,9 +190,9 @@ class TestSavedReport(TestCase):
 
         x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
         self.compiled(step, x, w, budget=0.0)
-        plan = last_plan()
-        self.assertGreater(plan.views, 0)
-        self.assertNotIn("aten._unsafe_view.default", [v.op for v in plan.recomputed])
+        recomputed = [v.op for v in last_plan().recomputed]
+        self.assertIn("aten.sin.default", recomputed)
+        self.assertNotIn("aten._unsafe_view.default", recomputed)
 
     def test_several_graphs_each_have_a_plan(self):
         def broken(x, w):
@@ -237,7 +235,6 @@ class TestSavedReport(TestCase):
         self.assertIn("no graph has been partitioned", printed())
 
     def test_the_cache_keeps_the_plan(self):
-        other = {"activation_memory_budget": 0.5}
         torch.manual_seed(0)
         inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
 
@@ -257,21 +254,6 @@ class TestSavedReport(TestCase):
             self.assertEqual(counters["aot_autograd"]["autograd_cache_hit"], 1)
             self.assertEqual(len(plans()), 2)
             self.assertEqual(last_plan(), plans()[0])
-            # An entry made before this was kept has none.
-            keep = saved_report.keep_plan
-            without = patch.object(
-                saved_report, "keep_plan", lambda forward, _: keep(forward, Mock())
-            )
-            with without, config.patch(**other):
-                for hits in (1, 2):
-                    torch._dynamo.reset()
-                    torch.compile(products)(*inputs).sum().backward()
-                    found = counters["aot_autograd"]["autograd_cache_hit"]
-                    self.assertEqual(found, hits)
-            self.assertEqual(len(plans()), 3)
-            with self.assertRaisesRegex(LookupError, "came from the compile cache"):
-                last_plan()
-            self.assertIn("enable_autograd_cache = False", printed())
 
     def test_the_plan_is_traced(self):
         seen = []
@@ -291,23 +273,9 @@ class TestSavedReport(TestCase):
             trace_log.removeHandler(handler)
         (traced,) = seen
         plan = last_plan()
-        self.assertEqual(traced["saved_bytes"], plan.saved_bytes)
-        self.assertEqual(traced["used"], plan.used)
+        self.assertEqual(traced["activation_bytes"], plan.activation_bytes)
         self.assertEqual(traced["saved"][0]["name"], plan.saved[0].name)
-        self.assertEqual(traced["knapsack"]["upper_bound"], plan.knapsack.upper_bound)
-
-
-class TestVerdict(TestCase):
-    def test_what_a_solver_reached(self):
-        memory, runtimes = [5, 3, 3], [6.0, 4.0, 4.0]
-        best = Knapsack("x", 0.6, 6, memory, runtimes, [1, 2])
-        self.assertEqual(_verdict(best), "proven optimal")
-        below = Knapsack("x", 0.6, 6, memory, runtimes, [0])
-        self.assertEqual(
-            _verdict(below), "at most 0.25 of the runtime below the optimum"
-        )
-        over = Knapsack("x", 0.6, 6, memory, runtimes, [0, 1])
-        self.assertEqual(_verdict(over), "over the budget by 2 B")
+        self.assertEqual(traced["knapsack"]["saved"], plan.knapsack.saved)
 
 
 instantiate_parametrized_tests(TestSavedReport)

@@ -236,14 +236,13 @@ class Way(NamedTuple):
     """A model, a step of training it, and what is known of that.
 
     ``calls`` are those of each graph; ``close``, by which share the peak may be other
-    than said; ``scratch``, what kernels allocate for themselves at the peak.
+    than said; ``scratch``, what is live at the peak that no plan counts.
     """
 
     make: object = Net
     batches: int = 1
     train: object = train
     calls: tuple = (4,)
-    rows: int = BATCH
     shares: tuple = (0.2,)
     close: float = 0.001
     scratch: int = 0
@@ -256,9 +255,13 @@ STEPS = {
     "accumulation": Way(batches=2, calls=(8,)),
     "in_flight": Way(batches=3, train=in_flight, calls=(12,)),
     "checkpointed": Way(CheckpointedNet, calls=(8,), close=0.1),
-    "checkpoints_inside": Way(checkpoints_inside, calls=(8,), close=0.01),
-    # Of few rows, the generator's states are a good part of what is kept.
-    "few_rows": Way(checkpoints_inside, rows=16, calls=(8,), close=0.01),
+    # Each call keeps the state of the generator, which no plan counts.
+    "checkpoints_inside": Way(
+        checkpoints_inside,
+        calls=(8,),
+        close=0.01,
+        scratch=8 * torch.get_rng_state().nbytes,
+    ),
     "two_kinds": Way(two_kinds, calls=(3, 1)),
     "graph_break": Way(graph_break, calls=(3, 1)),
     "one_graph": Way(lambda: Net(whole=True), calls=(1,)),
@@ -433,7 +436,7 @@ class StepBudgetTest(TestCase):
 
     def check(self, way):
         """Peaks, gradients and the order of shares; returns the plans."""
-        batches = [batch(way.rows, seed=k + 1) for k in range(way.batches)]
+        batches = [batch(seed=k + 1) for k in range(way.batches)]
         before = unbudgeted(way.make(), *batches, train=way.train)
         peaks, plans = [], []
         for share in way.shares:
@@ -546,7 +549,7 @@ class StepBudgetTest(TestCase):
         self.assertEqual(len(made), most)
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
         self.assertIn("at once", str(budget))
-        self.assertIn("step budget", saved_report.last_plan().chosen_by())
+        self.assertEqual(saved_report.last_plan().decided_by, "step")
 
     def test_first_step_is_lean(self):
         model, budget = Net(), StepBudget(share=1.0)
@@ -744,7 +747,7 @@ class StepBudgetTest(TestCase):
             "step_graph.Graph.decide",
             "step_graph.Graph._await_backward",
             "step_recorder.Recorder.follow",
-            "step_recorder.Recorder.given_later",
+            "step_recorder.Recorder.bytes_at_next_start",
             "step_graph.Step.begin",
             "step_budget.StepBudget._allowed",
             "step_plan.StepCurve.within",

@@ -12,7 +12,6 @@ import math
 import operator
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Callable, NamedTuple, TYPE_CHECKING
 
 from torch._functorch import config
@@ -20,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from .budget_options import KNEE
 from .knapsack import KNAPSACK_SOLVERS
-from .knapsack_exact import exact_knapsack, solve_knapsack, solve_knapsack_budgets
+from .knapsack_exact import exact_knapsack, solve_knapsack_budgets
 
 
 if TYPE_CHECKING:
@@ -112,17 +111,8 @@ class Knapsack:
     saved: list[int]
 
     @property
-    def weight(self) -> int:
-        return sum(self.memory[i] for i in self.saved)
-
-    @property
     def value(self) -> float:
         return math.fsum(self.runtimes[i] for i in self.saved)
-
-    @cached_property
-    def upper_bound(self) -> float:
-        """No set within the budget is worth more: proven by the exact solver."""
-        return solve_knapsack(self.memory, self.runtimes, self.capacity).upper_bound
 
 
 def ask_solver(items: Items, capacity: int) -> list[int]:

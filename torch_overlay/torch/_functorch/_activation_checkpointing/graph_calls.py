@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CALL", "backward_of", "bytes_of", "counted", "symbolic_sizes"]
+__all__ = ["CALL", "backward_of", "bytes_of", "symbolic_sizes", "with_warnings"]
 
 # Where the autograd node of a compiled backward has its call.
 CALL = "activation memory budget: call"
@@ -85,7 +85,7 @@ def _warn_of_calls() -> None:
     )
 
 
-def counted(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any:
+def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any:
     """A compiled graph that warns when its calls are not the only ones alive.
 
     Or where a call is larger than what it was planned for, ``given``, and over the limit.
@@ -98,7 +98,7 @@ def counted(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any
     plan: Any = getattr(metadata, "activation_memory_plan", None)
     if plan is None:
         return run
-    told = plan.graph, plan.activation_bytes
+    kept = plan.graph, plan.activation_bytes
     is_only = options.activation_memory_graph_calls is None
     peak: Optional[Peak] = plan.peak
     symbolic, planned = symbolic_sizes(given)
@@ -125,7 +125,7 @@ def counted(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any
         result = run(args)
         node = backward_of(result) if is_only else None
         if node is not None:
-            _waiting[node] = told
+            _waiting[node] = kept
             node.metadata[CALL] = None
             reference = weakref.ref(node)
             node.register_prehook(lambda _: _waiting.pop(reference(), None) and None)

@@ -31,16 +31,15 @@ sizes, but the true ones may add up to more than ``max_memory``, as small items
 round to nothing.  ``dp_knapsack_sliding_hirschberg`` is another name for it.
 
 Row ``k`` of dynamic programming's table holds the most runtime that the first ``k``
-items can save within each capacity.  Four steps shrink it and keep the optimum:
+items can save within each capacity.  Three steps shrink it and keep the optimum:
 
 1. Layers repeat, so items do.  Dantzig's bound settles how many of some identical
-   items an optimal set takes or leaves at least (:func:`.knapsack_items.relax`).
+   items an optimal set takes or leaves at least (:func:`.knapsack_exact.relax`).
    What is undecided is the *core*.
 2. ``m`` copies become ``O(log m)`` *chunks* of 1, 2, 4, ... copies.
 3. Only one row is kept, in float64: a runtime of 1 next to one of 1e11 still counts.
-   The set is found again from one bit per cell (:func:`_from_decisions`).
-4. Where the bits take more memory than a few rows, Hirschberg's divide and conquer
-   needs those alone (:func:`_best_split`), for at most twice the time.
+   The set is found again from one bit per cell, where a table has a float: at an
+   eighth of a byte per chunk, Hirschberg's divide and conquer would not pay.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from .knapsack_exact import exact_knapsack
-from .knapsack_items import (
+from .knapsack_exact import (
     by_density,
     check_budget,
     check_items,
     exact_integers,
+    exact_knapsack,
     fill,
     relax,
 )
@@ -78,10 +77,6 @@ Solver = Callable[[list[float], list[float], float], tuple[float, list[int], lis
 
 # The dynamic programs count memory in quanta of 1 / _QUANTA_PER_UNIT.
 _QUANTA_PER_UNIT = 10_000
-
-# At one bit per chunk, 192 chunks take as much memory per cell as the three
-# float64 rows of a split: splitting fewer chunks would save nothing.
-_HIRSCHBERG_LEAF_CHUNKS = 192
 
 # HiGHS stops once its bound is within this fraction of its best answer, or after
 # this many nodes.  Unlike a time limit, both stop at the same answer everywhere.
@@ -181,8 +176,7 @@ def dp_knapsack(
     """Solve the knapsack for sizes rounded to 1/10000 by dynamic programming.
 
     With ``c`` chunks in the core and a capacity of ``W`` quanta: ``O(c W)`` time and
-    at most ``41 W`` bytes.  Hirschberg, "A Linear Space Algorithm for Computing
-    Maximal Common Subsequences", 1975.
+    about ``(c / 8 + 24) W`` bytes.
     """
     check_items(memory, runtime)
     max_memory = check_budget(max_memory)
@@ -216,7 +210,7 @@ def dp_knapsack(
             core.append(_Chunk(width * size, width * float(group[1]), width, group))
             undecided -= width
             width *= 2
-    # Large sizes first leave the fewest cells to compute, see _last_row.
+    # Large sizes first leave the fewest cells to compute.
     core.sort(key=lambda chunk: chunk.size, reverse=True)
     for chunk in _best_subset(core, capacity):
         copies[chunk.group] += chunk.copies
@@ -286,28 +280,25 @@ def _quanta(size: float) -> int:
 def _best_subset(chunks: list[_Chunk], capacity: int) -> list[_Chunk]:
     """Chunks of the greatest total runtime with sizes of at most ``capacity``.
 
-    All methods evaluate the same recurrence on the same floats.
-    """
-    if sum(chunk.size for chunk in chunks) <= capacity:
-        return chunks
-    if len(chunks) <= _HIRSCHBERG_LEAF_CHUNKS:
-        return _from_decisions(chunks, capacity)
-    middle = len(chunks) // 2
-    left, right = chunks[:middle], chunks[middle:]
-    split = _best_split(left, right, capacity)
-    return _best_subset(left, split) + _best_subset(right, capacity - split)
-
-
-def _from_decisions(chunks: list[_Chunk], capacity: int) -> list[_Chunk]:
-    """Best subset by one row and a table of decisions.
-
     Bit ``k % 8`` of ``decisions[k // 8, j]`` tells whether chunk ``k`` is taken
     within a capacity of ``j``: uint8 of shape (chunks / 8, capacity + 1).
+    Invariant: after chunk ``k`` the row is right from ``capacity`` less the size of
+    all later chunks on, and no later cell depends on one before that.
     """
+    size_to_come = sum(chunk.size for chunk in chunks)
+    if size_to_come <= capacity:
+        return chunks
+    row = torch.zeros(capacity + 1, dtype=torch.float64, device="cpu")
     decisions = torch.zeros(
         (len(chunks) + 7) // 8, capacity + 1, dtype=torch.uint8, device="cpu"
     )
-    _last_row(chunks, capacity, capacity, decisions)
+    for k, chunk in enumerate(chunks):
+        size_to_come -= chunk.size
+        first = max(chunk.size, capacity - size_to_come)
+        cells = row[first:]  # None, if the chunk is too large.
+        with_chunk = row[first - chunk.size : -chunk.size] + chunk.runtime
+        decisions[k // 8, first:].add_(with_chunk >= cells, alpha=1 << k % 8)
+        torch.maximum(cells, with_chunk, out=cells)
     taken = []
     cell = capacity
     for k in range(len(chunks) - 1, -1, -1):
@@ -315,43 +306,3 @@ def _from_decisions(chunks: list[_Chunk], capacity: int) -> list[_Chunk]:
             taken.append(chunks[k])
             cell -= chunks[k].size
     return taken
-
-
-def _best_split(left: list[_Chunk], right: list[_Chunk], capacity: int) -> int:
-    """The part of ``capacity`` for ``left`` in an optimal division.
-
-    ``right`` gets the rest, ``capacity - split``: the two parts never add up to
-    more than there is.  As not everything fits, some optimal division leaves
-    neither side more than it can use, so those cells are all that is computed.
-    """
-    left_size = sum(chunk.size for chunk in left)
-    right_size = sum(chunk.size for chunk in right)
-    runtime = _last_row(left, capacity, capacity - right_size)
-    runtime += _last_row(right, capacity, capacity - left_size).flip(0)
-    return int(torch.argmax(runtime))
-
-
-def _last_row(
-    chunks: list[_Chunk],
-    capacity: int,
-    first_cell: int,
-    decisions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The most runtime that ``chunks`` can save within each capacity.
-
-    Returns float64 of shape (capacity + 1,); cells before ``first_cell`` are not
-    computed.  Marks in ``decisions``, if given, where each chunk is taken.
-    Invariant: after chunk ``k`` the row is right from ``first_cell`` less the
-    size of all later chunks on, and no later cell depends on one before that.
-    """
-    row = torch.zeros(capacity + 1, dtype=torch.float64, device="cpu")
-    size_to_come = sum(chunk.size for chunk in chunks)
-    for k, chunk in enumerate(chunks):
-        size_to_come -= chunk.size
-        first = max(chunk.size, first_cell - size_to_come)
-        cells = row[first:]  # None, if the chunk is too large.
-        with_chunk = row[first - chunk.size : -chunk.size] + chunk.runtime
-        if decisions is not None:
-            decisions[k // 8, first:].add_(with_chunk >= cells, alpha=1 << k % 8)
-        torch.maximum(cells, with_chunk, out=cells)
-    return row

@@ -533,9 +533,7 @@ def read(graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int) -> Program:
     storages = _Storages(graph, required, tangents)
     nbytes = storages.nbytes
     gradients = _nodes(results[num_fwd_outputs:])
-    needed = required | _sources(gradients, required)
-    calls = [each for each in storages.calls if each.node in needed]
-    forward = [each for each in calls if each.node not in backward]
+    forward = [each for each in storages.calls if each.node not in backward]
     operators = [each for each in forward if each.writes]
     producer = [-1] * len(nbytes)
     for op, each in enumerate(operators):
@@ -561,7 +559,7 @@ def read(graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int) -> Program:
         operators,
         _choose_what_to_repeat(operators, storages, required, overwritten.values()),
         forward,
-        _steps([*calls, end], backward, producer, storages.copied),
+        _steps([*storages.calls, end], backward, producer, storages.copied),
         outputs,
         written_back - outputs,
         tangents,
@@ -680,18 +678,6 @@ class _Storages:
                 self._keys.append(key)
             found[s] = None
         return tuple(found)
-
-
-def _sources(nodes: Sequence[fx.Node], required: Container[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are made of, down to what is ``required``."""
-    found: set[fx.Node] = set()
-    pending = [*nodes]
-    while pending:
-        node = pending.pop()
-        if node not in found and node not in required:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:

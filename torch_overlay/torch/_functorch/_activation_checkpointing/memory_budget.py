@@ -136,14 +136,10 @@ class Planner:
     num_fwd_outputs: int
     budget: float
     fused: bool = False
-    # Of a caller who has it already.
-    made_model: Optional[Program] = None
 
     @functools.cached_property
     def model(self) -> Program:
         """What each plan keeps and repeats."""
-        if self.made_model is not None:
-            return self.made_model
         return read(self.joint, self.info, self.num_fwd_outputs)
 
     def cut(

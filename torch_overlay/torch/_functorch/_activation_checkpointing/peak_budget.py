@@ -43,7 +43,6 @@ from torch._functorch import config
 
 from .decision import Decision, Peak
 from .fused_peak import by_kernels
-from .liveness import Evaluation, Program, read
 from .random_ops import must_run_once
 from .rerun_cost import is_costly, rerun_cost, roofline
 
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from torch.utils._ordered_set import OrderedSet
+    from .liveness import Evaluation, Program
     from .memory_budget import Planner
 
 __all__ = [
@@ -219,8 +219,7 @@ def build_curve(
 
 def model_of(graph: Planner) -> Program:
     """What a graph holds: inductor's kernels, or its operators one by one."""
-    program = read(graph.joint, graph.info, graph.num_fwd_outputs)
-    return by_kernels(program) if graph.fused else program
+    return by_kernels(graph.model) if graph.fused else graph.model
 
 
 def rerun_costs(graph: Program, expensive: OrderedSet[fx.Node]) -> list[float]:

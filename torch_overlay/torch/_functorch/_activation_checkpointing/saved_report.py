@@ -8,7 +8,7 @@ prints the plan of the graph compiled last; :func:`last_plan` returns the same a
 the artifact ``activation_memory_plan``.
 
 A plan describes the two graphs that the partitioner hands on.  It keeps no graph or
-tensor alive, and what costs time (proof, grouping, text) waits until somebody asks.
+tensor alive, and what costs time (grouping, text) waits until somebody asks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ _POLICIES = (
     (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE),
 )
 
-# What decided, in words, where that is all there is to say.
+# What decided, in words; a knapsack has more to say.
 _CHOSEN_BY = {
+    "budget 0": "budget 0: saves inputs and what must not run twice, no solver asked",
+    "min cut": "a min cut that is within the budget, no solver asked",
     "peak": "peak planner: cheapest plan found within the bound",
     "step": "step budget: one plan of this graph for a whole training step",
     "upstream": "upstream's planner, as no other plan could be made",
@@ -69,9 +71,6 @@ _CHOSEN_BY = {
 
 # Where a forward has its plan until it is compiled.
 _PLAN = "activation_memory_plan"
-
-# Why a value is saved that takes no memory of its own.
-_OF_INPUTS = ("input", "view of input")
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)')
@@ -84,7 +83,7 @@ class PlannedValue:
     ``shape`` holds symbols as their names; of an operator with several results, it and
     ``dtype`` are the first one's and ``nbytes`` is for all.  ``runtime`` (in the
     estimator's unit) is that of an item of the knapsack, ``source`` the innermost line
-    of the user's code.  ``why`` is "input", "view of input", "user" (a checkpoint
+    of the user's code.  ``why`` is "input" (or a view of one), "user" (a checkpoint
     policy), or what decided: "knapsack", "min cut" or "budget 0".
     """
 
@@ -104,8 +103,8 @@ class Plan:
 
     ``activation_bytes`` is what is kept beyond inputs and views of them: storages, whole.
     ``limits`` are those of the plans of budgets 0 and 1, and ``knapsack`` is what a
-    solver was asked; None where the partitioner needed neither.
-    ``views`` counts the recomputed nodes that are not listed, as they cost nothing.
+    solver was asked; None where the partitioner needed neither.  Recomputed views are
+    not listed, as they cost nothing.
     """
 
     graph: str
@@ -113,7 +112,6 @@ class Plan:
     decided_by: str
     saved: tuple[PlannedValue, ...]
     recomputed: tuple[PlannedValue, ...]
-    views: int
     runtime_unit: str
     activation_bytes: int
     limits: Optional[tuple[int, int]] = None
@@ -128,29 +126,13 @@ class Plan:
     @property
     def used(self) -> Optional[float]:
         """The share of the range that is really saved, to compare with ``budget``."""
-        if self.limits is None:
-            is_share = self.decided_by not in ("peak", "step")
-            return self.budget if is_share and self.budget in (0, 1) else None
+        if self.limits is None or self.limits[0] == self.limits[1]:
+            return None
         low, high = self.limits
-        return (self.activation_bytes - low) / (high - low) if low < high else None
+        return (self.activation_bytes - low) / (high - low)
 
-    def chosen_by(self) -> str:
-        """What decided, in words."""
-        if self.decided_by in _CHOSEN_BY:
-            return _CHOSEN_BY[self.decided_by]
-        k = self.knapsack
-        if k is not None:
-            saved = f"{len(k.saved)} of {len(k.memory)} items saved"
-            return f"knapsack by {k.solver}: {saved}, {_verdict(k)}"
-        if self.budget == 0:
-            more = ", and what must not run twice" if self.activation_bytes else ""
-            return f"budget 0: saves inputs{more}, no solver asked"
-        if self.budget == 1:
-            return "runtime-optimal min cut, no solver asked"
-        return "a min cut that is within the budget, no solver asked"
-
-    def summary(self) -> list[tuple[str, str]]:
-        """The printed form's first lines, as pairs of a title and a text."""
+    def _summary(self) -> list[str]:
+        """The printed form's first lines."""
         used = f"{format_bytes(self.activation_bytes)} of activations"
         if self.used is not None:
             used = f"{self.used:.4g}"
@@ -158,28 +140,31 @@ class Plan:
         if self.limits is not None:
             low, high = map(format_bytes, self.limits)
             budget += f" (0: {low}, 1: {high})"
-        inputs = [value.nbytes for value in self.saved if value.why in _OF_INPUTS]
-        saved = (
-            f"{len(self.saved)} values, {format_bytes(self.saved_bytes)} "
-            f"(activations: {len(self.saved) - len(inputs)}, "
-            f"{format_bytes(self.activation_bytes)} kept; "
-            f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})"
-        )
-        recomputed = f"{len(self.recomputed)} operators and {self.views} views"
+        solved = self.knapsack
+        if solved is None:
+            chosen_by = _CHOSEN_BY[self.decided_by]
+        else:
+            count = f"{len(solved.saved)} of {len(solved.memory)}"
+            chosen_by = f"knapsack by {solved.solver}: {count} items saved"
+        inputs = [value.nbytes for value in self.saved if value.why == "input"]
+        recomputed = f"{len(self.recomputed)} operators"
         if runtime := math.fsum(value.runtime or 0 for value in self.recomputed):
             recomputed += f", estimated {self._runtime(runtime)}"
         return [
-            ("graph", self.graph),
-            ("budget", budget),
-            ("chosen by", self.chosen_by()),
-            *([("peak", _peaks(self.peak))] if self.peak is not None else ()),
-            ("saved", saved),
-            ("recomputed", recomputed),
+            f"graph:      {self.graph}",
+            f"budget:     {budget}",
+            f"chosen by:  {chosen_by}",
+            *([f"peak:       {_peaks(self.peak)}"] if self.peak is not None else ()),
+            f"saved:      {len(self.saved)} values, {format_bytes(self.saved_bytes)} "
+            f"(activations: {len(self.saved) - len(inputs)}, "
+            f"{format_bytes(self.activation_bytes)} kept; "
+            f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})",
+            f"recomputed: {recomputed}",
         ]
 
     def format(self, rows: int = 40) -> str:
         """The plan as text; see :func:`print_saved_values`."""
-        lines = [f"{title + ':':<12}{text}" for title, text in self.summary()]
+        lines = self._summary()
         if self.saved:
             lines += ["", "saved for the backward", *self._table(self.saved, rows)]
         if self.recomputed:
@@ -219,52 +204,22 @@ class Plan:
         power = min(int(math.log10(max(runtime, 1))) // 3, 5)
         return f"{runtime / 1000**power:.4g} {' kMGTP'[power].strip()}FLOP"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The plan for JSON, with what is only computed when somebody asks."""
-        result = {
-            **asdict(self),
-            "saved_bytes": self.saved_bytes,
-            "used": self.used,
-            "chosen_by": self.chosen_by(),
-        }
-        if self.knapsack is not None:
-            for name in ("weight", "value", "upper_bound"):
-                result["knapsack"][name] = getattr(self.knapsack, name)
-        return result
-
 
 def _peaks(peak: Peak) -> str:
     """The peaks that a plan was chosen by, in words."""
-    text = (
-        "{1} predicted, {0} allowed (floor: {2}, budget 1: {3}; "
-        "without parameters and inputs)"
-    )
-    if peak.compiled:
-        text = text.replace("predicted", "as compiled").replace("(", "(estimated: ")
-    elif peak.fused:
-        text += ", estimated for inductor's kernels"
-    return text.format(*map(format_bytes, peak[:4]))
+    how = "as compiled" if peak.compiled else "by inductor's kernels"
+    if not peak.compiled and not peak.fused:
+        how = "operator by operator"
+    allowed, predicted, floor, fastest = map(format_bytes, peak[:4])
+    return f"{predicted} {how}, {allowed} allowed (floor: {floor}, budget 1: {fastest})"
 
 
-def _verdict(knapsack: Knapsack) -> str:
-    """How good a solver's answer is, in words."""
-    over = knapsack.weight - knapsack.capacity
-    if over > 0:
-        return f"over the budget by {format_bytes(over)}"
-    gap = knapsack.upper_bound - knapsack.value
-    if gap <= 0:
-        return "proven optimal"
-    part = gap / knapsack.upper_bound
-    return f"at most {part:.2g} of the runtime below the optimum"
-
-
-# None for a graph from the compile cache whose plan did not come with it.
-_plans: deque[Optional[Plan]] = deque(maxlen=_KEPT)
+_plans: deque[Plan] = deque(maxlen=_KEPT)
 
 
 def plans() -> list[Plan]:
     """The plans of the graphs compiled last, 16 at most, oldest first."""
-    return [plan for plan in _plans if plan is not None]
+    return list(_plans)
 
 
 def last_plan() -> Plan:
@@ -278,24 +233,7 @@ def last_plan() -> Plan:
             "compiled function on inputs that require gradients; the backends eager and "
             "aot_eager_default_partitioner do not partition by the budget"
         )
-    if _plans[-1] is None:
-        kept = f" plans() has {len(plans())} made before." if plans() else ""
-        raise LookupError(
-            "no plan to show: the graph came from the compile cache, which had none for "
-            "it. Set torch._functorch.config.enable_autograd_cache = False and compile "
-            f"again.{kept}"
-        )
     return _plans[-1]
-
-
-def plan_of(forward: GraphModule) -> Optional[Plan]:
-    """The plan by which a joint graph was split, of the forward made of it."""
-    return forward.meta.get(_PLAN)
-
-
-def set_plan(forward: GraphModule, plan: Plan) -> None:
-    """Let a forward have another plan than the one that it was split by."""
-    forward.meta[_PLAN] = plan
 
 
 def keep_plan(forward: GraphModule, metadata: Any) -> None:
@@ -326,11 +264,10 @@ def keep_peak(peak: Peak, metadata: Any) -> None:
 def recall_plan(metadata: Any) -> None:
     """Take the plan of a graph from the compile cache for that of the last one."""
     plan = getattr(metadata, "activation_memory_plan", None)
-    if plan is not None and plan.peak is not None:
-        # What was said when it was made holds again.
-        plan.peak.warn_if_over()
-    # Without a backward there is no plan.
-    if plan is not None or metadata.num_symints_saved_for_bw is not None:
+    if plan is not None:
+        if plan.peak is not None:
+            # What was said when it was made holds again.
+            plan.peak.warn_if_over()
         _plans.append(plan)
 
 
@@ -350,12 +287,7 @@ def print_saved_values(
             print(error.args[0], file=file)
             return
         if len(plans()) > 1:
-            kept = format_bytes(sum(each.activation_bytes for each in plans()))
-            print(
-                f"the last of {len(plans())} graphs, which keep {kept} of activations "
-                "together; plans() has all",
-                file=file,
-            )
+            print(f"the last of {len(plans())} graphs; plans() has all", file=file)
     print(plan.format(rows), file=file)
 
 
@@ -365,22 +297,15 @@ def attach_plan(
     backward: GraphModule,
     num_fwd_outputs: int,
 ) -> None:
-    """Describe how a joint graph was split for `plan_of` the forward, and trace it.
-
-    O(nodes).
-    """
+    """Describe how a joint graph was split, for `keep_plan`, and trace it.  O(nodes)."""
     why = _Why(decision, forward)
     (output,) = forward.graph.find_nodes(op="output")
     saved = [node for node in output.args[0][num_fwd_outputs:] if node is not None]
     again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
-    repeated = [
+    computed = [
         node
         for node in forward.graph.nodes
         if node.op == "call_function" and node.name in again
-    ]
-    computed = [
-        node
-        for node in repeated
         if not is_view(node) and node.target is not operator.getitem
     ]
     estimator = config.activation_memory_budget_runtime_estimator
@@ -390,7 +315,6 @@ def attach_plan(
         decided_by=decision.decided_by,
         saved=tuple(why.describe(node, True) for node in saved),
         recomputed=tuple(why.describe(node, False) for node in computed),
-        views=len(repeated) - len(computed),
         runtime_unit=RUNTIME_UNITS.get(str(estimator), ""),
         activation_bytes=activation_bytes(
             forward.graph.find_nodes(op="placeholder"), saved
@@ -399,11 +323,11 @@ def attach_plan(
         knapsack=decision.knapsack,
         peak=decision.peak,
     )
-    set_plan(forward, plan)
+    forward.meta[_PLAN] = plan
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
-        payload_fn=lambda: json.dumps(plan.as_dict()),
+        payload_fn=lambda: json.dumps(asdict(plan)),
     )
 
 
@@ -444,10 +368,8 @@ class _Why:
         )
 
     def _why(self, node: Node, is_saved: bool) -> str:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or get_node_storage(node) in self.inputs:
             return "input"
-        if is_saved and get_node_storage(node) in self.inputs:
-            return "view of input"
         if node.meta.get("recompute") in _POLICIES[is_saved]:
             return "user"
         if self.decided_by != "knapsack":

@@ -17,8 +17,9 @@ starts, :class:`.StepCurve` chooses one or two plans for each graph, and they
 are split and compiled anew from the joint graphs that were traced.  From then on steps
 are compared with the one recorded; where one differs, the next is recorded again.
 
-Only storages on the training device count.  What a kernel allocates
-for itself does not count, nor what an allocator loses to fragmentation.
+Only storages on the training device count.  What a kernel allocates for itself does not
+count, nor what an allocator loses to fragmentation, nor the states of a generator that
+random operators are repeated with, of 5 KB each.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ class StepBudget:
     def _plan_by(self, recorder: Recorder) -> None:
         """Plan the next steps by the one recorded, or let one more be recorded."""
         # Buffers that the first step makes once and for all are there in a second.
-        if self._is_first and recorder.left_behind() > _NEW * recorder.made_bytes:
+        if self._is_first and recorder.left_behind() > _NEW * recorder.created_bytes:
             self._expected = None
         else:
             self._make_plan(recorder)
@@ -244,17 +245,17 @@ class StepBudget:
             if graph.fault:
                 self.warn(f"{graph.name} has no plan for a step: {graph.fault}")
         number = {graph: g for g, (graph, _) in enumerate(used)}
-        found, given = moments(recorder, number), recorder.given_later()
+        found, given = moments(recorder, number), recorder.bytes_at_next_start()
         plans, curve = self._curve(used, found)
-        # Of estimates but for the lean plans. It stays, whatever is told from here on.
+        # Of estimates but for the lean plans. It stays, whatever compiles tell from here on.
         allowed = self._allowed(curve, given)
         plan = curve.within(allowed)
         for _ in range(_ROUNDS):
-            told = [
+            is_new = [
                 graph.compile(choice, self)
                 for graph, choice in zip(number, plan.choices)
             ]
-            if not any(told):
+            if not any(is_new):
                 break
             plans, curve = self._curve(used, found)
             plan = curve.within(allowed)

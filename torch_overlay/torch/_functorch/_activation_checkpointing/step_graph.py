@@ -32,7 +32,7 @@ from .compiled_peak import (
     takes_request,
 )
 from .decision import Decision
-from .graph_calls import backward_of, bytes_of, CALL, counted, symbolic_sizes
+from .graph_calls import backward_of, bytes_of, CALL, symbolic_sizes, with_warnings
 from .step_plan import calls_assumed, GraphPlan, GraphPlans, plan_graph
 from .step_recorder import Event, of_this_thread, Recorder
 
@@ -93,14 +93,14 @@ class Step:
         """A call of a graph starts: which one, and by which plan."""
         slots = self.budget.graphs.setdefault(graph, Slots())
         size = bytes_of(args, graph.symbolic)
-        is_held = not self._is_checkpointed()
+        keeps_saved = not self._is_checkpointed()
         # A checkpoint runs a call twice, and both have to save the same.
         slot, taken = 0, self._taken.setdefault(graph.number, set())
-        while is_held and slot in taken:
+        while keeps_saved and slot in taken:
             slot += 1
-        if is_held:
+        if keeps_saved:
             taken.add(slot)
-        call = Call(graph, self, slot, is_held)
+        call = Call(graph, self, slot, keeps_saved)
         self.seen.append(("F", graph.number, slot, size))
         if self.recorder is not None:
             slots.calls += [0] * (slot + 1 - len(slots.calls))
@@ -116,7 +116,7 @@ class Step:
         """Nothing is kept for the call any more."""
         if not call.ended:
             call.ended = True
-            if call.is_held:
+            if call.keeps_saved:
                 self._taken[call.graph.number].discard(call.slot)
 
     def _is_checkpointed(self) -> bool:
@@ -152,7 +152,7 @@ class Call:
     graph: Graph
     step: Step
     slot: int
-    is_held: bool
+    keeps_saved: bool
     ended: bool = False
     outputs: list[Optional[int]] = field(default_factory=list)
     inputs: list[Optional[int]] = field(default_factory=list)
@@ -269,7 +269,7 @@ class Graph:
 
     def compile(self, plans: Iterable[int], budget: StepBudget) -> bool:
         """Compile by plans; whether what is known of one of their peaks is new."""
-        known = dict(self.plans.told)
+        known = dict(self.plans.compiled)
         for plan in sorted({*plans}):
             self._variant(plan, budget)
             if has_guard() and plan not in self._guarded and self._holds_more(plan):
@@ -277,22 +277,22 @@ class Graph:
                 failure = f"{self.name} failed to compile with fusions guarded"
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._compile_guarded(plan)
-        return self.plans.told != known
+        return self.plans.compiled != known
 
     def _holds_more(self, plan: int) -> bool:
         """Whether what is compiled by a plan is known to hold more than it may."""
         margin: float = config.activation_memory_peak_margin  # type: ignore[attr-defined]
         estimate = max(self.plans.plans[plan][1:3])
-        return max(self.plans.told.get(plan, (0, 0))) > estimate * (1 + margin)
+        return max(self.plans.compiled.get(plan, (0, 0))) > estimate * (1 + margin)
 
     def _compile_guarded(self, plan: int) -> None:
         """Compile without the fusions that raise the peak, and keep what holds less."""
-        told = self.plans.told[plan]
+        before = self.plans.compiled[plan]
         run, _ = self._compiled(plan, guarded=True)
-        if max(self.plans.told[plan]) < max(told):
+        if max(self.plans.compiled[plan]) < max(before):
             self._variants[plan] = run
         else:
-            self.plans.told[plan] = told
+            self.plans.compiled[plan] = before
 
     def _compiled(self, plan: Optional[int], guarded: bool = False) -> Any:
         """Split and compile a copy of the joint graph by a plan, None for the lean one."""
@@ -315,7 +315,7 @@ class Graph:
             if compiled.peaks is not None and model is not None:
                 index = self.lean if plan is None else plan
                 forward, backward = compiled.peaks
-                self.plans.told[index] = forward, backward - model.held_by_caller
+                self.plans.compiled[index] = forward, backward - model.held_by_caller
             return result
 
         partition = self._partition
@@ -336,13 +336,13 @@ class Graph:
         recorder = call.step.recorder if call is not None else None
         if call is None or recorder is None:
             return run(args)
-        with recorder.noting():
-            recorder.meet(args)
-            call.inputs = recorder.made(args[: self.plans.primals])
+        with recorder.guarded():
+            recorder.add_existing(args)
+            call.inputs = recorder.add_created(args[: self.plans.primals])
         with recorder.around(Event("F", call=call)):
             results = run(args)
-        with recorder.noting():
-            call.outputs = recorder.made(list(results[: self._num_fwd_outputs]))
+        with recorder.guarded():
+            call.outputs = recorder.add_created(list(results[: self._num_fwd_outputs]))
         return results
 
     def _backward(self, run: Callable[..., Any], args: list[Any]) -> Any:
@@ -360,16 +360,16 @@ class Graph:
             results = run(args)
         else:
             inputs: list[Optional[int]] = []
-            with recorder.noting():
+            with recorder.guarded():
                 tangents = [each for each in args if isinstance(each, torch.Tensor)]
                 del tangents[: len(tangents) - self.plans.tangents]
-                inputs = call.inputs + recorder.made(tangents)
+                inputs = call.inputs + recorder.add_created(tangents)
                 del tangents
             begin = Event("B", call=call, flag=is_retained, inputs=inputs)
             with recorder.around(begin):
                 results = run(args)
-            with recorder.noting():
-                recorder.made(list(results))
+            with recorder.guarded():
+                recorder.add_created(list(results))
         if not is_retained:
             step.end(call)
         return results
@@ -445,6 +445,6 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             with step.budget.warn_on_failure(failure):
                 return Graph(compile_graph, *arguments).first()
         run, metadata = compile_graph(*arguments)
-        return counted(run, arguments[0].flat_args, metadata), metadata
+        return with_warnings(run, arguments[0].flat_args, metadata), metadata
 
     return compile_for_step

@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
 from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
-from .random_ops import is_random
 from .rerun_cost import concrete
 
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
-    from .liveness import Evaluation, Program
+    from .liveness import Program
     from .memory_budget import Planner
 
 
@@ -82,7 +81,7 @@ class GraphPlans:
 
     Its inputs are ``primals`` and, for the backward, then ``tangents``, so many of each;
     ``sizes`` are their bytes, and those of each storage, by the ``model``.  For those
-    that were compiled, ``told`` has the bytes of ``forward`` and ``backward``.
+    that were compiled, ``compiled`` has the bytes of ``forward`` and ``backward``.
     """
 
     plans: list[GraphPlan]
@@ -91,17 +90,17 @@ class GraphPlans:
     tangents: int = 0
     sizes: Sequence[dict[int, int]] = ()
     model: Optional[Program] = None
-    told: dict[int, tuple[int, int]] = field(default_factory=dict)
+    compiled: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def corrected(self) -> GraphPlans:
-        """The plans by what was told; the others as that which keeps about as much."""
-        if not self.told:
+        """The plans as compiled; the others as far off as the nearest of those."""
+        if not self.compiled:
             return self
         plans = []
         for plan in self.plans:
             # A plan that is known is the nearest to itself.
             near = min(
-                self.told,
+                self.compiled,
                 key=lambda index: (
                     self.plans[index] != plan,
                     abs(self.plans[index].kept - plan.kept),
@@ -111,7 +110,7 @@ class GraphPlans:
             forward, backward = (
                 math.ceil(nbytes * true / max(estimate, 1))
                 for nbytes, true, estimate in zip(
-                    plan[1:3], self.told[near], self.plans[near][1:3]
+                    plan[1:3], self.compiled[near], self.plans[near][1:3]
                 )
             )
             plans.append(plan._replace(forward=forward, backward=backward))
@@ -126,7 +125,7 @@ class GraphPlans:
         for index in released:
             own.update(self.sizes[index])
         # What a compile tells has tangents to the end, and does not know of the others.
-        if self.model is None or not own or self.told:
+        if self.model is None or not own or self.compiled:
             return [plan.backward for plan in self.plans]
         model = self.model.releasing(own)
         beside = model.held_by_caller + sum(own.values())
@@ -180,15 +179,14 @@ def plan_graph(
     Raises as :func:`.liveness.read` does.
     """
     graph = model_of(joint)
-    planner = replace(joint, made_model=graph)
-    cheapest, expensive = planner.cheapest_cut()
+    cheapest, expensive = joint.cheapest_cut()
     if is_only:
         plans = Plans(graph, rerun_costs(graph, expensive))
         plans.evaluate([frozenset(graph.storages(saved))])
     else:
         plans = find_plans(graph, cheapest, expensive, saved)
         # A call that waits keeps least where all is computed again, as in a checkpoint.
-        knapsacks = _knapsacks(planner.items(cheapest, expensive))
+        knapsacks = _knapsacks(joint.items(cheapest, expensive))
         plans.evaluate([frozenset(), *knapsacks])
     found = _graph_plans(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
@@ -221,11 +219,10 @@ def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
     found: list[GraphPlan] = []
     for storages, evaluation in plans.evaluations.items():
         kept = evaluation.saved
-        states = _generator_states(graph, evaluation)
         found.append(
             GraphPlan(
-                graph.size(kept - graph.outputs) + states,
-                evaluation.forward_peak + states,
+                graph.size(kept - graph.outputs),
+                evaluation.forward_peak,
                 max(evaluation.step_peaks) - graph.held_by_caller,
                 plans.found[storages].cost,
                 frozenset(returned[s] for s in kept & graph.outputs if s in returned),
@@ -233,21 +230,6 @@ def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
             )
         )
     return found
-
-
-def _generator_states(graph: Program, evaluation: Evaluation) -> int:
-    """Bytes kept so that random operators draw the same numbers when they run again.
-
-    That is a generator's state for each, where the CPU's draws them; those of other
-    devices do not count.  By the peak of the backward they are taken to be used up.
-    """
-    again = sum(
-        is_random(node) and all(value.is_cpu for value in tree_leaves(node.meta["val"]))
-        for node, plans in zip(graph.nodes, evaluation.repeated)
-        if plans & evaluation.bit
-    )
-    with _disable_current_modes():
-        return again * torch.get_rng_state().nbytes if again else 0
 
 
 def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:

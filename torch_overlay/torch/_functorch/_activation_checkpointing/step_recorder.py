@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
         self.log: list[Event] = []
-        self.given = 0
+        self.bytes_at_start = 0
         self.inside = 0
         # Why nothing more is recorded.
         self.error: Optional[Exception] = None
@@ -85,8 +85,8 @@ class Recorder(TorchDispatchMode):
             weakref.WeakValueDictionary()
         )
         self.nbytes: list[int] = []
-        self.is_given: list[bool] = []
-        self.at_start = _allocated(device)
+        self.is_existing: list[bool] = []
+        self.allocated_at_start = _allocated(device)
 
     def __enter__(self) -> Self:
         _recording.set(self)
@@ -118,29 +118,29 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
-            with self.noting():
-                self.meet((args, kwargs))
+            with self.guarded():
+                self.add_existing((args, kwargs))
         result = func(*args, **kwargs)
-        with self.noting():
-            self.made(result)
+        with self.guarded():
+            self.add_created(result)
         return result
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """What cannot be noted ends the recording, and not the step."""
+    def guarded(self) -> Iterator[None]:
+        """What fails within ends the recording, and not the step."""
         try:
             yield
         except Exception as error:
             self.error = error
 
-    def meet(self, values: Any) -> None:
+    def add_existing(self, values: Any) -> None:
         """What is not known of these was there before the step."""
         if self.error is not None:
             return
         for storage in self._storages(values):
-            self.follow(storage, is_given=True)
+            self.follow(storage, is_existing=True)
 
-    def made(self, values: Any) -> list[Optional[int]]:
+    def add_created(self, values: Any) -> list[Optional[int]]:
         """Number the storages of each of these values."""
         if self.error is not None:
             return []
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
                         self._leaves[id(value)] = value
                     yield storage
 
-    def follow(self, storage: torch.UntypedStorage, is_given: bool = False) -> int:
+    def follow(self, storage: torch.UntypedStorage, is_existing: bool = False) -> int:
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._live:
             s, _ = self._live[key]
@@ -185,26 +185,27 @@ class Recorder(TorchDispatchMode):
             return s
         s = len(self.nbytes)
         self.nbytes.append(nbytes)
-        self.is_given.append(is_given)
+        self.is_existing.append(is_existing)
 
         def died(_: Any) -> None:
             del self._live[key]
             self.log.append(Event("-", s))
 
         self._live[key] = s, weakref.ref(storage, died)
-        if is_given:
-            self.given += nbytes
+        if is_existing:
+            self.bytes_at_start += nbytes
         else:
             self.log.append(Event("+", s, nbytes, flag=torch.is_grad_enabled()))
         return s
 
-    def given_later(self) -> int:
+    def bytes_at_next_start(self) -> int:
         """The bytes that are there when the next step starts."""
-        left = (s for s, _ in self._live.values() if not self.is_given[s])
-        return (self.at_start or self.given) + sum(self.nbytes[s] for s in left)
+        left = (s for s, _ in self._live.values() if not self.is_existing[s])
+        there = self.allocated_at_start or self.bytes_at_start
+        return there + sum(self.nbytes[s] for s in left)
 
     @property
-    def made_bytes(self) -> int:
+    def created_bytes(self) -> int:
         """The bytes of all that eager code made."""
         return sum(event.nbytes for event in self.log if event.kind == "+")
 
@@ -319,7 +320,7 @@ class _Timeline:
 
     def end(self, event: Event) -> None:
         self._passing = 0
-        if event.kind == "f" and event.call.is_held:
+        if event.kind == "f" and event.call.keeps_saved:
             self._alive[event.call] = None
         elif event.call not in self._retained:
             self._alive.pop(event.call, None)
@@ -385,10 +386,10 @@ def _followed(resize: Callable[..., Any], storage: Any, nbytes: int) -> Any:
     recorder = of_this_thread(_recording)
     if recorder is None or storage.device.type != recorder.device:
         return resize(storage, nbytes)
-    with recorder.noting():
-        recorder.follow(storage, is_given=True)
+    with recorder.guarded():
+        recorder.follow(storage, is_existing=True)
     result = resize(storage, nbytes)
-    with recorder.noting():
+    with recorder.guarded():
         recorder.follow(storage)
     return result
 
