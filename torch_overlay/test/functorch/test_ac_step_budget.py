@@ -19,6 +19,7 @@ import tempfile
 import threading
 import unittest
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -31,7 +32,11 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import graph_calls, saved_report
+from torch._functorch._activation_checkpointing import (
+    graph_calls,
+    saved_report,
+    step_budget,
+)
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
@@ -624,6 +629,40 @@ class StepBudgetTest(TestCase):
             self.assertLessEqual(plan.predicted_peak, plan.allowed)
             self.assertLess(lower, peak)
             lower = peak
+
+    def test_what_a_device_counts(self):
+        def counted(_):
+            return START + math.floor((1 + miss) * budget.plan.predicted_peak)
+
+        START = 1000
+        counters = SimpleNamespace(
+            reset_peak_memory_stats=lambda _: None,
+            memory_allocated=lambda _: START,
+            max_memory_allocated=counted,
+        )
+        # No such device is here.
+        with mock.patch.object(step_budget, "_counters", lambda _: counters):
+            budget = StepBudget(share=0.5)
+        model, miss = Net(), 0.01
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            steps(budget, model, batch(), count=3)
+        self.assertEqual(budget.measured_peak, counted(None) - START)
+        self.assertIn(" measured), ", str(budget))
+        first, miss = budget.plan, 0.1
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            # Another program: it is recorded, and then planned.
+            steps(budget, model, batch(), batch(), count=3)
+        self.assertEqual(len(logs.output), 2)
+        self.assertIn("differently from the recorded", logs.output[0])
+        self.assertRegex(logs.output[1], "the device counted .* were predicted")
+        # What was counted more is left free by the next plan.
+        missed = budget.measured_peak - budget.plan.predicted_peak
+        budget._expected = None
+        steps(budget, model, batch(), batch(), count=2)
+        self.assertLessEqual(
+            budget.plan.predicted_peak, budget.plan.allowed - missed
+        )
+        self.assertNotEqual(first, budget.plan)
 
     def test_patterns_of_inductor(self):
         # Traced and run in the first step of a process.

@@ -55,6 +55,8 @@ __all__ = ["GraphUse", "StepBudget", "StepSummary"]
 
 # How often plans are chosen anew, as compiles tell what those hold that were chosen.
 _ROUNDS = 4
+# What a device counts may be as much more or less than what was predicted.
+_MISS = 0.02
 # Of what eager code makes, what a step may leave behind and be recorded only once.
 _NEW = 0.01
 
@@ -104,7 +106,9 @@ class StepBudget:
         device_bytes: most live bytes in all; without any of the three, the memory of the
             device.
 
-    ``plan`` is the :class:`StepSummary` of the steps from the second on, None before.
+    ``plan`` is the :class:`StepSummary` of the steps from the second on, None before, and
+    ``measured_peak`` what the device counted in the first of them, as its
+    ``predicted_peak``, None where it does not count.
     Raises ValueError for invalid values.
     """
 
@@ -137,6 +141,10 @@ class StepBudget:
             device_bytes = torch.get_device_module(self.device).mem_get_info()[1]
         self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
         self.plan: Optional[StepSummary] = None
+        self.measured_peak: Optional[int] = None
+        # Live bytes at the start of the step that is measured, and the device's counters.
+        self._start: Optional[int] = None
+        self._counters = _counters(self.device)
         # Weak: a graph goes with the model that it was compiled for.
         self.graphs: weakref.WeakKeyDictionary[Graph, Slots] = (
             weakref.WeakKeyDictionary()
@@ -165,6 +173,9 @@ class StepBudget:
             for slots in self.graphs.values():
                 slots.calls, slots.choice, slots.scale, slots.size = [], None, 0.0, 0
             step.record()
+        elif self.measured_peak is None and self._counters is not None:
+            self._counters.reset_peak_memory_stats(self.device)
+            self._start = self._counters.memory_allocated(self.device)
         step.open()
         return self
 
@@ -173,8 +184,11 @@ class StepBudget:
         if step is None or step.budget is not self:
             return
         step.close()
+        start, self._start = self._start, None
         if kind is not None or step is not self._step:
             return
+        if start is not None:
+            self._measure(start)
         if step.recorder is not None:
             with self.warn_on_failure("the step could not be recorded"):
                 self._keep(step, step.recorder)
@@ -202,6 +216,19 @@ class StepBudget:
             self.warn(
                 "no graph was compiled in this step; if the model was compiled earlier, "
                 "call torch.compiler.reset() first"
+            )
+
+    def _measure(self, start: int) -> None:
+        """Compare what the device counted in a step with what was predicted."""
+        if self.plan is None or self._counters is None:
+            return
+        beyond = start if self.device_bytes is None else 0
+        peak = self._counters.max_memory_allocated(self.device) - beyond
+        self.measured_peak, predicted = peak, self.plan.predicted_peak
+        if abs(peak - predicted) > _MISS * predicted:
+            self.warn(
+                f"the device counted {format_bytes(peak)} in a step, and "
+                f"{format_bytes(predicted)} were predicted"
             )
 
     @contextmanager
@@ -249,7 +276,12 @@ class StepBudget:
         plans, curve = self._curve(used, found)
         # Of estimates but for the lean plans. It stays, whatever compiles tell from here on.
         allowed = self._allowed(curve, given)
-        plan = curve.within(allowed)
+        wanted = allowed
+        if self.plan is not None and self.measured_peak is not None:
+            # What was not predicted of one step will not be of the next.
+            wanted -= max(self.measured_peak - self.plan.predicted_peak, 0)
+            self.measured_peak = None
+        plan = curve.within(wanted)
         for _ in range(_ROUNDS):
             is_new = [
                 graph.compile(choice, self)
@@ -258,7 +290,7 @@ class StepBudget:
             if not any(is_new):
                 break
             plans, curve = self._curve(used, found)
-            plan = curve.within(allowed)
+            plan = curve.within(wanted)
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
@@ -302,14 +334,15 @@ class StepBudget:
             line = f"{self._asked()}: no plan before the second step"
             return "\n".join([line, *reasons])
         plan = self.plan
-        sizes = map(
-            format_bytes,
-            (plan.predicted_peak, plan.allowed, plan.floor, plan.unbudgeted),
-        )
+        peaks = plan.predicted_peak, plan.allowed, plan.floor, plan.unbudgeted
+        sizes = [format_bytes(nbytes) for nbytes in peaks]
         what = "in all" if self.device_bytes else "beyond what is live at step start"
+        measured = ""
+        if self.measured_peak is not None:
+            measured = f" ({format_bytes(self.measured_peak)} measured)"
         lines = [
-            "StepBudget: {} predicted, {} allowed (floor: {}, no budget: {}; {})".format(
-                *sizes, what
+            "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; {})".format(
+                sizes[0], measured, *sizes[1:], what
             ),
             f"live at step start: {format_bytes(plan.given)}",
         ]
@@ -323,6 +356,12 @@ class StepBudget:
         widths = [max(map(len, column)) for column in zip(*table)]
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         return "\n".join(lines + reasons)
+
+
+def _counters(device: torch.device) -> Any:
+    """The module that counts a device's bytes, None where there is none."""
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "reset_peak_memory_stats") else None
 
 
 def _uses(
