@@ -11,7 +11,7 @@ several operators, and what is used inside of one alone is never stored.
     they are fused where they read the same.  But a kernel writes its result over an
     argument of the same shape that no other one reads meanwhile or later.
 -   A scatter writes over what it scatters to, and a product that is only added to
-    something, in the shape that it has, waits for that.
+    something waits for that, unless it would hold more meanwhile than it is itself.
 
 It ignores the order that inductor's scheduler chooses and scratch memory.  Plans are
 ranked by it; what one holds is known when it is compiled (:mod:`.compiled_peak`).
@@ -80,13 +80,13 @@ class _Kernel(NamedTuple):
     Args:
         is_inlined: whether its result is stored only where it is saved.
         is_fusible: whether it may be part of a kernel.
-        own: what no other kernel reads between two operators that cannot be fused.
+        shared: what other kernels read between the same operators that cannot be fused.
     """
 
     operator: Operator
     is_inlined: bool
     is_fusible: bool
-    own: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
 
 
 class _Phase:
@@ -188,19 +188,10 @@ class _Fusion:
         nodes = [each.node for each in self.operators]
         self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
         self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
-        self.products: set[fx.Node] = set()
-        for each in self.operators:
-            if each.node.target is aten.mm.default:
-                (s,) = each.writes
-                users = self.readers[s]
-                # Adding to a product becomes addmm, which is no kernel to fuse with.
-                if (
-                    s not in kept
-                    and [u.target for u in users] == [aten.add.Tensor]
-                    and each.node in users[0].all_input_nodes
-                ):
-                    self.products.add(each.node)
-                    self.fusible.difference_update(users)
+        self.products = {each.node for each in self.operators if self._waits(each)}
+        for node in self.products:
+            # Adding to a product becomes addmm, which is no kernel to fuse with.
+            self.fusible.difference_update(node.users)
         # How many operators that cannot be fused come before each one.
         self.barriers: dict[fx.Node, int] = {}
         count = 0
@@ -208,12 +199,26 @@ class _Fusion:
             self.barriers[node] = count
             count += node not in self.fusible
 
+    def _waits(self, each: Operator) -> bool:
+        """Whether an operator is a product that is computed with what it is added to."""
+        node = each.node
+        if node.target is not aten.mm.default or len(node.users) != 1:
+            return False
+        (s,), (user,) = each.writes, node.users
+        if s in self.kept or user.target is not aten.add.Tensor:
+            return False
+        # Not if that is later, and it would hold more meanwhile than it is itself.
+        own = [arg for arg in node.all_input_nodes if len(arg.users) == 1]
+        held = sum(self.program.size(self.program.values[arg]) for arg in own)
+        is_late = any(node < other for other in user.all_input_nodes)
+        return not is_late or held <= self.program.nbytes[s]
+
     def kernels(self) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
         # What is read in order to compute a result that is not stored, and by which.
         sources: dict[int, set[int]] = {}
         computed_by: dict[int, set[fx.Node]] = {}
-        reads_of: dict[fx.Node, set[int]] = {}
+        reads_of: list[tuple[Operator, set[int]]] = []
         for each in self.operators:
             reads = {r for s in each.reads for r in sources.get(s, (s,))}
             parts = {each.node}.union(*(computed_by.get(s, ()) for s in each.reads))
@@ -221,16 +226,19 @@ class _Fusion:
             if kernel.is_inlined:
                 sources.update(dict.fromkeys(each.writes, reads))
                 computed_by.update(dict.fromkeys(each.writes, parts))
-            reads_of[each.node] = reads
+            reads_of.append((each, reads))
+        # Kernels of one size that read the same are fused.
+        nbytes = self.program.nbytes
         readers = Counter(
-            (s, self.barriers[node])
-            for node, reads in reads_of.items()
-            if not found[node].is_inlined
+            (s, self.barriers[each.node])
+            for each, reads in reads_of
+            if each.node in self.pointwise and not found[each.node].is_inlined
             for s in reads
+            if nbytes[s] == each.nbytes
         )
-        for node, reads in reads_of.items():
-            own = (s for s in reads if readers[s, self.barriers[node]] == 1)
-            found[node] = found[node]._replace(own=frozenset(own))
+        for each, reads in reads_of:
+            shared = (s for s in reads if readers[s, self.barriers[each.node]] > 1)
+            found[each.node] = found[each.node]._replace(shared=frozenset(shared))
         return found
 
     def _kernel(self, each: Operator, reads: set[int], parts: int) -> _Kernel:
@@ -311,7 +319,7 @@ class _KernelTimeline(Timeline):
             left = plans if kernel.is_fusible else 0
             for at, (r, last) in enumerate(dying):
                 over = left & last
-                if over and r in kernel.own and self._is_alike(r, s):
+                if over and r not in kernel.shared and self._is_alike(r, s):
                     ends.append((over, -self.nbytes[r]))
                     dying[at] = r, last & ~over
                     left &= ~over
