@@ -393,7 +393,9 @@ def traced(net: Net) -> int:
     return count
 
 
-def main(names: Sequence[str]) -> None:
+def main(names: Sequence[str]) -> int:
+    """A line for each, by both types; how many cannot be traced."""
+    failed = 0
     for net in NETS:
         if names and net.name not in names:
             continue
@@ -402,10 +404,12 @@ def main(names: Sequence[str]) -> None:
             try:
                 found = f"{traced(replace(net, dtype=dtype)):,} nodes"
             except Exception as error:
+                failed += 1
                 found = f"{type(error).__name__}: {error}"
             took = time.monotonic() - start
             print(f"{net.name:16}{str(dtype)[6:]:10}{took:4.0f} s  {found}", flush=True)
+    return failed
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
