@@ -21,7 +21,7 @@ What a compiled graph holds is in the wrapper that inductor generates: every all
 and every del. CompiledFxGraph.memory has it, read from that code, and goes into the
 cache with the graph. Where forward and backward of a plan hold more than was asked for,
 the estimates are corrected by what they hold, and the joint graph is split and compiled
-by another plan, before anything has run. After three plans the lowest is kept, with a
+by another plan, before anything has run. After four compiles the lowest is kept, with a
 warning that has both numbers. The backward is compiled with the forward for that.
 """,
     test="test/inductor/test_compiled_peak.py",

@@ -106,10 +106,10 @@ class CompiledPeakTest(TestCase):
             lower = measured
 
     def test_a_plan_that_is_over_is_replaced(self):
-        plan, wanted, compiled = self.planned(0.5, activation_memory_peak_margin=0)
+        plan, wanted, compiled = self.planned(0.5)
         self.assertEqual(compiled, 1)
         with (
-            budgeted(0.5, activation_memory_peak_margin=0),
+            budgeted(0.5),
             told_more(0.2) as told,
             self.assertNoLogs(decision.log, "WARNING"),
         ):
@@ -158,7 +158,8 @@ class CompiledPeakTest(TestCase):
             gradients(torch.compile(layers), given())
         peak = saved_report.last_plan().peak
         # The lowest is compiled again, unless it was the last.
-        self.assertIn(told.call_count, (3, 4))
+        self.assertGreater(told.call_count, 2)
+        self.assertLessEqual(told.call_count, compiled_peak.TRIES + 1)
         self.assertEqual(len(logs.output), 1)
         self.assertIn(f"{peak.allowed} bytes are allowed", logs.output[0])
         self.assertIn(f"found is {peak.predicted} bytes", logs.output[0])

@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 # How often a graph is compiled to find a plan that is within the peak.
-TRIES = 3
+TRIES = 4
 # At 0, no fusion may raise a graph's peak above that of its nodes before any is fused.
 _GUARD = "fusion_memory_timeline_peak_memory_pct_threshold"
 

@@ -80,13 +80,13 @@ class _Kernel(NamedTuple):
     Args:
         is_inlined: whether its result is stored only where it is saved.
         is_fusible: whether it may be part of a kernel.
-        shared: what other kernels read between the same operators that cannot be fused.
+        own: what no other kernel reads between the same operators that cannot be fused.
     """
 
     operator: Operator
     is_inlined: bool
     is_fusible: bool
-    shared: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
 
 
 class _Phase:
@@ -125,7 +125,11 @@ class Kernels(Rule):
         kernels: dict[fx.Node, _Kernel] = {}
         for chosen in ((), range(len(program.nbytes))):
             operators = _backward_of(program, chosen)
-            kernels |= _Fusion(program, operators, program.returned).kernels()
+            found = _Fusion(program, operators, program.returned).kernels()
+            for node, kernel in found.items():
+                # Where all is repeated, all that is read is seen.
+                own = kernels.get(node, kernel).own
+                kernels[node] = kernel._replace(own=own)
         forward = [each for each in program.forward if each.is_required]
         kept = program.outputs | program.written_back
         # What only the backward needs is made in the forward, if that saves it.
@@ -237,8 +241,8 @@ class _Fusion:
             if nbytes[s] == each.nbytes
         )
         for each, reads in reads_of:
-            shared = (s for s in reads if readers[s, self.barriers[each.node]] > 1)
-            found[each.node] = found[each.node]._replace(shared=frozenset(shared))
+            own = (s for s in reads if readers[s, self.barriers[each.node]] <= 1)
+            found[each.node] = found[each.node]._replace(own=frozenset(own))
         return found
 
     def _kernel(self, each: Operator, reads: set[int], parts: int) -> _Kernel:
@@ -319,7 +323,7 @@ class _KernelTimeline(Timeline):
             left = plans if kernel.is_fusible else 0
             for at, (r, last) in enumerate(dying):
                 over = left & last
-                if over and r not in kernel.shared and self._is_alike(r, s):
+                if over and r in kernel.own and self._is_alike(r, s):
                     ends.append((over, -self.nbytes[r]))
                     dying[at] = r, last & ~over
                     left &= ~over
