@@ -352,9 +352,7 @@ def _partitioned_on_gpu() -> Iterator[None]:
             return decompose(*args)
 
     with (
-        mock.patch.dict(
-            decomposition.decompositions, {gradient: decompose_for_gpu}
-        ),
+        mock.patch.dict(decomposition.decompositions, {gradient: decompose_for_gpu}),
         mock.patch.object(compile_fx, "_recursive_joint_graph_passes", passes),
         mock.patch.object(joint_graph, "constant_fold_uniform_value", fold_and_move),
         CUDAAttention(),

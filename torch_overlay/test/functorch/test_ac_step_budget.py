@@ -659,9 +659,7 @@ class StepBudgetTest(TestCase):
         missed = budget.measured_peak - budget.plan.predicted_peak
         budget._expected = None
         steps(budget, model, batch(), batch(), count=2)
-        self.assertLessEqual(
-            budget.plan.predicted_peak, budget.plan.allowed - missed
-        )
+        self.assertLessEqual(budget.plan.predicted_peak, budget.plan.allowed - missed)
         self.assertNotEqual(first, budget.plan)
 
     def test_patterns_of_inductor(self):

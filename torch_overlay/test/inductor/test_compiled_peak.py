@@ -133,7 +133,7 @@ class CompiledPeakTest(TestCase):
             return tuple(int(nbytes * share) for nbytes in peaks_of(*args))
 
         def note(*args):
-            limits.append(inductor_config.fusion_memory_timeline_peak_memory_pct_threshold)
+            limits.append(getattr(inductor_config, compiled_peak._GUARD))
             return wrapper_memory(*args)
 
         peaks_of, wrapper_memory = compiled_peak.peaks_of, output_code.wrapper_memory

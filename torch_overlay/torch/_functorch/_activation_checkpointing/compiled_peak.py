@@ -115,7 +115,9 @@ class CompiledPeaks:
             )
         return compiled
 
-    def _compile(self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def _compile(
+        self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Any:
         guard: Any = {_GUARD: 0.0}
         with inductor_config.patch(guard) if self.guarded else nullcontext():
             return self._compilers[phase](module, inputs)
