@@ -49,7 +49,7 @@ to the table are not.
             replacement=_ALLOWED + '        "aten::embedding_dense_backward",\n',
         ),
     ),
-    since=(2, 11),
+    since=(2, 13),
     landed=((_DECOMPOSITION, "statically_known_true(num_weights > indices.numel())"),),
     risks="""\
 Times were not measured on a GPU. By the bytes that are moved the operator is faster: the
