@@ -231,14 +231,11 @@ class _Fusion:
                 sources.update(dict.fromkeys(each.writes, reads))
                 computed_by.update(dict.fromkeys(each.writes, parts))
             reads_of.append((each, reads))
-        # Kernels of one size that read the same are fused.
-        nbytes = self.program.nbytes
         readers = Counter(
             (s, self.barriers[each.node])
             for each, reads in reads_of
-            if each.node in self.pointwise and not found[each.node].is_inlined
+            if not found[each.node].is_inlined
             for s in reads
-            if nbytes[s] == each.nbytes
         )
         for each, reads in reads_of:
             own = (s for s in reads if readers[s, self.barriers[each.node]] <= 1)
