@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,12 +54,11 @@ from benchmarks.pages import (
 from benchmarks.peak import planned_peak, steps_of
 from benchmarks.replay import compiled_for, GPUS, replay
 from benchmarks.tracing import cpu_attention_counted
-from benchmarks.ways import budgeted, compiled, MODULES, Training
+from benchmarks.ways import blocks_of, budgeted, compiled, Training
 
 
-SECOND: dict[str, nets.Net] = {net.name: net for net in second_set.NETS}
 SETS = {"project": "Nets of the project", "second": "Second set of nets"}
-NETS = tuple(net.name for net in (*nets.AT_SIZE, *nets.SMALL, *SECOND.values()))
+NETS = tuple(net.name for net in (*nets.AT_SIZE, *nets.SMALL, *second_set.NETS))
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 SHARES = (1.0, 0.5, 0.2, 0.0)
 HALF = 0.5
@@ -92,14 +90,15 @@ def tasks(
     swept = {*BUDGETS, *(n / parts for n in range(parts + 1))}
     kinds: Mapping[str, Sequence[float]]
     kinds = {"upstream": sorted(swept, reverse=True), **OURS}
-    every_net, beside_allocator = [*(net.name for net in project), *SECOND], [*ON_CPU]
+    every_net = [net.name for net in (*project, *second_set.NETS)]
+    beside_allocator = [*ON_CPU]
     if check:
         kinds = CHECKED
         every_net = beside_allocator = [ON_CPU[0]]
     for net in () if names or device != "cpu" else beside_allocator:
         yield {"set": "project", "net": net, "kind": "allocator", "device": device}
     for net in names or every_net:
-        part = "second" if net in SECOND else "project"
+        part = "second" if nets.find(net).held_out else "project"
         for kind, budgets in kinds.items():
             wheel = fresh.UNTOUCHED if kind == "upstream" else "patched"
             task = {"set": part, "net": net, "kind": kind, "device": device}
@@ -112,7 +111,7 @@ def tasks(
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
     on_cpu = task["device"] == "cpu"
-    net = SECOND.get(task["net"]) or nets.find(task["net"])
+    net = nets.find(task["net"])
     net = replace(net, dtype=torch.float32) if on_cpu else net
     kind, budgets = task["kind"], task.get("budgets", (CPU_BUDGET,))
     gpu = GPUS.get(task["device"])
@@ -197,18 +196,15 @@ class Plans:
     def of_steps(self, kind: str, shares: Sequence[float]) -> Iterator[Row]:
         """A StepBudget's plans, of blocks or of the whole net; no blocks, no plans."""
         is_whole = kind == "whole"
-        names = [name for name, _ in self.net.fake()[1].named_modules()]
-        if not is_whole and not any(re.fullmatch(MODULES, name) for name in names):
-            return
-        way = compiled(self.backend, fullgraph=is_whole)
+        if not is_whole:
+            try:
+                blocks_of(self.net.fake()[1])
+            except ValueError:
+                return
+        way: dict[str, Any] = {kind: compiled(self.backend, fullgraph=is_whole)}
         with nullcontext() if is_whole else compiled_loss(self.backend):
             for share in shares:
-                training = Training(
-                    self.net,
-                    whole=way if is_whole else (),
-                    blocks=() if is_whole else way,
-                    fake=True,
-                )
+                training = Training(self.net, fake=True, **way)
                 training.within = budget = on_fakes(share=share)
                 # The first is recorded, and what it leaves behind may have the second.
                 row = {"share": share, **self.measured(training, steps=3)}

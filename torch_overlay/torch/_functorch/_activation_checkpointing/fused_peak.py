@@ -205,17 +205,17 @@ class _Fusion:
 
     def _waits(self, each: Operator) -> bool:
         """Whether an operator is a product that is computed with what it is added to."""
+        from torch._inductor.fx_passes import post_grad
+
         node = each.node
         if node.target is not aten.mm.default or len(node.users) != 1:
             return False
         (s,), (user,) = each.writes, node.users
         if s in self.kept or user.target is not aten.add.Tensor:
             return False
-        # Not if that is later, and it would hold more meanwhile than it is itself.
-        own = [arg for arg in node.all_input_nodes if len(arg.users) == 1]
-        held = sum(self.program.size(self.program.values[arg]) for arg in own)
-        is_late = any(node < other for other in user.all_input_nodes)
-        return not is_late or held <= self.program.nbytes[s]
+        # A patch of its own brings it.
+        would_wait: Any = getattr(post_grad, "_would_wait", lambda *_: False)
+        return not any(would_wait(node, other) for other in user.all_input_nodes)
 
     def kernels(self) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
