@@ -19,8 +19,9 @@ ranked by it; what one holds is known when it is compiled (:mod:`.compiled_peak`
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple, TYPE_CHECKING
 
@@ -66,7 +67,7 @@ _SCATTERS = (
 # What inductor computes again for each reader, by default, reads at most so many
 # buffers and has at most so many operators and reads.
 _MOST_READS = 4
-_MOST_OPERATORS = 30
+_MOST_OPERATORS, _MOST_ON_CPU = 30, 50
 
 
 def by_kernels(program: Program) -> Program:
@@ -80,88 +81,86 @@ class _Kernel(NamedTuple):
     Args:
         is_inlined: whether its result is stored only where it is saved.
         is_fusible: whether it may be part of a kernel.
-        own: what no other kernel reads between the same operators that cannot be fused.
+        parts: the storages that it reads or computes, those not stored included.
     """
 
     operator: Operator
     is_inlined: bool
     is_fusible: bool
-    own: frozenset[int] = frozenset()
+    parts: frozenset[int]
 
 
 class _Phase:
     """The kernels of a phase, by the nodes that are computed in them.
 
-    sources[s]: what is read in order to compute what is not stored.
+    sources[s], parts[s]: what is read in order to compute what is not stored, and the
+    parts of that.
+    shapes[s]: the number of elements and the type of what was first put into a storage,
+    but for tangents.
     """
 
-    def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
+    def __init__(self, program: Program, kernels: dict[fx.Node, _Kernel]) -> None:
         self.kernels = kernels
+        self.most_operators = _most_operators(program)
         self.sources: dict[int, tuple[int, ...]] = {}
-        for each, is_inlined, *_ in kernels.values():
+        self.parts: dict[int, frozenset[int]] = {}
+        for each, is_inlined, _, parts in kernels.values():
             if is_inlined:
                 self.sources.update(dict.fromkeys(each.writes, each.reads))
+                self.parts.update(dict.fromkeys(each.writes, parts))
+        self.shapes: dict[int, tuple[Any, ...]] = {}
+        tangents = program.storages(program.tangents)
+        for node, storages in program.values.items():
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
+                # A guess for a symbolic size, as comparing those would guard.
+                shape = concrete(value.numel()), value.dtype
+                for s in storages:
+                    self.shapes.setdefault(s, shape)
 
 
 class Kernels(Rule):
     """Operators run in the kernels that inductor makes of them.
 
     Whether a result is stored is decided once, for all plans: in the forward as if
-    nothing was saved, and in the backward as if all of it was repeated, but for the
-    backward's own operators, for which it is as if nothing was.
+    nothing was saved, and in the backward as if all of it was repeated.
     """
 
     def __init__(self, program: Program) -> None:
-        # The number of elements and the type of what was first put into each storage.
-        self.shapes: dict[int, tuple[Any, ...]] = {}
-        for node, storages in program.values.items():
-            value = node.meta.get("val")
-            # Of its arguments, inductor writes over those alone that the forward made.
-            if isinstance(value, torch.Tensor) and node not in program.tangents:
-                for s in storages:
-                    # A guess for a symbolic size, as comparing those would guard.
-                    shape = concrete(value.numel()), value.dtype
-                    self.shapes.setdefault(s, shape)
-        kernels: dict[fx.Node, _Kernel] = {}
-        for chosen in ((), range(len(program.nbytes))):
-            operators = _backward_of(program, chosen)
-            found = _Fusion(program, operators, program.returned).kernels()
-            for node, kernel in found.items():
-                # Where all is repeated, all that is read is seen.
-                own = kernels.get(node, kernel).own
-                kernels[node] = kernel._replace(own=own)
+        operators = _backward_of(program)
+        kernels = _Fusion(program, operators, program.returned).kernels()
         forward = [each for each in program.forward if each.is_required]
         kept = program.outputs | program.written_back
         # What only the backward needs is made in the forward, if that saves it.
         in_forward = kernels | _Fusion(program, forward, kept).kernels()
-        self.in_backward, self.in_forward = _Phase(kernels), _Phase(in_forward)
+        self.in_backward = _Phase(program, kernels)
+        self.in_forward = _Phase(program, in_forward)
 
     def forward(
         self, program: Program, kept: Sequence[int]
     ) -> tuple[Timeline, Sequence[Operator]]:
-        nothing = [0] * len(kept)
-        timeline = _KernelTimeline(
-            program, [*kept], nothing, self.shapes, self.in_forward, kept
-        )
+        none = [0] * len(kept)
+        timeline = _KernelTimeline(program, [*kept], none, self.in_forward, kept)
         return timeline, program.forward
 
     def backward(
         self, program: Program, repeats: Repeats, saved: Sequence[int]
     ) -> tuple[Timeline, Repeats]:
-        timeline = _KernelTimeline(
-            program,
-            [0] * len(saved),
-            saved,
-            self.shapes,
-            self.in_backward,
-            saved,
-        )
+        none = [0] * len(saved)
+        timeline = _KernelTimeline(program, none, saved, self.in_backward, saved)
         return timeline, repeats
 
 
-def _backward_of(program: Program, chosen: Iterable[int]) -> list[Operator]:
-    """The operators of a backward in a plan, in the order in which they run."""
-    saved = program.saved_by([chosen])
+def _most_operators(program: Program) -> int:
+    """How many operators and reads inductor makes one of, on the program's device."""
+    values = (node.meta.get("val") for node in program.nodes)
+    on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+    return _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
+
+
+def _backward_of(program: Program) -> list[Operator]:
+    """The operators of a backward that repeats all it can, in the order of the run."""
+    saved = program.saved_by([()])
     _, repeated = program.follow(saved, 1)
     found: list[Operator] = []
     for step, repeats in zip(
@@ -183,6 +182,7 @@ class _Fusion:
         from torch._functorch.partitioners import get_default_op_list
 
         self.program, self.kept = program, kept
+        self.most_operators = _most_operators(program)
         self.operators = [each for each in operators if not _is_part(each.node)]
         self.readers: dict[int, list[fx.Node]] = defaultdict(list)
         for each in self.operators:
@@ -219,34 +219,25 @@ class _Fusion:
 
     def kernels(self) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
-        # What is read in order to compute a result that is not stored, and by which.
+        # What is read in order to compute a result that is not stored, and its parts.
         sources: dict[int, set[int]] = {}
-        computed_by: dict[int, set[fx.Node]] = {}
-        reads_of: list[tuple[Operator, set[int]]] = []
+        computed: dict[int, frozenset[int]] = {}
         for each in self.operators:
             reads = {r for s in each.reads for r in sources.get(s, (s,))}
-            parts = {each.node}.union(*(computed_by.get(s, ()) for s in each.reads))
-            kernel = found[each.node] = self._kernel(each, reads, len(parts))
+            parts = frozenset(each.writes).union(
+                *(computed.get(s, (s,)) for s in each.reads)
+            )
+            kernel = found[each.node] = self._kernel(each, len(reads), parts)
             if kernel.is_inlined:
                 sources.update(dict.fromkeys(each.writes, reads))
-                computed_by.update(dict.fromkeys(each.writes, parts))
-            reads_of.append((each, reads))
-        readers = Counter(
-            (s, self.barriers[each.node])
-            for each, reads in reads_of
-            if not found[each.node].is_inlined
-            for s in reads
-        )
-        for each, reads in reads_of:
-            own = (s for s in reads if readers[s, self.barriers[each.node]] <= 1)
-            found[each.node] = found[each.node]._replace(own=frozenset(own))
+                computed.update(dict.fromkeys(each.writes, parts))
         return found
 
-    def _kernel(self, each: Operator, reads: set[int], parts: int) -> _Kernel:
-        """An operator that takes so many, itself included, where it is computed."""
+    def _kernel(self, each: Operator, reads: int, parts: frozenset[int]) -> _Kernel:
+        """An operator that takes so many reads and these parts where it is computed."""
         node, fusible = each.node, self.fusible
         if node not in fusible or node not in self.pointwise or len(each.writes) != 1:
-            return _Kernel(each, node in self.products, node in fusible)
+            return _Kernel(each, node in self.products, node in fusible, parts)
         (s,) = each.writes
         users = self.readers[s]
         if (
@@ -254,12 +245,10 @@ class _Fusion:
             or not users
             or not all(u in fusible or self._scatters_to(u, s) for u in users)
         ):
-            return _Kernel(each, False, True)
-        if len(users) == 1:
-            return _Kernel(each, True, True)
+            return _Kernel(each, False, True, parts)
         is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
-        is_large = len(reads) > _MOST_READS or parts + len(reads) > _MOST_OPERATORS
-        return _Kernel(each, not (is_large and is_divided), True)
+        is_large = reads > _MOST_READS or len(parts) > self.most_operators
+        return _Kernel(each, not (is_large and is_divided), True, parts)
 
     def _scatters_to(self, node: fx.Node, s: int) -> bool:
         """Whether a node is a scatter to this storage, which it then writes over."""
@@ -285,12 +274,11 @@ class _KernelTimeline(Timeline):
         program: Program,
         touched: list[int],
         saved: Sequence[int],
-        shapes: dict[int, tuple[Any, ...]],
         phase: _Phase,
         stored: Sequence[int],
     ) -> None:
         super().__init__(program, touched, saved)
-        self.shapes, self.released = shapes, program.released
+        self.shapes, self.released = phase.shapes, program.released
         self.phase, self.sources, self.stored = phase, phase.sources, stored
         # Results of the kernels since the last operator that cannot be fused.
         self.together: list[tuple[int, int]] = []
@@ -306,35 +294,86 @@ class _KernelTimeline(Timeline):
             return
         if not kernel.is_fusible:
             self._begin(plans)
-        dying = self._read_last(each.reads, plans)
+        dying = self._read(each.reads, plans)
         for s in writes:
             # Nobody reads it.
             unread = plans & ~self.touched[s]
             if unread:
                 self.touched[s] |= unread
                 self.change(unread, -self.nbytes[s])
-        # What is written over ends before, as a result begins.
-        ends: list[tuple[int, int]] = []
-        begins: list[tuple[int, int]] = []
-        for s in writes:
-            left = plans if kernel.is_fusible else 0
-            for at, (r, last) in enumerate(dying):
-                over = left & last
-                if over and r in kernel.own and self._is_alike(r, s):
-                    ends.append((over, -self.nbytes[r]))
-                    dying[at] = r, last & ~over
-                    left &= ~over
-            self.together.append((left, self.nbytes[s]))
-            begins.append((plans & ~left, self.nbytes[s]))
-        for r, last in dying:
+        over: list[tuple[int, int]] = []
+        if kernel.is_fusible:
+            over = self._write_over(dying, each, plans)
+        for r, last in dying.items():
             self.change(last, -self.nbytes[r])
         self.moment(step)
-        for change in (*begins, *ends):
+        if not kernel.is_fusible:
+            self.change(plans, each.nbytes)
+        for change in over:
             self.change(*change)
         for s in writes:
             again = plans & self.saved[s]
             if again:
                 self.change(again, -self.nbytes[s])
+
+    def _read(self, storages: Iterable[int], plans: int) -> dict[int, int]:
+        """What a kernel is the last to read, with the plans where it is."""
+        reads: dict[int, int] = {}
+        pending = [(s, plans) for s in storages]
+        while pending:
+            s, plans = pending.pop()
+            new = plans & ~reads.get(s, 0)
+            if new:
+                reads[s] = reads.get(s, 0) | new
+                if s in self.sources:
+                    computed = new & ~self.stored[s]
+                    pending += [(r, computed) for r in self.sources[s]]
+        dying: dict[int, int] = {}
+        for s in sorted(reads):
+            last = reads[s] & ~self.touched[s]
+            self.touched[s] |= last
+            if s in self.sources:
+                last &= self.stored[s]
+            if last and self.freeable[s]:
+                dying[s] = last
+        return dying
+
+    def _write_over(
+        self, dying: dict[int, int], each: Operator, plans: int
+    ) -> list[tuple[int, int]]:
+        """The changes as arguments that die end and the results over them begin."""
+        changes: list[tuple[int, int]] = []
+        parts = self.phase.kernels[each.node].parts.difference(each.writes)
+        able = self._are_one(parts, plans) if dying else 0
+        for s in each.writes:
+            left = plans
+            for r in dying:
+                over = left & able & dying[r] if self._is_alike(r, s) else 0
+                changes.append((over, self.nbytes[s] - self.nbytes[r]))
+                dying[r] &= ~over
+                left &= ~over
+            self.together.append((left, self.nbytes[s]))
+        return changes
+
+    def _are_one(self, parts: frozenset[int], plans: int) -> int:
+        """The plans in which so few parts are computed that inductor has one operator."""
+        found = {parts: plans}
+        for s in sorted(parts & self.sources.keys()):
+            for some, of in [*found.items()]:
+                # What is stored is read, and its parts are not.
+                stored = of & self.stored[s] if s in some else 0
+                if stored:
+                    fewer = some - self.phase.parts[s] | {s}
+                    found[some] &= ~stored
+                    found[fewer] = found.get(fewer, 0) | stored
+        few = (of for some, of in found.items() if self._is_one(some))
+        return functools.reduce(operator.or_, few, 0)
+
+    def _is_one(self, parts: frozenset[int]) -> bool:
+        own = self.phase.parts
+        reads = [s for s in parts if s not in own or not own[s] <= parts]
+        wide = sum(self.shapes.get(s, (1,))[0] > 1 for s in reads)
+        return len(parts) <= self.phase.most_operators or wide <= 1
 
     def _is_alike(self, r: int, s: int) -> bool:
         """Whether a storage can be written over another one."""
@@ -351,25 +390,6 @@ class _KernelTimeline(Timeline):
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
         self._begin(-1)
         return super().peaks(count, base)
-
-    def _read_last(self, storages: Iterable[int], plans: int) -> list[tuple[int, int]]:
-        """What a kernel is the last to read, by number, with the plans where it is."""
-        dying: list[tuple[int, int]] = []
-        pending = [(s, plans) for s in storages]
-        while pending:
-            s, plans = pending.pop()
-            last = plans & ~self.touched[s]
-            if not last:
-                continue
-            self.touched[s] |= last
-            if s in self.sources:
-                computed = last & ~self.stored[s]
-                pending += [(r, computed) for r in self.sources[s]]
-                last &= self.stored[s]
-            if last and self.freeable[s]:
-                dying.append((s, last))
-        dying.sort()
-        return dying
 
 
 def _is_part(node: fx.Node) -> bool:
