@@ -14,6 +14,7 @@ from torch._functorch import config
 from torch._functorch._activation_checkpointing import (
     compiled_peak,
     decision,
+    peak_budget,
     saved_report,
 )
 from torch._inductor import config as inductor_config, output_code
@@ -104,6 +105,36 @@ class CompiledPeakTest(TestCase):
             self.assertLessEqual(peak.predicted, peak.allowed)
             self.assertLess(lower, measured)
             lower = measured
+
+    def test_what_is_too_long_is_not_written_over_its_argument(self):
+        def chain(x, weight, other, depth):
+            value = x @ weight
+            for _ in range(depth):
+                value = value.sin() * other
+            return value.sum(), x
+
+        estimates = []
+
+        def decision(plans, graph, plan):
+            estimates.append(plan.peak)
+            return decide(plans, graph, plan)
+
+        decide = peak_budget.GraphPeaks.decision
+        x, weight, *_ = given()
+        other = torch.ones(ROWS, 2 * SIDE)
+        told = []
+        # Five operators for each link: the longer one is more than inductor's fifty.
+        for depth in (4, 14):
+            with (
+                budgeted(0),
+                patch.object(peak_budget.GraphPeaks, "decision", decision),
+            ):
+                inputs = [x, weight, other, depth]
+                result, _ = torch.compile(chain)(*inputs)
+                torch.autograd.grad(result, weight)
+            told.append(saved_report.last_plan().peak.predicted)
+        self.assertEqual(estimates, told)
+        self.assertLess(*told)
 
     def test_a_plan_that_is_over_is_replaced(self):
         plan, wanted, compiled = self.planned(0.5)

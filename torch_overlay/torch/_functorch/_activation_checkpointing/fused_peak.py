@@ -23,6 +23,7 @@ import functools
 import operator
 from collections import defaultdict
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
@@ -52,18 +53,8 @@ _POINTWISE = (
     aten.gather,
     aten.index,
 )
-_SCATTERS = (
-    aten._unsafe_index_put,
-    aten._unsafe_masked_index_put_accumulate,
-    aten.index_add,
-    aten.index_copy,
-    aten.index_put,
-    aten.scatter,
-    aten.scatter_add,
-    aten.scatter_reduce,
-    aten.select_scatter,
-    aten.slice_scatter,
-)
+# The names of ATen's scatters have one of these.
+_SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
 # What inductor computes again for each reader, by default, reads at most so many
 # buffers and has at most so many operators and reads.
 _MOST_READS = 4
@@ -197,11 +188,8 @@ class _Fusion:
             # Adding to a product becomes addmm, which is no kernel to fuse with.
             self.fusible.difference_update(node.users)
         # How many operators that cannot be fused come before each one.
-        self.barriers: dict[fx.Node, int] = {}
-        count = 0
-        for node in nodes:
-            self.barriers[node] = count
-            count += node not in self.fusible
+        barriers = accumulate((n not in self.fusible for n in nodes), initial=0)
+        self.barriers = dict(zip(nodes, barriers))
 
     def _waits(self, each: Operator) -> bool:
         """Whether an operator is a product that is computed with what it is added to."""
@@ -219,17 +207,15 @@ class _Fusion:
 
     def kernels(self) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
-        # What is read in order to compute a result that is not stored, and its parts.
-        sources: dict[int, set[int]] = {}
+        # The parts of what is not stored.
         computed: dict[int, frozenset[int]] = {}
         for each in self.operators:
-            reads = {r for s in each.reads for r in sources.get(s, (s,))}
             parts = frozenset(each.writes).union(
                 *(computed.get(s, (s,)) for s in each.reads)
             )
-            kernel = found[each.node] = self._kernel(each, len(reads), parts)
-            if kernel.is_inlined:
-                sources.update(dict.fromkeys(each.writes, reads))
+            reads = len(parts.difference(computed, each.writes))
+            found[each.node] = self._kernel(each, reads, parts)
+            if found[each.node].is_inlined:
                 computed.update(dict.fromkeys(each.writes, parts))
         return found
 
@@ -255,7 +241,8 @@ class _Fusion:
         target = node.target
         return (
             isinstance(target, torch._ops.OpOverload)
-            and target.overloadpacket in _SCATTERS
+            and target.namespace == "aten"
+            and any(name in target.__name__ for name in _SCATTERS)
             and all(
                 (s in self.program.values[source]) == (source is node.args[0])
                 for source in node.all_input_nodes
@@ -301,9 +288,7 @@ class _KernelTimeline(Timeline):
             if unread:
                 self.touched[s] |= unread
                 self.change(unread, -self.nbytes[s])
-        over: list[tuple[int, int]] = []
-        if kernel.is_fusible:
-            over = self._write_over(dying, each, plans)
+        over = self._write_over(dying, each, plans) if kernel.is_fusible else []
         for r, last in dying.items():
             self.change(last, -self.nbytes[r])
         self.moment(step)
