@@ -38,7 +38,7 @@ def test_check_sees_another_figure_and_another_result(copies, capsys):
     figure, result = copies / "results/peak.svg", copies / "results/quickstart.json"
     drawn, data = figure.read_text(), json.loads(result.read_text())
     figure.write_text(drawn.replace("</svg>", ""))
-    data["measured"][0]["saved_bytes"] += 10**6
+    data["measured"][0]["steps"][0]["saved"] += 10**6
     result.write_text(json.dumps(data))
     pages = [page.read_text() for page in report.PAGES]
     assert report.main(["--check"]) == 1

@@ -5,8 +5,9 @@ A benchmark is a module. Its docstring is its --help, and it has
     NETS, KIND        the nets, and the entry of a task that --kind chooses by
     KEY               the entries that tell its rows apart
     LIMITS            what one task may take
-    tasks(nets, check)    the tasks, see `fresh.run`; with check those that CI runs;
-                      it also gets what OPTIONS, by name for add_argument, were given
+    tasks(nets, check, rows)    the tasks, see `fresh.measured`; with check those that CI
+                      runs. ``rows`` are those found so far. It also gets what OPTIONS, by
+                      name for add_argument, were given
     measure(task)     a row, in a process of its own
     judged(rows)      the marks
     page(data)        what is printed
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks import fresh, nets
-from benchmarks.pages import environment, failed, merged, show, store
+from benchmarks.pages import environment, failed, Row, show, store
 
 
 def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
@@ -39,12 +41,10 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
     add = parser.add_argument
 
     def net(text: str) -> str:
-        if text not in benchmark.NETS:
-            try:
-                nets.find(text)
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(str(error)) from error
-        return text
+        try:
+            return text if text in benchmark.NETS else nets.find(text).name
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
     def in_a_folder(text: str) -> Path:
         if not Path(text).parent.is_dir():
@@ -76,6 +76,30 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def found_by(benchmark: Any, arguments: argparse.Namespace) -> list[Row]:
+    """The rows of all tasks; of some, among those stored, whose place they take."""
+    rows: list[Row] = []
+    path = arguments.json
+    if (arguments.nets or arguments.kind) and path is not None and path.exists():
+        rows += json.loads(path.read_text())["measured"]
+    own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
+    check = getattr(arguments, "check", False)
+    for task in benchmark.tasks(arguments.nets, check, rows, **own):
+        if not arguments.kind or str(task[benchmark.KIND]) in arguments.kind:
+            row = fresh.measured(benchmark.__name__, task, benchmark.LIMITS)
+            put(rows, row, benchmark.KEY)
+    return rows
+
+
+def put(rows: list[Row], new: Row, key: tuple[str, ...]) -> None:
+    """In the place of the row of its key, or at the end."""
+    for at, row in enumerate(rows):
+        if all(row.get(name) == new.get(name) for name in key):
+            rows[at] = new
+            return
+    rows.append(new)
+
+
 def main(name: str, *words: str) -> int:
     if not hasattr(knapsack, "KNAPSACK_SOLVERS"):
         print(f"torch is not patched; run scripts/benchmark.sh {name}", file=sys.stderr)
@@ -90,16 +114,7 @@ def main(name: str, *words: str) -> int:
             f"torch {torch.__version__} was built without CUDA, which schedules for a "
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
         )
-    own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
-    check = getattr(arguments, "check", False)
-    tasks = [
-        task
-        for task in benchmark.tasks(arguments.nets, check, **own)
-        if not arguments.kind or str(task[benchmark.KIND]) in arguments.kind
-    ]
-    rows = fresh.run(benchmark.__name__, tasks, benchmark.LIMITS)
-    if arguments.nets or arguments.kind:
-        rows = merged(arguments.json, rows, benchmark.KEY)
+    rows = found_by(benchmark, arguments)
     marks = list(benchmark.judged(rows))
     facts = environment(*getattr(benchmark, "PACKAGES", ()))
     facts.update(getattr(benchmark, "FACTS", {}))

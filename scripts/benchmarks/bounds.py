@@ -1,70 +1,381 @@
-"""What has to hold of plans that are bound by a budget: the marks they have in common.
+"""What has to hold of plans (`plans`), and how they are shown: marks, tables, a figure.
 
-A step is a row with a ``peak``, what was ``allowed`` and ``predicted`` where there is a
-bound, a ``cost`` in flops, and what it was asked for: a ``budget`` or a ``share``, or,
-of upstream's plans, several ``budgets``.
+A step has a ``peak`` and ``flops``; what was ``allowed`` and ``predicted`` where there is a
+bound; and what it was asked for: a ``budget`` or a ``share``, or, of upstream's, several
+``budgets``. A row's ``curve`` are more of its plans, which were not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from benchmarks import sweep
-from benchmarks.pages import at_most, Mark, Row, share_within
+from benchmarks.pages import (
+    at_most,
+    columns,
+    good,
+    Line,
+    Mark,
+    marks_table,
+    measured_on,
+    megabytes,
+    Named,
+    panels,
+    Row,
+    RUN,
+    share_within,
+    SIMULATED,
+)
+from benchmarks.plans import CHECKPOINTS, IN_BLOCKS, ON_THE_WHEEL
+from benchmarks.plans import RUN as OPERATORS
+from benchmarks.replay import GPUS
 
 
-Steps = Mapping[str, Sequence[Row]]  # by net
+SETS = {"project": "Nets of the project", "second": "Second set of nets"}
+THEIRS = (*ON_THE_WHEEL, *CHECKPOINTS)
+OURS = ("graph", "blocks", "whole")
+BOUND = (*OURS, "one graph", "held", "bytes")
+SHOWN = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 RISES = 1.0005
+Plan = tuple[str, Row]  # its name, and the step
 
 
 def asked(step: Row) -> list[float]:
-    found: list[float] = step.get("budgets") or [step.get("budget", step.get("share"))]
+    found = step.get("budgets") or [step.get("budget", step.get("share"))]
+    return [budget for budget in found if budget is not None]
+
+
+def told(row: Row, step: Row) -> str:
+    budgets = asked(step)
+    if "peak_bytes" in step:
+        return f"{row['net']} held to {megabytes(step['peak_bytes'])} MB"
+    where = f" at {sweep.told(budgets)}" if budgets else ""
+    return f"{row['net']}{where}, {row['kind']}"
+
+
+def every(rows: Iterable[Row], *kinds: str) -> list[Plan]:
+    """The plans of some kinds, each with its name."""
+    mine = (row for row in rows if row["kind"] in kinds)
+    return [(told(row, step), step) for row in mine for step in row["steps"]]
+
+
+def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each set of nets and device, by what they are called."""
+    found: dict[str, list[Row]] = {}
+    for row in good(rows):
+        if row["kind"] in (*THEIRS, *BOUND):
+            device = "operators" if row["device"] == OPERATORS else "CPU"
+            if row["device"] in GPUS:
+                device = GPUS[row["device"]].name
+            name = SETS[row.get("set", "project")]
+            found.setdefault(f"{name}, {device}", []).append(row)
+    return dict(sorted(found.items()))
+
+
+# -------------------------------------------------------------------- marks
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    for name, part in parts(rows).items():
+        named = "" if part[0]["device"] == OPERATORS else f"{name}: "
+        for mark in judged_part(part):
+            yield mark._replace(what=named + mark.what)
+
+
+def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Of one set of nets on one device; of operators no inequality is an estimate."""
+    exact = rows[0]["device"] == OPERATORS
+    bound = [
+        (step["peak"] / step["allowed"] - 1, at, step.get("warned", False))
+        for at, step in every(rows, *BOUND)
+        # Other ways may have peaks that none of ours can be held to.
+        if step.get("allowed") and step["allowed"] >= step.get("floor", 0)
+    ]
+    silent = [each[:2] for each in bound if not each[2]]
+    yield from at_most(
+        "peak / allowed, without a warning",
+        silent,
+        *(0.005, "at most +0.5%"),
+        f"{{:+.2%}} ({{}}), {len(silent)} of {len(bound)} plans",
+        enforced=True,
+    )
+    if not exact:
+        inside = [each[:2] for each in bound]
+        show = "{} of {}; {:+.2%} at most ({})"
+        yield from share_within("plans within the allowed", inside, 0.0, 11 / 12, show)
+    yield from predictions(rows, exact)
+    for kind in OURS:
+        yield from at_most(
+            f"peak / at the next larger budget, {kind}",
+            rising(good(rows, kind=kind)),
+            *(RISES, "at most 1"),
+            enforced=exact,
+        )
+    yield from at_most(
+        "gradients against those of budget 1",
+        (
+            (step["off_budget_1"], at)
+            for at, step in every(rows, *BOUND)
+            if "off_budget_1" in step
+        ),
+        *(0.0, "bit for bit", "off by {:.0e} at most", True),
+    )
+    for theirs in THEIRS:
+        for ours in OURS:
+            yield from judged_beside(rows, theirs, ours)
+    yield from judged_as_one_graph(rows)
+    if not exact:
+        yield from compile_times(rows)
+
+
+def predictions(rows: Sequence[Row], exact: bool) -> Iterator[Mark]:
+    """Of inductor's graphs, plans are chosen by estimates: only a StepBudget predicts."""
+    kinds = BOUND if exact else ("blocks", "whole", "held")
+    apart = [
+        (abs(step["predicted"] / step["peak"] - 1), at)
+        for at, step in every(rows, *kinds)
+        if step.get("predicted")
+    ]
+    what = "predicted / measured peak"
+    if exact:
+        show = f"off by {{:.3%}} at most ({{}}), {len(apart)} plans"
+        of_graphs = not good(rows, kind="blocks")
+        yield from at_most(what, apart, 0.005, "0.5 %", show, of_graphs)
+    else:
+        yield from share_within(f"{what}, within 2% of it", apart, 0.02, 1.0)
+
+
+def rising(rows: Iterable[Row]) -> Iterator[Named]:
+    """Each peak against that of the next larger budget."""
+    for row in rows:
+        steps = sorted(row["steps"], key=lambda step: -max(asked(step)))
+        for high, low in zip(steps, steps[1:]):
+            yield low["peak"] / high["peak"], told(row, low)
+
+
+def no_higher(rows: Iterable[Row], net: str, kind: str, peak: float) -> list[Row]:
+    """Ours of a net with at most that peak; the blocks' also where they were held to one."""
+    kinds = (kind, "held") if kind == "blocks" else (kind,)
+    mine = [row for row in rows if row["net"] == net and row["kind"] in kinds]
+    plans = [step for row in mine for step in row["steps"]]
+    plans += [
+        dict(zip(("peak", "flops"), at)) for row in mine for at in row.get("curve", ())
+    ]
+    return [plan for plan in plans if plan["peak"] <= peak * RISES]
+
+
+def judged_beside(rows: Sequence[Row], theirs: str, ours: str) -> Iterator[Mark]:
+    """Plans of ours beside all others of nets that have both."""
+    exact = rows[0]["device"] == OPERATORS
+    mine = {row["net"]: row for row in good(rows, kind=ours) if row["steps"]}
+    both = [row for row in good(rows, kind=theirs) if row["net"] in mine]
+    named = f"{ours} / {theirs}"
+    is_mean = theirs == "upstream" and not exact
+    yield from at_most(
+        f"lowest peak, {named}",
+        (
+            (
+                sweep.lowest(mine[row["net"]]["steps"])["peak"]
+                / sweep.lowest(row["steps"])["peak"],
+                row["net"],
+            )
+            for row in both
+        ),
+        *(RISES, "at most 1", f"{{:.3f}} at most ({{}}), {len(both)} nets"),
+        enforced=exact and ours == "graph",
+    )
+    plans = [(row, step) for row in both for step in sweep.right(row["steps"])]
+    for what, entry in ("flops", "flops"), ("roofline time", "seconds"):
+        ratios = []
+        for row, step in plans:
+            low = no_higher(rows, row["net"], ours, step["peak"])
+            costs = [plan[entry] for plan in low if entry in plan]
+            if entry in step and costs:
+                ratios.append((min(costs) / step[entry], told(row, step)))
+        if ratios:
+            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+            worst = max(ratios)
+            yield Mark(
+                f"{what} at no higher peak, {named}",
+                f"{mean:.3f} on average; {worst[0]:.3f} at most ({worst[1]}), "
+                f"{len(ratios)} of {len(plans)} plans",
+                "1 on average" if is_mean else "at most 1",
+                mean <= 1 if is_mean else worst[0] <= RISES,
+                False,
+            )
+
+
+def judged_as_one_graph(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Blocks beside one graph that is held to their peaks."""
+    graphs = ({**row, "kind": "blocks"} for row in good(rows, kind="one graph"))
+    wholes = dict(every(graphs, "blocks"))
+    pairs = [
+        (at, step, wholes[at]) for at, step in every(rows, "blocks") if at in wholes
+    ]
+    floors = ((step["floor"] / whole["floor"], at) for at, step, whole in pairs)
+    yield from at_most("floor / the floor of one graph", floors, 1.05)
+    flops = (
+        (step["flops"] / whole["flops"], at)
+        for at, step, whole in pairs
+        if whole["peak"] <= 1.001 * step["peak"]
+    )
+    yield from at_most("flops / those of one graph at the same peak", flops, 1.03)
+
+
+def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Of graphs at budgets below 1, where the process has compiled before."""
+    theirs = {
+        (row["net"], budget): step["compile_s"]
+        for row in good(rows, kind="upstream")
+        for step in row["steps"]
+        for budget in asked(step)
+        if "compile_s" in step
+    }
+    for which, again in (("first plan kept", False), ("replaced", True)):
+        ratios = [
+            (step["compile_s"] / theirs[row["net"], step["budget"]], told(row, step))
+            for row in good(rows, kind="graph")
+            for step in row["steps"]
+            if "compile_s" in step and (step["compiled"] > 1) == again
+            if step["budget"] < 1 and (row["net"], step["budget"]) in theirs
+        ]
+        if ratios:
+            median = statistics.median(ratio for ratio, _ in ratios)
+            shown = "{:.2f} at most ({})".format(*max(ratios))
+            yield Mark(
+                f"compile time / upstream's at the same budget, {which}",
+                f"{median:.2f} in the median, {shown}, {len(ratios)} plans",
+                *("", True, False),
+            )
+
+
+# ------------------------------------------------------------------- report
+
+
+Cell = Callable[[Row, Row], str]
+
+
+def by_budget(
+    rows: Sequence[Row], cell: Cell, budgets: Sequence[float] = SHOWN, **more: Any
+) -> str:
+    """A line for each row; ``cell`` is of a row and one of its steps."""
+
+    def at(row: Row, budget: float) -> str:
+        texts = [cell(row, step) for step in row["steps"] if budget in asked(step)]
+        return "".join(texts[:1]) or "-"
+
+    has = {budget for row in rows for step in row["steps"] for budget in asked(step)}
+    names: dict[str, Any] = {"net": lambda row: row["net"]}
+    if any("kind" in row for row in rows):
+        names["plans"] = lambda row: row["kind"]
+    cells = {f"{b:g}": functools.partial(at, budget=b) for b in budgets if b in has}
+    return columns(rows, {**names, **cells, **more})
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """Those to show, by net, and then by kind."""
+    order = list(dict.fromkeys(row["net"] for row in rows))
+    kinds = (*THEIRS, *OURS, "one graph", "bytes")
+    return sorted(
+        (row for row in rows if row["kind"] in kinds and row["steps"]),
+        key=lambda row: (order.index(row["net"]), kinds.index(row["kind"])),
+    )
+
+
+def base_of(rows: Sequence[Row]) -> dict[str, Row]:
+    """For each net the plan of budget 1, upstream's if it was measured."""
+    found: dict[str, Row] = {}
+    for row in reversed(in_order(rows)):
+        found.update((row["net"], s) for s in row["steps"] if 1.0 in asked(s))
     return found
 
 
-def told(net: str, step: Row) -> str:
-    return f"{net} at {sweep.told(asked(step))}"
+def table(rows: Sequence[Row]) -> str:
+    bases = base_of(rows)
+
+    def cost(row: Row, step: Row) -> str:
+        base = bases.get(row["net"], {})
+        both = [e for e in ("flops", "seconds") if e in step and e in base]
+        more = " / ".join(f"{step[e] / base[e] - 1:.1%}" for e in both)
+        return f", {more}" if more else ""
+
+    def cell(row: Row, step: Row) -> str:
+        text = f"{step['peak'] / 1e6:,.{0 if step['peak'] >= 1e9 else 1}f}"
+        if step["peak"] > (step.get("allowed") or step["peak"]):
+            text += f" (**{step['peak'] / step['allowed'] - 1:+.1%}**)"
+        return text + (" w" if step.get("warned") else "") + cost(row, step)
+
+    def lowest(row: Row) -> str:
+        least = sweep.lowest(row["steps"])
+        if not asked(least):
+            return cell(row, least)
+        count = sum(len(asked(step)) for step in row["steps"])
+        return f"{cell(row, least)} at {sweep.told(asked(least))} (of {count})"
+
+    def ours(row: Row) -> str:
+        if row["kind"] not in THEIRS:
+            return ""
+        kind = "blocks" if row["kind"] in IN_BLOCKS else "graph"
+        peak = sweep.lowest(row["steps"])["peak"]
+        low = no_higher(rows, row["net"], kind, peak)
+        return cell(row, min(low, key=lambda plan: plan["flops"])) if low else "-"
+
+    def bound(row: Row) -> str:
+        return megabytes(row["lower_bound"]) if "lower_bound" in row else ""
+
+    more: dict[str, Any] = {"lowest": lowest, "ours, no higher": ours}
+    if any("lower_bound" in row for row in rows):
+        more["no plan below"] = bound
+    return by_budget(in_order(rows), cell, **more)
 
 
-def every(steps: Steps) -> list[tuple[str, Row]]:
-    """All of them, each with its name."""
-    return [(told(net, step), step) for net, found in steps.items() for step in found]
+HOW = """By budget or share: peak MB, and flops beyond those of upstream's budget 1 / time
+likewise, if it was measured: each kernel takes the GPU's time for its flops or for its
+bytes, the longer. In bold how far a peak is over what is allowed, and w where a warning
+says so. Plans: upstream, those of the untouched wheel; saved, each block by itself so;
+graph, one graph's by target "peak", at budget 1 upstream's but for what the set changes in
+inductor; one graph, at the peaks of blocks; blocks and whole, a StepBudget's for blocks
+that are compiled by themselves, and for one graph; bytes, a limit half way between the
+peaks of budgets 0 and 1. lowest: at which budget, out of how many, without plans that give
+wrong gradients. ours, no higher: the cheapest of graph, or of blocks, at no higher peak than
+that. no plan below: what single backward steps need under any.
+"""
 
 
-def bounds(plans: Sequence[tuple[str, Row]], by: str, exact: bool) -> Iterator[Mark]:
-    """Peaks against what was allowed and predicted; ``exact`` ones are within 1 %."""
-    yield from at_most(
-        f"peak / allowed, {by}, {len(plans)} plans",
-        ((step["peak"] / step["allowed"], at) for at, step in plans),
-        1.005,
-        enforced=exact,
-    )
-    near = "predicted / measured peak"
-    apart = ((abs(s["predicted"] / s["peak"] - 1), at) for at, s in plans)
-    if exact:
-        show = "off by {:.3%} at most ({})"
-        yield from at_most(f"{near}, {by}", apart, 0.01, "1 %", show)
-    else:
-        show = "within 5 % in {} of {}; worst: {:.1%} ({})"
-        yield from share_within(f"{near}, {by}", apart, 0.05, 0.9, show)
+def how_found(rows: Sequence[Row]) -> str:
+    by_operators = any(row["device"] == OPERATORS for row in rows)
+    return f"{RUN}, operator by operator," if by_operators else SIMULATED
 
 
-def rising(steps: Steps, what: str, enforced: bool = False) -> Iterator[Mark]:
-    """Each peak against that of the next larger budget."""
-    pairs = [
-        (low["peak"] / high["peak"], told(net, low))
-        for net, found in steps.items()
-        for high, low in neighbours(found)
-    ]
-    yield from at_most(what, pairs, RISES, "at most 1", enforced=enforced)
+def page(data: dict[str, Any]) -> str:
+    rows = data["measured"]
+    text, found = HOW, parts(rows)
+    for name, part in found.items():
+        text += f"\n### {name}\n\n" if len(found) > 1 else "\n"
+        text += marks_table(mark._asdict() for mark in judged_part(part))
+        text += f"\n{table(part)}"
+        none = [row["net"] for row in part if not row["steps"]]
+        if none:
+            text += f"\nWithout blocks that repeat: {', '.join(none)}.\n"
+    return text + "\n" + measured_on(data["environment"], how_found(rows))
 
 
-def neighbours(steps: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    ordered = sorted(steps, key=lambda step: -max(asked(step)))
-    yield from zip(ordered, ordered[1:])
-
-
-def at_no_more_cost(plans: Iterable[tuple[float, float]], cost: float) -> float:
-    """The lowest peak of (peak, cost) that cost no more; infinite where there is none."""
-    # Reductions count one flop each in a plan's cost.
-    return min((p for p, c in plans if c <= cost * (1 + 1e-5) + 1e-5), default=1e300)
+def plot(data: dict[str, Any], result: Path) -> None:
+    """Peak against recomputation, a panel for each net; written beside ``result``."""
+    rows = in_order(good(data["measured"]))
+    bases = base_of(rows)
+    lines: dict[str, list[Line]] = {}
+    styles = dict(zip((*THEIRS, *OURS), ("C1s", "C1s", "C3v", "C4^", "C0o", "C0o")))
+    for row in rows:
+        base = bases[row["net"]]["flops"]
+        plans = [(s["flops"] / base, s["peak"] / 1e6) for s in row["steps"]]
+        plans += [(flops / base, peak / 1e6) for peak, flops in row.get("curve", ())]
+        style = styles.get(row["kind"], "C2x") + "-"
+        drawn = (row["kind"], style, sorted(plans))
+        lines.setdefault(row["net"], []).append(drawn)
+    x = "flops / those of budget 1"
+    panels(result, data["environment"], lines, x, "peak, MB", how_found(rows))

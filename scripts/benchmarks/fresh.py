@@ -1,18 +1,20 @@
 """Measurements that run one by one, each in a fresh process, within limits.
 
-A benchmark is a module with a function ``measure`` from a task to a row, which `run`
-calls in a process of its own for each task.
+A benchmark is a module with a function ``measure`` from a task to a row, which
+`measured` calls in a process of its own.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +62,7 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
         target, log = Path(folder, "row.json"), Path(folder, "log")
         patched = task.get("torch") != UNTOUCHED
         # -P: a folder named torch where this is called is not meant.
-        command = [sys.executable, "-P", "-m", "benchmarks.child", module]
+        command = [sys.executable, "-P", "-m", "benchmarks.fresh", module]
         nbytes = int(limits.gigabytes * 1e9)
         with open(log, "w") as output:
             child = subprocess.Popen(
@@ -86,24 +88,38 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
         return {"error": f"ended with status {child.returncode}: {last[0]}"}
 
 
-def run(module: str, tasks: Iterable[Task], limits: Limits) -> list[Row]:
-    """One row for each task, in order: the task's own entries and what was measured.
+def measured(module: str, task: Task, limits: Limits) -> Row:
+    """The task's own entries and what was measured.
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    rows: list[Row] = []
     console = Console(stderr=True)
-    for task in tasks:
-        with console.status(describe(task)):
-            found = measure_in_child(module, task, limits)
-        if "error" in found:
-            console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
-        row = {**task, **found}
-        rows.append({k: v for k, v in row.items() if not k.startswith("_")})
-    return rows
+    with console.status(describe(task)):
+        found = measure_in_child(module, task, limits)
+    if "error" in found:
+        console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
+    row = {**task, **found}
+    return {name: v for name, v in row.items() if not name.startswith("_")}
 
 
 def describe(task: Task) -> str:
     """The entries by which a benchmark's tasks differ."""
     words = (v for v in task.values() if isinstance(v, (str, int, float)))
     return " ".join(map(str, words))
+
+
+def main(module: str, task: str, target: str, nbytes: str) -> int:
+    """What a child runs: it writes the task's row, or its error, down."""
+    resource.setrlimit(resource.RLIMIT_DATA, (int(nbytes), int(nbytes)))
+    try:
+        row = importlib.import_module(module).measure(json.loads(task))
+    except Exception as error:
+        traceback.print_exc()
+        message = str(error).strip().splitlines() or [""]
+        row = {"error": f"{type(error).__name__}: {message[0]}"}
+    Path(target).write_text(json.dumps(row))
+    return int("error" in row)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -113,7 +113,9 @@ NETS = tuple(CASES)
 # ----------------------------------------------------------------- measuring
 
 
-def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+def tasks(
+    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
+) -> Iterator[fresh.Task]:
     *counted, _ = NETS
     *_, resnet, unet, pointwise = NETS
     for name in counted:

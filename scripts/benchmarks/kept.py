@@ -14,7 +14,7 @@ the forward's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
@@ -22,11 +22,10 @@ import torch._functorch.config as config
 from torch._functorch import partitioners
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import fresh, nets
+from benchmarks import bounds, fresh, nets
 from benchmarks.meters import storages
 from benchmarks.pages import (
     at_most,
-    columns,
     good,
     Mark,
     marks_table,
@@ -46,7 +45,9 @@ PACKAGES = ("transformers", "peft")
 LIMITS = fresh.Limits(seconds=1200, gigabytes=12)
 
 
-def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+def tasks(
+    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
+) -> Iterator[fresh.Task]:
     for name in names or (("hf-lora",) if check else NETS):
         yield {"net": name, "budgets": (0.5, 0.1) if check else BUDGETS}
 
@@ -137,35 +138,22 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     )
 
 
-def shares(step: Row) -> str:
+def cell(row: Row, step: Row) -> str:
     theirs = f"{step['upstream_share']:.3f}"
-    over = step["upstream_share"] > step["budget"] + 1e-3
-    return f"{step['share']:.3f} / {f'**{theirs}**' if over else theirs}"
-
-
-def recomputed(step: Row) -> str:
-    ours, theirs = step["recomputed_at_upstreams"], step["upstream_recomputed"]
-    return f"{ours:.3f} / {theirs:.3f}"
-
-
-def by_budget(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    cells: dict[str, Callable[[Row], str]] = {"net": lambda row: row["net"]}
-    for at, step in enumerate(rows[0]["steps"] if rows else ()):
-        cells[f"{step['budget']:g}"] = lambda row, at=at: cell(row["steps"][at])  # type: ignore[misc]
-    return columns(rows, cells)
+    if step["upstream_share"] > step["budget"] + 1e-3:
+        theirs = f"**{theirs}**"
+    again = step["recomputed_at_upstreams"], step["upstream_recomputed"]
+    return f"{step['share']:.3f} / {theirs}; {again[0]:.3f} / {again[1]:.3f}"
 
 
 def page(data: dict[str, Any]) -> str:
-    rows = good(data["measured"])
     return (
         marks_table(data["rows"])
-        + "\nShare kept, ours / upstream's, by the share asked (bold: over by more than "
-        "0.001):\n\n"
-        + by_budget(rows, shares)
-        + "\nShare of the forward recomputed, ours / upstream's, where ours may keep what "
-        "upstream's plan keeps plus dropout masks (upstream redraws them, so its "
+        + "\nBy the share asked: share kept, ours / upstream's (bold: over by more than "
+        "0.001); share of the forward recomputed, ours / upstream's, where ours may keep "
+        "what upstream's plan keeps plus dropout masks (upstream redraws them, so its "
         "gradients are wrong):\n\n"
-        + by_budget(rows, recomputed)
+        + bounds.by_budget(good(data["measured"]), cell, BUDGETS)
         + "\nGraphs as for a GPU, one graph. "
         + measured_on(data["environment"], PLANNED)
     )

@@ -231,15 +231,12 @@ AT_SIZE = (
 SHARDED = decoder("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
 # All layers, for whole steps. Without dropout: a checkpoint of random operators wants
 # the generator of a real GPU.
-WHOLE: dict[str, Net] = {
-    net.name: net
-    for net in (
-        decoder("llama-2048-16", LLAMA_2048, BF16),
-        classic("gpt2-xl", replace(GPT2_XL, dropout=0.0), 8, BF16),
-        hugging_face("t5", BF16, "t5_large", **T5_LARGE, num_layers=24, dropout_rate=0),
-        SHARDED,
-    )
-}
+WHOLE = (
+    decoder("llama-2048-16", LLAMA_2048, BF16),
+    classic("gpt2-xl", replace(GPT2_XL, dropout=0.0), 8, BF16),
+    hugging_face("t5", BF16, "t5_24", **T5_LARGE, num_layers=24, dropout_rate=0),
+    SHARDED,
+)
 NETS: dict[str, Net] = {
     net.name: net
     for net in (
@@ -248,6 +245,7 @@ NETS: dict[str, Net] = {
         # With all its 32,128 ids the loss would need more than the blocks.
         hugging_face("t5", torch.float32, "t5_small", batch=8, vocab_size=512),
         *AT_SIZE,
+        *WHOLE,
         decoder("llama3-70b", LLAMA3_70B, BF16),
         decoder("llama-4", Shape()),
     )

@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import matplotlib
 import torch
@@ -56,15 +56,6 @@ def store(path: Path, data: dict[str, Any]) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(data, indent=1) + "\n")
     new.replace(path)
-
-
-def merged(path: Optional[Path], new: Sequence[Row], key: Sequence[str]) -> list[Row]:
-    """The rows stored in a file, in their order, those of a new one's key replaced."""
-    stored: list[Row] = []
-    if path is not None and path.exists():
-        stored = json.loads(path.read_text())["measured"]
-    found = {tuple(row.get(name) for name in key): row for row in (*stored, *new)}
-    return list(found.values())
 
 
 def good(rows: Iterable[Row], **wanted: Any) -> list[Row]:
@@ -206,11 +197,11 @@ def panels(
         axes.set_title(net, fontsize=9)
         axes.tick_params(labelsize=7)
     figure.axes[0].legend(fontsize=7)
-    figure.supxlabel(x, fontsize=8)
+    figure.supxlabel(x, fontsize=8, y=0.03)
     figure.supylabel(y, fontsize=8)
     origin = measured_on(facts, how).strip()
     figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
     # Or the names of clip paths would be random.
     with matplotlib.rc_context({"svg.hashsalt": result.stem}):
         figure.savefig(result.with_suffix(".svg"), metadata={"Date": None})

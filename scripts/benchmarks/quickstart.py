@@ -25,7 +25,7 @@ from typing import Any, Optional
 import torch
 import torch._functorch.config as config
 
-from benchmarks import fresh, nets, sweep
+from benchmarks import fresh, nets, plans, sweep
 from benchmarks.meters import relative_error, TOLERANCE
 from benchmarks.pages import (
     at_most,
@@ -38,46 +38,23 @@ from benchmarks.pages import (
     Row,
 )
 from benchmarks.tracing import cpu_attention_counted, overlay
-from benchmarks.ways import budgeted, compiled, OPERATORS, swept, Training
+from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 
 
 NETS = ("llama-4",)
-KIND, KEY = "technique", ("technique", "swept", "budget")
+KIND, KEY = plans.KIND, plans.KEY
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 REPEATS = 5
 FACTS = {"repeats": REPEATS}
-EAGER, UPSTREAM, PEAK = "eager", "compile, upstream dp", "compile, peak"
-BLOCKS = "compile each block, StepBudget"
-# And the budget of each; of a StepBudget it is a share.
-TECHNIQUES = ((EAGER, None), (PEAK, 0.2), (PEAK, 0.0), (BLOCKS, 0.0))
-# Of upstream, for its lowest peak.
-SWEPT = tuple(n / 32 for n in range(32, -1, -1))
-# Settings of torch._functorch.config; upstream's runs on the untouched wheel.
-SETTINGS: dict[str, dict[str, Any]] = {
-    UPSTREAM: {"activation_memory_budget_solver": "dp"},
-    PEAK: {"activation_memory_budget_target": "peak"},
-}
+KINDS = {"eager": (1.0,), "upstream": sweep.BUDGETS, "graph": (0.2, 0.0)}
 # A StepBudget makes its plan of the first step, or of the second.
 WARM_UP = 3
 
 
-def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
-    for name in names or NETS:
-        eager, *others = (task_of(name, *each) for each in TECHNIQUES)
-        yield from (eager, sweep_of_upstream(name, SWEPT), *others)
-
-
-def task_of(model: str, technique: str, budget: Optional[float]) -> fresh.Task:
-    return {
-        "technique": technique,
-        "budget": budget,
-        "model": model,
-        "torch": fresh.UNTOUCHED if technique == UPSTREAM else "patched",
-    }
-
-
-def sweep_of_upstream(model: str, budgets: Sequence[float]) -> fresh.Task:
-    return {**task_of(model, UPSTREAM, None), "swept": True, "budgets": budgets}
+def tasks(
+    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
+) -> Iterator[fresh.Task]:
+    yield from plans.tasks(names or NETS, {**KINDS, "blocks": (0.0,)}, plans.RUN)
 
 
 # --------------------------------------------------------- in a fresh process
@@ -85,56 +62,52 @@ def sweep_of_upstream(model: str, budgets: Sequence[float]) -> fresh.Task:
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    settings = {"enable_autograd_cache": False, **SETTINGS.get(task["technique"], {})}
+    net, kind, budgets = nets.find(task["net"]), task["kind"], task["budgets"]
     # Or budgets would mean another thing on a CPU than on a GPU.
-    with config.patch(settings), cpu_attention_counted():
-        return lowest_of_all(task) if task.get("swept") else measured(task)
+    with config.patch(enable_autograd_cache=False), cpu_attention_counted():
+        if kind != "upstream":
+            return {"steps": [{"budget": b, **timed(net, kind, b)} for b in budgets]}
+
+        def by_budget(budget: float) -> Row:
+            step = training(net, kind, budget).measured()
+            return {"peak": step.peak, "flops": step.flops}
+
+        steps = sweep.measured(by_budget, budgets)
+        least = sweep.lowest(steps)
+        least.update(timed(net, kind, least["budgets"][0]))
+        return {"steps": steps}
 
 
-def training(
-    task: fresh.Task, backend: Any = OPERATORS, beside: bool = False
-) -> Training:
-    in_graphs = compiled(backend)
-    ways: dict[str, Any] = {EAGER: {}, BLOCKS: {"blocks": in_graphs}}
+def training(net: nets.Net, kind: str, budget: float, beside: bool = False) -> Training:
+    """One whose graphs are compiled."""
+    in_graphs = compiled(OPERATORS)
+    ways: dict[str, Any] = {"eager": {}, "blocks": {"blocks": in_graphs}}
     result = Training(
-        nets.find(task["model"]),
+        net,
         beside=beside,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.0),
-        **ways.get(task["technique"], {"whole": in_graphs}),
+        **ways.get(kind, {"whole": in_graphs}),
     )
-    if task["technique"] == BLOCKS:
-        result.within = overlay("step_budget").StepBudget(share=task["budget"])
-    return result
+    if kind == "blocks":
+        result.within = overlay("step_budget").StepBudget(share=budget)
+        return result.warmed(WARM_UP)
+    with budgeted(budget, "peak" if kind == "graph" else "saved"):
+        return result.warmed(WARM_UP)
 
 
-def lowest_of_all(task: fresh.Task) -> Row:
-    """The peaks of all budgets' plans, and the row of the lowest one."""
-    plans = swept(
-        lambda backend: training(task, backend),
-        task["budgets"],
-        lambda step: {"peak": step.peak},
-    )
-    budget = sweep.lowest(plans)["budgets"][0]
-    return {"sweep": plans, **measured({**task, "budget": budget})}
-
-
-def measured(task: fresh.Task) -> Row:
-    in_config = task["technique"] in SETTINGS
-    with budgeted(task["budget"] if in_config else 1.0):
-        mine = training(task).warmed(WARM_UP)
+def timed(net: nets.Net, kind: str, budget: float) -> Row:
+    """A step, and what eager mode's takes."""
+    mine = training(net, kind, budget)
     step = mine.measured()
-    plain = training({**task, "technique": EAGER}, beside=True).warmed()
+    plain = training(net, "eager", 1.0, beside=True)
     eager = plain.measured()
     pairs = [(mine.seconds(), plain.seconds()) for _ in range(REPEATS)]
     step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
     return {
-        "peak_bytes": step.peak,
-        "saved_bytes": step.saved_bytes,
-        "forward_flops": eager.forward_flops,
-        "recomputed_flops": step.flops - eager.flops,
-        "gradient_error": relative_error(step.gradients, eager.gradients),
-        "step_s": step_s,
-        "eager_step_s": eager_s,
+        "peak": step.peak,
+        "saved": step.saved_bytes,
+        "recomputed": (step.flops - eager.flops) / eager.forward_flops,
+        "off_eager": relative_error(step.gradients, eager.gradients),
         "step_over_eager": step_s / eager_s,
     }
 
@@ -142,66 +115,60 @@ def measured(task: fresh.Task) -> Row:
 # ------------------------------------------------------------------- report
 
 
+def shown(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """What was timed."""
+    pairs = ((row, step) for row in good(rows) for step in row["steps"])
+    return [pair for pair in pairs if "off_eager" in pair[1]]
+
+
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold with the patch set applied."""
-    steps = good(rows)
     yield from at_most(
         "gradients, off from eager mode's",
-        ((row["gradient_error"], row["technique"]) for row in steps),
+        ((step["off_eager"], row["kind"]) for row, step in shown(rows)),
         *(TOLERANCE, f"at most {TOLERANCE:.0e}", "{:.1e} ({})", True),
     )
-    if {PEAK, UPSTREAM} <= {row["technique"] for row in steps}:
-        ours, theirs = (lowest(steps, each)["peak_bytes"] for each in (PEAK, UPSTREAM))
+    if good(rows, kind="graph") and good(rows, kind="upstream"):
+        ours, theirs = (lowest(rows, kind)["peak"] for kind in ("graph", "upstream"))
         what = 'lowest peak with the target "peak" / of upstream\'s budgets'
         yield Mark(what, f"{ours / theirs:.2f}", "below 1", ours < theirs)
 
 
-def lowest(rows: Sequence[Row], technique: str) -> Row:
-    """A technique's row of the lowest peak; of a sweep, that of its lowest plan."""
-    mine = []
-    for row in good(rows, technique=technique):
-        peaks = [step["peak"] for step in row.get("sweep", ())]
-        mine.append({**row, "peak_bytes": min(peaks, default=row["peak_bytes"])})
-    return sweep.lowest(mine, "peak_bytes")
-
-
-def told_budget(row: Row) -> str:
-    if "sweep" in row:
-        return sweep.told(sweep.lowest(row["sweep"])["budgets"])
-    return "" if row["budget"] is None else f"{row['budget']:g}"
+def lowest(rows: Sequence[Row], kind: str) -> Row:
+    steps = [step for row in good(rows, kind=kind) for step in row["steps"]]
+    return sweep.lowest([step for step in steps if "off_eager" in step])
 
 
 def page(data: dict[str, Any]) -> str:
     rows, facts = data["measured"], data["environment"]
 
-    def budget(row: Row) -> str:
-        count = sweep.count(row["sweep"]) if "sweep" in row else 0
-        return told_budget(row) + (f", the lowest of {count}" if count else "")
+    def budget(row: Row, step: Row) -> str:
+        if "budgets" not in step:
+            return f"{step['budget']:g}" if "budget" in step else ""
+        return (
+            f"{sweep.told(step['budgets'])}, the lowest of {sweep.count(row['steps'])}"
+        )
 
     text = columns(
-        good(rows),
+        shown(rows),
         {
-            "technique": lambda row: row["technique"],
+            "plans": lambda row, step: row["kind"],
             "budget": budget,
-            "peak MB": lambda row: megabytes(row["peak_bytes"]),
-            "saved MB": lambda row: megabytes(row["saved_bytes"]),
-            "step / eager": lambda row: f"{row['step_over_eager']:.2f}",
-            "recomputed": lambda row: (
-                f"{row['recomputed_flops'] / row['forward_flops']:.0%}"
-            ),
-            "gradient error": lambda row: f"{row['gradient_error']:.0e}",
+            "peak MB": lambda row, step: megabytes(step["peak"]),
+            "saved MB": lambda row, step: megabytes(step["saved"]),
+            "step / eager": lambda row, step: f"{step['step_over_eager']:.2f}",
+            "recomputed": lambda row, step: f"{step['recomputed']:.0%}",
+            "gradient error": lambda row, step: f"{step['off_eager']:.0e}",
         },
     )
-    wrong = (
-        f"\nNot measured: {row['technique']}: `{row['error']}`\n"
-        for row in rows
-        if "error" in row
-    )
+    for row in rows:
+        if "error" in row:
+            text += f"\nNot measured: {row['kind']}: `{row['error']}`\n"
     return (
         text
-        + "".join(wrong)
-        + f"\nModel {rows[0]['model']}, backend {OPERATORS}, medians of "
-        f"{facts['repeats']} interleaved steps. Times on a CPU are CPU times. "
+        + f"\nNet {rows[0]['net']}, operator by operator; upstream: one graph by its "
+        'own budgets, graph: by target "peak", blocks: each compiled, by a StepBudget. '
+        f"Medians of {facts['repeats']} interleaved steps, CPU times. "
         "saved: what the forward leaves alive for the backward. recomputed: flops beyond "
         "eager mode's, as a share of the forward's. gradient error: relative to eager "
         f"mode's. {sweep.HOW} {measured_on(facts)}"
@@ -211,20 +178,19 @@ def page(data: dict[str, Any]) -> str:
 def headline(data: dict[str, Any]) -> str:
     """The README's table: eager mode, the lowest peak of upstream's, and of ours."""
     eager, upstream, ours = (
-        lowest(data["measured"], each) for each in (EAGER, UPSTREAM, PEAK)
+        lowest(data["measured"], kind) for kind in ("eager", "upstream", "graph")
     )
-    names = (
-        "eager mode",
+    names = {
+        "eager mode": eager,
         "stock torch.compile, at the budget with the lowest peak "
-        f"({told_budget(upstream)})",
-        f'torch.compile with this set, target `"peak"`, budget {ours["budget"]:g}',
-    )
+        f"({sweep.told(upstream['budgets'])})": upstream,
+        f'**torch.compile with this set, target `"peak"`, budget {ours["budget"]:g}**': ours,
+    }
     lines = []
-    for name, row in zip(names, (eager, upstream, ours)):
-        bold = "**" if row is ours else ""
-        peak = f"{row['peak_bytes'] / 1e6:,.0f} MB"
-        line = (name, peak, f"{row['step_over_eager']:.2f}")
-        lines.append([f"{bold}{cell}{bold}" for cell in line])
+    for name, step in names.items():
+        bold = "**" if step is ours else ""
+        cells = f"{step['peak'] / 1e6:,.0f} MB", f"{step['step_over_eager']:.2f}"
+        lines.append([name, *(f"{bold}{cell}{bold}" for cell in cells)])
     shape = nets.LLAMA_8
     return markdown(
         ["one training step", "peak memory", "step time, relative to eager mode"], lines

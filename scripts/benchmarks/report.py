@@ -20,8 +20,8 @@ from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import peak, quickstart, schedule, step
-from benchmarks.pages import markdown
+from benchmarks import quickstart, schedule
+from benchmarks.pages import markdown, marks_table
 
 
 PAGES = (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md")))
@@ -52,6 +52,10 @@ def releases(data: dict[str, Any]) -> str:
     )
 
 
+def summary(data: dict[str, Any]) -> str:
+    return marks_table(data["rows"])
+
+
 BENCHMARKS = (
     *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
 )
@@ -59,9 +63,9 @@ FIGURES = ("peak", "step", "schedule", "blocks")
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", quickstart.headline),
-    "rising": ("peak", peak.rising),
-    "peak_summary": ("peak", peak.summary),
-    "step_summary": ("step", step.summary),
+    "techniques": ("techniques", quickstart.page),
+    "peak_summary": ("peak", summary),
+    "step_summary": ("step", summary),
     "releases": ("releases", releases),
     "schedule_cpu": ("schedule_cpu", schedule.page),
 }

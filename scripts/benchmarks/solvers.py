@@ -26,6 +26,7 @@ from torch._functorch._activation_checkpointing import knapsack
 from benchmarks import corpus, fresh
 from benchmarks.meters import allocations
 from benchmarks.pages import Mark, marks_page, Row, stored_marks
+from benchmarks.tracing import overlay
 from benchmarks.upstream import untouched_knapsack
 
 
@@ -41,18 +42,9 @@ KIND, KEY = "part", ("part",)
 LIMITS = fresh.Limits(seconds=1800, gigabytes=12)
 
 upstream = untouched_knapsack()
-solvers: Any = knapsack  # with more in it than the one that mypy finds
+ours: Any = knapsack  # with more in it than the one that mypy finds
 Case = tuple[list[float], list[Any], float]  # what solvers take
 Call = Callable[[], Any]
-
-
-def exact() -> Any:
-    """The patched checkout's; the wheel, with which pages are made, has none."""
-    from torch._functorch._activation_checkpointing import (  # type: ignore[attr-defined]
-        knapsack_exact,
-    )
-
-    return knapsack_exact
 
 
 def timed(nets: list[corpus.Instance]) -> Iterator[tuple[str, Case, Case]]:
@@ -73,14 +65,14 @@ def seconds(call: Call) -> float:
     return time.process_time() - start
 
 
-def ratio(pairs: Iterable[tuple[Call, Call]]) -> float:
+def ratio(pairs: Iterable[Sequence[Call]]) -> float:
     """Median time of the first ones over that of the others, interleaved.
 
     The first pair does not count.
     """
-    times = [(seconds(call), seconds(reference)) for call, reference in pairs]
-    ours, theirs = map(statistics.median, zip(*times[1:]))
-    return float(ours / theirs)
+    times = [[*map(seconds, calls)] for calls in pairs]
+    first, other = map(statistics.median, zip(*times[1:]))
+    return float(first / other)
 
 
 def repeated(call: Call, reference: Call) -> float:
@@ -117,7 +109,9 @@ def counts() -> Iterator[Mark]:
     cases = list(itertools.product(corpus.instances(), corpus.BUDGETS))
     for net, budget in cases:
         capacity = net.capacity(budget)
-        solution = exact().solve_knapsack(net.sizes, net.runtimes, capacity)
+        solution = overlay("knapsack_exact").solve_knapsack(
+            net.sizes, net.runtimes, capacity
+        )
         value = sum(net.runtimes[i] for i in solution.saved)
         over += corpus.used(net.memory, solution.saved) > budget
         wrong += not value == solution.value == corpus.optima()[net.name, budget]
@@ -132,9 +126,9 @@ def counts() -> Iterator[Mark]:
 def times() -> Iterator[Mark]:
     results = []
     for where, shares, in_bytes in timed(corpus.instances()):
-        ours = partial(solvers.exact_knapsack, *in_bytes)
-        theirs = partial(upstream.dp_knapsack, *shares)
-        results.append((repeated(ours, theirs), where))
+        exact = partial(ours.exact_knapsack, *in_bytes)
+        dp = partial(upstream.dp_knapsack, *shares)
+        results.append((repeated(exact, dp), where))
     mean = 1 / statistics.geometric_mean(r for r, _ in results)
     worst, where = max(results)
     text = f"{mean:.1f}x over {len(results)} cases"
@@ -142,14 +136,15 @@ def times() -> Iterator[Mark]:
     slowest = f"{1 / worst:.1f}x ({where})"
     yield Mark("dp / exact, worst case", slowest, "1.0x", worst <= 1, False)
 
+    solve = overlay("knapsack_exact").solve_knapsack_budgets
     grid = [percent / 100 for percent in range(1, 100)]
     parts = []
     for net in corpus.instances():
         items = net.sizes, net.runtimes
         capacities = list(map(net.capacity, grid))
-        ours = partial(exact().solve_knapsack_budgets, *items, capacities)
-        theirs = partial(upstream.dp_knapsack, net.memory, net.runtimes, 0.5)
-        parts.append(repeated(ours, theirs))
+        exact = partial(solve, *items, capacities)
+        dp = partial(upstream.dp_knapsack, net.memory, net.runtimes, 0.5)
+        parts.append(repeated(exact, dp))
     median = statistics.median(parts)
     text = f"{median:.2f} (worst {max(parts):.1f})"
     what = "99 budgets / one dp at 0.5, median"
@@ -158,12 +153,11 @@ def times() -> Iterator[Mark]:
 
 def hirschberg() -> Iterator[Mark]:
     """What answers to that name against upstream's dp, on real nets and the PR's grid."""
-    ours = solvers.dp_knapsack_sliding_hirschberg
-    theirs = upstream.dp_knapsack
+    solvers = ours.dp_knapsack_sliding_hirschberg, upstream.dp_knapsack
     found: dict[str, list[tuple[float, str]]] = {"faster": [], "less memory": []}
     large = [net for net in corpus.instances() if len(net.memory) >= 400]
     for where, case, _ in timed([n for n in large if not n.name.startswith("synth")]):
-        calls = partial(ours, *case), partial(theirs, *case)
+        calls = [partial(solver, *case) for solver in solvers]
         found["faster"].append((1 / repeated(*calls), where))
         less = allocations(calls[1]).peak / peak_bytes(calls[0])
         found["less memory"].append((less, where))
@@ -175,7 +169,7 @@ def hirschberg() -> Iterator[Mark]:
         yield Mark(f"{what}, worst", text, str(mark), worst >= mark, False)
     for n, runs in PR_GRID.items():
         drawn = (corpus.unnormalised(n, max(run, 0)) for run in range(-1, runs))
-        less = 1 - ratio((partial(ours, *i), partial(theirs, *i)) for i in drawn)
+        less = 1 - ratio([partial(s, *case) for s in solvers] for case in drawn)
         what = (
             f"Hirschberg, less time than dp, unnormalised sizes, n = {n}, {runs} runs"
         )
@@ -186,7 +180,9 @@ PARTS = {"counts": counts, "times": times, "hirschberg": hirschberg}
 judged, page = stored_marks, marks_page
 
 
-def tasks(names: Optional[Sequence[str]], check: bool) -> Iterator[fresh.Task]:
+def tasks(
+    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
+) -> Iterator[fresh.Task]:
     for part in ("counts",) if check else PARTS:
         yield {"part": part}
 

@@ -1,7 +1,6 @@
 """How a model gets to the partitioner, and what is seen there.
 
-`Joint` is the joint graph that a GPU would get, of fake tensors. `BACKENDS` know by which
-name the partitioner is called.
+`Joint` is the joint graph that a GPU would get, of fake tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from typing import Any, Optional
 from unittest import mock
 
 import torch
-import torch._dynamo.backends.debugging
-import torch._inductor.compile_fx
 import torch.nn.functional as F
 from torch import nn, Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -144,7 +141,3 @@ def cpu_attention_counted() -> Iterator[None]:
         mock.patch.object(partitioners, "get_default_op_list", with_attention),
     ):
         yield
-
-
-# The backends imported the partitioner by name, each into a module of its own.
-BACKENDS = (partitioners, torch._dynamo.backends.debugging, torch._inductor.compile_fx)

@@ -22,10 +22,8 @@ import torch._functorch.config as config
 from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import sweep
 from benchmarks.meters import gradients, record_step, Step
 from benchmarks.nets import LossOf, Net, SEED
-from benchmarks.pages import Row
 
 
 OPERATORS = "aot_eager_decomp_partition"
@@ -150,34 +148,3 @@ def put_to_work(forward: Forward, ways: Ways) -> Forward:
     for way in (ways,) if callable(ways) else ways:
         forward = way(forward)
     return forward
-
-
-def swept(
-    make: Callable[[Any], Training],
-    budgets: Sequence[float],
-    found: Callable[[Step], Row],
-    backend: Any = OPERATORS,
-) -> list[Row]:
-    """What is ``found`` of the plans of all ``budgets``, each measured once.
-
-    ``make`` is given a backend. Operator by operator graphs are traced once; any other
-    backend compiles each plan.
-    """
-    if backend == OPERATORS:
-        tracing = sweep.Sweep()
-        training = make(tracing).warmed()
-
-        def run_by(budget: float) -> Row:
-            tracing.budget = budget
-            return found(training.measured())
-
-        return sweep.measured(tracing.graphs, run_by, budgets)
-    graphs: list[sweep.Split] = []
-
-    def compile_for(budget: float) -> Row:
-        with budgeted(budget):
-            return found(make(backend).warmed().measured())
-
-    with sweep.noted(graphs):
-        compile_for(1.0)
-    return sweep.measured(graphs, compile_for, budgets)

@@ -44,7 +44,7 @@ warning says why and the graph gets upstream's plan for saved bytes.
     needs=("saved-report",),
     evidence=(
         ("peak", "predicted / measured"),
-        ("peak", "measured peak"),
+        ("peak", "peak /"),
         ("peak", "gradients"),
     ),
     edits=(

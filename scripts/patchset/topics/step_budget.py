@@ -83,8 +83,7 @@ by op and estimates for inductor's kernels. Workspaces and fragmentation are not
 counted.
 """,
     evidence=(
-        ("step", "peak / allowed"),
-        ("step", "peak at a share"),
+        ("step", "peak /"),
         ("step", "gradients"),
     ),
     kind="new features",

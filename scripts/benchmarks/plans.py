@@ -1,0 +1,302 @@
+"""Plans of nets: what each holds at its peak and what it takes, run or only scheduled.
+
+A row is of a net, a device and a kind of plans; its ``steps`` are what was found of each
+plan. On the device ``operators`` steps run on a CPU, operator by operator. On the others,
+``cpu`` and those of `GPUS`, inductor compiles forward and backward of fake tensors up to
+their kernels, and what its wrappers allocate is followed; no kernel runs. Peaks are bytes
+beyond parameters, inputs and what else is there when a step starts.
+
+    upstream                a graph by budgets of saved bytes, on the untouched wheel
+    saved                   the same of each block, by itself
+    checkpoint              around each block; a selective one saves attention and every
+                            second product
+    graph, bytes            a graph by target "peak", or by a limit in bytes, half way
+                            between the peaks of budgets 0 and 1
+    blocks, whole           by a StepBudget: the blocks by themselves, or all as one graph
+    held                    blocks by a StepBudget, at the peaks of other ways
+    one graph               a graph, at the peaks of ``blocks``
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as config
+import torch.nn.functional as F
+from torch import Tensor
+from torch._functorch import partitioners
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+
+from benchmarks import fresh, nets, sweep
+from benchmarks.meters import relative_error
+from benchmarks.pages import good, Row
+from benchmarks.replay import compiled_for, GPUS, replay
+from benchmarks.tracing import cpu_attention_counted, overlay
+from benchmarks.ways import (
+    blocks_of,
+    budgeted,
+    checkpointed,
+    compiled,
+    OPERATORS,
+    Training,
+)
+
+
+RUN = "operators"
+KIND, KEY = "kind", ("net", "kind", "device")
+ON_THE_WHEEL = ("upstream", "saved")
+CHECKPOINTS = ("checkpoint", "selective checkpoint")
+IN_BLOCKS = ("saved", *CHECKPOINTS, "blocks", "held")
+# Whose peaks they are held to.
+HELD = {"held": ("saved", *CHECKPOINTS), "one graph": ("blocks",)}
+HALF = 0.5
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)
+
+
+def tasks(
+    names: Iterable[str],
+    kinds: Mapping[str, Sequence[float]],
+    device: str,
+    rows: Iterable[Row] = (),
+) -> Iterator[fresh.Task]:
+    """All kinds of each net; ``rows`` are those found so far, for what is held to them."""
+    for net in names:
+        for kind, budgets in kinds.items():
+            wheel = fresh.UNTOUCHED if kind in ON_THE_WHEEL else "patched"
+            task = {"net": net, "kind": kind, "device": device, "torch": wheel}
+            others = [row for row in good(rows, net=net, device=device)]
+            steps = [
+                {name: step[name] for name in ("share", "peak") if name in step}
+                for row in others
+                if row["kind"] in HELD.get(kind, ())
+                for step in sweep.right(row["steps"])
+                if step.get("share") != 1
+            ]
+            yield {**task, "budgets": budgets, "_steps": steps}
+
+
+# -------------------------------------------------------------- in a process
+
+
+def as_it_is(training: Training) -> Training:
+    return training
+
+
+def measure(
+    task: fresh.Task,
+    prepare: Callable[[Training], Training] = as_it_is,
+    draw: Sequence[float] = (),
+) -> Row:
+    """The row of a task; plans of the budgets ``draw`` have their live bytes in it."""
+    torch.set_num_threads(1)
+    kind, device, budgets = task["kind"], task["device"], task["budgets"]
+    gpu, net = GPUS.get(device), nets.find(task["net"])
+    # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.
+    fake = device != RUN or (kind == "upstream" and "dropout" not in net.name)
+    if gpu is None:
+        net = replace(net, dtype=torch.float32)
+    with ExitStack() as stack:
+        stack.enter_context(config.patch(enable_autograd_cache=False))
+        backend: Any = OPERATORS
+        if device != RUN:
+            backend = stack.enter_context(compiled_for(gpu))
+            if kind in IN_BLOCKS:
+                stack.enter_context(compiled_loss(backend))
+        if gpu is None:
+            stack.enter_context(cpu_attention_counted())
+        plans = Plans(net, device, backend, fake, prepare)
+        if kind in ON_THE_WHEEL:
+            steps = plans.upstreams(budgets, kind == "saved")
+        elif kind in CHECKPOINTS:
+            steps = [plans.checkpointed(kind)]
+        elif kind == "graph":
+            steps = [plans.by_peak(b, b in draw) for b in budgets]
+        elif kind == "bytes":
+            peaks = [plans.by_peak(budget)["peak"] for budget in (0.0, 1.0)]
+            steps = [{"budget": HALF, **plans.within(sum(peaks) // 2)}]
+        elif kind == "one graph":
+            held = [(s["share"], s["peak"]) for s in task["_steps"]]
+            steps = [{"share": share, **plans.within(peak)} for share, peak in held]
+        elif kind == "held":
+            asked = [{"peak_bytes": step["peak"]} for step in task["_steps"]]
+            steps = [*plans.of_steps(kind, asked)]
+        else:
+            steps = [*plans.of_steps(kind, [{"share": share} for share in budgets])]
+    return {"steps": steps}
+
+
+@dataclass
+class Plans:
+    """A net's plans on a device: what each holds and takes.
+
+    Gradients of those that run with values are compared with the ``first`` one's.
+    """
+
+    net: nets.Net
+    device: str
+    backend: Any
+    fake: bool
+    prepare: Callable[[Training], Training]
+    first: list[Tensor] = field(default_factory=list)
+
+    def training(self, **ways: Any) -> Training:
+        return self.prepare(Training(self.net, fake=self.fake, **ways))
+
+    def graph(self) -> Training:
+        return self.training(whole=compiled(self.backend, fullgraph=True))
+
+    def measured(
+        self, training: Training, steps: int = 1, is_drawn: bool = False
+    ) -> Row:
+        """A plan that so many steps compile, and whether it is said to be over."""
+        with warnings_noted() as said:
+            start = time.process_time()
+            training.warmed(steps)
+            seconds = time.process_time() - start
+        row = self.run(training) if self.device == RUN else self.replayed(training)
+        if not is_drawn:
+            row.pop("curve", None)
+        row["warned"] = any("allowed" in text for text in said)
+        return {**row, "compile_s": round(seconds, 2)}
+
+    def run(self, training: Training) -> Row:
+        step = training.measured()
+        row: Row = {"peak": step.own_peak, "flops": step.flops}
+        if not self.fake:
+            self.first = self.first or step.gradients
+            row["off_budget_1"] = relative_error(step.gradients, self.first)
+        return row
+
+    def replayed(self, training: Training) -> Row:
+        found = replay(training, GPUS.get(self.device))
+        entries = ("peak", "phase", "flops", "seconds", "curve")
+        row = {entry: getattr(found, entry) for entry in entries}
+        return {entry: value for entry, value in row.items() if value is not None}
+
+    def upstreams(self, budgets: Sequence[float], in_blocks: bool) -> list[Row]:
+        """By their own budgets; gradients are compared with those of the largest."""
+        way = compiled(self.backend, fullgraph=not in_blocks)
+        ways = {"blocks" if in_blocks else "whole": way}
+
+        def by_budget(budget: float) -> Row:
+            with budgeted(budget):
+                return {"budget": budget, **self.measured(self.training(**ways))}
+
+        return sweep.measured(by_budget, budgets)
+
+    def by_peak(self, budget: float, is_drawn: bool = False) -> Row:
+        # Each plan that is compiled until one is within the peak is a decision.
+        decide = mock.Mock(wraps=vars(partitioners)["decide"])
+        with (
+            budgeted(budget, "peak"),
+            mock.patch.object(partitioners, "decide", decide),
+        ):
+            row = {"budget": budget, **self.measured(self.graph(), is_drawn=is_drawn)}
+        return {**row, **bound(), "compiled": decide.call_count}
+
+    def within(self, nbytes: int) -> Row:
+        with config.patch(activation_memory_peak_bytes=nbytes):
+            row = self.measured(self.graph())
+        return {**row, **bound(), "allowed": nbytes}
+
+    def checkpointed(self, kind: str) -> Row:
+        """A checkpoint of each block; inductor makes its plan inside the graph."""
+        context = {"context_fn": every_second_product} if " " in kind else {}
+        ways = checkpointed(**context), compiled(self.backend)
+        ways = ways[::-1] if self.device == RUN else ways
+        return self.measured(self.training(blocks=ways))
+
+    def of_steps(self, kind: str, asked: Sequence[Row]) -> Iterator[Row]:
+        """A StepBudget's plans, of blocks or of the whole net; no blocks, no plans."""
+        is_whole = kind == "whole"
+        if not is_whole:
+            try:
+                blocks_of(self.net.fake()[1])
+            except ValueError:
+                return
+        way = compiled(self.backend, fullgraph=is_whole)
+        ways = {"whole" if is_whole else "blocks": way}
+        if not self.fake:
+            # Gradients have to be those without a StepBudget.
+            self.run(self.training(**ways).warmed())
+        training = self.training(**ways)
+        for each in asked:
+            training.within = budget = overlay("step_budget").StepBudget(**each)
+            if self.fake:
+                # Storages of fakes are no device's.
+                budget.device = torch.device("meta")
+            # The first is recorded, and what it leaves behind may have the second.
+            row = {**each, **self.measured(training, steps=3)}
+            plan = budget.plan
+            row.update(predicted=plan.predicted_peak, allowed=plan.allowed)
+            yield {**row, "floor": plan.floor}
+
+
+def bound() -> Row:
+    """What the report of the last plan says of its peak; one of budget 1 has none."""
+    peak = getattr(overlay("saved_report").last_plan(), "peak", None)
+    entries = ("allowed", "predicted", "floor") if peak is not None else ()
+    return {entry: getattr(peak, entry) for entry in entries}
+
+
+@contextmanager
+def warnings_noted() -> Iterator[list[str]]:
+    """What the planners warn of meanwhile."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._functorch._activation_checkpointing")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def compiled_loss(backend: Any) -> Iterator[None]:
+    """F.cross_entropy is compiled, too."""
+    original = F.cross_entropy
+    loss = torch.compile(original, backend=backend)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        # Its graph finds what it calls by name.
+        with mock.patch.object(F, original.__name__, original):
+            found: Tensor = loss(*args, **kwargs)
+            return found
+
+    with mock.patch.object(F, original.__name__, call):
+        yield
+
+
+def every_second_product() -> Any:
+    """Contexts of a checkpoint that saves attention and every second product."""
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        is_saved = operator in ATTENTION
+        if operator in PRODUCTS:
+            again = context.is_recompute
+            products[again] += 1
+            is_saved = products[again] % 2 == 1
+        if is_saved:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
