@@ -17,13 +17,13 @@ $usage
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
                as it was, and what that costs (ten minutes)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
-               gradients, planning time (an hour)
+               gradients, planning time (hours)
   step         a budget for the whole training step where blocks are compiled one by one, beside
-               what budgets and checkpoints of single blocks reach (an hour)
+               what budgets and checkpoints of single blocks reach (hours)
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
-               budget for the step keeps and computes again (half an hour)
+               budget for the step keeps and computes again (hours)
 
 Each has --help, and --json FILE, to store what it prints. The first six have --check, for
 the counts that must hold.
