@@ -79,7 +79,7 @@ def tasks(
         for kind, budgets in kinds.items():
             wheel = fresh.UNTOUCHED if kind in ON_THE_WHEEL else "patched"
             task = {"net": net, "kind": kind, "device": device, "torch": wheel}
-            others = [row for row in good(rows, net=net, device=device)]
+            others = good(rows, net=net, device=device)
             steps = [
                 {name: step[name] for name in ("share", "peak") if name in step}
                 for row in others
