@@ -3,9 +3,13 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|gpu [OPTIONS]"
 case ${1:-} in
   solvers | kept | frozen | peak | step | schedule | blocks) ;;
+  gpu)
+    use_torch installed
+    export TORCH_VERSION
+    ;;
   -h | --help)
     cat <<EOF2
 $usage
@@ -24,6 +28,8 @@ $usage
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
                budget for the step keeps and computes again (hours)
+  gpu          what plans hold and take on the GPU of this machine, by the torch that python3
+               has, beside that torch as it is (eight minutes)
 
 Each has --help, and --json FILE, to store what it prints. The first six have --check, for
 the counts that must hold.
@@ -37,4 +43,4 @@ EOF2
 esac
 # -P: a folder named torch where this is called is not meant.
 PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} \
-  exec "$REPO/scripts/run_patched.sh" python -P -m benchmarks "$@"
+  exec "$REPO/scripts/run_patched.sh" "$PYTHON" -P -m benchmarks "$@"

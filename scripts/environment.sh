@@ -4,13 +4,18 @@
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 DEFAULT_TORCH=2.13.0
 
-# use_torch VERSION: the environment and the default checkout for that torch.
+# use_torch VERSION: the environment and the default checkout for that torch. `installed`
+# is the one that $APPLY_PYTHON or python3 has: nothing is fetched for it.
 use_torch() {
   TORCH_VERSION=$1
+  CHECKOUT=$REPO/build/pytorch-$TORCH_VERSION
+  if [ "$TORCH_VERSION" = installed ]; then
+    VENV='' PYTHON=$(command -v "${APPLY_PYTHON:-python3}")
+    return
+  fi
   VENV=$REPO/.venv
   [ "$TORCH_VERSION" = "$DEFAULT_TORCH" ] || VENV=$REPO/.venv-$TORCH_VERSION
   PYTHON=$VENV/bin/python
-  CHECKOUT=$REPO/build/pytorch-$TORCH_VERSION
 }
 use_torch "${TORCH_VERSION:-$DEFAULT_TORCH}"
 
@@ -56,6 +61,7 @@ quiet() {
 
 # The .venv with torch and the pinned requirements; nothing to do where it is current.
 ensure_environment() {
+  [ -n "$VENV" ] || return 0
   local wanted base
   wanted="torch==$TORCH_VERSION $(cksum <"$REPO/requirements.txt")"
   [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$wanted" ] && return
@@ -78,7 +84,8 @@ ensure_patched_checkout() {
   {
     flock 9
     (run_module "$PYTHON" upkeep.checkout assemble "$CHECKOUT" >&2)
-    APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2
+    # 3: applied to a torch that is no release.
+    APPLY_PYTHON=$PYTHON "$REPO/scripts/apply_patch.sh" "$CHECKOUT" >&2 || [ $? = 3 ]
   } 9>"$REPO/build/.lock"
 }
 

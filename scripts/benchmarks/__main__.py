@@ -30,6 +30,7 @@ from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks import fresh, nets
 from benchmarks.pages import environment, failed, Row, show, store
+from benchmarks.replay import GPUS
 
 
 def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
@@ -107,7 +108,7 @@ def main(name: str, *words: str) -> int:
     benchmark: Any = importlib.import_module(f"benchmarks.{name}")
     parser = options(name, benchmark)
     arguments = parser.parse_args(words)
-    needs_cuda = getattr(arguments, "device", "cpu") != "cpu"
+    needs_cuda = getattr(arguments, "device", None) in GPUS
     needs_cuda |= getattr(benchmark, "NEEDS_CUDA", False)
     if needs_cuda and torch.version.cuda is None:
         parser.error(

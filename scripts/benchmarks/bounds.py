@@ -322,7 +322,11 @@ def table(rows: Sequence[Row]) -> str:
         kind = "blocks" if row["kind"] in IN_BLOCKS else "graph"
         peak = sweep.lowest(row["steps"])["peak"]
         low = no_higher(rows, row["net"], kind, peak)
-        return cell(row, min(low, key=lambda plan: plan["flops"])) if low else "-"
+        # Flops of a real run are not counted.
+        cheap = min(
+            low, key=lambda plan: plan.get("flops", plan.get("seconds")), default=None
+        )
+        return "-" if cheap is None else cell(row, cheap)
 
     def bound(row: Row) -> str:
         return megabytes(row["lower_bound"]) if "lower_bound" in row else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import resource
 import signal
@@ -21,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from benchmarks.pages import Row
+from benchmarks.pages import progress, Row
 
 
 # A task whose ``torch`` is this runs on the wheel that the checkout was made from.
@@ -39,7 +39,7 @@ class Limits:
     """
 
     seconds: float
-    gigabytes: float
+    gigabytes: float = math.inf
 
 
 def environment(patched: bool, cache: Path) -> dict[str, str]:
@@ -63,10 +63,9 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
         patched = task.get("torch") != UNTOUCHED
         # -P: a folder named torch where this is called is not meant.
         command = [sys.executable, "-P", "-m", "benchmarks.fresh", module]
-        nbytes = int(limits.gigabytes * 1e9)
         with open(log, "w") as output:
             child = subprocess.Popen(
-                [*command, json.dumps(task), str(target), str(nbytes)],
+                [*command, json.dumps(task), str(target), str(limits.gigabytes)],
                 env=environment(patched, Path(folder, "cache")),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -93,11 +92,10 @@ def measured(module: str, task: Task, limits: Limits) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    console = Console(stderr=True)
-    with console.status(describe(task)):
+    with progress(describe(task)):
         found = measure_in_child(module, task, limits)
     if "error" in found:
-        console.print(f"[yellow]{describe(task)}: {found['error']}[/]")
+        print(f"{describe(task)}: {found['error']}", file=sys.stderr)
     row = {**task, **found}
     return {name: v for name, v in row.items() if not name.startswith("_")}
 
@@ -108,9 +106,11 @@ def describe(task: Task) -> str:
     return " ".join(map(str, words))
 
 
-def main(module: str, task: str, target: str, nbytes: str) -> int:
+def main(module: str, task: str, target: str, gigabytes: str) -> int:
     """What a child runs: it writes the task's row, or its error, down."""
-    resource.setrlimit(resource.RLIMIT_DATA, (int(nbytes), int(nbytes)))
+    if gigabytes != str(math.inf):
+        nbytes = int(float(gigabytes) * 1e9)
+        resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
     try:
         row = importlib.import_module(module).measure(json.loads(task))
     except Exception as error:

@@ -147,6 +147,18 @@ def allocations(call: Callable[[], Any]) -> Allocations:
     return Allocations(result, max(live), live[-1])
 
 
+def device_peak(call: Callable[[], Any], device: str) -> int:
+    """The most bytes that a call takes of a device's allocator beyond what was there."""
+    gc.collect()
+    if device == "cpu":
+        return allocations(call).peak
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 class CountedFlops(TorchDispatchMode):
     """Adds up the flops of all operators that run, in compiled graphs as well.
 

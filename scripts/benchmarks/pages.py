@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.markdown import Markdown
 
 
 Row = dict[str, Any]
@@ -168,8 +167,25 @@ def megabytes(nbytes: float) -> str:
 
 def show(text: str, least_width: int = 140) -> None:
     """Print Markdown; tables get room enough, wherever they go."""
+    if importlib.util.find_spec("rich") is None:
+        # A machine with a GPU may have nothing but torch.
+        print(text)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
     console = Console()
     Console(width=max(console.width, least_width)).print(Markdown(text))
+
+
+def progress(text: str) -> AbstractContextManager[Any]:
+    """Shows what is being done meanwhile."""
+    if importlib.util.find_spec("rich") is None:
+        print(text, file=sys.stderr, flush=True)
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
 
 
 # ------------------------------------------------------------------ figures
@@ -187,6 +203,9 @@ def panels(
     how: str = RUN,
 ) -> None:
     """A panel for each net, as .svg beside ``result``; where it ran, and no dates."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     across = min(4, len(lines))
     down = math.ceil(len(lines) / across)
     figure = Figure(figsize=(2.9 * across if across > 1 else 8, 2.6 * down + 0.8))

@@ -168,13 +168,16 @@ class Plans:
             start = time.process_time()
             training.warmed(steps)
             seconds = time.process_time() - start
-        row = self.run(training) if self.device == RUN else self.replayed(training)
+        row = self.found(training)
         if not is_drawn:
             row.pop("curve", None)
         row["warned"] = any("allowed" in text for text in said)
         return {**row, "compile_s": round(seconds, 2)}
 
-    def run(self, training: Training) -> Row:
+    def found(self, training: Training) -> Row:
+        """Of one more step, its peak and what it takes."""
+        if self.device != RUN:
+            return self.replayed(training)
         step = training.measured()
         row: Row = {"peak": step.own_peak, "flops": step.flops}
         if not self.fake:
@@ -193,11 +196,11 @@ class Plans:
         way = compiled(self.backend, fullgraph=not in_blocks)
         ways = {"blocks" if in_blocks else "whole": way}
 
-        def by_budget(budget: float) -> Row:
-            with budgeted(budget):
-                return {"budget": budget, **self.measured(self.training(**ways))}
+        return sweep.measured(functools.partial(self.by_budget, **ways), budgets)
 
-        return sweep.measured(by_budget, budgets)
+    def by_budget(self, budget: float, **ways: Any) -> Row:
+        with budgeted(budget):
+            return {"budget": budget, **self.measured(self.training(**ways))}
 
     def by_peak(self, budget: float, is_drawn: bool = False) -> Row:
         # Each plan that is compiled until one is within the peak is a decision.
@@ -233,7 +236,7 @@ class Plans:
         ways = {"whole" if is_whole else "blocks": way}
         if not self.fake:
             # Gradients have to be those without a StepBudget.
-            self.run(self.training(**ways).warmed())
+            self.found(self.training(**ways).warmed())
         training = self.training(**ways)
         for each in asked:
             training.within = budget = overlay("step_budget").StepBudget(**each)

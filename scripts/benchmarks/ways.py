@@ -90,6 +90,7 @@ class Training:
         blocks: Ways = (),
         fake: bool = False,
         beside: bool = False,
+        device: str = "cpu",
         optimizer: Optional[Callable[..., torch.optim.Optimizer]] = None,
     ) -> None:
         if not beside:
@@ -98,7 +99,7 @@ class Training:
         if fake:
             self.mode, self.module, self.inputs = net.fake()
         else:
-            self.module, self.inputs = net.make()
+            self.module, self.inputs = net.make(device)
         self.parameters: list[Tensor] = list(self.module.parameters())
         self.parameters += [each for each in self.inputs if each.requires_grad]
         self.blocks = blocks_of(self.module) if blocks else []
