@@ -101,3 +101,14 @@ def test_tests_run_by_the_checkouts_torch():
 def test_overlay_tests_run_as_upstreams_do():
     done = run_test(["test/functorch/test_ac_config_solver_name.py"], CHECKOUT)
     assert done.returncode == 0 and "Ran 1 test" in done.stdout, done.stdout
+
+
+def test_the_torch_that_is_installed_needs_no_environment(monkeypatch):
+    monkeypatch.setenv("TORCH_VERSION", "installed")
+    monkeypatch.setenv("APPLY_PYTHON", sys.executable)
+    words = "source scripts/environment.sh; ensure_environment; echo $PYTHON $CHECKOUT"
+    done = subprocess.run(
+        ["bash", "-ec", words], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    checkout = REPOSITORY / "build" / "pytorch-installed"
+    assert (done.stderr, done.stdout.split()) == ("", [sys.executable, str(checkout)])
