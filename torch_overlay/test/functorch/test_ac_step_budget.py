@@ -8,13 +8,10 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
 import logging
 import math
+import multiprocessing
 import os
-import re
-import subprocess
-import sys
 import tempfile
 import threading
 import unittest
@@ -32,11 +29,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import (
-    graph_calls,
-    saved_report,
-    step_budget,
-)
+from torch._functorch._activation_checkpointing import graph_calls, saved_report
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
@@ -50,7 +43,6 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.inductor_utils import HAS_CPU
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -107,9 +99,8 @@ def batch(rows=BATCH, seed=1):
 
 
 def local(tensor):
-    """What this rank has of it, or the first part of a wrapper."""
-    part = tensor.a if isinstance(tensor, TwoTensor) else tensor
-    return getattr(part, "_local_tensor", part)
+    """What this rank has of it."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def train(model, *batches):
@@ -162,23 +153,6 @@ class CheckpointInside(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpoints_inside():
-    model = Net(8, dropout=0.2, block=CheckpointInside)
-    # Gradients would be more than what waits for the backward.
-    for block in model.blocks:
-        block.requires_grad_(False)
-    return model
-
-
-def two_kinds():
-    model = Net(3)
-    model.blocks.append(Block(4 * WIDTH))
-    model.blocks.insert(3, nn.Linear(WIDTH, 4 * WIDTH))
-    model.blocks.append(nn.Linear(4 * WIDTH, WIDTH))
-    model.blocks[4].compile(backend=AOT)
-    return model
-
-
 def graph_break():
     model = Net(whole=True)
     forward = model.blocks[2].forward
@@ -217,13 +191,25 @@ def in_flight(model, *batches):
     waiting.pop().backward()
 
 
-def two_backwards(model, x, of_one_loss):
+def two_losses(model, x):
     for block in model.blocks:
         x = block(x)
-    first = model.head(x).square().mean()
-    second = first if of_one_loss else x.cos().sum()
-    first.backward(retain_graph=True)
-    second.backward()
+    model.head(x).square().mean().backward(retain_graph=True)
+    x.cos().sum().backward()
+
+
+def one_loss_twice(model, x):
+    for block in model.blocks:
+        x = block(x)
+    loss = model.head(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def with_patterns(model, x):
+    """As inductor traces its own in the first step of a process."""
+    joint_fwd_bwd(lambda value: value.sin().cos(), [x.clone().requires_grad_()])
+    model(x).backward()
 
 
 def with_hooks(model, x):
@@ -257,80 +243,67 @@ STEPS = {
     "blocks": Way(shares=(0.0, 0.4, 1.0)),
     # To draw its bits, MKL makes an int of each.
     "dropout": Way(lambda: Net(dropout=0.2), scratch=4 * BATCH * 4 * WIDTH),
-    "accumulation": Way(batches=2, calls=(8,)),
     "in_flight": Way(batches=3, train=in_flight, calls=(12,)),
     "checkpointed": Way(CheckpointedNet, calls=(8,), close=0.1),
-    # Each call keeps the state of the generator, which no plan counts.
     "checkpoints_inside": Way(
-        checkpoints_inside,
-        calls=(8,),
-        close=0.01,
-        scratch=8 * torch.get_rng_state().nbytes,
+        lambda: Net(2, dropout=0.2, block=CheckpointInside),
+        calls=(2,),
+        close=0.1,
+        scratch=4 * BATCH * 4 * WIDTH,
     ),
-    "two_kinds": Way(two_kinds, calls=(3, 1)),
     "graph_break": Way(graph_break, calls=(3, 1)),
     "one_graph": Way(lambda: Net(whole=True), calls=(1,)),
     "norm_behind": Way(
         lambda: Net(2, block=NormBehind), calls=(2,), shares=(1.0,), close=0
     ),
+    "with_patterns": Way(train=with_patterns),
     # No gradient is wanted of what the first block is given.
-    "two_losses": Way(
-        train=functools.partial(two_backwards, of_one_loss=False),
-        calls=(1, 3),
-        close=1,
-    ),
-    "one_loss_twice": Way(
-        train=functools.partial(two_backwards, of_one_loss=True),
-        calls=(1, 3),
-        close=1,
-    ),
+    "two_losses": Way(train=two_losses, calls=(1, 3), close=1),
+    "one_loss_twice": Way(train=one_loss_twice, calls=(1, 3), close=1),
 }
 
 
+UNSEEN = "no backward of a compiled graph was seen"
 # A model, how it is trained, and why a StepBudget can do nothing for it.
 UNPLANNED = {
-    "compiled_autograd": (
-        Net,
-        by_compiled_autograd,
-        "compiled autograd ran the backwards",
-    ),
+    "compiled_autograd": (Net, by_compiled_autograd, UNSEEN),
+    "nothing_compiled": (lambda: Net(backend=None), train, UNSEEN),
     "hooks": (Net, with_hooks, "saved-tensor hooks are set around"),
     "nested_regions": (
         lambda: Net(block=Nested, whole=True),
         train,
-        "nested compiled regions",
+        "it calls nested compiled regions",
     ),
-    "nothing_compiled": (lambda: Net(backend=None), train, "no graph was compiled"),
+    "default_partitioner": (
+        lambda: Net(backend="aot_eager_default_partitioner"),
+        train,
+        "its backend does not partition by the budget",
+    ),
 }
 
 
 # Of training in two processes.
-WAYS = ("replicas", "sharded", "tensors", "pipeline")
+WAYS = ("replicas", "sharded", "pipeline")
 
 
 class Stage(nn.Sequential):
     """One of two stages of a pipeline, the second with another graph; see `rank`."""
 
     def __init__(self, number):
-        blocks = Net(3 + number).blocks
-        super().__init__(*blocks, *([nn.Linear(WIDTH, 8)] if number else []))
-        self.number = number
-        self.schedule = None
-
-    def train_step(self, x):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-        if self.schedule is None:
-            stage = PipelineStage(self, self.number, 2, torch.device("cpu"))
-            self.schedule = Schedule1F1B(stage, 4, loss_fn=F.cross_entropy)
-        if self.number:
-            self.schedule.step(target=x.argmax(1) % 8)
-        else:
-            self.schedule.step(x)
+        blocks = Net(3 + number).blocks
+        super().__init__(*blocks, *([nn.Linear(WIDTH, 8)] if number else []))
+        stage = PipelineStage(self, number, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 4, loss_fn=F.cross_entropy)
+        self.step = functools.partial(self.run, schedule.step, number)
+
+    def run(self, step, number, x):
+        step(target=x.argmax(1) % 8) if number else step(x)
 
 
 def rank(number, place):
-    """What a StepBudget does in one of two processes, for each of three ways."""
+    """What a StepBudget does in one of two processes, for each way."""
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{place}",
@@ -338,29 +311,13 @@ def rank(number, place):
         world_size=2,
         timeout=timedelta(seconds=120),
     )
-    try:
-        return {way: step_of_rank(number, way) for way in WAYS}
-    finally:
-        torch.distributed.destroy_process_group()
+    return {way: step_of_rank(number, way) for way in WAYS}
 
 
 def model_of_rank(number, way):
     if way == "pipeline":
         return Stage(number)
     model = Net()
-    if way == "tensors":
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            parallelize_module,
-            RowwiseParallel,
-        )
-
-        model = Net()
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        for block in model.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh, plan)
-        return model
     if way == "replicas":
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard
@@ -373,67 +330,28 @@ def model_of_rank(number, way):
 
 def step_of_rank(number, way):
     def train_one(model, x):
-        train_step = getattr(model, "train_step", None)
-        train_step(x) if train_step else train(model, x)
+        model.step(x) if way == "pipeline" else train(model, x)
 
-    is_same = way in ("pipeline", "tensors")
-    x = batch(4 * BATCH, seed=1 if is_same else number)
+    x = batch(4 * BATCH, seed=1 if way == "pipeline" else number)
     torch._dynamo.reset()
     before = unbudgeted(model_of_rank(number, way), x, train=train_one)
     model, budget = model_of_rank(number, way), StepBudget(share=0.2)
     gradients = steps(budget, model, x, train=train_one)
-    return {
-        # Other threads let go of what was sent when they come to it: in most
-        # steps soon enough, so the least of several is the program's.
-        "peak": min(measured(budget, model, x, train=train_one) for _ in range(5)),
-        "predicted": budget.plan.predicted_peak,
-        "allowed": budget.plan.allowed,
-        "same": all(torch.equal(local(a), local(b)) for a, b in zip(gradients, before)),
-        "budget": str(budget),
-    }
+    # Other threads let go of what was sent when they come to it: in most steps soon
+    # enough, so the least of several is the program's.
+    peak = min(measured(budget, model, x, train=train_one) for _ in range(5))
+    is_same = all(torch.equal(local(a), local(b)) for a, b in zip(gradients, before))
+    return peak, budget.plan, is_same
 
 
 def in_two_ranks():
     """What ``rank`` returns in each of two processes."""
-    with tempfile.TemporaryDirectory() as folder:
+    processes = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, processes.Pool(2) as pool:
         place = os.path.join(folder, "init")
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import json, os, test_ac_step_budget as t; "
-                    f"found = t.rank({number}, {place!r}); "
-                    "print(json.dumps(found), flush=True); "
-                    # Where DDP ran, an interpreter may never come to its end.
-                    "os._exit(0)",
-                ],
-                env={**os.environ, "PYTHONHASHSEED": str(number)},
-                cwd=os.path.dirname(os.path.abspath(__file__)),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for number in range(2)
-        ]
-        try:
-            # One may wait forever for the other, if that fails.
-            outputs = [process.communicate(timeout=150)[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
-def fork_in_a_step():
-    """Both processes train in a budget; exits with 0 if both have a plan."""
-    budget = StepBudget(share=0.2)
-    with budget:
-        child = os.fork()
-        if child == 0:
-            budget = StepBudget(share=0.2)
-    steps(budget, Net(), batch(), count=3)
-    status = 0 if child == 0 else os.waitpid(child, 0)[1]
-    os._exit(int(status != 0 or budget.plan is None))
+        ranks = [(number, place) for number in range(2)]
+        # One may wait forever for the other, if that fails.
+        return pool.starmap_async(rank, ranks, chunksize=1).get(timeout=300)
 
 
 class StepBudgetTest(TestCase):
@@ -472,7 +390,7 @@ class StepBudgetTest(TestCase):
             logs = stack.enter_context(watch("torch._functorch", "WARNING"))
             found = steps(budget, model, batch(), train=train, count=count)
         for each, wanted in zip(found, before, strict=True):
-            self.assertEqual(local(each), local(wanted), rtol=0, atol=0)
+            self.assertEqual(each, wanted, rtol=0, atol=0)
         if said:
             self.assertEqual(len(logs.output), len(said))
             for line, words in zip(logs.output, said):
@@ -509,17 +427,14 @@ class StepBudgetTest(TestCase):
         model, budget = Net(), StepBudget(share=0.0)
         # The peak is where this layer's new gradient is added to the old one.
         model.head = nn.Linear(WIDTH, 4096)
-        small = batch(8)
+
+        def step():
+            with budget:
+                train(model, batch(8))
+
         for _ in range(3):
-            with budget:
-                train(model, small)
-
-        def one_more():
-            with budget:
-                train(model, small)
-
-        peak = allocated_at_most(one_more)
-        predicted = budget.plan.predicted_peak
+            step()
+        predicted, peak = budget.plan.predicted_peak, allocated_at_most(step)
         self.assertLessEqual(abs(peak - predicted), 0.01 * predicted)
 
     @parametrize("limit", ("peak_bytes", "device_bytes"))
@@ -602,80 +517,55 @@ class StepBudgetTest(TestCase):
 
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
     def test_inductor(self):
+        make = functools.partial(Net, 2, "inductor", dropout=0.1)
         with fresh_cache():
-            for hits in (False, True):
+            wanted = unbudgeted(make(), batch())
+        lower = 0
+        with fresh_cache():
+            for share, hits in ((0.0, False), (0.0, True), (1.0, True)):
                 torch._dynamo.reset()
                 counters.clear()
-                model, budget = Net(2, "inductor", dropout=0.1), StepBudget(share=0.0)
+                model, budget = make(), StepBudget(share=share)
                 gradients = steps(budget, model, batch())
-                self.assertGreater(budget.plan.graphs[0].cost, 0)
+                self.assertEqual(gradients, wanted, rtol=1e-5, atol=1e-6)
                 # What plans of a step leave to inductor's cache, it finds again.
                 found = counters["inductor"]
-                self.assertEqual(found["fxgraph_cache_miss"] == 0, hits)
+                if share == 0:
+                    self.assertEqual(found["fxgraph_cache_miss"] == 0, hits)
                 self.assertEqual(found["fxgraph_cache_hit"] > 0, hits)
-        torch._dynamo.reset()
-        with fresh_cache():
-            wanted = unbudgeted(Net(2, "inductor", dropout=0.1), batch())
-        self.assertEqual(gradients, wanted, rtol=1e-5, atol=1e-6)
-
-    def test_what_compiles_tell(self):
-        lower = 0
-        for share in (0.0, 1.0):
-            torch._dynamo.reset()
-            with fresh_cache():
-                model, budget = Net(2, "inductor"), StepBudget(share=share)
-                steps(budget, model, batch())
-                peak = measured(budget, model, batch())
-            plan = budget.plan
-            self.assertEqual(plan.predicted_peak, peak, rtol=0.005, atol=0)
-            self.assertLessEqual(plan.predicted_peak, plan.allowed)
-            self.assertLess(lower, peak)
-            lower = peak
+                plan, peak = budget.plan, measured(budget, model, batch())
+                self.assertEqual(plan.graphs[0].cost > 0, share == 0)
+                self.assertEqual(plan.predicted_peak, peak, rtol=0.005, atol=0)
+                self.assertLessEqual(plan.predicted_peak, plan.allowed)
+                self.assertLessEqual(lower, peak)
+                lower = peak
 
     def test_what_a_device_counts(self):
         def counted(_):
-            return START + math.floor((1 + miss) * budget.plan.predicted_peak)
+            return math.floor((1 + miss) * budget.plan.predicted_peak) + 1000
 
-        START = 1000
-        counters = SimpleNamespace(
+        model, budget, miss = Net(), StepBudget(share=0.5), 0.01
+        # No such device is here.
+        budget._counters = SimpleNamespace(
             reset_peak_memory_stats=lambda _: None,
-            memory_allocated=lambda _: START,
+            memory_allocated=lambda _: 1000,
             max_memory_allocated=counted,
         )
-        # No such device is here.
-        with mock.patch.object(step_budget, "_counters", lambda _: counters):
-            budget = StepBudget(share=0.5)
-        model, miss = Net(), 0.01
         with self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, batch(), count=3)
-        self.assertEqual(budget.measured_peak, counted(None) - START)
+        self.assertEqual(budget.measured_peak, counted(None) - 1000)
         self.assertIn(" measured), ", str(budget))
-        first, miss = budget.plan, 0.1
+        miss, budget._recorded = 0.1, None
         with self.assertLogs("torch._functorch", "WARNING") as logs:
-            # Another program: it is recorded, and then planned.
-            steps(budget, model, batch(), batch(), count=3)
-        self.assertEqual(len(logs.output), 2)
-        self.assertIn("differently from the recorded", logs.output[0])
-        self.assertRegex(logs.output[1], "the device counted .* were predicted")
+            # Another program.
+            steps(budget, model, batch(), batch())
+        self.assertEqual(len(logs.output), 1)
+        self.assertRegex(logs.output[0], "the device counted .* were predicted")
         # What was counted more is left free by the next plan.
         missed = budget.measured_peak - budget.plan.predicted_peak
-        budget._expected = None
-        steps(budget, model, batch(), batch(), count=2)
+        budget._recorded = None
+        steps(budget, model, batch(), batch())
         self.assertLessEqual(budget.plan.predicted_peak, budget.plan.allowed - missed)
-        self.assertNotEqual(first, budget.plan)
-
-    def test_patterns_of_inductor(self):
-        # Traced and run in the first step of a process.
-        def train(model, x):
-            inner = x.clone().requires_grad_()
-            joint_fwd_bwd(lambda value: value.sin().cos(), [inner])
-            model(x).backward()
-
-        model, budget = Net(), StepBudget(share=0.2)
-        with self.assertNoLogs("torch._functorch", "WARNING"):
-            steps(budget, model, batch(), train=train, count=1)
-            steps(budget, model, batch())
-        self.assertEqual(len(budget.plan.graphs), 1)
 
     def test_outside_of_a_step(self):
         model, budget = Net(), StepBudget(share=0.5)
@@ -736,39 +626,21 @@ class StepBudgetTest(TestCase):
             steps(budget, model, batch(), train=train)
         self.assertIsNotNone(budget.plan)
 
-    def test_wrapper_subclass(self):
-        def make():
-            model = Net()
-            for block in model.blocks:
-                weight = block.up.weight.detach()
-                pair = TwoTensor(weight.clone(), weight.clone())
-                block.up.weight = nn.Parameter(pair)
-            return model
-
-        budget = StepBudget(share=0.2)
-        self.trained(budget, make)
-        self.assertGreater(budget.plan.unbudgeted, budget.plan.floor)
-
-    @parametrize("phase", ("forward", "backward"))
-    @parametrize("always", (False, True))
-    def test_plan_that_does_not_compile(self, phase, always):
+    @parametrize("phase", ("fw_compiler", "bw_compiler"))
+    def test_plan_that_does_not_compile(self, phase):
         faults = []
 
-        def compiler(of):
-            def compile_graph(graph, _):
-                if faults and of == phase:
-                    if not always:
-                        faults.clear()
-                    raise RuntimeError("no kernel for this split")
-                return make_boxed_func(graph.forward)
+        def sound(graph, _):
+            return make_boxed_func(graph.forward)
 
-            return compile_graph
+        def faulty(graph, _):
+            if faults:
+                raise RuntimeError("no kernel for this split")
+            return sound(graph, _)
 
-        backend = aot_autograd(
-            fw_compiler=compiler("forward"),
-            bw_compiler=compiler("backward"),
-            partition_fn=partitioners.min_cut_rematerialization_partition,
-        )
+        compilers = {"fw_compiler": sound, "bw_compiler": sound, phase: faulty}
+        partition = partitioners.min_cut_rematerialization_partition
+        backend = aot_autograd(**compilers, partition_fn=partition)
         before = unbudgeted(Net(backend=backend), batch())
         model, budget = Net(backend=backend), StepBudget(share=0.5)
         steps(budget, model, batch(), count=1)
@@ -799,11 +671,9 @@ class StepBudgetTest(TestCase):
         with self.assertLogs("torch._functorch", "WARNING") as logs, fault:
             gradients = steps(budget, model, batch(), count=4)
         self.assertEqual(gradients, before, rtol=0, atol=0)
-        told = [line for line in logs.output if "ValueError: injected" in line]
-        self.assertEqual(
-            len(told), len({line.partition(" may not ")[2] for line in told})
-        )
-        self.assertEqual(told, logs.output)
+        for line in logs.output:
+            self.assertIn("ValueError: injected", line)
+        self.assertEqual(len(logs.output), len({*logs.output}))
         self.assertIn("injected", str(budget))
 
     def test_models_that_go(self):
@@ -846,19 +716,6 @@ class StepBudgetTest(TestCase):
         for k, x in enumerate(batches):
             wanted = unbudgeted(Net(dynamic=False), x)
             self.assertEqual(found[k], wanted, rtol=0, atol=0)
-        alone = [StepBudget(share=0.2) for _ in range(2)]
-        for budget, own, x in zip(budgets, alone, batches):
-            torch._dynamo.reset()
-            steps(own, Net(dynamic=False), x)
-            self.assertEqual(budget.plan.allowed, own.plan.allowed)
-
-    @unittest.skipIf(not hasattr(os, "fork"), "forks")
-    def test_forked_child(self):
-        # In a process of its own, as no child may follow autograd's threads.
-        code = "import test_ac_step_budget as test; test.fork_in_a_step()"
-        folder = os.path.dirname(os.path.abspath(__file__))
-        ran = subprocess.run([sys.executable, "-c", code], cwd=folder)
-        self.assertEqual(ran.returncode, 0)
 
     def test_invalid_values(self):
         for message, options in (
@@ -902,32 +759,8 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertEqual(peak > 1.05 * budget.plan.floor, calls is None)
 
-    def test_larger_batch_than_one_graph_was_planned_for(self):
-        rows, limit = 2048, 14 << 20
-        options = {
-            "activation_memory_peak_bytes": limit,
-            "enable_autograd_cache": False,
-        }
-        with config.patch(options):
-            model = Net(backend=None)
-            model.compile(backend=AOT, dynamic=True)
-            with self.assertNoLogs("torch._functorch", "WARNING"):
-                for count in (rows, rows, rows // 2):
-                    peak = measured(contextlib.nullcontext(), model, batch(count))
-                self.assertLessEqual(peak, limit)
-            with self.assertLogs("torch._functorch", "WARNING") as logs:
-                for count in (2 * rows, 2 * rows, 4 * rows):
-                    peak = measured(contextlib.nullcontext(), model, batch(count))
-        self.assertGreater(peak, limit)
-        told = re.findall(
-            r"for 2 MiB the peak is about (.*) MiB, above \w+ \(14 MiB\)",
-            logs.output[1],
-        )
-        self.assertEqual(float(*told) * 2**20, peak, rtol=0.05, atol=0)
-        self.assertEqual(len(logs.output), 2)
-
     @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
-    def test_larger_batch_than_a_cached_graph_was_planned_for(self):
+    def test_larger_batch_than_one_graph_was_planned_for(self):
         def call(rows):
             x = torch.ones(rows, 8, requires_grad=True)
             compiled(x).sum().backward()
@@ -942,11 +775,14 @@ class StepBudgetTest(TestCase):
                 torch._dynamo.reset()
                 counters.clear()
                 compiled = torch.compile(torch.sin, dynamic=True)
-                call(16)
+                with self.assertNoLogs("torch._functorch", "WARNING"):
+                    call(16)
+                    call(8)
                 self.assertEqual(
                     counters["aot_autograd"][f"autograd_cache_{expected}"], 1
                 )
                 with self.assertLogs("torch._functorch", "WARNING") as logs:
+                    call(64)
                     call(64)
                 self.assertEqual(len(logs.output), 1)
                 self.assertIn("planned for 512 B of dynamic inputs", logs.output[0])
@@ -961,13 +797,12 @@ class StepBudgetTest(TestCase):
         one, other = in_two_ranks()
         for way in WAYS:
             with self.subTest(way=way):
-                for found in (one[way], other[way]):
-                    self.assertTrue(found["same"])
-                    peak, late = found["peak"], 0.05 * found["peak"]
-                    self.assertLessEqual(peak, found["allowed"] + late)
-                    self.assertLessEqual(abs(peak - found["predicted"]), late)
-                alike = one[way]["budget"] == other[way]["budget"]
-                self.assertEqual(alike, way != "pipeline")
+                for peak, plan, is_same in (one[way], other[way]):
+                    self.assertTrue(is_same)
+                    self.assertLessEqual(peak, plan.allowed + 0.05 * peak)
+                    self.assertLessEqual(abs(peak - plan.predicted_peak), 0.05 * peak)
+                # As long as they train by the same program.
+                self.assertEqual(one[way][1] == other[way][1], way != "pipeline")
 
 
 instantiate_parametrized_tests(StepBudgetTest)

@@ -29,7 +29,6 @@ import itertools
 import logging
 import math
 import operator
-import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -38,14 +37,15 @@ import torch
 from torch._dynamo.exc import RestartAnalysis
 
 from .budget_options import is_number
+from .peak_budget import allowed_peak
 from .saved_report import format_bytes
-from .step_graph import Graph, running, Slots, Step
-from .step_plan import GraphPlans, Moment, StepCurve, StepPlan
-from .step_recorder import moments, Recorder
+from .step_graph import Step
+from .step_plan import GraphPlans, StepCurve, StepPlan
+from .step_recorder import Recorder, running, Timeline
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing_extensions import Self
 
 
@@ -122,38 +122,37 @@ class StepBudget:
         # A build for GPUs names one even where there is none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
-        asked = {"peak_bytes": peak_bytes, "device_bytes": device_bytes}
-        given = {name: value for name, value in asked.items() if value is not None}
-        if len(given) + (share is not None) > 1:
+        asked = {"share": share, "peak_bytes": peak_bytes, "device_bytes": device_bytes}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        if len(asked) > 1:
             raise ValueError("pass only one of share, peak_bytes and device_bytes")
-        if share is not None and not is_number(share, 0, 1):
-            raise ValueError(f"share is {share!r}; it must be a number from 0 to 1")
-        for name, value in given.items():
-            if type(value) is not int or value <= 0:
-                raise ValueError(
-                    f"{name} is {value!r}; it must be a positive number of bytes"
-                )
-        if share is None and not given:
+        if not asked:
             if accelerator is None:
                 raise ValueError(
                     "no accelerator found: pass share, peak_bytes or device_bytes"
                 )
             device_bytes = torch.get_device_module(self.device).mem_get_info()[1]
+            asked = {"device_bytes": device_bytes}
+        ((name, value),) = asked.items()
+        if name == "share" and not is_number(value, 0, 1):
+            raise ValueError(f"share is {value!r}; it must be a number from 0 to 1")
+        if name != "share" and (type(value) is not int or value <= 0):
+            raise ValueError(
+                f"{name} is {value!r}; it must be a positive number of bytes"
+            )
+        self._name = f"StepBudget({name}={value})"
         self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
         self.plan: Optional[StepSummary] = None
         self.measured_peak: Optional[int] = None
-        # Live bytes at the start of the step that is measured, and the device's counters.
+        counters = torch.get_device_module(self.device)
+        is_counted = hasattr(counters, "reset_peak_memory_stats")
+        self._counters: Any = counters if is_counted else None
+        # Live bytes at the start of the step that is measured.
         self._start: Optional[int] = None
-        self._counters = _counters(self.device)
-        # Weak: a graph goes with the model that it was compiled for.
-        self.graphs: weakref.WeakKeyDictionary[Graph, Slots] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._step: Optional[Step] = None
-        self._recorded: Optional[Recorder] = None
-        self._expected: Optional[list[Any]] = None
-        self._warnings: dict[str, None] = {}
+        # That which the next ones are compared with.
+        self._recorded: Optional[Step] = None
         self._is_first = True
+        self._warnings: dict[str, None] = {}
 
     # ---------------------------------------------------------------- the steps
 
@@ -162,21 +161,18 @@ class StepBudget:
         if left is not None:
             # An exception kept a callback from ending it.
             left.close()
-        recorder, self._recorded = self._recorded, None
-        if recorder is not None:
+        step = self._recorded
+        if step is not None and step.recorder is not None:
             # What only garbage holds is not there in the next step.
             gc.collect()
             with self.warn_on_failure("no plan could be made for the step"):
-                self._plan_by(recorder)
-        step = self._step = Step(self)
-        if self._expected is None:
-            for slots in self.graphs.values():
-                slots.calls, slots.choice, slots.scale, slots.size = [], None, 0.0, 0
-            step.record()
-        elif self.measured_peak is None and self._counters is not None:
+                self._plan_by(step, step.recorder)
+            step.recorder = None
+        is_planned = self._recorded is not None and self.plan is not None
+        if is_planned and self.measured_peak is None and self._counters is not None:
             self._counters.reset_peak_memory_stats(self.device)
-            self._start = self._counters.memory_allocated(self.device)
-        step.open()
+            self._start = self.allocated()
+        Step(self, like=self._recorded).open()
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
@@ -185,46 +181,46 @@ class StepBudget:
             return
         step.close()
         start, self._start = self._start, None
-        if kind is not None or step is not self._step:
+        if kind is not None:
             return
-        if start is not None:
-            self._measure(start)
+        if start is not None and self.plan is not None:
+            self._measure(start, self.plan.predicted_peak)
         if step.recorder is not None:
+            self._recorded = step
             with self.warn_on_failure("the step could not be recorded"):
-                self._keep(step, step.recorder)
-        elif step.seen != self._expected:
+                self._check(step, step.recorder)
+        elif self._recorded is not None and step.seen != self._recorded.seen:
             log.warning(
                 "this step called compiled graphs differently from the recorded one, so "
                 "%s may be exceeded; the next step is recorded",
-                self._asked(),
+                self._name,
             )
-            self._expected = None
+            self._recorded = None
 
-    def _keep(self, step: Step, recorder: Recorder) -> None:
+    def _check(self, step: Step, recorder: Recorder) -> None:
         """Let the next step be planned by this one, where it tells enough."""
-        self._expected = step.seen
+        step.recorder = None
         if recorder.error is not None:
             raise recorder.error
-        if _ran_out_of_sight(step.seen):
-            self.warn(
-                "compiled autograd ran the backwards, which a StepBudget cannot see; "
-                "all graphs keep their lean plans"
-            )
-        elif self.graphs:
-            self._recorded = recorder
+        if any(kind == "B" for kind, *_ in step.seen):
+            step.recorder = recorder
         elif not self._warnings:
             self.warn(
-                "no graph was compiled in this step; if the model was compiled earlier, "
-                "call torch.compiler.reset() first"
+                "no backward of a compiled graph was seen in this step; if the model was "
+                "compiled earlier, call torch.compiler.reset() first"
             )
 
-    def _measure(self, start: int) -> None:
+    def allocated(self) -> int:
+        """The bytes that the device counts, 0 where it does not."""
+        if self._counters is None:
+            return 0
+        return int(self._counters.memory_allocated(self.device))
+
+    def _measure(self, start: int, predicted: int) -> None:
         """Compare what the device counted in a step with what was predicted."""
-        if self.plan is None or self._counters is None:
-            return
         beyond = start if self.device_bytes is None else 0
         peak = self._counters.max_memory_allocated(self.device) - beyond
-        self.measured_peak, predicted = peak, self.plan.predicted_peak
+        self.measured_peak = peak
         if abs(peak - predicted) > _MISS * predicted:
             self.warn(
                 f"the device counted {format_bytes(peak)} in a step, and "
@@ -246,84 +242,56 @@ class StepBudget:
     def warn(self, reason: str) -> None:
         if reason not in self._warnings:
             self._warnings[reason] = None
-            log.warning("%s may be exceeded: %s", self._asked(), reason)
-
-    def _asked(self) -> str:
-        if self.share is not None:
-            return f"StepBudget(share={self.share:g})"
-        if self.peak_bytes is not None:
-            return f"StepBudget(peak_bytes={self.peak_bytes})"
-        return f"StepBudget(device_bytes={self.device_bytes})"
+            log.warning("%s may be exceeded: %s", self._name, reason)
 
     # ---------------------------------------------------------------- the plan
 
-    def _plan_by(self, recorder: Recorder) -> None:
+    def _plan_by(self, step: Step, recorder: Recorder) -> None:
         """Plan the next steps by the one recorded, or let one more be recorded."""
+        timeline = Timeline(recorder)
         # Buffers that the first step makes once and for all are there in a second.
-        if self._is_first and recorder.left_behind() > _NEW * recorder.created_bytes:
-            self._expected = None
+        is_first, self._is_first = self._is_first, False
+        if is_first and timeline.live > _NEW * timeline.made:
+            self._recorded = None
         else:
-            self._make_plan(recorder)
-        self._is_first = False
+            self._make_plan(step, timeline, recorder.bytes_at_next_start())
 
-    def _make_plan(self, recorder: Recorder) -> None:
-        used = [(graph, s) for graph, s in self.graphs.items() if s.calls]
-        for graph, _ in used:
-            if graph.fault:
-                self.warn(f"{graph.name} has no plan for a step: {graph.fault}")
-        number = {graph: g for g, (graph, _) in enumerate(used)}
-        found, given = moments(recorder, number), recorder.bytes_at_next_start()
-        plans, curve = self._curve(used, found)
+    def _make_plan(self, step: Step, timeline: Timeline, given: int) -> None:
+        curve = _curve(timeline)
         # Of estimates but for the lean plans. It stays, whatever compiles tell from here on.
-        allowed = self._allowed(curve, given)
-        wanted = allowed
+        allowed = wanted = self._allowed(curve, given)
         if self.plan is not None and self.measured_peak is not None:
             # What was not predicted of one step will not be of the next.
             wanted -= max(self.measured_peak - self.plan.predicted_peak, 0)
             self.measured_peak = None
-        plan = curve.within(wanted)
-        for _ in range(_ROUNDS):
-            is_new = [
-                graph.compile(choice, self)
-                for graph, choice in zip(number, plan.choices)
-            ]
-            if not any(is_new):
-                break
-            plans, curve = self._curve(used, found)
+        for left in reversed(range(_ROUNDS + 1)):
             plan = curve.within(wanted)
+            is_new = [g.compile(choice, self) for g, choice in plan.choices.items()]
+            if not left or not any(is_new):
+                break
+            curve = _curve(timeline)
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
                 f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and "
                 f"{format_bytes(allowed + beyond)} are allowed; the step uses that plan"
             )
-        uses = _uses(used, plans, plan)
+        for graph, choice in plan.choices.items():
+            step.choices[graph] = choice, timeline.scales[graph]
         self.plan = StepSummary(
             allowed + beyond,
             plan.peak + beyond,
             curve.floor + beyond,
             curve.unbudgeted.peak + beyond,
             given,
-            math.fsum(use.cost for use in uses),
-            uses,
+            plan.cost,
+            tuple(_uses(timeline.calls, curve.graphs, plan)),
         )
-        for (_, slots), choice in zip(used, plan.choices):
-            slots.choice = choice
         log.info("%s", self)
-
-    def _curve(
-        self, used: Sequence[tuple[Graph, Slots]], found: Sequence[Moment]
-    ) -> tuple[list[GraphPlans], StepCurve]:
-        """The plans for a step, by what its graphs' compiles have told so far."""
-        plans = [graph.plans.corrected() for graph, _ in used]
-        calls = [slots.calls for _, slots in used]
-        scales = [slots.scale for _, slots in used]
-        return plans, StepCurve(plans, calls, found, scales)
 
     def _allowed(self, curve: StepCurve, given: int) -> int:
         if self.share is not None:
-            room = curve.unbudgeted.peak - curve.floor
-            return curve.floor + math.floor(self.share * room)
+            return allowed_peak(self.share, curve.floor, curve.unbudgeted.peak)
         if self.peak_bytes is not None:
             return self.peak_bytes
         return (self.device_bytes or 0) - given
@@ -331,7 +299,7 @@ class StepBudget:
     def __str__(self) -> str:
         reasons = [f"may be exceeded: {reason}" for reason in self._warnings]
         if self.plan is None:
-            line = f"{self._asked()}: no plan before the second step"
+            line = f"{self._name}: no plan before the second step"
             return "\n".join([line, *reasons])
         plan = self.plan
         peaks = plan.predicted_peak, plan.allowed, plan.floor, plan.unbudgeted
@@ -358,32 +326,22 @@ class StepBudget:
         return "\n".join(lines + reasons)
 
 
-def _counters(device: torch.device) -> Any:
-    """The module that counts a device's bytes, None where there is none."""
-    module = torch.get_device_module(device)
-    return module if hasattr(module, "reset_peak_memory_stats") else None
+def _curve(step: Timeline) -> StepCurve:
+    """The plans for a step, by what its graphs' compiles have told so far."""
+    graphs = {g: g.plans.corrected(scale) for g, scale in step.scales.items()}
+    return StepCurve(graphs, step.calls, step.moments)
 
 
 def _uses(
-    used: Sequence[tuple[Graph, Slots]], plans: Sequence[GraphPlans], plan: StepPlan
-) -> tuple[GraphUse, ...]:
+    calls: Mapping[Any, Sequence[int]], graphs: Mapping[Any, GraphPlans], plan: StepPlan
+) -> Iterator[GraphUse]:
     """What the plan of a step means for each of its graphs."""
-    uses = []
-    for (graph, slots), found, choice in zip(used, plans, plan.choices):
-        chosen = [found.plans[p] for p in choice]
-        uses.append(
-            GraphUse(
-                graph.name,
-                sum(slots.calls),
-                tuple(each.kept for each in chosen),
-                tuple(max(each.forward, each.backward) - each.kept for each in chosen),
-                math.fsum(map(operator.mul, slots.calls, (p.cost for p in chosen))),
-            )
+    for graph, choice in plan.choices.items():
+        chosen = [graphs[graph].plans[p] for p in choice]
+        yield GraphUse(
+            graph.name,
+            sum(calls[graph]),
+            tuple(each.kept for each in chosen),
+            tuple(max(each.forward, each.backward) - each.kept for each in chosen),
+            math.fsum(map(operator.mul, calls[graph], (p.cost for p in chosen))),
         )
-    return tuple(uses)
-
-
-def _ran_out_of_sight(seen: Sequence[Any]) -> bool:
-    """Whether compiled autograd ran the backwards of these calls."""
-    is_unused = torch._C._dynamo.compiled_autograd.is_cache_empty()
-    return not is_unused and all(what != "B" for what, *_ in seen)

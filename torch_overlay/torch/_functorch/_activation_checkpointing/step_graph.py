@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import weakref
 from contextlib import contextmanager, ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import memory_budget, planning
+from . import memory_budget
 from .compiled_peak import (
     calls_nested_regions,
     CompiledPeaks,
     fresh_copy,
-    has_guard,
     nodes_named_as,
     takes_request,
 )
 from .decision import Decision
 from .graph_calls import backward_of, bytes_of, CALL, symbolic_sizes, with_warnings
-from .step_plan import calls_assumed, GraphPlan, GraphPlans, plan_graph
-from .step_recorder import Event, of_this_thread, Recorder
+from .liveness import CannotPlan
+from .step_plan import GraphPlans, plan_graph
+from .step_recorder import Event, Recorder, running, running_step
 
 
 if TYPE_CHECKING:
@@ -46,36 +45,49 @@ if TYPE_CHECKING:
     from .step_budget import StepBudget
 
 
-log = logging.getLogger(__name__)
+__all__ = ["Call", "Graph", "Step", "for_step"]
 
-__all__ = ["Call", "Graph", "Slots", "Step", "for_step", "running"]
-
-# The step that this thread runs.
-running: ContextVar[Optional[Step]] = ContextVar("running step", default=None)
+# Calls of a graph that are taken to be alive at once before a step has shown it.
+_CALLS = 4
 
 
-def running_step() -> Optional[Step]:
-    """The step that this thread runs, or that the backward which it serves is part of."""
-    step: Optional[Step] = of_this_thread(running)
-    return step
+@dataclass(eq=False)
+class Call:
+    """A forward that ran and its backward, and the storages that it read and returned."""
+
+    graph: Graph
+    step: Step
+    # By how much its inputs are larger than those that the graph was traced for.
+    scale: float
+    slot: int
+    keeps_saved: bool
+    outputs: list[Optional[int]] = field(default_factory=list)
+    inputs: list[Optional[int]] = field(default_factory=list)
+    # Kept, so that it tells when the node goes without having run.
+    node: Optional[weakref.ref[Any]] = None
 
 
 class Step:
-    """One run of a step, and the calls that are made in it."""
+    """One run of a step, which is to be ``like`` another one, or is recorded."""
 
-    def __init__(self, budget: StepBudget) -> None:
+    def __init__(self, budget: StepBudget, like: Optional[Step]) -> None:
         self.budget = budget
         self.recorder: Optional[Recorder] = None
+        # The plans of a graph's slots, and the largest scale that those are for. Weak: a
+        # graph goes with the model that it was compiled for.
+        self.choices: weakref.WeakKeyDictionary[Graph, tuple[tuple[int, ...], float]]
+        if like is None:
+            self.recorder = Recorder(budget.device, budget.allocated())
+            self.choices = weakref.WeakKeyDictionary()
+        else:
+            self.choices = like.choices
         # The calls, in order; of graphs the numbers, as they may go meanwhile.
         self.seen: list[Any] = []
         # That whose forward runs.
         self.call: Optional[Call] = None
-        self._taken: dict[int, set[int]] = {}
+        # Those that something is kept for.
+        self._waiting: set[Call] = set()
         self._context = ExitStack()
-
-    def record(self) -> None:
-        """Let `open` also record what the step does."""
-        self.recorder = Recorder(self.budget.device)
 
     def open(self) -> None:
         running.set(self)
@@ -91,33 +103,24 @@ class Step:
 
     def begin(self, graph: Graph, args: Sequence[Any]) -> tuple[Call, int]:
         """A call of a graph starts: which one, and by which plan."""
-        slots = self.budget.graphs.setdefault(graph, Slots())
         size = bytes_of(args, graph.symbolic)
-        keeps_saved = not self._is_checkpointed()
+        scale = size / graph.size if graph.size else 1.0
         # A checkpoint runs a call twice, and both have to save the same.
-        slot, taken = 0, self._taken.setdefault(graph.number, set())
-        while keeps_saved and slot in taken:
-            slot += 1
-        if keeps_saved:
-            taken.add(slot)
-        call = Call(graph, self, slot, keeps_saved)
-        self.seen.append(("F", graph.number, slot, size))
-        if self.recorder is not None:
-            slots.calls += [0] * (slot + 1 - len(slots.calls))
-            slots.calls[slot] += 1
-            slots.scale = max(slots.scale, size / graph.size if graph.size else 1.0)
-            slots.size = max(slots.size, size)
-        choice = slots.choice
-        if choice is None or slot >= len(slots.calls) or size > slots.size:
-            return call, graph.lean
-        return call, choice[slot]
+        call = Call(graph, self, scale, 0, keeps_saved=not self._is_checkpointed())
+        if call.keeps_saved:
+            taken = {each.slot for each in self._waiting if each.graph is graph}
+            call.slot = next(k for k in itertools.count() if k not in taken)
+            self._waiting.add(call)
+        self.seen.append(("F", graph.number, call.slot, size))
+        plans, largest = self.choices.get(graph, ((), 0.0))
+        is_planned = call.slot < len(plans) and scale <= largest
+        return call, plans[call.slot] if is_planned else graph.lean
 
-    def end(self, call: Call) -> None:
-        """Nothing is kept for the call any more."""
-        if not call.ended:
-            call.ended = True
-            if call.keeps_saved:
-                self._taken[call.graph.number].discard(call.slot)
+    def end(self, call: Call) -> bool:
+        """Nothing is kept for the call any more; whether something was."""
+        is_waiting = call in self._waiting
+        self._waiting.discard(call)
+        return is_waiting
 
     def _is_checkpointed(self) -> bool:
         """Whether a checkpoint around the call keeps nothing and runs it again."""
@@ -134,84 +137,50 @@ class Step:
         return False
 
 
-@dataclass
-class Slots:
-    """The calls of a graph in a step; ``choice`` has the plan of each, if there is one."""
-
-    calls: list[int] = field(default_factory=list)
-    choice: Optional[tuple[int, ...]] = None
-    # Of a graph for several shapes: what its plans' bytes are to be multiplied by.
-    scale: float = 0.0
-    size: int = 0
-
-
-@dataclass(eq=False)
-class Call:
-    """A forward that ran and its backward, and the storages that it read and returned."""
-
-    graph: Graph
-    step: Step
-    slot: int
-    keeps_saved: bool
-    ended: bool = False
-    outputs: list[Optional[int]] = field(default_factory=list)
-    inputs: list[Optional[int]] = field(default_factory=list)
-    # Kept, so that it tells when the node goes without having run.
-    node: Optional[weakref.ref[Any]] = None
-
-
 _numbers = itertools.count()
 
 
 class Graph:
-    """A joint graph that was compiled in a step, and what was made of it by each plan."""
+    """A joint graph that was compiled in a step, and what was made of it by each plan.
+
+    Raises CannotPlan where it is not the planner that splits it.
+    """
+
+    # Its plans, from its first compile on, and which of them that is by.
+    plans: GraphPlans
+    lean: int
 
     def __init__(self, compile_graph: Callable[..., Any], *arguments: Any) -> None:
         self._compile_graph = compile_graph
         self._state, self._capture, self._partition, *self._compilers = arguments
+        if not takes_request(self._partition):
+            raise CannotPlan("its backend does not partition by the budget")
+        # Partitioned before their caller, each by itself.
+        if calls_nested_regions(self._capture.graph_module):
+            raise CannotPlan("it calls nested compiled regions")
         self.number = next(_numbers)
         self.name = get_aot_graph_name()
-        self.plans = GraphPlans([GraphPlan(0, 0, 0, 0.0, frozenset(), frozenset())], 0)
-        self.lean = 0
-        self.fault = "its backend does not partition by the budget"
-        # Partitioned before their caller, each by itself.
-        self._is_nested = calls_nested_regions(self._capture.graph_module)
-        if self._is_nested:
-            self.fault = "it calls nested compiled regions, which have their own plans"
         self._is_retained = False
-        self._variants: dict[int, Callable[..., Any]] = {}
-        # The plans that were compiled with a guard against fusions, too.
-        self._guarded: set[int] = set()
+        self._runs: dict[int, Callable[..., Any]] = {}
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
         self._num_fwd_outputs = 0
         self.symbolic, self.size = symbolic_sizes(self._state.flat_args)
 
-    @functools.cached_property
-    def may_save(self) -> frozenset[int]:
-        """The outputs of the forward that some plan saves."""
-        return frozenset().union(*(plan.outputs for plan in self.plans.plans))
-
     def first(self) -> Any:
         """Compile by the lean plan; returns what AOTAutograd wants in return."""
         run, metadata = self._compiled(None)
-        self._variants[self.lean] = run
-
-        def call(args: list[Any]) -> Any:
-            return self._call(args)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call, metadata
+        self._runs[self.lean] = run
+        return _boxed(self._call), metadata
 
     def _call(self, args: list[Any]) -> Any:
-        step = running_step()
-        run = self._variants[self.lean]
+        step, run = running_step(), self._runs[self.lean]
         if step is None:
             return run(args)
-        call = None
-        with step.budget.warn_on_failure(f"a call of {self.name} could not be tracked"):
+        call, failure = None, f"a call of {self.name} could not be tracked"
+        with step.budget.warn_on_failure(failure):
             call, plan = step.begin(self, args)
-            run = self._variant(plan, step.budget)
+            run = self._runs[plan]
         step.call = call
         try:
             result = run(args)
@@ -220,9 +189,7 @@ class Graph:
                 step.end(call)
             raise
         if call is not None:
-            with step.budget.warn_on_failure(
-                f"a call of {self.name} could not be tracked"
-            ):
+            with step.budget.warn_on_failure(failure):
                 self._await_backward(result, call)
         return result
 
@@ -235,21 +202,23 @@ class Graph:
         node.metadata[CALL] = call
 
         def died(_: Any) -> None:
-            if not call.ended:
-                step.end(call)
-                if step.recorder is not None:
-                    step.recorder.log.append(Event("x", call=call))
+            if step.end(call) and step.recorder is not None:
+                step.recorder.log.append(Event("x", call=call))
 
         call.node = weakref.ref(node, died)
 
-    def _variant(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
-        if plan not in self._variants:
+    # -------------------------------------------------------------- its compiles
+
+    def compile(self, plans: Iterable[int], budget: StepBudget) -> bool:
+        """Compile by plans; whether what is known of one of their peaks is new."""
+        known = dict(self.plans.told)
+        for plan in sorted({*plans} - self._runs.keys()):
             # Unless it compiles.
-            self._variants[plan] = self._variants[self.lean]
+            self._runs[plan] = self._runs[self.lean]
             failure = f"{self.name} keeps its first plan, as another failed to compile"
             with budget.warn_on_failure(failure), self._as_traced():
-                self._variants[plan], _ = self._compiled(plan)
-        return self._variants[plan]
+                self._runs[plan], _ = self._compiled(plan)
+        return self.plans.told != known
 
     @contextmanager
     def _as_traced(self) -> Iterator[None]:
@@ -267,65 +236,33 @@ class Graph:
         ):
             yield
 
-    def compile(self, plans: Iterable[int], budget: StepBudget) -> bool:
-        """Compile by plans; whether what is known of one of their peaks is new."""
-        known = dict(self.plans.compiled)
-        for plan in sorted({*plans}):
-            self._variant(plan, budget)
-            if has_guard() and plan not in self._guarded and self._holds_more(plan):
-                self._guarded.add(plan)
-                failure = f"{self.name} failed to compile with fusions guarded"
-                with budget.warn_on_failure(failure), self._as_traced():
-                    self._compile_guarded(plan)
-        return self.plans.compiled != known
-
-    def _holds_more(self, plan: int) -> bool:
-        """Whether what is compiled by a plan is known to hold more than it may."""
-        margin: float = config.activation_memory_peak_margin  # type: ignore[attr-defined]
-        estimate = max(self.plans.plans[plan][1:3])
-        return max(self.plans.compiled.get(plan, (0, 0))) > estimate * (1 + margin)
-
-    def _compile_guarded(self, plan: int) -> None:
-        """Compile without the fusions that raise the peak, and keep what holds less."""
-        before = self.plans.compiled[plan]
-        run, _ = self._compiled(plan, guarded=True)
-        if max(self.plans.compiled[plan]) < max(before):
-            self._variants[plan] = run
-        else:
-            self.plans.compiled[plan] = before
-
-    def _compiled(self, plan: Optional[int], guarded: bool = False) -> Any:
+    def _compiled(self, plan: Optional[int]) -> Any:
         """Split and compile a copy of the joint graph by a plan, None for the lean one."""
         # Splitting a graph writes down in there what it finds.
         state, capture = fresh_copy(self._state, self._capture)
         # Of another plan, what does not compile has to be known before it runs. But the
         # backward of a graph that is retained is compiled when that is seen.
-        is_another = bool(self._variants) and not self._is_retained
+        is_another = plan is not None and not self._is_retained
         state.aot_config = replace(
             state.aot_config,
             cache_info=None,
             force_non_lazy_backward_lowering=is_another,
         )
         compiled = CompiledPeaks(*self._compilers)
-        compiled.guarded = guarded
 
         def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
             result = compiled.backward(module, inputs)
-            model = self.plans.model
-            if compiled.peaks is not None and model is not None:
-                index = self.lean if plan is None else plan
+            if compiled.peaks is not None:
                 forward, backward = compiled.peaks
-                self.plans.compiled[index] = forward, backward - model.held_by_caller
+                index = self.lean if plan is None else plan
+                held = self.plans.model.held_by_caller
+                self.plans.told[index] = forward, backward - held
             return result
 
-        partition = self._partition
-        if not self._is_nested and takes_request(partition):
-            request = _Variant(self, plan, compiled)
-            partition = functools.partial(partition, request=request)
         return self._compile_graph(
             state,
             capture,
-            partition,
+            functools.partial(self._partition, request=_Variant(self, plan, compiled)),
             _marked(compiled.forward, self._forward),
             _marked(compile_backward, self._backward),
         )
@@ -333,16 +270,13 @@ class Graph:
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()
         call = step.call if step is not None else None
-        recorder = call.step.recorder if call is not None else None
-        if call is None or recorder is None:
+        if call is None or call.step.recorder is None:
             return run(args)
-        with recorder.guarded():
-            recorder.add_existing(args)
-            call.inputs = recorder.add_created(args[: self.plans.primals])
-        with recorder.around(Event("F", call=call)):
+        recorder = call.step.recorder
+        call.inputs = recorder.numbers(args, is_existing=True)[: self.plans.primals]
+        with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
             results = run(args)
-        with recorder.guarded():
-            call.outputs = recorder.add_created(list(results[: self._num_fwd_outputs]))
+        call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
         return results
 
     def _backward(self, run: Callable[..., Any], args: list[Any]) -> Any:
@@ -359,33 +293,29 @@ class Graph:
         if recorder is None:
             results = run(args)
         else:
-            inputs: list[Optional[int]] = []
-            with recorder.guarded():
-                tangents = [each for each in args if isinstance(each, torch.Tensor)]
-                del tangents[: len(tangents) - self.plans.tangents]
-                inputs = call.inputs + recorder.add_created(tangents)
-                del tangents
+            inputs = call.inputs + recorder.numbers(self._tangents(args))
             begin = Event("B", call=call, flag=is_retained, inputs=inputs)
             with recorder.around(begin):
                 results = run(args)
-            with recorder.guarded():
-                recorder.add_created(list(results))
+            recorder.numbers(list(results))
         if not is_retained:
             step.end(call)
         return results
 
+    def _tangents(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        return tensors[len(tensors) - self.plans.tangents :]
+
     # ----------------------------------------------------------------- its plans
 
     def decide(self, graph: Planner, plan: Optional[int]) -> Decision:
-        """What to save by one of the plans, None for the lean one."""
-        if self.plans.model is None:
-            try:
-                self._find_plans(graph)
-            except Exception as error:
-                log.debug("no plans for %s", self.name, exc_info=error)
-                self.fault = f"{type(error).__name__}: {error}"
-                return planning.by_config(graph)
-        model: Any = self.plans.model
+        """What to save by one of the plans, None for the lean one.
+
+        Raises CannotPlan where the graph has no model.
+        """
+        if plan is None:
+            self._find_plans(graph)
+        model = self.plans.model
         index = self.lean if plan is None else plan
         evaluation = model.evaluate(self.plans.plans[index].storages)
         saved = nodes_named_as(model.saved_values(evaluation.saved), graph.joint)
@@ -400,8 +330,14 @@ class Graph:
         )
         chosen = memory_budget.decide(graph, graph.budget if is_only else 1)
         self.plans = plan_graph(graph, chosen.saved_values, is_only)
-        self.fault = ""
-        self.lean = self.plans.leanest(calls_assumed())
+        calls: int = config.activation_memory_graph_calls or _CALLS  # type: ignore[attr-defined]
+
+        def peak(index: int) -> tuple[float, float]:
+            plan = self.plans.plans[index]
+            waiting = (calls - 1) * plan.kept
+            return waiting + max(plan.forward, plan.backward), plan.cost
+
+        self.lean = min(range(len(self.plans.plans)), key=peak)
 
 
 class _Variant(NamedTuple):
@@ -422,16 +358,17 @@ def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
     def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
         compiled = compile_graph(graph, inputs)
         if not getattr(compiled, "_boxed_call", False):
-            unboxed = compiled
-            compiled = lambda args: unboxed(*args)  # noqa: E731
-
-        def call(args: list[Any]) -> Any:
-            return run(compiled, args)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+            compiled = make_boxed_func(compiled)
+        return _boxed(run, compiled)
 
     return compile_marked
+
+
+def _boxed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function that takes its last argument, a list, for what AOTAutograd passes it."""
+    call: Any = functools.partial(function, *arguments)
+    call._boxed_call = True
+    return call
 
 
 def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
@@ -441,7 +378,7 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         step = running_step()
         # Without a context, inductor traces its patterns, amid a compilation.
         if step is not None and TracingContext.try_get() is not None:
-            failure = "a graph failed to compile with a lean plan and is not counted"
+            failure = f"{get_aot_graph_name()} has no plan for a step"
             with step.budget.warn_on_failure(failure):
                 return Graph(compile_graph, *arguments).first()
         run, metadata = compile_graph(*arguments)

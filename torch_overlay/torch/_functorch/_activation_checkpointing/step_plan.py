@@ -7,7 +7,7 @@ At any moment, live are
     + what the running graph has beyond that
 
 so a plan of a graph is three numbers and a cost (:class:`GraphPlan`), and a step is a
-list of moments (:class:`Moment`).  :class:`StepCurve` chooses plans so that no moment
+number of moments (:data:`Moments`).  :class:`StepCurve` chooses plans so that no moment
 is above a peak and little is computed again.
 
 Calls of one graph may get two plans.  A call's *slot* is the smallest number that no
@@ -22,10 +22,9 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
-from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -36,14 +35,14 @@ from .rerun_cost import concrete
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch.fx as fx
     from .liveness import Program
     from .memory_budget import Planner
 
 
-__all__ = ["GraphPlan", "GraphPlans", "Moment", "StepCurve", "plan_graph"]
+__all__ = ["GraphPlan", "GraphPlans", "Held", "Moments", "StepCurve", "plan_graph"]
 
 # Budgets of saved bytes whose knapsacks become plans.
 _BUDGETS = [k / 48 for k in range(48)]
@@ -51,8 +50,8 @@ _BUDGETS = [k / 48 for k in range(48)]
 _COMBINED, _SPLITS = 16, 32
 # Peaks between the floor and the fastest that are planned for.
 _LEVELS = 48
-# Calls of a graph that are taken to be alive at once before a step has shown it.
-_CALLS = 4
+# How often each graph gets its turn, at most, as others choose anew.
+_SWEEPS = 8
 
 
 class GraphPlan(NamedTuple):
@@ -77,93 +76,75 @@ class GraphPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphPlans:
-    """The plans of a graph that no other beats; ``fastest`` is that of budget 1.
+    """The plans of a graph that no other beats, by rising cost.
 
-    Its inputs are ``primals`` and, for the backward, then ``tangents``, so many of each;
-    ``sizes`` are their bytes, and those of each storage, by the ``model``.  For those
-    that were compiled, ``compiled`` has the bytes of ``forward`` and ``backward``.
+    The joint graph's inputs are ``primals`` and then ``tangents``, so many of each;
+    ``inputs`` has the storage of each tensor among them, by the ``model``, and its bytes.
+    Of the plans that were compiled, ``told`` has the bytes of ``forward`` and ``backward``.
+    The inputs may be ``scale`` times as large as those that the model has read.
     """
 
     plans: list[GraphPlan]
-    fastest: int
-    primals: int = 0
-    tangents: int = 0
-    sizes: Sequence[dict[int, int]] = ()
-    model: Optional[Program] = None
-    compiled: dict[int, tuple[int, int]] = field(default_factory=dict)
+    model: Program
+    primals: int
+    tangents: int
+    inputs: dict[int, tuple[int, int]]
+    told: dict[int, tuple[int, int]] = field(default_factory=dict)
+    scale: float = 1.0
 
-    def corrected(self) -> GraphPlans:
+    def corrected(self, scale: float) -> GraphPlans:
         """The plans as compiled; the others as far off as the nearest of those."""
-        if not self.compiled:
-            return self
+        told = self.told or {i: plan[1:3] for i, plan in enumerate(self.plans)}
         plans = []
-        for plan in self.plans:
+        for index, plan in enumerate(self.plans):
             # A plan that is known is the nearest to itself.
             near = min(
-                self.compiled,
-                key=lambda index: (
-                    self.plans[index] != plan,
-                    abs(self.plans[index].kept - plan.kept),
-                    index,
-                ),
+                told,
+                key=lambda i: (i != index, abs(self.plans[i].kept - plan.kept), i),
             )
             forward, backward = (
-                math.ceil(nbytes * true / max(estimate, 1))
+                math.ceil(nbytes * true / max(estimate, 1) * scale)
                 for nbytes, true, estimate in zip(
-                    plan[1:3], self.compiled[near], self.plans[near][1:3]
+                    plan[1:3], told[near], self.plans[near][1:3]
                 )
             )
-            plans.append(plan._replace(forward=forward, backward=backward))
-        return replace(self, plans=plans)
+            kept = math.ceil(plan.kept * scale)
+            plans.append(plan._replace(kept=kept, forward=forward, backward=backward))
+        return replace(self, plans=plans, scale=scale)
 
-    def backward(self, released: frozenset[int]) -> list[int]:
-        """``backward`` of each plan, where nobody else holds some inputs any more.
-
-        Those still count in a moment's rest, as if somebody held them to the end.
-        """
-        own: dict[int, int] = {}
-        for index in released:
-            own.update(self.sizes[index])
+    def live(self, what: str, of: Any) -> list[int]:
+        """By plan, what a call of the graph holds; see :class:`Held`."""
+        if what == "output":
+            index, nbytes = of
+            return [nbytes * (index in plan.outputs) for plan in self.plans]
         # What a compile tells has tangents to the end, and does not know of the others.
-        if self.model is None or not own or self.compiled:
-            return [plan.backward for plan in self.plans]
-        model = self.model.releasing(own)
-        beside = model.held_by_caller + sum(own.values())
-        return [
-            max(evaluation.step_peaks) - beside
-            for evaluation in model.evaluate_all([p.storages for p in self.plans])
-        ]
-
-    def leanest(self, calls: int) -> int:
-        """The plan of the lowest peak where so many calls are alive at once."""
-
-        def peak(index: int) -> tuple[float, float]:
-            plan = self.plans[index]
-            total = (calls - 1) * plan.kept + max(plan.forward, plan.backward)
-            return total, plan.cost
-
-        return min(range(len(self.plans)), key=peak)
+        if what == "backward" and of and not self.told:
+            own = dict(self.inputs[index] for index in of)
+            model = self.model.releasing(own)
+            # Those still count in eager code's bytes, as if they were held to the end.
+            beside = model.held_by_caller + sum(own.values())
+            evaluations = model.evaluate_all([plan.storages for plan in self.plans])
+            peaks = [max(e.step_peaks) - beside for e in evaluations]
+            return [math.ceil(peak * self.scale) for peak in peaks]
+        return [getattr(plan, what) for plan in self.plans]
 
 
-class Moment(NamedTuple):
-    """The most that eager code has live while the calls ``alive`` wait for a backward.
+class Held(NamedTuple):
+    """What the call in a ``slot`` of a ``graph`` holds at a moment, in the plans' terms.
 
-    Args:
-        rest: bytes.
-        alive: graph and slot of each call.
-        running: graph and slot of the call whose forward ("F") or backward ("B") runs, or
-            a backward after which all that is saved stays ("R").
-        outputs: graph, slot, index and bytes of outputs that nobody holds any more,
-            unless their graph saves them.
-        released: the inputs of a running backward that nobody else holds, among them its
-            tangents.
+    ``what`` is "kept", of a call that waits for its backward; "forward" or "backward" of
+    the one that runs; or "output", which nobody holds any more unless it is saved.  ``of``
+    an output are its index and bytes, and of a backward the inputs that it alone holds.
     """
 
-    rest: int
-    alive: frozenset[tuple[int, int]]
-    running: tuple[int, int, str] | None = None
-    outputs: frozenset[tuple[int, int, int, int]] = frozenset()
-    released: frozenset[int] = frozenset()
+    graph: Any
+    slot: int
+    what: str
+    of: Any = None
+
+
+# For all that calls hold at some moment, the most bytes that eager code has live then.
+Moments = dict[frozenset[Held], int]
 
 
 def plan_graph(
@@ -178,58 +159,53 @@ def plan_graph(
     more than its own peak.
     Raises as :func:`.liveness.read` does.
     """
-    graph = model_of(joint)
+    model = model_of(joint)
     cheapest, expensive = joint.cheapest_cut()
     if is_only:
-        plans = Plans(graph, rerun_costs(graph, expensive))
-        plans.evaluate([frozenset(graph.storages(saved))])
+        plans = Plans(model, rerun_costs(model, expensive))
+        plans.evaluate([frozenset(model.storages(saved))])
     else:
-        plans = find_plans(graph, cheapest, expensive, saved)
+        plans = find_plans(model, cheapest, expensive, saved)
         # A call that waits keeps least where all is computed again, as in a checkpoint.
         knapsacks = _knapsacks(joint.items(cheapest, expensive))
         plans.evaluate([frozenset(), *knapsacks])
     found = _graph_plans(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
-    fastest = next(iter(plans.evaluations))
-    top = min(
-        range(len(best)), key=lambda i: (best[i].cost, best[i].storages != fastest)
-    )
+    # Of equals, that of budget 1.
+    best.sort(key=lambda plan: (plan.cost, plan.storages != found[0].storages))
     placeholders = joint.joint.find_nodes(op="placeholder")
-    tangents = sum(node in graph.tangents for node in placeholders)
-    sizes = [
-        {s: concrete(node.meta["val"].untyped_storage().nbytes())}
-        if isinstance(node.meta.get("val"), torch.Tensor)
-        else {}
-        for node in placeholders
-        for s in graph.storages([node]) or (0,)
-    ]
+    tangents = sum(node in model.tangents for node in placeholders)
+    inputs = {
+        index: (s, concrete(node.meta["val"].untyped_storage().nbytes()))
+        for index, node in enumerate(placeholders)
+        for s in model.storages([node])
+    }
     primals = len(placeholders) - tangents
-    return GraphPlans(best, top, primals, tangents, sizes, graph)
+    return GraphPlans(best, model, primals, tangents, inputs)
 
 
 def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
     """The plans that were evaluated."""
-    graph = plans.graph
+    model = plans.graph
     (output,) = joint.joint.find_nodes(op="output")
     returned: dict[int, int] = {}
     for index, node in enumerate(tree_leaves(output.args)[: joint.num_fwd_outputs]):
         if isinstance(node, torch.fx.Node):
-            for s in graph.storages([node]):
+            for s in model.storages([node]):
                 returned.setdefault(s, index)
-    found: list[GraphPlan] = []
-    for storages, evaluation in plans.evaluations.items():
-        kept = evaluation.saved
-        found.append(
-            GraphPlan(
-                graph.size(kept - graph.outputs),
-                evaluation.forward_peak,
-                max(evaluation.step_peaks) - graph.held_by_caller,
-                plans.found[storages].cost,
-                frozenset(returned[s] for s in kept & graph.outputs if s in returned),
-                storages,
-            )
+    return [
+        GraphPlan(
+            model.size(evaluation.saved - model.outputs),
+            evaluation.forward_peak,
+            max(evaluation.step_peaks) - model.held_by_caller,
+            plans.found[storages].cost,
+            frozenset(
+                returned[s] for s in evaluation.saved & model.outputs if s in returned
+            ),
+            storages,
         )
-    return found
+        for storages, evaluation in plans.evaluations.items()
+    ]
 
 
 def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:
@@ -243,22 +219,12 @@ def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:
         yield frozenset(s for i in chosen for s in items[i].storages)
 
 
-def calls_assumed() -> int:
-    """How many calls of a graph are alive at once, before a step has shown it."""
-    calls: Optional[int] = config.activation_memory_graph_calls  # type: ignore[attr-defined]
-    return calls or _CALLS
-
-
-# Two plans, and the slot at which the second begins.
-Choice = tuple[int, int, int]
-
-
 class StepPlan(NamedTuple):
     """The plan of each slot of each graph; bytes, and cost in the estimator's unit."""
 
     peak: int
     cost: float
-    choices: tuple[tuple[int, ...], ...]
+    choices: dict[Any, tuple[int, ...]]
 
 
 class StepCurve:
@@ -266,39 +232,39 @@ class StepCurve:
 
     Args:
         graphs: the plans of each graph.
-        calls: for each graph and slot, how many calls a step makes.
+        calls: likewise, for each slot how many calls a step makes.
         moments: the step.
-        scales: what the bytes of each graph's plans are to be multiplied by.
 
     Where a step has one graph, all choices for it are compared.  With more, the
-    peak is lowered level by level, each time by the choice that costs least for what
-    it takes off, and what room is left is filled again.  The levels do not depend on
+    peak is lowered level by level, each time by the choices that cost least for what
+    they take off, and what room is left is filled again.  The levels do not depend on
     what is asked, so a lower peak asked is never answered by a higher one.
 
-    O(levels * graphs * choices * moments).
+    O(levels * choices * moments).
     """
 
     def __init__(
         self,
-        graphs: Sequence[GraphPlans],
-        calls: Sequence[Sequence[int]],
-        moments: Iterable[Moment],
-        scales: Sequence[float],
+        graphs: Mapping[Any, GraphPlans],
+        calls: Mapping[Any, Sequence[int]],
+        moments: Moments,
     ) -> None:
-        self.slots = [len(each) for each in calls]
-        most: dict[tuple[Any, ...], int] = {}
-        for rest, *where in moments:
-            most[tuple(where)] = max(rest, most.get(tuple(where), rest))
-        self.moments = [Moment(rest, *where) for where, rest in most.items()]
+        self.graphs = graphs
+        # The choices of all graphs, what each has live at every moment, and its cost.
+        self._choices: list[tuple[int, ...]] = []
+        # Of each graph, which are its own; the first of them is the fastest plan for all.
+        self._own: list[slice] = []
         with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
-            self.rest = torch.tensor(
-                [moment.rest for moment in self.moments], dtype=torch.float64
-            )
-            self.options = [
-                self._options(g, plans, calls[g], scales[g])
-                for g, plans in enumerate(graphs)
-            ]
-            states = self._search(graphs)
+            self._rest = torch.tensor([*moments.values()], dtype=torch.float64)
+            found = []
+            for graph in graphs:
+                choices, *numbers = self._options(graph, calls[graph], moments)
+                own = slice(len(self._choices), len(self._choices) + len(choices))
+                self._own.append(own)
+                self._choices += choices
+                found.append(numbers)
+            self._vectors, self._costs = map(torch.cat, zip(*found))
+            states = self._search()
         self.unbudgeted = states[0]
         self.plans = [states[i] for i in undominated([state[:2] for state in states])]
 
@@ -312,161 +278,119 @@ class StepCurve:
         return fitting[-1] if fitting else self.plans[0]
 
     def _options(
-        self, g: int, graph: GraphPlans, calls: Sequence[int], scale: float
-    ) -> tuple[list[Choice], torch.Tensor, list[float]]:
+        self, graph: Any, calls: Sequence[int], moments: Moments
+    ) -> tuple[list[tuple[int, ...]], torch.Tensor, torch.Tensor]:
         """The choices for a graph, what each has live at every moment, and its cost."""
-        slots = len(calls)
-        live = self._live_by_slots(g, graph, slots, scale)
-        choices: list[Choice] = [(p, p, slots) for p in range(len(graph.plans))]
+        plans, slots = self.graphs[graph].plans, len(calls)
+        live = self._live_by_slots(graph, slots, moments)
+        # Two plans, and the slot at which the second begins.
+        choices = [(p, p, slots) for p in range(len(plans))]
         if slots > 1:
-            lowest = int((live[:, -1] + self.rest).amax(1).argmin())
+            lowest = int((live[:, -1] + self._rest).amax(1).argmin())
             choices += [
                 (p, q, at)
-                for p, q in itertools.permutations(_hull(graph, slots, lowest), 2)
+                for p, q in itertools.permutations(_combined(plans, slots, lowest), 2)
                 for at in _splits(slots)
             ]
         first, second, begin = torch.tensor(choices).unbind(1)
         vectors = live[first, begin] + live[second, -1] - live[second, begin]
-        cost = torch.tensor([plan.cost for plan in graph.plans], dtype=torch.float64)
+        cost = torch.tensor([plan.cost for plan in plans], dtype=torch.float64)
         made = torch.tensor([0, *itertools.accumulate(calls)])
-        total = made[begin] * cost[first] + (made[-1] - made[begin]) * cost[second]
-        costs = total.tolist()
-        if slots > 1:
-            # Whatever the other graphs do, these are the ones that may be of use.
-            measures = (
-                vectors.amax(1),
-                (vectors + self.rest).amax(1),
-                vectors[:, int((live[:, -1].amax(0) + self.rest).argmax())],
-            )
-            found = {
-                i for m in measures for i in undominated([*zip(m.tolist(), costs)])
-            }
-            good = sorted(found | {graph.fastest})
-            choices = [choices[i] for i in good]
-            vectors, costs = vectors[good], [costs[i] for i in good]
-        return choices, vectors, costs
+        costs = made[begin] * cost[first] + (made[-1] - made[begin]) * cost[second]
+        # Whatever the other graphs do, these are the ones that may be of use.
+        measures = (
+            vectors.amax(1),
+            (vectors + self._rest).amax(1),
+            vectors[:, int((live[:, -1].amax(0) + self._rest).argmax())],
+        )
+        pairs = [[*zip(m.tolist(), costs.tolist())] for m in measures]
+        found = {0}.union(*map(undominated, pairs))
+        # Of one call alone there are few, and others may need any.
+        good = sorted(found) if slots > 1 else list(range(len(choices)))
+        of_slots = [(p,) * at + (q,) * (slots - at) for p, q, at in choices]
+        return [of_slots[i] for i in good], vectors[good], costs[good]
 
-    def _live_by_slots(
-        self, g: int, graph: GraphPlans, slots: int, scale: float
-    ) -> torch.Tensor:
+    def _live_by_slots(self, graph: Any, slots: int, moments: Moments) -> torch.Tensor:
         """What calls in slots below k have live: by plan, k and moment."""
-        shape = (slots + 1, len(self.moments), len(graph.plans))
+        plans = self.graphs[graph]
+        shape = (slots + 1, len(moments), len(plans.plans))
         live = torch.zeros(shape, dtype=torch.float64)
-        numbers = torch.tensor([plan[:2] for plan in graph.plans]).double() * scale
-        kept, forward = numbers.unbind(1)
 
         @functools.cache
-        def backward(released: frozenset[int]) -> torch.Tensor:
-            return torch.tensor(graph.backward(released)).double() * scale
+        def nbytes(what: str, of: Any) -> torch.Tensor:
+            return torch.tensor(plans.live(what, of), dtype=torch.float64)
 
-        for at, moment in enumerate(self.moments):
-            for other, slot in moment.alive:
-                if other == g:
-                    live[slot + 1, at] += kept
-            for other, slot, index, nbytes in moment.outputs:
-                if other == g:
-                    saves = [index in plan.outputs for plan in graph.plans]
-                    live[slot + 1, at] += nbytes * torch.tensor(saves)
-            if moment.running is not None and moment.running[0] == g:
-                _, slot, phase = moment.running
-                if phase == "F":
-                    live[slot + 1, at] += forward
-                elif phase == "R":
-                    live[slot + 1, at] += backward(frozenset())
-                else:
-                    live[slot + 1, at] += backward(moment.released) - kept
+        for at, moment in enumerate(moments):
+            for held in moment:
+                if held.graph is graph:
+                    live[held.slot + 1, at] += nbytes(held.what, held.of)
         return live.cumsum(0).permute(2, 0, 1)
 
-    def _search(self, graphs: Sequence[GraphPlans]) -> list[StepPlan]:
+    def _search(self) -> list[StepPlan]:
         """States on the way from the fastest plans to the lowest peak; that is first."""
-        fastest = [
-            [choice[:2] for choice in choices].index((plans.fastest,) * 2)
-            for plans, (choices, _, _) in zip(graphs, self.options)
-        ]
-        costs = [torch.tensor(c, dtype=torch.float64) for _, _, c in self.options]
-        state = list(fastest)
-        states = [self._state(state)]
-        if len(graphs) == 1:
-            choices, _, _ = self.options[0]
-            return states + [self._state([i]) for i in range(len(choices))]
-        floor = self._lowest(state)
-        states.append(self._state(floor))
+        state = torch.tensor([own.start for own in self._own])
+        states = [self._plan(state)]
+        if len(state) == 1:
+            one = torch.arange(len(self._choices)).unsqueeze(1)
+            return states + [self._plan(state) for state in one]
+        floor = self._settled(state, 0.0)
+        states.append(self._plan(floor))
         low, high = states[1].peak, states[0].peak
         for level in range(_LEVELS - 1, -1, -1):
             peak = low + (high - low) * (level / _LEVELS) ** 1.5
-            state = self._lowered(state, costs, peak) or list(floor)
-            self._refill(state, costs, peak)
-            states.append(self._state(state))
+            lower = self._lowered(state, peak)
+            state = self._settled(floor if lower is None else lower, peak)
+            states.append(self._plan(state))
         return states
 
-    def _live(self, state: Sequence[int]) -> torch.Tensor:
-        live = self.rest.clone()
-        for option, (_, vectors, _) in zip(state, self.options):
-            live += vectors[option]
-        return live
+    def _plan(self, state: torch.Tensor) -> StepPlan:
+        peak = math.ceil(self._live(state).max().item())
+        cost = math.fsum(self._costs[state].tolist())
+        choices = (self._choices[i] for i in state.tolist())
+        return StepPlan(peak, cost, dict(zip(self.graphs, choices)))
 
-    def _state(self, state: Sequence[int]) -> StepPlan:
-        live = self._live(state)
-        peak = math.ceil(live.max().item()) if len(live) else 0
-        cost = math.fsum(costs[i] for i, (_, _, costs) in zip(state, self.options))
-        chosen = (choices[at] for at, (choices, _, _) in zip(state, self.options))
-        plans = (
-            (p,) * at + (q,) * (slots - at)
-            for (p, q, at), slots in zip(chosen, self.slots)
-        )
-        return StepPlan(peak, cost, tuple(plans))
+    def _live(self, state: torch.Tensor) -> torch.Tensor:
+        return self._rest + self._vectors[state].sum(0)
 
-    def _lowest(self, state: Sequence[int]) -> list[int]:
-        """Change one graph's choice at a time for as long as the peak falls."""
-        state = list(state)
-        best = math.inf
-        while True:
-            for g, (_, vectors, costs) in enumerate(self.options):
-                others = self._live(state) - vectors[state[g]]
-                # Where a moment of others is the peak, the excess still has to fall.
-                peaks = (vectors + others).amax(1)
-                own = vectors.amax(1)
-                order = zip(peaks.tolist(), own.tolist(), costs, range(len(costs)))
-                state[g] = min(order)[3]
-            peak = self._live(state).max().item()
-            if peak >= best:
-                return state
-            best = peak
-
-    def _lowered(
-        self, state: Sequence[int], costs: Sequence[torch.Tensor], peak: float
-    ) -> list[int] | None:
+    def _lowered(self, state: torch.Tensor, peak: float) -> torch.Tensor | None:
         """Take off what is above the peak, by what costs least for it."""
-        state = list(state)
+        state = state.clone()
+        sizes = torch.tensor([own.stop - own.start for own in self._own])
+        owner = torch.arange(len(state)).repeat_interleave(sizes)
         while True:
             live = self._live(state)
-            excess = (live - peak).clamp(min=0).sum().item()
-            if excess <= 0:
+            excess = (live - peak).clamp(min=0).sum()
+            if not excess:
                 return state
-            best: tuple[float, int, int] | None = None
-            for g, (_, vectors, _) in enumerate(self.options):
-                others = live - vectors[state[g]]
-                left = (vectors + others - peak).clamp(min=0).sum(1)
-                taken = excess - left
-                more = costs[g] - costs[g][state[g]]
-                price = torch.where(taken > 0, more / taken, math.inf)
-                value, index = price.min(0)
-                if math.isfinite(value.item()):
-                    candidate = (value.item(), g, int(index))
-                    best = min(best or candidate, candidate)
-            if best is None:
+            # In the place of which choice of the same graph each would come.
+            place = state[owner]
+            left = live + self._vectors - self._vectors[place] - peak
+            taken = excess - left.clamp(min=0).sum(1)
+            more = self._costs - self._costs[place]
+            price, index = torch.where(taken > 0, more / taken, math.inf).min(0)
+            if price.isinf():
                 return None
-            state[best[1]] = best[2]
+            state[owner[index]] = index
 
-    def _refill(
-        self, state: list[int], costs: Sequence[torch.Tensor], peak: float
-    ) -> None:
-        """Recompute less wherever that fits."""
-        for _ in range(2):
-            for g, (_, vectors, _) in enumerate(self.options):
-                others = self._live(state) - vectors[state[g]]
-                fits = (vectors + others).amax(1) <= peak
-                state[g] = int(torch.where(fits, costs[g], math.inf).argmin())
+    def _settled(self, state: torch.Tensor, peak: float) -> torch.Tensor:
+        """Choose for one graph after the other what costs least within the peak.
+
+        Or, where nothing is, what is lowest.
+        """
+        state = state.clone()
+        for _ in range(_SWEEPS):
+            before = state.clone()
+            for g, own in enumerate(self._own):
+                vectors = self._vectors[own]
+                peaks = (self._live(state) - self._vectors[state[g]] + vectors).amax(1)
+                # Where a moment of others is the peak, its own still has to fall.
+                over = vectors.amax(1) * (peaks > peak)
+                numbers = peaks.clamp(min=peak), over, self._costs[own]
+                keys = zip(*(each.tolist() for each in numbers), itertools.count())
+                state[g] = own.start + min(keys)[-1]
+            if state.equal(before):
+                break
+        return state
 
 
 def _splits(slots: int) -> list[int]:
@@ -475,33 +399,17 @@ def _splits(slots: int) -> list[int]:
     return sorted({slots - 1, *spread} - {0, slots})
 
 
-def _hull(graph: GraphPlans, slots: int, lowest: int) -> list[int]:
-    """The plans that are best for some price of memory, by several measures of it.
+def _combined(plans: Sequence[GraphPlan], slots: int, lowest: int) -> list[int]:
+    """The plans that may be combined: those that no other beats, by some measure.
 
-    And the fastest, the one that is leanest by itself, and that of the step's ``lowest``
-    peak where all calls have the same.
+    Among them are the fastest, and that of the step's ``lowest`` peak where all calls
+    have the same.
     """
-    plans = graph.plans
-    found = {graph.fastest, graph.leanest(1), lowest}
+    found = {0, lowest}
     for share in (0, 1 / slots, 1):
         weight = [p.kept + share * max(p.forward, p.backward - p.kept) for p in plans]
-        steps = undominated([(w, plan.cost) for w, plan in zip(weight, plans)])
-        hull: list[int] = []
-        for i in steps:
-            while len(hull) > 1 and _above(hull[-2], hull[-1], i, weight, plans):
-                hull.pop()
-            hull.append(i)
-        found.update(hull)
-    if len(found) > _COMBINED:
-        ranked = sorted(found, key=lambda i: (plans[i].kept, plans[i].cost))
-        step = (len(ranked) - 1) / (_COMBINED - 1)
-        found = {ranked[round(k * step)] for k in range(_COMBINED)} | {graph.fastest}
-    return sorted(found)
-
-
-def _above(
-    a: int, b: int, c: int, weight: Sequence[float], plans: Sequence[GraphPlan]
-) -> bool:
-    """Whether b costs more than the line from a to c."""
-    left = (plans[a].cost - plans[b].cost) * (weight[c] - weight[a])
-    return left <= (plans[a].cost - plans[c].cost) * (weight[b] - weight[a])
+        found.update(undominated([(w, plan.cost) for w, plan in zip(weight, plans)]))
+    ranked = sorted(found, key=lambda i: (plans[i].kept, plans[i].cost))
+    step = max((len(ranked) - 1) / (_COMBINED - 1), 1)
+    spread = {round(k * step) for k in range(_COMBINED)}
+    return sorted({0, *(i for at, i in enumerate(ranked) if at in spread)})

@@ -1,7 +1,7 @@
 """What a training step holds, outside of its compiled graphs, from event to event.
 
-A :class:`Recorder` follows storages through a step, and :func:`moments` turns what it saw
-into what :class:`.StepCurve` plans for.
+A :class:`Recorder` follows storages through a step, and a :class:`Timeline` turns what it
+saw into what :class:`.StepCurve` plans for.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from .step_plan import Moment
+from .step_plan import Held, Moments
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing_extensions import Self
 
+    from .step_graph import Step
 
-__all__ = ["Event", "Recorder", "moments", "of_this_thread"]
+
+__all__ = ["Event", "Recorder", "Timeline", "running", "running_step"]
 
 
 class Event(NamedTuple):
@@ -38,8 +40,8 @@ class Event(NamedTuple):
             "f", "B" and "b", the forward or backward of a ``call`` begins and ends; "x",
             none of its backward is to come.
         storage: its number, -1 where the event is one of a call.
-        flag: of "+", whether gradients were recorded; of "B", whether what the call saved
-            is kept for another backward.
+        flag: of "+", whether gradients were recorded; of a call, whether anything is kept
+            for a backward to come.
         inputs: of "B", the storages of the graph's inputs and tangents.
     """
 
@@ -51,51 +53,51 @@ class Event(NamedTuple):
     inputs: Sequence[Optional[int]] = ()
 
 
-def of_this_thread(variable: ContextVar[Any]) -> Any:
-    """A variable's value here, or where the backward was called that this thread serves."""
-    value = variable.get(None)
-    if value is None and torch._C._is_key_in_tls("context"):
+# The step that this thread runs.
+running: ContextVar[Optional[Step]] = ContextVar("running step", default=None)
+
+
+def running_step() -> Optional[Step]:
+    """The step that this thread runs, or that the backward which it serves is part of."""
+    step = running.get()
+    if step is None and torch._C._is_key_in_tls("context"):
         context = torch._C._get_obj_in_tls("context")
-        value = context.get(variable) if context is not None else None
-    return value
-
-
-_recording: ContextVar[Optional[Recorder]] = ContextVar("recording", default=None)
+        step = context.get(running) if context is not None else None
+    return step
 
 
 class Recorder(TorchDispatchMode):
     """Follows storages through a step, except those inside of compiled graphs.
 
     ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
+    ``given`` are the bytes that the device counts when the step starts, 0 where it does
+    not.
     """
 
     # As a checkpoint inside of a compiled graph makes of random ones.
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, given: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
         self.log: list[Event] = []
-        self.bytes_at_start = 0
+        self.nbytes: list[int] = []
         self.inside = 0
         # Why nothing more is recorded.
         self.error: Optional[Exception] = None
+        self._given = given
+        self._existing = 0
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
-        self.nbytes: list[int] = []
-        self.is_existing: list[bool] = []
-        self.allocated_at_start = _allocated(device)
 
     def __enter__(self) -> Self:
-        _recording.set(self)
         _resizes.patch()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _recording.set(None)
         _resizes.unpatch()
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
@@ -118,11 +120,9 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
-            with self.guarded():
-                self.add_existing((args, kwargs))
+            self.numbers((args, kwargs), is_existing=True)
         result = func(*args, **kwargs)
-        with self.guarded():
-            self.add_created(result)
+        self.numbers(result)
         return result
 
     @contextmanager
@@ -133,21 +133,17 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             self.error = error
 
-    def add_existing(self, values: Any) -> None:
-        """What is not known of these was there before the step."""
-        if self.error is not None:
-            return
-        for storage in self._storages(values):
-            self.follow(storage, is_existing=True)
+    def numbers(self, values: Any, is_existing: bool = False) -> list[Optional[int]]:
+        """Those of the storages of each of these values, old ones and new ones.
 
-    def add_created(self, values: Any) -> list[Optional[int]]:
-        """Number the storages of each of these values."""
-        if self.error is not None:
-            return []
-        return [
-            next((self.follow(s) for s in self._storages([value])), None)
-            for value in tree_leaves(values)
-        ]
+        What is not known yet was there before the step, or has just been made.
+        """
+        found: list[Optional[int]] = []
+        with self.guarded():
+            for value in tree_leaves(values):
+                own = [self.follow(s, is_existing) for s in self._storages([value])]
+                found.append(min(own, default=None))
+        return found
 
     @contextmanager
     def around(self, begin: Event) -> Iterator[None]:
@@ -158,11 +154,11 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.inside -= 1
-            self.log.append(Event(begin.kind.lower(), call=begin.call))
+            self.log.append(begin._replace(kind=begin.kind.lower()))
 
     def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
         for value in tree_leaves(values):
-            if not isinstance(value, torch.Tensor):
+            if self.error is not None or not isinstance(value, torch.Tensor):
                 continue
             if hasattr(value, "__tensor_flatten__"):
                 names, _ = value.__tensor_flatten__()
@@ -185,7 +181,6 @@ class Recorder(TorchDispatchMode):
             return s
         s = len(self.nbytes)
         self.nbytes.append(nbytes)
-        self.is_existing.append(is_existing)
 
         def died(_: Any) -> None:
             del self._live[key]
@@ -193,163 +188,147 @@ class Recorder(TorchDispatchMode):
 
         self._live[key] = s, weakref.ref(storage, died)
         if is_existing:
-            self.bytes_at_start += nbytes
+            self._existing += nbytes
         else:
             self.log.append(Event("+", s, nbytes, flag=torch.is_grad_enabled()))
         return s
 
+    def remaining(self) -> set[int]:
+        """What is still there."""
+        return {s for s, _ in self._live.values()}
+
+    def gradients(self) -> set[int]:
+        """What is there of the parameters' gradients."""
+        grads = [leaf.grad for leaf in list(self._leaves.values())]
+        keys = {storage._cdata for storage in self._storages(grads)}
+        return {self._live[key][0] for key in keys & self._live.keys()}
+
     def bytes_at_next_start(self) -> int:
         """The bytes that are there when the next step starts."""
-        left = (s for s, _ in self._live.values() if not self.is_existing[s])
-        there = self.allocated_at_start or self.bytes_at_start
-        return there + sum(self.nbytes[s] for s in left)
-
-    @property
-    def created_bytes(self) -> int:
-        """The bytes of all that eager code made."""
-        return sum(event.nbytes for event in self.log if event.kind == "+")
-
-    def left_behind(self) -> int:
-        """The bytes that it left, gradients and the optimizer's states apart."""
-        remaining, gradients, last = self.remaining()
-        return sum(
-            event.nbytes
-            for at, event in enumerate(self.log)
-            if event.kind == "+"
-            and event.storage in remaining - gradients
-            and (event.flag or at < last)
-        )
-
-    def remaining(self) -> tuple[set[int], set[int], int]:
-        """What is still there, the gradients among it, and the last call's end."""
-        remaining = {s for s, _ in self._live.values()}
-        gradients = {
-            self._live[storage._cdata][0]
-            for leaf in list(self._leaves.values())
-            for storage in self._storages([leaf.grad])
-            if storage._cdata in self._live
-        }
-        ends = (at for at, event in enumerate(self.log) if event.kind in "fb")
-        return remaining, gradients, max(ends, default=0)
+        made = {event.storage for event in self.log if event.kind == "+"}
+        left = sum(self.nbytes[s] for s in self.remaining() & made)
+        return (self._given or self._existing) + left
 
 
-def moments(recorder: Recorder, number: Mapping[Any, int]) -> list[Moment]:
-    """The step as the next one is going to be; ``number`` has that of each graph.
+class Timeline:
+    """Live bytes and waiting calls of a recorded step, as the next one is going to be.
 
     An optimizer's state that is still there then is not made anew, and a gradient only
-    until it is added to the one that is there.  O(events).
+    until it is added to the one that is there.  ``moments`` is the step; of all that eager
+    code made, ``made``, it leaves behind ``live`` bytes beside those.  Of each graph,
+    ``calls`` has how many are in each slot, and ``scales`` the largest of their scales.
+    O(events).
     """
-    timeline = _Timeline(recorder, number)
-    for at, event in enumerate(recorder.log):
-        if event.storage >= 0:
-            timeline.change(at, event)
-        elif event.kind in "FB":
-            timeline.begin(at, event)
-        else:
-            timeline.end(event)
-    timeline.pause()
-    return timeline.found
 
-
-class _Timeline:
-    """Live bytes and waiting calls, from event to event."""
-
-    def __init__(self, recorder: Recorder, number: Mapping[Any, int]) -> None:
-        self.found: list[Moment] = []
+    def __init__(self, recorder: Recorder) -> None:
+        self.moments: Moments = {}
+        self.calls: dict[Any, list[int]] = {}
+        self.scales: dict[Any, float] = {}
+        self.live = self.made = 0
+        self._log = recorder.log
         self._nbytes = recorder.nbytes
-        self._number = number
-        self._remaining, self._gradients, self._last = recorder.remaining()
-        self._dying = _dying_in_backward(recorder.log)
-        self._live = self._passing = self._most = 0
-        # Of a storage: what counts of it, and what would if it had been there before.
-        self._there: dict[int, int] = {}
+        self._remaining, self._gradients = recorder.remaining(), recorder.gradients()
+        ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
+        self._last = max(ends, default=0)
+        self._passing = self._most = 0
+        # Of a storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
-        self._alive: dict[Any, None] = {}
-        self._retained: set[Any] = set()
-
-    def change(self, at: int, event: Event) -> None:
-        """A storage is made, resized or gone."""
-        s = event.storage
-        if event.kind == "+":
-            if s in self._gradients:
-                self._passing += event.nbytes
-            elif event.flag or s not in self._remaining or at < self._last:
-                self._live += event.nbytes
-                self._there[s] = event.nbytes
-        else:
-            self._passing = 0
-            # What was there may have been made out of sight: nothing is gained when it
-            # goes, and nothing lost when it is back.
-            before = self._there.pop(s, 0)
-            change = event.nbytes if event.kind == "=" else -before
-            self._beyond[s] = self._beyond.get(s, before) + change
-            after = max(self._beyond[s], 0) if event.kind == "=" else 0
-            self._live += after - before
-            if event.kind == "=":
-                self._there[s] = after
-        self._most = max(self._most, self._live + self._passing)
-
-    def pause(self) -> None:
-        """Eager code has run up to here."""
-        held, unheld = self._where(self._alive)
-        self.found.append(Moment(self._most, held, None, unheld))
-
-    def begin(self, at: int, event: Event) -> None:
-        """A compiled forward or backward runs."""
-        self._passing = 0
-        self.pause()
-        call, phase = event.call, event.kind
-        released: frozenset[int] = frozenset()
-        calls = self._alive
-        if phase == "B":
-            calls = {**calls, call: None}
-            if event.flag:
-                phase = "R"
-                self._retained.add(call)
+        self._waiting: dict[Any, None] = {}
+        for at, event in enumerate(self._log):
+            if event.kind == "+":
+                self._make(at, event)
+            elif event.storage >= 0:
+                self._change(event)
+            elif event.kind in "FB":
+                self._begin(at, event)
             else:
-                released = frozenset(
-                    index
-                    for index, s in enumerate(event.inputs)
-                    if s in self._there and s in self._dying[at]
-                )
-                self._retained.discard(call)
-        running = self._number[call.graph], call.slot, phase
-        held, unheld = self._where(calls)
-        self.found.append(Moment(self._live, held, running, unheld, released))
-        self._most = self._live
+                self._end(event)
+        self._note(self._most, self._held(self._waiting))
 
-    def end(self, event: Event) -> None:
+    def _make(self, at: int, event: Event) -> None:
+        self.made += event.nbytes
+        if event.storage in self._gradients:
+            self._passing += event.nbytes
+        elif event.flag or event.storage not in self._remaining or at < self._last:
+            self._beyond[event.storage] = event.nbytes
+            self.live += event.nbytes
+        self._most = max(self._most, self.live + self._passing)
+
+    def _change(self, event: Event) -> None:
+        """A storage is resized or gone."""
         self._passing = 0
-        if event.kind == "f" and event.call.keeps_saved:
-            self._alive[event.call] = None
-        elif event.call not in self._retained:
-            self._alive.pop(event.call, None)
-        self._most = self._live
+        # What was there may have been made out of sight: nothing is gained when it
+        # goes, and nothing lost when it is back.
+        before = self._beyond.pop(event.storage, 0)
+        self.live -= max(before, 0)
+        if event.kind == "=":
+            self._beyond[event.storage] = before + event.nbytes
+            self.live += max(before + event.nbytes, 0)
+        self._most = max(self._most, self.live)
 
-    def _where(self, calls: Iterable[Any]) -> tuple[frozenset[Any], frozenset[Any]]:
-        """The graphs and slots of calls, and those of their outputs that nobody holds."""
-        held = frozenset((self._number[call.graph], call.slot) for call in calls)
-        unheld = frozenset(
-            (self._number[call.graph], call.slot, index, self._nbytes[s])
-            for call in calls
-            for index, s in enumerate(call.outputs)
-            if s is not None and s not in self._there and index in call.graph.may_save
+    def _count(self, call: Any) -> None:
+        calls = self.calls.setdefault(call.graph, [])
+        calls += [0] * (call.slot + 1 - len(calls))
+        calls[call.slot] += 1
+        self.scales[call.graph] = max(self.scales.get(call.graph, 0.0), call.scale)
+
+    def _begin(self, at: int, event: Event) -> None:
+        """A compiled forward or backward runs."""
+        held = self._held(self._waiting)
+        self._note(self._most, held)
+        call = event.call
+        if event.kind == "F":
+            self._count(call)
+            held |= self._held_by(call, "forward")
+        else:
+            held = self._held({**self._waiting, call: None})
+            alone: frozenset[int] = frozenset()
+            if not event.flag:
+                # What was kept goes while the backward runs, whose peak has that too.
+                held -= self._held_by(call, "kept")
+                alone = self._held_alone(at, event)
+            held |= self._held_by(call, "backward", alone)
+        self._note(self.live, held)
+        self._most, self._passing = self.live, 0
+
+    def _end(self, event: Event) -> None:
+        if event.kind == "x":
+            # In the midst of what eager code does.
+            self._note(self._most, self._held(self._waiting))
+        if event.flag:
+            self._waiting[event.call] = None
+        else:
+            self._waiting.pop(event.call, None)
+        self._most, self._passing = self.live, 0
+
+    def _note(self, nbytes: int, held: frozenset[Held]) -> None:
+        """Eager code has so much while calls hold this."""
+        self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
+
+    def _held_by(self, call: Any, what: str, of: Any = None) -> frozenset[Held]:
+        return frozenset([Held(call.graph, call.slot, what, of)])
+
+    def _held(self, calls: Iterable[Any]) -> frozenset[Held]:
+        """What waiting calls keep, and their outputs that nobody holds."""
+        return frozenset().union(
+            *(self._held_by(call, "kept") for call in calls),
+            *(
+                self._held_by(call, "output", (index, self._nbytes[s]))
+                for call in calls
+                for index, s in enumerate(call.outputs)
+                if s is not None and s not in self._beyond
+            ),
         )
-        return held, unheld
 
-
-def _dying_in_backward(log: Sequence[Event]) -> dict[int, set[int]]:
-    """What was held for a backward alone: it dies while that runs, by its begin."""
-    dying: dict[int, set[int]] = {}
-    running: set[int] = set()
-    for at, event in enumerate(log):
-        if event.kind == "B":
-            running = dying[at] = set()
-        elif event.kind == "b":
-            running = set()
-        elif event.kind == "-":
-            running.add(event.storage)
-    return dying
+    def _held_alone(self, at: int, begin: Event) -> frozenset[int]:
+        """The inputs that a backward alone holds: they die while it runs."""
+        dying = set()
+        while self._log[at].kind != "b":
+            if self._log[at].kind == "-":
+                dying.add(self._log[at].storage)
+            at += 1
+        dying &= self._beyond.keys()
+        return frozenset(i for i, s in enumerate(begin.inputs) if s in dying)
 
 
 class _Resizes:
@@ -359,46 +338,35 @@ class _Resizes:
     """
 
     def __init__(self) -> None:
-        self._resize: Any = None
+        self.resize: Any = None
         self._count = 0
         self._lock = threading.Lock()
 
     def patch(self) -> None:
         with self._lock:
+            if not self._count:
+                self.resize = torch.UntypedStorage.resize_
+                torch.UntypedStorage.resize_ = _resize_and_follow  # type: ignore[assignment]
             self._count += 1
-            if self._count > 1:
-                return
-            self._resize = resize = torch.UntypedStorage.resize_
-
-            def resize_and_follow(storage: Any, nbytes: int) -> Any:
-                return _followed(resize, storage, nbytes)
-
-            torch.UntypedStorage.resize_ = resize_and_follow  # type: ignore[assignment]
 
     def unpatch(self) -> None:
         with self._lock:
             self._count -= 1
             if not self._count:
-                torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-
-
-def _followed(resize: Callable[..., Any], storage: Any, nbytes: int) -> Any:
-    recorder = of_this_thread(_recording)
-    if recorder is None or storage.device.type != recorder.device:
-        return resize(storage, nbytes)
-    with recorder.guarded():
-        recorder.follow(storage, is_existing=True)
-    result = resize(storage, nbytes)
-    with recorder.guarded():
-        recorder.follow(storage)
-    return result
+                torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
 
 
 _resizes = _Resizes()
 
 
-def _allocated(device: torch.device) -> int:
-    """Bytes that the device's allocator has handed out, 0 where nobody counts them."""
-    if device.type in ("cpu", "meta"):
-        return 0
-    return int(torch.get_device_module(device).memory_allocated())
+def _resize_and_follow(storage: Any, nbytes: int) -> Any:
+    step = running_step()
+    recorder = step.recorder if step is not None else None
+    if recorder is None or storage.device.type != recorder.device:
+        return _resizes.resize(storage, nbytes)
+    with recorder.guarded():
+        recorder.follow(storage, is_existing=True)
+    result = _resizes.resize(storage, nbytes)
+    with recorder.guarded():
+        recorder.follow(storage)
+    return result
