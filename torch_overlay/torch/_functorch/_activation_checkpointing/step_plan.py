@@ -307,8 +307,9 @@ class StepCurve:
         found = {0}.union(*map(undominated, pairs))
         # Of one call alone there are few, and others may need any.
         good = sorted(found) if slots > 1 else list(range(len(choices)))
-        of_slots = [(p,) * at + (q,) * (slots - at) for p, q, at in choices]
-        return [of_slots[i] for i in good], vectors[good], costs[good]
+        chosen = (choices[i] for i in good)
+        of_slots = [(p,) * at + (q,) * (slots - at) for p, q, at in chosen]
+        return of_slots, vectors[good], costs[good]
 
     def _live_by_slots(self, graph: Any, slots: int, moments: Moments) -> torch.Tensor:
         """What calls in slots below k have live: by plan, k and moment."""
