@@ -39,19 +39,19 @@ def compiled(model, batch):
     asked = []
     ask = memory_budget.ask_solver
 
-    def watched(items, capacity):
-        asked.append((items.nodes, ask(items, capacity)))
+    def watched(solver, graph, capacity):
+        asked.append((graph.items, ask(solver, graph, capacity)))
         return asked[-1][1]
 
     with mock.patch.object(memory_budget, ask.__name__, watched):
         step = torch.compile(model, backend="aot_eager_decomp_partition")
         loss = step(batch[:, :-1], batch[:, 1:])
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    nodes, saved = asked[-1]
+    items, saved = asked[-1]
     paths = {
-        list(node.meta["nn_module_stack"].values())[-1][0]
-        for i, node in enumerate(nodes)
-        if node.target is MM and i not in saved
+        list(item.node.meta["nn_module_stack"].values())[-1][0]
+        for i, item in enumerate(items)
+        if item.node.target is MM and i not in saved
     }
     return paths, gradients
 

@@ -4,7 +4,6 @@ Upstream's solvers come from the untouched wheel. Brute force, edges, bad input 
 are in test_ac_knapsack_solvers.py and test_ac_knapsack_exact.py.
 """
 
-import functools
 import logging
 import math
 import os
@@ -12,9 +11,7 @@ import random
 from fractions import Fraction
 
 import pytest
-import torch
 from benchmarks import corpus
-from benchmarks.meters import allocations
 from benchmarks.upstream import untouched_knapsack
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -216,26 +213,3 @@ def test_ilp_on_runtimes_in_flops(caplog):
     with caplog.at_level(logging.WARNING):
         ours.ilp_knapsack(memory, runtimes, sum(memory) / 3)
     assert "stopped after" in caplog.text
-
-
-def test_defaults_of_torch():
-    problem = corpus.unnormalised(60, seed=0)
-    expected = ours.dp_knapsack(*problem)
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            found = ours.dp_knapsack(*problem)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert found == expected
-
-
-def test_a_few_rows_are_kept():
-    """A twentieth of upstream's table, which is seen."""
-    net = next(n for n in corpus.instances() if 400 <= len(n.memory) < 1000)
-    ours_peak, theirs = (
-        allocations(functools.partial(solver, net.memory, net.runtimes, 0.1)).peak
-        for solver in (ours.dp_knapsack, upstream.dp_knapsack)
-    )
-    table = 4 * len(net.memory) * 0.1 * QUANTA
-    assert theirs > table and 0 < ours_peak < theirs / 20

@@ -51,8 +51,8 @@ plan keeps and recomputes; if the cut's is over the budget, or recomputes more, 
 the solver's items are saved. Values that something smaller can replace are one item.
 The budget is filled exactly; ties go to the smaller plan. Operators that no compiler
 fuses cost at least the bytes they move. Options are checked before the first cut.
-Plot and knee search solve all their budgets in one call, and each set of items is cut
-once. A custom solver with a parameter named runtimes gets them, and its lists have to
+The knee search solves all its budgets in one call, and each set of items is cut once.
+A custom solver with a parameter named runtimes gets them, and its lists have to
 name every item once. The estimator "roofline" counts the bytes that recomputation
 moves as well as its FLOPs.
 """,
@@ -63,7 +63,6 @@ moves as well as its FLOPs.
         module_path("decision"),
         module_path("memory_budget"),
         module_path("budget_curve"),
-        module_path("budget_options"),
         module_path("budget_solver"),
         module_path("liveness"),
         module_path("rerun_cost"),

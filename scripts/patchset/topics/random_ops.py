@@ -40,7 +40,6 @@ selects between two values of an element, such as a ReLU's, may still be recompu
     test="test/functorch/test_ac_random_ops.py",
     sources=(
         module_path("random_ops"),
-        module_path("decisions"),
         "test/functorch/test_ac_decisions.py",
     ),
     edits=(

@@ -54,11 +54,6 @@ def by_argmax(x, scores, experts):
     return x * experts[scores.argmax(-1)]
 
 
-def by_searchsorted(x, scores, experts):
-    edges = torch.linspace(-0.5, 0.5, EXPERTS - 1)
-    return x * experts[torch.searchsorted(edges, scores[:, 0].contiguous())]
-
-
 def by_rounding(x, scores, experts):
     place = scores[:, :1].sigmoid() * (EXPERTS - 1)
     lower = place.floor().clamp(0, EXPERTS - 2)
@@ -83,23 +78,10 @@ def by_queue(x, scores, experts):
 NETS = {
     "topk": (by_topk, aten.topk, 2 * (8 + 4)),
     "argmax": (by_argmax, aten.argmax, 8),
-    "max_alone": (
-        lambda x, scores, experts: x * scores.max(-1).values.unsqueeze(1),
-        aten.max,
-        8 + 4,
-    ),
-    "searchsorted": (by_searchsorted, aten.searchsorted, 8),
     "comparison": (
         lambda x, scores, experts: x * experts[(scores[:, 0] > scores[:, 1]).long()],
         aten.gt,
         1,
-    ),
-    "conversion": (
-        lambda x, scores, experts: (
-            x * experts[(scores[:, 0].sigmoid() * EXPERTS).long()]
-        ),
-        torch.ops.prims.convert_element_type,
-        8,
     ),
     "rounding": (by_rounding, aten.floor, 4),
     "queue": (by_queue, aten.argmax, 8),
@@ -142,32 +124,6 @@ def _(x):
 
 
 drift.register_autograd(lambda ctx, grad: grad)
-
-
-@torch.library.custom_op("test_ac_decisions::route", mutates_args=())
-def route(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best score, and where it is."""
-    best, chosen = scores.max(-1)
-    return best, chosen.int()
-
-
-@route.register_fake
-def _(scores):
-    best = scores.new_empty(scores.shape[:-1])
-    return best, torch.empty_like(best, dtype=torch.int32)
-
-
-route.register_autograd(
-    lambda ctx, grad, _: grad.unsqueeze(1) * torch.ones(EXPERTS) / EXPERTS
-)
-
-
-def by_library(x, scores, experts):
-    best, chosen = route(scores)
-    return x * experts[chosen] * best.unsqueeze(1)
-
-
-NETS["library"] = (by_library, torch.ops.test_ac_decisions.route, 4 + 4)
 
 
 @torch.compiler.nested_compile_region

@@ -157,42 +157,36 @@ class TestUnreadArguments(OneThread):
     )
     @parametrize("device", DEVICES)
     def test_unread_arguments_may_be_nan(self, device, dtype, channels_last, mkldnn):
-        options = {"device": device, "dtype": dtype, "channels_last": channels_last}
+        """Gradients stay the same bit for bit, whichever inputs get one."""
+        # Kernels of CUDA may add in another order every time.
+        tolerance = 0 if device == "cpu" else 1e-2
         reached = set()
-        for function, shapes in CALLS:
+        for (function, shapes), wanted in itertools.product(CALLS, range(1, 8)):
+            if wanted >> len(shapes):
+                continue
+            given = [batch(shape, device, dtype, channels_last) for shape in shapes]
+            leaves = [
+                x.requires_grad_() for i, x in enumerate(given) if wanted >> i & 1
+            ]
             with (
-                self.subTest(function=function, shapes=shapes),
+                self.subTest(function=function, shapes=shapes, wanted=wanted),
                 torch.backends.mkldnn.flags(enabled=mkldnn),
             ):
                 try:
-                    reached |= self.check_gradients(function, shapes, options)
+                    loss = function(*given).square().sum()
+                    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
                 except (NotImplementedError, RuntimeError) as error:
                     reasons = "not implemented for|must be contiguous"
                     self.assertRegex(str(error), reasons)
+                    continue
+                with Poisoned() as poisoned:
+                    found = torch.autograd.grad(loss, leaves)
+                reached |= poisoned.reached
+                self.assertEqual(
+                    found, expected, rtol=tolerance, atol=tolerance, exact_stride=True
+                )
         if dtype is torch.float32 and not channels_last:
             self.assertEqual(reached, set(UNREAD_ARGUMENTS))
-
-    def check_gradients(self, function, shapes, options):
-        """Bit for bit, whichever inputs get one; returns the operators reached."""
-        reached = set()
-        for wanted in itertools.product((False, True), repeat=len(shapes)):
-            if not any(wanted):
-                continue
-            given = [batch(shape, **options) for shape in shapes]
-            leaves = [
-                x.requires_grad_() for x, is_leaf in zip(given, wanted) if is_leaf
-            ]
-            loss = function(*given).square().sum()
-            expected = torch.autograd.grad(loss, leaves, retain_graph=True)
-            with Poisoned() as poisoned:
-                found = torch.autograd.grad(loss, leaves)
-            reached |= poisoned.reached
-            # Kernels of CUDA may add in another order every time.
-            tolerance = 0 if options["device"] == "cpu" else 1e-2
-            self.assertEqual(
-                found, expected, rtol=tolerance, atol=tolerance, exact_stride=True
-            )
-        return reached
 
 
 class Net(nn.Sequential):
@@ -220,41 +214,6 @@ def frozen_convnet(trainable=(0,)):
         *block(16, 8, 3, stride=2),
         trainable=trainable,
     )
-
-
-def pools():
-    return Net(
-        nn.Conv2d(3, 8, 3),
-        nn.ReflectionPad2d(1),
-        nn.MaxPool2d(2, 1, dilation=2),
-        nn.ReplicationPad2d(2),
-        nn.AvgPool2d(6, 1),
-        nn.AdaptiveAvgPool2d(4),
-        nn.AdaptiveMaxPool2d(3),
-    )
-
-
-def norm_in_training():
-    net = Net(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    net[1].train()
-    return net
-
-
-CONVOLUTION, NORM = "convolution_backward", "native_batch_norm_backward"
-# A net, and which of its operators get a stand-in.  Decompositions leave fewer.
-NETS = {
-    frozen_convnet: {CONVOLUTION, NORM},
-    pools: {
-        "_adaptive_avg_pool2d_backward",
-        "adaptive_max_pool2d_backward",
-        "avg_pool2d_backward",
-        "max_pool2d_with_indices_backward",
-        "reflection_pad2d_backward",
-        "replication_pad2d_backward",
-    },
-    norm_in_training: set(),
-    partial(frozen_convnet, trainable=range(10)): set(),
-}
 
 
 def step(function, module, *inputs):
@@ -351,7 +310,6 @@ DOUBTS = {
     "unknown mask": lambda n, g, x: n.update_arg(10, g),
     "wanted": lambda n, g, x: n.update_arg(10, [True, True, False]),
     "used": lambda n, g, x: read(n, operator.getitem, n, 1),
-    "used from behind": lambda n, g, x: read(n, operator.getitem, n, -2),
     "used whole": lambda n, g, x: read(n, len, n),
     "read elsewhere": lambda n, g, x: read(n, aten.mul.Tensor, x, g),
     "read twice": lambda n, g, x: n.update_arg(2, x),
@@ -359,7 +317,6 @@ DOUBTS = {
     "gradient without meta": lambda n, g, x: g.meta.pop("val"),
     "device": lambda n, g, x: become(x, lambda v: v.to("meta")),
     "conjugate": lambda n, g, x: become(x, lambda v: v.cfloat().conj()),
-    "negative": lambda n, g, x: become(x, lambda v: v.cfloat().conj().imag),
 }
 
 
@@ -369,39 +326,32 @@ class TestDropUnreadArguments(OneThread):
     def check(self, function, call, *inputs, module=None):
         """Compares two ways to compute a step; returns their saved bytes."""
         module = module or nn.Identity()
-        output, gradients, before = step(function, module, *inputs)
-        found, found_gradients, after = step(call, module, *inputs)
-        self.assertEqual(found, output)
-        self.assertEqual(found_gradients, gradients)
+        *expected, before = step(function, module, *inputs)
+        *found, after = step(call, module, *inputs)
+        self.assertEqual(found, expected)
         return before, after
 
     @parametrize("backend", ("aot_eager", DECOMPOSED))
     @parametrize("device", DEVICES)
     def test_poison_reaches_no_gradient(self, backend, device):
-        for make, operators in NETS.items():
-            module, inputs = make().to(device), batch((2, 3, 9, 9), device)
+        for trainable in ((0,), range(10)):
+            module = frozen_convnet(trainable).to(device)
+            inputs = batch((2, 3, 9, 9), device)
             without = compiled(module, backend, drop_unread_arguments=False)
             expected = step(without, module, inputs)[:2]
             with stand_ins(poisoned=True) as made:
                 found = step(compiled(module, backend), module, inputs)[:2]
             tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {}
             self.assertEqual(found, expected, **tolerance)
-            names = {str(target).split(".")[1] for target, _ in made}
-            self.assertLessEqual(names, operators)
-            self.assertEqual(bool(names), bool(operators))
+            targets = {aten.convolution_backward.default}
             if backend != DECOMPOSED:
-                self.assertEqual(names, operators)
+                targets.add(aten.native_batch_norm_backward.default)
+            wanted = targets if trainable == (0,) else set()
+            self.assertEqual({target for target, _ in made}, wanted)
 
-    @parametrize("layout", ("contiguous", "channels_last", "strided", "bfloat16"))
-    def test_stand_ins_have_the_arguments_look(self, layout):
+    def test_stand_ins_have_the_arguments_look(self):
         def function(x, weight):
-            x = x.sin()
-            if layout == "channels_last":
-                x = x.contiguous(memory_format=torch.channels_last)
-            if layout == "strided":
-                x = x.repeat(1, 1, 1, 2)[..., ::2]
-            if layout == "bfloat16":
-                x = x.bfloat16()
+            x = x.bfloat16().repeat(1, 1, 1, 2)[..., ::2]
             seen.append((x.shape, x.stride(), x.dtype))
             return F.conv2d(x, weight.to(x.dtype))
 
@@ -437,15 +387,14 @@ class TestDropUnreadArguments(OneThread):
         pixels = 2 * 16 * 16
         self.assertEqual(saved, 4 * 3 * pixels + (8 + 16) * pixels + 2 * 8 * 7 * 7)
         self.assertGreater(eager, 5 * saved)
-        # At budget 0 only inputs are saved, with and without the pass.
-        for budget, compare in ((0.0, self.assertEqual), (0.5, self.assertLess)):
-            found = []
-            for on in (False, True):
-                options = {"drop_unread_arguments": on}
-                call = compiled(module, activation_memory_budget=budget, **options)
-                found.append(self.check(module, call, inputs, module=module)[1])
-            without, saved = found
-            compare(saved, without)
+        # Under a budget too.
+        found = []
+        for on in (False, True):
+            options = {"drop_unread_arguments": on, "activation_memory_budget": 0.5}
+            call = compiled(module, **options)
+            found.append(self.check(module, call, inputs, module=module)[1])
+        without, saved = found
+        self.assertLess(saved, without)
 
     def test_masks_are_made_beside_what_they_are_made_of(self):
         forwards = []
@@ -468,7 +417,7 @@ class TestDropUnreadArguments(OneThread):
         self.assertEqual(found, [steps[0], *3 * steps])
 
     def test_layers_in_regions(self):
-        """Checkpointed, compiled once as a graph within the graph, or twice derived."""
+        """Checkpointed, or compiled once as a graph within the graph."""
         module, inputs = frozen_convnet(), batch((2, 3, 9, 9))
         for function in (
             lambda x: checkpoint(module, x, use_reentrant=False),
@@ -477,35 +426,6 @@ class TestDropUnreadArguments(OneThread):
             with stand_ins(poisoned=True) as made:
                 self.check(function, compiled(function), inputs, module=module)
             self.assertTrue(made)
-
-        def penalty(x, weight):
-            loss = F.conv2d(x.sin(), weight).square().sum()
-            (inner,) = torch.autograd.grad(loss, x, create_graph=True)
-            return inner.square()
-
-        _, *inputs = frozen_pair()
-        with stand_ins(poisoned=True):
-            self.check(penalty, by_aot(penalty, default_partition), *inputs)
-
-    def test_parameters_stay(self):
-        """They are alive in any case, and the partitioner is told which they are."""
-
-        class Prompted(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.prompt = nn.Parameter(batch((2, 3, 5, 5)))
-                self.frozen = nn.Conv2d(3, 4, 3).requires_grad_(False)
-
-            def forward(self, x):
-                return self.frozen(self.prompt) + x
-
-        for partition in (default_partition, min_cut_rematerialization_partition):
-            module = Prompted()
-            backend = aot_autograd(fw_compiler=nop, partition_fn=partition)
-            with stand_ins() as made:
-                call = compiled(module, backend)
-                self.check(module, call, batch((1,)), module=module)
-            self.assertEqual(made, [])
 
     def traced(self, function, *inputs, dynamic=False):
         """The joint graph of ``function`` before the pass."""
@@ -522,6 +442,16 @@ class TestDropUnreadArguments(OneThread):
     def convolutions(self, module):
         target = aten.convolution_backward.default
         return module.graph.find_nodes(op="call_function", target=target)
+
+    def test_parameters_stay(self):
+        """They are alive in any case, and the partitioner is told which they are."""
+        prompt, weight = batch((2, 3, 4, 4)).requires_grad_(), batch((3, 3, 1, 1))
+        module = self.traced(lambda x, weight: F.conv2d(x, weight), prompt, weight)
+        before = str(module.graph)
+        drop_unread_arguments(module, [0])
+        self.assertEqual(str(module.graph), before)
+        drop_unread_arguments(module)
+        self.assertNotEqual(str(module.graph), before)
 
     def test_failure_leaves_the_graph_as_it_was(self):
         function, *inputs = frozen_pair()

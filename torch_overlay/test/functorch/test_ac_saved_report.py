@@ -125,21 +125,19 @@ class TestSavedReport(TestCase):
 
         with patch.object(debugging, split.__name__, watched):
             self.run_chain(0.5)
-        (forward, _), plan = graphs[0], last_plan()
-        count = {
-            op: [len(g.graph.find_nodes(op="call_function", target=op)) for g in split]
-            for split in graphs
-            for op in (torch.ops.aten.mm.default, torch.ops.aten.sin.default)
-        }
-        for op, (first, second) in count.items():
+        ((forward, backward),), plan = graphs, last_plan()
+        # The backward of a product takes two, and that of sin none.
+        for op, own in (
+            (torch.ops.aten.mm.default, 2),
+            (torch.ops.aten.sin.default, 0),
+        ):
+            first, second = (
+                len(g.graph.find_nodes(op="call_function", target=op))
+                for g in (forward, backward)
+            )
             repeated = [v for v in plan.recomputed if v.op == str(op)]
-            # The backward of a product takes two, and that of sin none.
-            own = 2 * first if op is torch.ops.aten.mm.default else 0
-            self.assertEqual(len(repeated), second - own)
-        names = {node.name for node in forward.graph.nodes}
-        for value in plan.recomputed:
-            self.assertIn(value.name, names)
-        self.assertNotEqual(plan.recomputed, ())
+            self.assertEqual(len(repeated), second - own * first)
+            self.assertGreater(len(repeated), 0)
 
     def test_what_is_printed(self):
         self.run_chain(0.5, solver="greedy")
@@ -156,18 +154,10 @@ class TestSavedReport(TestCase):
         (left, more) = map(int, re.findall(r"\.\.\. (\d+) more rows, ", text))
         cut = len(whole.splitlines()) - len(text.splitlines())
         self.assertEqual(cut, left + more - 2)
-
-    def test_limits_of_the_budget_ask_no_solver(self):
+        # A solver is not always asked.
         self.run_chain(0.0)
-        self.assertIsNone(last_plan().knapsack)
-        self.assertEqual({v.why for v in last_plan().saved}, {"input"})
-        self.assertEqual({v.why for v in last_plan().recomputed}, {"budget 0"})
         self.assertIn("budget 0: saves inputs and what must not", printed())
-        self.run_chain(1.0)
-        self.assertIsNone(last_plan().knapsack)
-        self.assertIn("within the budget, no solver asked", printed())
         self.run_chain(0.999)
-        self.assertIsNone(last_plan().knapsack)
         self.assertIn("within the budget, no solver asked", printed())
 
     def test_budget_zero_tells_what_it_had_to_save(self):
@@ -180,19 +170,6 @@ class TestSavedReport(TestCase):
             self.assertEqual(plan.activation_bytes, sum(v.nbytes for v in masks))
             self.assertEqual(plan.activation_bytes, 64 if p else 0)
             self.assertIn(f"{plan.activation_bytes} B kept", printed())
-
-    def test_a_view_by_another_name_costs_nothing(self):
-        """aten._unsafe_view returns its argument's memory and does not say so."""
-
-        def step(x, w):
-            y = torch.ops.aten._unsafe_view((x @ w).sin(), [64])
-            return (y * y.cos()).sum()
-
-        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
-        self.compiled(step, x, w, budget=0.0)
-        recomputed = [v.op for v in last_plan().recomputed]
-        self.assertIn("aten.sin.default", recomputed)
-        self.assertNotIn("aten._unsafe_view.default", recomputed)
 
     def test_several_graphs_each_have_a_plan(self):
         def broken(x, w):

@@ -9,30 +9,27 @@ import json
 import logging
 import math
 import os
-from typing import Callable, NamedTuple, TYPE_CHECKING
+from typing import Any, Callable, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.distributed
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
-from .budget_solver import solve_budgets
 from .rerun_cost import RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .budget_solver import Items, Knapsack
+    from .decision import Decision
 
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CurvePoint", "budget_curve", "write_budget_curve"]
+__all__ = ["CurvePoint", "write_budget_curve"]
 
 # Steps between the budgets of a curve.  Each may take a min cut, 0.7 s on a graph of
 # 5,000 nodes.
-_CURVE_STEPS = 32
+_STEPS = 32
 
 
 class CurvePoint(NamedTuple):
@@ -49,47 +46,12 @@ class CurvePoint(NamedTuple):
     saved_items: int
 
 
-def budget_curve(
-    items: Items,
-    budget: float,
-    settle: Callable[[float, list[int]], tuple[int, list[int]]],
-    cheap: Sequence[int],
-) -> list[CurvePoint]:
-    """The plans that the budgets from 0 to 1, and the one asked, lead to.
+def write_budget_curve(asked: Decision, plan_at: Callable[[float], Decision]) -> None:
+    """Write the curve that the plan asked for is on: a plot (SVG), and its points (JSON).
 
-    As in the partitioner, a cut that fits comes before the knapsack.  The points are by
-    rising budget, each with another set of saved items or another cut.
-
-    ``settle`` tells of a budget and a solver's answer what bytes and what items are
-    kept in the end, and ``cheap`` is what the cuts keep that the partitioner tries
-    first, in order.
-    """
-    limits = items.limits
-
-    def point(budget: float, nbytes: int, saved: Sequence[int]) -> CurvePoint:
-        again = {*range(len(items.memory))} - {*saved}
-        runtime = math.fsum(items.runtimes[i] for i in again)
-        return CurvePoint(budget, nbytes, limits.budget(nbytes), runtime, len(saved))
-
-    every = range(len(items.memory))
-    steps = (step / _CURVE_STEPS for step in range(1, _CURVE_STEPS))
-    budgets = sorted({budget, *steps})
-    tried = [b for b in budgets if limits.allowed(b) < min(cheap)]
-    points = [point(0.0, limits.low, [])]
-    for b, saved in zip(tried, solve_budgets(items, list(map(limits.capacity, tried)))):
-        points.append(point(b, *settle(b, saved)))
-    for b in budgets[len(tried) :]:
-        fits = next(size for size in cheap if size <= limits.allowed(b))
-        points.append(point(b, fits, every))
-    points.append(point(1.0, limits.high, every))
-    return [p for i, p in enumerate(points) if i == 0 or p[1:] != points[i - 1][1:]]
-
-
-def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
-    """Write a curve as a plot (SVG), and its points beside it (JSON).
-
-    They lie in ``config.memory_budget_pareto_dir`` or the working directory; a warning
-    names them.  Without matplotlib only the points are written, and the warning says so.
+    ``plan_at`` has the plan of any budget.  The files lie in
+    ``config.memory_budget_pareto_dir`` or the working directory; a warning names them.
+    Without matplotlib only the points are written, and the warning says so.
     """
     estimator = config.activation_memory_budget_runtime_estimator
     graph = get_aot_graph_name()
@@ -99,11 +61,13 @@ def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = f"_rank_{torch.distributed.get_rank()}"
     stem = os.path.join(folder, f"memory_budget_pareto{rank}_{graph}")
+    solved: Any = asked.knapsack
+    points = _points(asked, plan_at)
     curve = {
         "graph": graph,
-        "budget_asked": posed.budget,
-        "solver": posed.solver,
-        "items": len(posed.memory),
+        "budget_asked": asked.budget,
+        "solver": solved.solver,
+        "items": len(solved.memory),
         "runtime_unit": RUNTIME_UNITS.get(str(estimator), "the estimator's unit"),
         "points": [p._asdict() for p in points],
     }
@@ -111,18 +75,39 @@ def write_budget_curve(posed: Knapsack, points: list[CurvePoint]) -> None:
         json.dump(curve, file, indent=1)
         file.write("\n")
     try:
-        _draw(points, posed.budget, curve, f"{stem}.svg")
+        _draw(points, asked.budget, curve, f"{stem}.svg")
         plot = f"{stem}.svg"
     except ImportError as error:
         plot = f"no plot, as matplotlib is missing ({error})"
     log.warning("Wrote the memory budget curve to %s.json; %s", stem, plot)
 
 
+def _points(asked: Decision, plan_at: Callable[[float], Decision]) -> list[CurvePoint]:
+    """The plans of budgets from 0 to 1, and of the one asked, by rising budget.
+
+    Each has another set of saved items, or another cut.
+    """
+    limits: Any = asked.limits
+    solved: Any = asked.knapsack
+    every = range(len(solved.memory))
+    points: list[CurvePoint] = []
+    for budget in sorted({asked.budget, *(k / _STEPS for k in range(_STEPS + 1))}):
+        plan = plan_at(budget)
+        # A cut that fits recomputes no item, and budget 0 saves none.
+        saved = plan.knapsack.saved if plan.knapsack else every if budget else ()
+        again = {*every} - {*saved}
+        kept = plan.activation_bytes
+        runtime = math.fsum(solved.runtimes[i] for i in again)
+        point = CurvePoint(budget, kept, limits.budget(kept), runtime, len(saved))
+        if not points or point[1:] != points[-1][1:]:
+            points.append(point)
+    return points
+
+
 def _draw(
-    points: list[CurvePoint], asked: float, curve: dict[str, object], place: str
+    points: list[CurvePoint], asked: float, curve: dict[str, Any], place: str
 ) -> None:
     """Draw the curve; ImportError where there is no matplotlib."""
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -135,14 +120,10 @@ def _draw(
     above.set_ylabel(f"recomputed in the backward [{curve['runtime_unit']}]")
     below.set_ylabel("activations kept for the backward [B]")
     below.set_xlabel("memory budget (0: inputs only, 1: fastest plan)")
-    allowed = [points[0].saved_bytes, points[-1].saved_bytes]
-    below.plot([0, 1], allowed, ":", label="allowed")
     for axes, name in ((above, "recomputed_runtime"), (below, "saved_bytes")):
         axes.step(budgets, [getattr(p, name) for p in points], where="post", marker=".")
         axes.plot(asked, getattr(taken, name), "o", label=f"asked: {asked:g}")
         axes.yaxis.set_major_formatter(EngFormatter(places=1))
         axes.grid(alpha=0.3)
         axes.legend()
-    # The same curve gives the same file, byte for byte.
-    with matplotlib.rc_context({"svg.hashsalt": "memory budget"}):
-        figure.savefig(place, metadata={"Date": None})
+    figure.savefig(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
@@ -14,12 +15,52 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
 
-    from .budget_solver import Knapsack
-
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Decision", "Peak"]
+__all__ = ["Decision", "Knapsack", "Peak", "Range"]
+
+
+class Range(NamedTuple):
+    """The bytes of activations that the plans of budgets 0 and 1 keep.
+
+    They are whole storages without those of the inputs, so a budget is a fraction of
+    what a plan can change.
+    """
+
+    low: int
+    high: int
+
+    def size(self, nbytes: float) -> float:
+        """``nbytes`` in the unit of a budget."""
+        return nbytes / (self.high - self.low)
+
+    def budget(self, nbytes: int) -> float:
+        """The budget that is used up by keeping ``nbytes``."""
+        return self.size(nbytes - self.low)
+
+    def capacity(self, budget: float) -> int:
+        """The bytes beyond ``low`` that a plan may keep under ``budget``.
+
+        A budget of 0.7 is a little less than seven tenths, which must not cost a byte.
+        """
+        return math.floor(budget * (self.high - self.low) * (1 + 2.0**-50))
+
+    def allowed(self, budget: float) -> int:
+        """The bytes that a plan may keep under ``budget``."""
+        return self.low + self.capacity(budget)
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """What a solver was asked, in bytes, and the items it saved."""
+
+    solver: str
+    budget: float
+    capacity: int
+    memory: list[int]
+    runtimes: list[float]
+    saved: list[int]
 
 
 class Peak(NamedTuple):
@@ -61,8 +102,7 @@ class Decision:
         decided_by: "budget 0", "min cut", "knapsack", "peak", "step", or "upstream" where
             no plan could be made.
         activation_bytes: what the saved values keep beyond inputs and views of them.
-        limits: what the plans of budgets 0 and 1 keep; None where the plan was found
-            without them.
+        limits: None where the plan was found without them.
         knapsack: what was solved, None where no solver was asked.
         items: the node of each item of the knapsack.
         peak: its peaks, None where they played no part.
@@ -72,7 +112,7 @@ class Decision:
     budget: float
     decided_by: str
     activation_bytes: int
-    limits: Optional[tuple[int, int]] = None
+    limits: Optional[Range] = None
     knapsack: Optional[Knapsack] = None
     items: Sequence[fx.Node] = ()
     peak: Optional[Peak] = None

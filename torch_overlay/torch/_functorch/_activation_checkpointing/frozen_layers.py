@@ -5,14 +5,11 @@ A frozen convolution wants the gradient of its input alone, computed from
 for its sizes.  The partitioner sees an argument and saves it: a frozen network keeps
 as many bytes as a trained one.
 
-So before the joint graph is partitioned, by whichever partitioner, an argument on whose
-values no wanted output depends (:data:`UNREAD_ARGUMENTS`) is replaced by a *stand-in*:
-``grad_output`` itself where that looks the same, else an uninitialized tensor that is
-made in the backward and alive during one operator.  It has the argument's sizes, strides,
-dtype and device, by which kernels choose their algorithm and the layout of their results.
-
-What the backward itself makes of such an argument, a ReLU's mask say, is then saved in
-its place, and computed beside it.  Inductor is left to order its kernels itself.
+So before the joint graph is partitioned, an argument on whose values no wanted output
+depends (:data:`UNREAD_ARGUMENTS`) is replaced by a *stand-in*: ``grad_output`` itself
+where that looks the same, else an uninitialized tensor that is made in the backward and
+alive during one operator.  It has the argument's sizes, strides, dtype and device, by
+which kernels choose their algorithm and the layout of their results.
 
 When in doubt the argument stays: the operator is not in the table, its mask is no
 constant, a masked-off output is used, the argument is needed in the backward anyway,
@@ -127,8 +124,8 @@ def drop_unread_arguments(
     """Replaces unread arguments in the backward of ``joint_module``, in place.
 
     Parameters and buffers (``static_lifetime_input_indices``) are alive anyway and stay.
-    With ``for_inductor`` the stand-ins get the layouts that inductor is going to choose.
-    Linear in the graph's size.  Where the search fails, a warning tells.
+    With ``for_inductor`` the stand-ins get the layouts that inductor is going to choose,
+    which orders its kernels itself.  Where the search fails, a warning tells.
     """
     if not config.drop_unread_arguments:  # type: ignore[attr-defined]
         return
@@ -152,7 +149,6 @@ def drop_unread_arguments(
         _compute_early(joint_module.graph, backward, dropped)
     if stand_ins:
         joint_module.recompile()
-    log.debug("%d unread arguments dropped", len(stand_ins))
 
 
 def _after_tangents(graph: fx.Graph) -> dict[fx.Node, None]:
@@ -195,11 +191,9 @@ def _find_stand_ins(
         if argument in backward or argument in alive or takers != set(users):
             continue
         value: Any = argument.meta.get("val")
-        if not _is_plain(value):
-            continue
         for user in users:
             base = next(node for node in user.all_input_nodes if node in backward)
-            if not _is_plain(base.meta.get("val")):
+            if not (_is_plain(value) and _is_plain(base.meta.get("val"))):
                 continue
             is_convolution = user.target is aten.convolution_backward.default
             with value.fake_mode:
@@ -264,12 +258,10 @@ def _make_stand_in(stand_in: StandIn) -> fx.Node:
     user, _, base, look = stand_in
     if look is None:
         return base
+    given = base, [*look.shape], [*look.stride()]
+    options: Any = {"dtype": look.dtype, "device": look.device}
     with user.graph.inserting_before(user):
-        node = user.graph.call_function(
-            aten.new_empty_strided.default,
-            (base, [*look.shape], [*look.stride()]),
-            {"dtype": look.dtype, "device": look.device},
-        )
+        node = user.graph.call_function(aten.new_empty_strided.default, given, options)
     node.meta.update({key: user.meta[key] for key in _META if key in user.meta})
     node.meta["val"] = look
     return node

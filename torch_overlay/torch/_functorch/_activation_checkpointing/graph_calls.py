@@ -22,7 +22,7 @@ from .saved_report import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .decision import Peak
+    from .saved_report import Plan
 
 
 log = logging.getLogger(__name__)
@@ -66,22 +66,20 @@ def backward_of(result: Any) -> Any:
     return None
 
 
-# The graph and the kept bytes of each call whose backward is still to come.
-_waiting: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+# The plans of the calls whose backward is still to come.
+_waiting: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def _warn_of_calls() -> None:
     """That a budget of one graph says nothing about a step with several calls."""
-    graphs = {graph for graph, _ in _waiting.values()}
-    kept = sum(nbytes for _, nbytes in _waiting.values())
     log.warning(
         "%d calls of %d graphs wait for their backward at once and keep %s together, but "
         "each graph was planned alone. Use a StepBudget for the whole step, or set "
         "activation_memory_graph_calls to the calls per graph",
         len(_waiting),
-        len(graphs),
-        format_bytes(kept),
+        len({plan.graph for plan in _waiting.values()}),
+        format_bytes(sum(plan.activation_bytes for plan in _waiting.values())),
     )
 
 
@@ -95,12 +93,10 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     limit: Optional[int] = options.activation_memory_peak_bytes
     if limit is None and options.activation_memory_budget_target != "peak":
         return run
-    plan: Any = getattr(metadata, "activation_memory_plan", None)
+    plan: Optional[Plan] = getattr(metadata, "activation_memory_plan", None)
     if plan is None:
         return run
-    kept = plan.graph, plan.activation_bytes
     is_only = options.activation_memory_graph_calls is None
-    peak: Optional[Peak] = plan.peak
     symbolic, planned = symbolic_sizes(given)
     largest = planned
 
@@ -108,9 +104,9 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     def call(args: list[Any]) -> Any:
         nonlocal largest
         size = bytes_of(args, symbolic)
-        if size > largest and limit is not None and peak is not None:
-            largest = size
-            expected = peak.predicted * size // planned
+        if size > largest and limit is not None and plan.peak is not None:
+            largest, peak = size, plan.peak.predicted
+            expected = peak * size // planned
             if expected > limit:
                 log.warning(
                     "%s was planned for %s of dynamic inputs, with a peak of %s; for %s "
@@ -118,14 +114,12 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
                     "Compile with the largest batch first, or with dynamic=False for a "
                     "plan of each size",
                     plan.graph,
-                    *map(
-                        format_bytes, (planned, peak.predicted, size, expected, limit)
-                    ),
+                    *map(format_bytes, (planned, peak, size, expected, limit)),
                 )
         result = run(args)
         node = backward_of(result) if is_only else None
         if node is not None:
-            _waiting[node] = kept
+            _waiting[node] = plan
             node.metadata[CALL] = None
             reference = weakref.ref(node)
             node.register_prehook(lambda _: _waiting.pop(reference(), None) and None)

@@ -1,10 +1,9 @@
 """Knapsack solvers for the activation memory budget.
 
-The partitioner decides which activations to save for the backward pass and
-which to recompute there.  Every candidate is an *item*: its size is the memory
-it occupies when saved, its runtime is what recomputing it would cost.  A solver
-picks the set to save, so that the sizes stay within a *capacity* and the
-runtime saved is as large as possible: the 0-1 knapsack problem.
+The partitioner decides which activations to save for the backward pass and which to
+recompute there.  An *item* has a size, the memory it occupies when saved, and a runtime,
+what recomputing it would cost.  A solver picks the set to save, so that the sizes stay
+within a *capacity* and the runtime saved is as large as possible.
 
 All solvers share one signature::
 
@@ -23,12 +22,10 @@ unit, and both returned index lists are ascending.  Whatever the solver:
 * the answer depends on the arguments alone, so that all ranks of a distributed
   job get the same plan.
 
-``exact_knapsack`` (:mod:`.knapsack_exact`) weighs the sizes as given, never
-exceeds ``max_memory`` and saves the most runtime that is possible.
-``greedy_knapsack`` and ``ilp_knapsack`` never exceed it either, but promise no
-optimum.  ``dp_knapsack`` weighs sizes rounded to 1/10000: optimal for the rounded
-sizes, but the true ones may add up to more than ``max_memory``, as small items
-round to nothing.  ``dp_knapsack_sliding_hirschberg`` is another name for it.
+``exact_knapsack`` (:mod:`.knapsack_exact`) never exceeds ``max_memory`` and saves the
+most runtime that is possible; ``greedy_knapsack`` and ``ilp_knapsack`` promise no
+optimum.  ``dp_knapsack`` is optimal for sizes rounded to 1/10000, but the true ones may
+add up to more than ``max_memory``.
 
 Row ``k`` of dynamic programming's table holds the most runtime that the first ``k``
 items can save within each capacity.  Three steps shrink it and keep the optimum:
@@ -59,6 +56,7 @@ from .knapsack_exact import (
     exact_knapsack,
     fill,
     relax,
+    solution_of,
 )
 
 
@@ -97,7 +95,7 @@ def greedy_knapsack(
     check_items(memory, runtimes)
     max_memory = check_budget(max_memory)
     order = by_density(memory, runtimes)
-    return _solution(runtimes, fill(order, memory, max_memory))
+    return solution_of(runtimes, fill(order, memory, max_memory))
 
 
 def ilp_knapsack(
@@ -130,7 +128,7 @@ def ilp_knapsack(
         (memory[i], runtimes[i]) for i in order if 0 < memory[i] <= max_memory
     )
     if not groups or len(greedy) == len(order):
-        return _solution(runtimes, greedy)
+        return solution_of(runtimes, greedy)
 
     proposed = set(_first_copies(_propose(groups, max_memory), memory, runtimes))
     # Proposed items first, each part in order of density: an overfull proposal
@@ -138,8 +136,8 @@ def ilp_knapsack(
     order.sort(key=lambda index: index not in proposed)
     filled = fill(order, memory, max_memory)
     return max(
-        _solution(runtimes, filled),
-        _solution(runtimes, greedy),
+        solution_of(runtimes, filled),
+        solution_of(runtimes, greedy),
         key=lambda solution: solution[0],
     )
 
@@ -181,22 +179,21 @@ def dp_knapsack(
     check_items(memory, runtime)
     max_memory = check_budget(max_memory)
     if max_memory == math.inf:
-        return _solution(runtime, [i for i, r in enumerate(runtime) if r])
+        return solution_of(runtime, [i for i, r in enumerate(runtime) if r])
     copies = Counter(item for item in zip(memory, runtime) if item[1])
     groups = [item for item in copies if _quanta(item[0])]
     # By falling density, which is all that the order of the items decides.
     groups.sort(key=lambda item: item[1] / _quanta(item[0]), reverse=True)
     sizes = [_quanta(size) for size, _ in groups]
     capacity = _quanta(max_memory)
-    numbers = [min(copies[g], capacity // size) for g, size in zip(groups, sizes)]
     values, _ = exact_integers([r for _, r in groups])
-    relaxation = relax(sizes, values, numbers, capacity)
+    relaxation = relax(sizes, values, [copies[g] for g in groups], capacity)
 
     # A set that differs from Dantzig's base by a copy more than the gap between the
     # bounds pays for is worse than the greedy one; the rest is undecided.
     core: list[_Chunk] = []
     for group, size, number, base, loss in zip(
-        groups, sizes, numbers, relaxation.base, relaxation.losses
+        groups, sizes, relaxation.numbers, relaxation.base, relaxation.losses
     ):
         most = relaxation.gap // loss if loss else number
         settled = max(0, base - most)
@@ -214,7 +211,7 @@ def dp_knapsack(
     core.sort(key=lambda chunk: chunk.size, reverse=True)
     for chunk in _best_subset(core, capacity):
         copies[chunk.group] += chunk.copies
-    return _solution(runtime, _first_copies(copies, memory, runtime))
+    return solution_of(runtime, _first_copies(copies, memory, runtime))
 
 
 def dp_knapsack_sliding_hirschberg(
@@ -232,18 +229,6 @@ KNAPSACK_SOLVERS: dict[str, Solver] = {
     "dp_knapsack_sliding_hirschberg": dp_knapsack_sliding_hirschberg,
 }
 """The solvers by the name that selects them in ``activation_memory_budget_solver``."""
-
-
-def _solution(
-    runtimes: list[float], saved: list[int]
-) -> tuple[float, list[int], list[int]]:
-    """A solver's return value for the items it saves."""
-    kept = set(saved)
-    return (
-        math.fsum(runtimes[index] for index in saved),
-        sorted(saved),
-        [index for index in range(len(runtimes)) if index not in kept],
-    )
 
 
 def _first_copies(

@@ -1,11 +1,10 @@
 """Exact 0-1 knapsack for the activation memory budget.
 
-The partitioner asks which activations to save: each *item* has a size (memory) and a
-runtime that recomputing it would cost, the memory budget is the *capacity*, and the
-saved set should keep the most runtime.  This module answers on the true sizes: the set
-never weighs more than the budget and is optimal, or comes with a proven upper bound.
+Which *items* to save, each with a size (memory) and the runtime that recomputing it
+costs, so that the *capacity* is kept and the most runtime is saved.  The answer is for the
+true sizes: never above the capacity, and optimal or with a proven upper bound.
 
-Sizes inside one graph span nine orders of magnitude, too many for a table, but layers
+Sizes of one graph span nine orders of magnitude, too many for a table, but layers
 repeat: hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
 
 1. Equal items become classes, and floats integers, without loss.
@@ -27,7 +26,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from fractions import Fraction
 from operator import itemgetter, mul
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -67,11 +66,7 @@ class KnapsackSolution(NamedTuple):
 def exact_knapsack(
     memory: list[float], runtime: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
-    """Choose the items to save; the solver named ``"exact"`` in the config.
-
-    Returns the saved runtime and the indices of the saved and of the recomputable
-    items, both ascending.  Parameters and errors are those of :func:`solve_knapsack`.
-    """
+    """The solver named ``"exact"`` in the config: the first part of `solve_knapsack`'s."""
     return solve_knapsack(memory, runtime, max_memory)[:3]
 
 
@@ -85,11 +80,8 @@ def solve_knapsack(
     """Solve one 0-1 knapsack exactly.
 
     Sizes and the budget share one unit, runtimes may have any; ints and floats are
-    taken at their exact values.  A negative budget acts as zero, an infinite one
-    saves every item that has runtime.  Items without runtime are never saved, items
-    without size but with runtime always are.
-
-    Bytes as ints are solved faster than shares of them: rounded, equal sums differ.
+    taken at their exact values, ints faster.  A negative budget acts as zero, and an
+    infinite one saves every item that has runtime; items without are never saved.
 
     ``max_states`` bounds the work: when it is used up, the best set found is returned
     with ``proven=False``, never worth less than what greedy finds.  Raises ValueError
@@ -107,16 +99,14 @@ def solve_knapsack_budgets(
 ) -> list[KnapsackSolution]:
     """Solve one instance at many budgets; solution ``i`` is for ``budgets[i]``.
 
-    Checks and classes are shared.  Budgets are visited from the largest to the
-    smallest: an optimum that still fits the next budget is optimal there too.
-    Parameters and errors are those of :func:`solve_knapsack`; ``max_states`` holds
-    per budget.
+    Parameters and errors are those of `solve_knapsack`; ``max_states`` holds per budget.
     """
     budgets = [check_budget(budget) for budget in budgets]
     items = _Items(memory, runtime)
     solution = items.solve(math.inf, max_states)
     solutions = {}
     for budget in sorted(set(budgets), reverse=True):
+        # An optimum that still fits the next budget is optimal there too.
         if not solution.proven or solution.weight > budget:
             solution = items.solve(budget, max_states)
         solutions[budget] = solution
@@ -147,12 +137,10 @@ class _Items:
         if self.weight <= budget:
             return self._solution(self.worthy)
         capacity = integer_capacity(budget, self.size_unit)
-        numbers = [
-            min(len(members), capacity // weight)
-            for weight, members in zip(self.weights, self.classes)
-        ]
-        relaxation = relax(self.weights, self.values, numbers, capacity)
-        copies, proven = _Search(self.weights, numbers, relaxation).run(max_states)
+        relaxation = relax(
+            self.weights, self.values, list(map(len, self.classes)), capacity
+        )
+        copies, proven = _Search(self.weights, relaxation).run(max_states)
         chosen = (i for members, n in zip(self.classes, copies) for i in members[:n])
         saved = sorted([*self.free, *chosen])
         if proven:
@@ -162,21 +150,16 @@ class _Items:
         saved = max(saved, greedy, key=lambda each: total(self.runtime, each))
         bound = relaxation.bound // relaxation.scale * self.value_unit
         bound += sum(Fraction(self.runtime[i]) for i in self.free)
-        return self._solution(saved, bound)
+        return self._solution(saved, math.nextafter(float(bound), math.inf))
 
-    def _solution(self, saved: list[int], bound: Any = None) -> KnapsackSolution:
+    def _solution(
+        self, saved: list[int], bound: Optional[float] = None
+    ) -> KnapsackSolution:
         """Describe a set that is optimal, or else not worth more than the bound."""
-        value = upper_bound = total(self.runtime, saved)
-        if bound is not None:
-            upper_bound = max(value, math.nextafter(float(bound), math.inf))
-        kept = set(saved)
+        value, saved, recomputable = solution_of(self.runtime, saved)
+        weight, upper_bound = total(self.memory, saved), max(value, bound or 0)
         return KnapsackSolution(
-            value=value,
-            saved=saved,
-            recomputable=[i for i in range(len(self.memory)) if i not in kept],
-            weight=total(self.memory, saved),
-            upper_bound=upper_bound,
-            proven=bound is None,
+            value, saved, recomputable, weight, upper_bound, proven=bound is None
         )
 
 
@@ -192,21 +175,19 @@ class _Change(NamedTuple):
 class _Search:
     """The search for a set of less loss than the greedy one.
 
-    ``states`` maps changes of weight to the least loss and its history: None, or an
-    earlier history, a class and copies.  In order of weight.
-    Invariant: of the solutions with a loss of at most ``limit``, a best one extends a
-    state by changes in ``undecided``, which are in order of loss per weight.  ``best``
-    is the history of the best solution found, None for greedy; ``work`` counts steps.
+    ``states`` maps changes of weight, in their order, to the least loss and its history:
+    None, or an earlier history, a class and copies.  Of the solutions with a loss of at
+    most ``limit``, a best one extends a state by changes in ``undecided``, which are in
+    order of loss per weight.  ``best`` is the history of the best solution found, None
+    for greedy; ``work`` counts steps.
     """
 
-    def __init__(
-        self, weights: list[int], numbers: list[int], relaxation: Relaxation
-    ) -> None:
+    def __init__(self, weights: list[int], relaxation: Relaxation) -> None:
         self.relaxation = relaxation
         self.limit = relaxation.gap - relaxation.scale
         self.best: Any = None
         self.states: dict[int, tuple[int, Any]] = {0: (0, None)}
-        columns = zip(weights, relaxation.losses, numbers, relaxation.base)
+        columns = zip(weights, relaxation.losses, relaxation.numbers, relaxation.base)
         self.undecided = [
             _Change(c, sign * weight, loss, most)
             for c, (weight, loss, number, base) in enumerate(columns)
@@ -214,17 +195,14 @@ class _Search:
             for sign, most in ((1, number - base), (-1, base))
             if most
         ]
-        self.undecided.sort(
-            key=lambda change: (change.loss << 64) // abs(change.weight)
-        )
+        self.undecided.sort(key=lambda each: (each.loss << 64) // abs(each.weight))
         self.work = len(self.undecided)
 
     def run(self, max_states: int) -> tuple[list[int], bool]:
         """Return the copies of an optimal set, or of the best one found and False.
 
-        Changes are decided from the largest weight down: once the large sizes are
-        decided, the small ones have to meet the remaining room, which prunes sizes
-        that differ by orders of magnitude to a handful of states.
+        Once the large sizes are decided, the small ones have to meet the remaining room,
+        which prunes sizes that differ by orders of magnitude to a handful of states.
         """
         order = sorted(self.undecided, key=lambda change: (-abs(change.weight), change))
         for change in order:
@@ -256,11 +234,11 @@ class _Search:
     def _completion(self) -> tuple[list[int], list[tuple[int, int, int, int]]]:
         """The least loss that undecided changes add to a state, by the room it leaves.
 
-        Room is filled by copies that can be added, in order of loss per weight, the
-        last one in part; what nothing fills costs the price.  A negative room is made
-        up by copies that can be taken away.  That is a convex function: with ``corner,
-        height, run, rise = pieces[bisect_right(corners, room)]`` it is ``height + (room
-        - corner) * rise / run``.  Where it exceeds the limit, it is only known to.
+        Room is filled by copies that can be added, the last one in part; what nothing
+        fills costs the price.  A negative room is made up by copies that can be taken
+        away.  That is a convex function: with ``corner, height, run, rise =
+        pieces[bisect_right(corners, room)]`` it is ``height + (room - corner) * rise /
+        run``.  Where it exceeds the limit, it is only known to.
         """
         limit = self.limit
         below, above = [], []
@@ -346,10 +324,7 @@ class _Search:
 
 
 def check_budget(max_memory: float) -> float:
-    """The capacity as every solver takes it, a negative one as zero.
-
-    Raises ValueError if it is NaN.
-    """
+    """The capacity, a negative one as zero.  Raises ValueError if it is NaN."""
     if math.isnan(max_memory):
         raise ValueError(f"max_memory is {max_memory}: it must be a number")
     return max(0, max_memory)
@@ -376,12 +351,17 @@ def total(values: Sequence[float], indices: Iterable[int]) -> float:
     return math.fsum(values[index] for index in indices)
 
 
-def exact_integers(numbers: Sequence[float]) -> tuple[list[int], Fraction]:
-    """Integers without common factor and the unit they count, without rounding.
+def solution_of(
+    runtimes: Sequence[float], saved: Iterable[int]
+) -> tuple[float, list[int], list[int]]:
+    """What a solver returns that saves these items."""
+    saved = sorted(saved)
+    left = sorted({*range(len(runtimes))}.difference(saved))
+    return total(runtimes, saved), saved, left
 
-    ``numbers[i] == integers[i] * unit`` holds exactly: every float is an integer over a
-    power of two.
-    """
+
+def exact_integers(numbers: Sequence[float]) -> tuple[list[int], Fraction]:
+    """Integers and a unit, so that exactly ``numbers[i] == integers[i] * unit``."""
     ratios = [number.as_integer_ratio() for number in numbers]
     denominator = max((d for _, d in ratios), default=1)
     integers = [n * (denominator // d) for n, d in ratios]
@@ -390,10 +370,7 @@ def exact_integers(numbers: Sequence[float]) -> tuple[list[int], Fraction]:
 
 
 def integer_capacity(max_memory: float, unit: Fraction) -> int:
-    """How many units fit a finite ``max_memory``.
-
-    A sum of floats fits if ``math.fsum`` says so, which rounds to the nearest float.
-    """
+    """How many units fit a finite ``max_memory``, as ``math.fsum`` rounds their sum."""
     if unit.denominator == 1:
         return int(max_memory) // unit.numerator
     half_an_ulp = Fraction(math.ulp(max_memory)) / 2
@@ -415,7 +392,7 @@ def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> li
     """Take each item of ``order`` that fits beside those taken before it."""
     if max_memory == math.inf:
         return list(order)
-    # A sum of floats would drift.
+    # Sums of floats would drift.
     sizes, unit = exact_integers(memory)
     room = integer_capacity(max_memory, unit)
     taken = []
@@ -429,13 +406,13 @@ def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> li
 class Relaxation(NamedTuple):
     """Dantzig's bound, and what it costs to deviate from the set that attains it.
 
-    Amounts of value are multiplied by ``scale``, the weight of the *break* class,
-    the first in order of density that does not fit.  With its density as the price
-    of memory, no set within the capacity is worth more than ``bound``, less
-    ``losses[c]`` for every copy of class ``c`` that it has more or less than
-    ``base``, less ``price`` for every unit of capacity that it leaves.
+    Amounts of value are multiplied by ``scale``, the weight of the first class in order
+    of density that does not fit.  No set within the capacity is worth more than
+    ``bound``, less ``losses[c]`` for every copy of class ``c`` that it has more or less
+    than ``base``, less ``price`` for every unit of capacity that it leaves.
     """
 
+    numbers: list[int]  # copies that fit by themselves, at most
     greedy: list[int]  # copies that the greedy set takes
     base: list[int]
     losses: list[int]
@@ -449,15 +426,14 @@ class Relaxation(NamedTuple):
 def relax(
     weights: Sequence[int],
     values: Sequence[int],
-    numbers: Sequence[int],
+    counts: Sequence[int],
     capacity: int,
 ) -> Relaxation:
-    """Relax a knapsack of classes: ``numbers[c]`` items of one weight and value.
+    """Relax a knapsack of classes: ``counts[c]`` items of one weight and value.
 
-    By falling density, and none with more items than fit by themselves.  ``O(classes)``.
-    Dantzig, "Discrete-Variable Extremum Problems", 1957; Martello and Toth, "Knapsack
-    Problems", 1990, section 2.2.
+    By falling density.  Martello and Toth, "Knapsack Problems", 1990, section 2.2.
     """
+    numbers = [min(n, capacity // weight) for n, weight in zip(counts, weights)]
     greedy = []
     price, scale = 0, 1
     left = capacity
@@ -474,6 +450,7 @@ def relax(
     ]
     bound = price * capacity + sum(map(mul, gains, base))
     return Relaxation(
+        numbers=numbers,
         greedy=greedy,
         base=base,
         losses=list(map(abs, gains)),

@@ -12,46 +12,45 @@ other values for them.)  In between, :func:`decide` takes the first of these tha
 within the budget:
 
 1.  a min cut that recomputes more, and one that recomputes all that is cheap;
-2.  a knapsack.  What even the second cut does not recompute are its *items*, each with
-    its bytes and the runtime of computing it again.  A solver picks those to save.  One more min cut may recompute the others, and save other
-    values in their place: where those are more bytes than allowed, or more has to run
-    again, nothing but the solver's items is saved.
+2.  a knapsack.  What even the second cut does not recompute are its *items*
+    (:func:`candidates`), each with its bytes and the runtime of computing it again.  A
+    solver picks those to save (:func:`solve`).  One more min cut may recompute the others,
+    and save other values in their place: where those are more bytes than allowed, or more
+    has to run again, nothing but the solver's items is saved (:func:`settle`).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional, TYPE_CHECKING
 
 from torch._functorch import config
-from torch._functorch._activation_checkpointing.ac_logging_utils import (
-    create_structured_trace_for_min_cut_info,
-)
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch.utils._ordered_set import OrderedSet
 
-from .budget_curve import budget_curve, write_budget_curve
-from .budget_options import KNEE
-from .budget_solver import ask_solver, Items, Knapsack, lightest, Range
-from .decision import Decision
+from .budget_curve import write_budget_curve
+from .budget_solver import ask_solver, Item, KNEE, lightest
+from .decision import Decision, Knapsack, Range
 from .liveness import CannotPlan, Program, read
 from .random_ops import is_overwritten, must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, rerun_cost
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
+    from .liveness import Evaluation
+
+    _Cut = tuple[list[fx.Node], OrderedSet[fx.Node]]
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Planner", "activation_bytes", "decide"]
+__all__ = ["Planner", "SavedBytes", "activation_bytes", "decide"]
 
 # How often a solver is asked for less where a plan turns out to keep too much.
 _TRIES = 4
@@ -69,63 +68,9 @@ _CHEAP = tuple(_BANS)[:3]
 _ALL_CHEAP = tuple(_BANS)[:4]
 
 
-class _Item(NamedTuple):
-    """Something to save or to recompute.
-
-    Args:
-        node: what is told about it.
-        ops: the nodes that need not run again if it is saved, with their runtimes.
-        storages: what to keep for that, by the graph's model, and their bytes.
-    """
-
-    node: fx.Node
-    ops: dict[fx.Node, float]
-    storages: frozenset[int]
-    nbytes: int
-
-    @property
-    def runtime(self) -> float:
-        return math.fsum(self.ops.values())
-
-
-def decide(graph: Planner, budget: float) -> Decision:
-    """What to save under a budget; the module's docstring has what it means.
-
-    Makes at most four min cuts, and 32 more where the budget's curve is plotted.  Warns
-    where a plan keeps more than it may: one that a custom solver insists on.
-
-    Raises CannotPlan where the graph has no model, and what a custom solver raises.
-    """
-    if budget == 0:
-        least = graph.least()
-        return Decision(least, budget, "budget 0", graph.kept_bytes(least))
-    fastest = graph.fastest()
-    kept = graph.kept_bytes(fastest)
-    plan = Decision(fastest, budget, "min cut", kept)
-    if budget == 1:
-        return plan
-    limits = Range(graph.kept_bytes(graph.least()), kept)
-    plan = replace(plan, limits=limits)
-    if limits.high <= limits.low:
-        return plan
-    plan = graph.within(limits, plan)
-    allowed = limits.allowed(budget)
-    if plan.activation_bytes > allowed:
-        log.warning(
-            "%s saves %d bytes of activations (budget %.4g), over the %d that budget "
-            "%.4g allows",
-            get_aot_graph_name(),
-            plan.activation_bytes,
-            limits.budget(plan.activation_bytes),
-            allowed,
-            budget,
-        )
-    return plan
-
-
 @dataclass(frozen=True)
 class Planner:
-    """A joint graph that is to be split, and the plans for it.
+    """A joint graph that is to be split, and what all plans for it have in common.
 
     ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
     make kernels of the graph's operators.
@@ -136,48 +81,54 @@ class Planner:
     num_fwd_outputs: int
     budget: float
     fused: bool = False
+    _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def model(self) -> Program:
         """What each plan keeps and repeats."""
         return read(self.joint, self.info, self.num_fwd_outputs)
 
+    @functools.cached_property
+    def limits(self) -> Range:
+        return Range(self.kept_bytes(self.least()), self.kept_bytes(self.fastest()))
+
+    @functools.cached_property
+    def items(self) -> list[Item]:
+        return candidates(self)
+
     def cut(
         self,
-        allowed: Sequence[str] = (),
-        dont_ban: Optional[OrderedSet[fx.Node]] = None,
-    ) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
+        allowed: tuple[str, ...] = (),
+        dont_ban: Optional[Iterable[fx.Node]] = None,
+    ) -> _Cut:
         """The values that a min cut saves, and the nodes that it would not recompute.
 
-        Without ``allowed``, bans of the config that do not hold, it runs fastest.
+        Without ``allowed``, bans of the config that do not hold, it runs fastest.  Each
+        cut is made once.
         """
         from torch._functorch.partitioners import MinCutOptions, solve_min_cut
 
+        asked = allowed, None if dont_ban is None else (*dont_ban,)
+        if asked in self._cuts:
+            return self._cuts[asked]
         if config.aggressive_recomputation:
             allowed = _ALL_CHEAP
         bans = {
             ban: getattr(config, option) and ban not in allowed
             for ban, option in _BANS.items()
         }
-        return solve_min_cut(self.joint, self.info, MinCutOptions(**bans), dont_ban)
+        again = None if dont_ban is None else OrderedSet(dont_ban)
+        found = solve_min_cut(self.joint, self.info, MinCutOptions(**bans), again)
+        self._cuts[asked] = found
+        return found
 
     def fastest(self) -> list[fx.Node]:
         """What budget 1 saves."""
         return self.cut()[0]
 
-    def cheapest_cut(self) -> tuple[list[fx.Node], OrderedSet[fx.Node]]:
+    def cheapest_cut(self) -> _Cut:
         """What a cut saves that recomputes all that is cheap, and what is not cheap."""
         return self.cut(_ALL_CHEAP)
-
-    def upstream(self) -> Decision:
-        """The plan that the partitioner would make without the modules here."""
-        from torch._functorch.partitioners import choose_saved_values_set
-
-        saved = choose_saved_values_set(self.joint, self.info, self.budget)
-        return Decision(saved, self.budget, "upstream", self.kept_bytes(saved))
-
-    def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
-        return activation_bytes(self.info.inputs, saved)
 
     def least(self) -> list[fx.Node]:
         """What budget 0 saves: the inputs, and what must not be computed twice."""
@@ -189,238 +140,204 @@ class Planner:
         fewest = self.model.saved_values(self.model.evaluate(()).saved)
         return min(cut, fewest, key=self.kept_bytes)
 
-    def within(self, limits: Range, fastest: Decision) -> Decision:
-        """The plan of a budget between 0 and 1; the module's docstring has the steps."""
-        cheap = []
-        for bans in (_CHEAP, _ALL_CHEAP):
-            most, banned = self.cut(bans)
-            cheap.append(self.kept_bytes(most))
-            plan = replace(fastest, saved_values=most, activation_bytes=cheap[-1])
-            if cheap[-1] <= limits.allowed(plan.budget):
-                return plan
-        items = self.items(most, banned)
-        if not items:
-            least = self.least()
-            kept = self.kept_bytes(least)
-            return replace(plan, saved_values=least, activation_bytes=kept)
-        solver = _Settled(self, items, limits)
-        knapsack, values, kept = solver.solve(plan.budget)
-        plan = replace(
-            plan,
-            saved_values=values,
-            decided_by="knapsack",
-            activation_bytes=kept,
-            knapsack=knapsack,
-            items=solver.posed.nodes,
-        )
-        if config.visualize_memory_budget_pareto:
-            points = budget_curve(solver.posed, plan.budget, solver.kept, cheap)
-            write_budget_curve(knapsack, points)
-        _trace(self.joint, plan, solver.posed, cheap)
-        return plan
+    def upstream(self) -> Decision:
+        """The plan that the partitioner would make without the modules here."""
+        from torch._functorch.partitioners import choose_saved_values_set
 
-    def cheapest(
-        self,
-        cut: list[fx.Node],
-        items: Sequence[_Item],
-        saved_items: Sequence[int],
-        allowed: int,
-    ) -> tuple[list[fx.Node], int]:
-        """What the cut saves, or the items alone, and how many bytes that keeps.
+        saved = choose_saved_values_set(self.joint, self.info, self.budget)
+        return self.saving(saved, self.budget, "upstream")
 
-        The cut's values where they are within what is allowed and no more runs again.
-        """
-        kept, model = self.kept_bytes(cut), self.model
-        alone = (s for i in saved_items for s in items[i].storages)
-        plans = [model.storages(cut), {*alone}]
-        saved = model.saved_by(plans)
-        needed, repeated = model.follow(saved, 3)
-        storages = {s for s, by in enumerate(saved) if by & needed[s] & 2}
-        values = model.saved_values(storages)
-        runs = dict(zip(model.nodes, repeated))
-        runtimes = [
-            math.fsum(
-                runtime
-                for item in items
-                for node, runtime in item.ops.items()
-                if runs.get(node, 0) & plan
-            )
-            for plan in (1, 2)
-        ]
-        kept_alone = self.kept_bytes(values)
-        if kept <= allowed and (runtimes[0] <= runtimes[1] or kept_alone > allowed):
-            return cut, kept
-        return min(
-            (values, kept_alone), (cut, kept), key=lambda plan: plan[1] > allowed
-        )
+    def saving(self, saved: list[fx.Node], budget: float, decided_by: str) -> Decision:
+        return Decision(saved, budget, decided_by, self.kept_bytes(saved))
 
-    def items(self, most: list[fx.Node], banned: Iterable[fx.Node]) -> list[_Item]:
-        """What a solver decides about, largest first.
-
-        The nodes reach the backward, share no memory with an input, and may run again.
-        """
-        from torch._functorch.partitioners import is_non_builtin_to_include
-        from torch._inductor.fx_utils import get_node_storage
-
-        # A size has none, as the pair of results of an operator has none.
-        inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
-        items = []
-        for node in banned:
-            if (
-                node.dist_from_bw < NEVER  # type: ignore[attr-defined]
-                and (
-                    get_node_storage(node) not in inputs
-                    or is_non_builtin_to_include(node)
-                )
-                and not must_run_once(node)
-            ):
-                storages = self.model.saveable([node])
-                nbytes = self.model.size(storages)
-                ops = {node: rerun_cost(node)}
-                items.append(_Item(node, ops, frozenset(storages), nbytes))
-        # A solver of the user's own knows the nodes.
-        if isinstance(config.activation_memory_budget_solver, str):
-            items = self.joined(items, most)
-        return sorted(items, key=lambda item: item.nbytes, reverse=True)
-
-    def joined(self, items: list[_Item], most: list[fx.Node]) -> list[_Item]:
-        """The items, with those in one that something smaller can be kept for.
-
-        That is the sum of several products, say.  ``most`` is what to save so that no
-        item runs again, and the items that run if a value of it is left out are those
-        that the value is kept for.  O(operators + edges), on a bit for each value.
-        """
-        model = self.model
-        values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
-        everyone = (1 << len(values)) - 1
-        saved = [everyone * by for by in model.saved_by([values])]
-        for value, s in enumerate(values):
-            saved[s] ^= 1 << value
-        try:
-            _, repeated = model.follow(saved, everyone)
-        except CannotPlan:
-            return items
-        runs = dict(zip(model.nodes, repeated))
-        # Values that an item needs both of belong together.
-        groups: list[tuple[int, list[_Item]]] = []
-        left = []
-        for item in items:
-            mask, group = runs.get(item.node, 0), [item]
-            if not mask:
-                left.append(item)
-                continue
-            for other in [other for other in groups if other[0] & mask]:
-                groups.remove(other)
-                mask |= other[0]
-                group = other[1] + group
-            groups.append((mask, group))
-        for mask, group in groups:
-            kept = [s for value, s in enumerate(values) if mask >> value & 1]
-            nbytes = model.size(kept)
-            if nbytes > min(item.nbytes for item in group) or (
-                len(group) == 1 and nbytes == group[0].nbytes
-            ):
-                left += group
-                continue
-            largest = max(kept, key=model.nbytes.__getitem__)
-            node = model.saved_as[largest] or group[0].node
-            ops = {op: runtime for item in group for op, runtime in item.ops.items()}
-            left.append(_Item(node, ops, frozenset(kept), nbytes))
-        return left
+    def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
+        return activation_bytes(self.info.inputs, saved)
 
 
 @dataclass(frozen=True)
-class _Settled:
-    """What to save in the end, once a solver has chosen among the items."""
+class SavedBytes:
+    """A request for at most a share of the bytes that may be saved."""
 
-    graph: Planner
-    items: Sequence[_Item]
-    limits: Range
+    budget: float
 
-    @functools.cached_property
-    def posed(self) -> Items:
-        return Items(
-            self.graph.joint,
-            self.graph.info,
-            self.limits,
-            [item.node for item in self.items],
-            [item.nbytes for item in self.items],
-            [item.runtime for item in self.items],
-        )
-
-    @functools.cached_property
-    def _cut(self) -> Callable[[tuple[fx.Node, ...]], list[fx.Node]]:
-        """What the min cut saves that may recompute some nodes; each set is cut once."""
-        return functools.cache(
-            lambda again: self.graph.cut(_ALL_CHEAP, OrderedSet(again))[0]
-        )
-
-    def solve(self, budget: float) -> tuple[Knapsack, list[fx.Node], int]:
-        """Ask the solver, for less where the plan turns out to keep too much."""
-        # What must not run twice may be kept in more bytes than budget 0 needs for it.
-        over = 0
-        is_custom = not isinstance(config.activation_memory_budget_solver, str)
-        for _ in range(_TRIES):
-            capacity = max(self.limits.capacity(budget) - over, 0)
-            saved = ask_solver(self.posed, capacity)
-            knapsack, values, kept = self.settle(budget, saved)
-            excess = kept - self.limits.allowed(budget)
-            if excess <= 0 or is_custom:
-                return knapsack, values, kept
-            over += excess
-        least = self.graph.least()
-        return knapsack, least, self.graph.kept_bytes(least)
-
-    def settle(
-        self, budget: float, saved: list[int]
-    ) -> tuple[Knapsack, list[fx.Node], int]:
-        """The items that are saved, the values to save for them, and what they keep."""
-        memory, runtimes = self.posed.memory, self.posed.runtimes
-        name: Any = config.activation_memory_budget_solver
-        name = name if isinstance(name, str) else type(name).__name__
-        if name in ("exact", KNEE):
-            saved = lightest(memory, runtimes, saved)
-        again = [i for i in range(len(memory)) if i not in {*saved}]
-        values = self._cut(tuple(node for i in again for node in self.items[i].ops))
-        allowed = self.limits.allowed(budget)
-        values, kept = self.graph.cheapest(values, self.items, saved, allowed)
-        capacity = self.limits.capacity(budget)
-        knapsack = Knapsack(name, budget, capacity, memory, runtimes, saved)
-        return knapsack, values, kept
-
-    def kept(self, budget: float, saved: list[int]) -> tuple[int, list[int]]:
-        """The bytes and the items that a solver's answer keeps in the end."""
-        knapsack, _, kept = self.settle(budget, saved)
-        return kept, knapsack.saved
+    def decide(self, graph: Planner) -> Decision:
+        return decide(graph, self.budget)
 
 
-def _trace(joint: fx.Graph, plan: Decision, posed: Items, cheap: Sequence[int]) -> None:
-    """Emit the artifact for tlparse, where config.debug_partitioner asks for it."""
-    from torch._functorch.partitioners import AOT_PARTITIONER_DEBUG
+def decide(graph: Planner, budget: float) -> Decision:
+    """What to save under a budget; the module's docstring has what it means.
 
-    if not AOT_PARTITIONER_DEBUG or plan.knapsack is None:
-        return
-    limits, solved = posed.limits, plan.knapsack
-    told: dict[str, Any] = {
-        "joint_graph": joint,
-        "all_recomputable_banned_nodes": posed.nodes,
-        "saved_node_idxs": solved.saved,
-        "recomputable_node_idxs": sorted({*range(len(posed.nodes))} - {*solved.saved}),
-        "expected_runtime": solved.value,
-        "memories_banned_nodes": posed.memory,
-        "normalized_memories_banned_nodes": list(map(limits.size, posed.memory)),
-        "runtimes_banned_nodes": posed.runtimes,
-        "min_cut_saved_values": plan.saved_values,
-        "memory_budget": plan.budget,
-        "min_act_size": limits.low / 1e9,
-        "max_act_size": limits.high / 1e9,
-        "saved_values_act_size": plan.activation_bytes / 1e9,
-        "more_aggressive_saved_values_mem_ratio": limits.budget(cheap[0]),
-        "aggressive_recomputation_saved_values_mem_ratio": limits.budget(cheap[1]),
-    }
-    # Before 2.13 it takes the first nine of these.
-    taken = inspect.signature(create_structured_trace_for_min_cut_info).parameters
-    create_structured_trace_for_min_cut_info(**{name: told[name] for name in taken})
+    Makes at most seven min cuts, and some 32 more where the budget's curve is plotted.
+    Warns where a plan keeps more than it may: one that a custom solver insists on.
+
+    Raises CannotPlan where the graph has no model, and what a custom solver raises.
+    """
+    solver: Any = config.activation_memory_budget_solver
+    plan = _within(graph, budget, solver)
+    if plan.knapsack is not None and config.visualize_memory_budget_pareto:
+        # A knee is one of the exact solver's plans.
+        others = "exact" if solver == KNEE else solver
+        write_budget_curve(plan, lambda budget: _within(graph, budget, others))
+    if plan.limits is not None:
+        allowed = plan.limits.allowed(budget)
+        if plan.activation_bytes > allowed:
+            log.warning(
+                "%s saves %d bytes of activations (budget %.4g), over the %d that budget "
+                "%.4g allows",
+                get_aot_graph_name(),
+                plan.activation_bytes,
+                plan.limits.budget(plan.activation_bytes),
+                allowed,
+                budget,
+            )
+    return plan
+
+
+def _within(graph: Planner, budget: float, solver: Any) -> Decision:
+    """The first plan within a budget."""
+    if budget == 0:
+        return graph.saving(graph.least(), budget, "budget 0")
+    plan = graph.saving(graph.fastest(), budget, "min cut")
+    if budget == 1:
+        return plan
+    limits = graph.limits
+    if limits.high <= limits.low:
+        return replace(plan, limits=limits)
+    for bans in (_CHEAP, _ALL_CHEAP):
+        plan = graph.saving(graph.cut(bans)[0], budget, "min cut")
+        if plan.activation_bytes <= limits.allowed(budget):
+            return replace(plan, limits=limits)
+    if graph.items:
+        return solve(graph, budget, solver)
+    return replace(graph.saving(graph.least(), budget, "min cut"), limits=limits)
+
+
+def candidates(graph: Planner) -> list[Item]:
+    """What a solver decides about, largest first.
+
+    The nodes reach the backward, share no memory with an input, and may run again.
+    """
+    from torch._functorch.partitioners import is_non_builtin_to_include
+    from torch._inductor.fx_utils import get_node_storage
+
+    most, expensive = graph.cheapest_cut()
+    # A size has none, as the pair of results of an operator has none.
+    inputs = {get_node_storage(node) for node in graph.info.inputs} - {None}
+    items = []
+    for node in expensive:
+        if (
+            node.dist_from_bw < NEVER  # type: ignore[attr-defined]
+            and (
+                get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
+            )
+            and not must_run_once(node)
+        ):
+            storages = frozenset(graph.model.saveable([node]))
+            ops = {node: rerun_cost(node)}
+            items.append(Item(node, ops, storages, graph.model.size(storages)))
+    # A solver of the user's own knows the nodes.
+    if isinstance(config.activation_memory_budget_solver, str):
+        items = _joined(items, most, graph.model)
+    return sorted(items, key=lambda item: item.nbytes, reverse=True)
+
+
+def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item]:
+    """The items, with those in one that something smaller can be kept for.
+
+    That is the sum of several products, say.  ``most`` is what to save so that no item
+    runs again, and the items that run if a value of it is left out are those that the
+    value is kept for.  O(operators + edges), on a bit for each value.
+    """
+    values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
+    everyone = (1 << len(values)) - 1
+    saved = [everyone * by for by in model.saved_by([values])]
+    for value, s in enumerate(values):
+        saved[s] ^= 1 << value
+    try:
+        _, repeated = model.follow(saved, everyone)
+    except CannotPlan:
+        return items
+    runs = dict(zip(model.nodes, repeated))
+    left = [item for item in items if not runs.get(item.node)]
+    # Values that an item needs both of belong together.
+    groups: list[tuple[int, list[Item]]] = []
+    for item in items:
+        mask, group = runs.get(item.node, 0), [item]
+        for other in [other for other in groups if other[0] & mask]:
+            groups.remove(other)
+            mask |= other[0]
+            group = other[1] + group
+        if mask:
+            groups.append((mask, group))
+    for mask, group in groups:
+        kept = [s for value, s in enumerate(values) if mask >> value & 1]
+        nbytes = model.size(kept)
+        least = min(item.nbytes for item in group)
+        if nbytes > least or (len(group) == 1 and nbytes == least):
+            left += group
+            continue
+        largest = max(kept, key=model.nbytes.__getitem__)
+        node = model.saved_as[largest] or group[0].node
+        ops = {op: runtime for item in group for op, runtime in item.ops.items()}
+        left.append(Item(node, ops, frozenset(kept), nbytes))
+    return left
+
+
+def solve(graph: Planner, budget: float, solver: Any) -> Decision:
+    """Ask a solver, for less where the plan turns out to keep too much."""
+    # What must not run twice may be kept in more bytes than budget 0 needs for it.
+    over = 0
+    for _ in range(_TRIES):
+        capacity = max(graph.limits.capacity(budget) - over, 0)
+        plan = settle(graph, budget, solver, ask_solver(solver, graph, capacity))
+        excess = plan.activation_bytes - graph.limits.allowed(budget)
+        if excess <= 0 or not isinstance(solver, str):
+            return plan
+        over += excess
+    least = graph.least()
+    kept = graph.kept_bytes(least)
+    return replace(plan, saved_values=least, activation_bytes=kept)
+
+
+def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Decision:
+    """What to save for the items that a solver saves: a cut's values, or those alone.
+
+    The cut's where they are within what is allowed and no more of the items runs again.
+    """
+    items, limits, model = graph.items, graph.limits, graph.model
+    memory = [item.nbytes for item in items]
+    runtimes = [item.runtime for item in items]
+    name = solver if isinstance(solver, str) else type(solver).__name__
+    if solver in ("exact", KNEE):
+        saved = lightest(memory, runtimes, saved)
+    again = [item for i, item in enumerate(items) if i not in {*saved}]
+    cut, _ = graph.cut(_ALL_CHEAP, [node for item in again for node in item.ops])
+    alone = {s for i in saved for s in items[i].storages}
+    by_cut, by_items = model.evaluate_all([model.storages(cut), alone])
+
+    def runtime(plan: Evaluation) -> float:
+        runs = {
+            node
+            for node, repeated in zip(model.nodes, plan.repeated)
+            if repeated & plan.bit
+        }
+        ops = (each for item in items for each in item.ops.items())
+        return math.fsum(cost for node, cost in ops if node in runs)
+
+    def is_over(values: list[fx.Node]) -> bool:
+        return graph.kept_bytes(values) > limits.allowed(budget)
+
+    values = model.saved_values(by_items.saved)
+    if not is_over(cut) and (runtime(by_cut) <= runtime(by_items) or is_over(values)):
+        values = cut
+    return replace(
+        graph.saving(values, budget, "knapsack"),
+        limits=limits,
+        knapsack=Knapsack(
+            name, budget, limits.capacity(budget), memory, runtimes, saved
+        ),
+        items=[item.node for item in items],
+    )
 
 
 def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:

@@ -1,13 +1,10 @@
 """Min cuts of the partitioner's graphs, on flat lists instead of networkx's dicts.
 
-The algorithm of Dinitz, with distances to the sink, since the last of them are the cut:
-the vertices that still reach the sink.  O(vertices^2 * edges), but close to linear on
-these graphs.  An edge and its reverse are neighbours in the lists, and the edges that
-leave a vertex are a chain: few objects, so that Python's garbage collector, slow beside
-a traced model, is not called.
-
-E. A. Dinic, "Algorithm for solution of a problem of maximum flow in a network with power
-estimation", Soviet Mathematics Doklady 11, 1970.
+The algorithm of Dinitz (Soviet Mathematics Doklady 11, 1970), with distances to the sink,
+since the last of them are the cut: the vertices that still reach it.  O(vertices^2 *
+edges), but close to linear on these graphs.  An edge and its reverse are neighbours in
+the lists, and the edges that leave a vertex are a chain: few objects, so that Python's
+garbage collector, slow beside a traced model, is not called.
 """
 
 from __future__ import annotations
@@ -41,13 +38,9 @@ def minimum_cut(
     while (distance := network.distances())[network.source] is not None:
         network.block(distance)
     sink_side = {vertex for vertex in graph if distance[number[vertex]] is not None}
-    source_side = set(graph) - sink_side
-    value = sum(
-        capacity
-        for tail, head, capacity in graph.edges(data="capacity")
-        if tail in source_side and head in sink_side
-    )
-    return value, (source_side, sink_side)
+    edges = graph.edges(data="capacity")
+    cut = (c for tail, head, c in edges if head in sink_side and tail not in sink_side)
+    return sum(cut), (set(graph) - sink_side, sink_side)
 
 
 @dataclass
@@ -115,11 +108,8 @@ class _Network:
                 del path[full:]
             elif (edge := untried[vertex]) >= 0:
                 step = distance[heads[edge]]
-                if (
-                    step is not None
-                    and step + 1 == distance[vertex]
-                    and residual[edge] > 0
-                ):
+                is_next = step is not None and step + 1 == distance[vertex]
+                if is_next and residual[edge] > 0:
                     path.append(edge)
                     vertex = heads[edge]
                 else:

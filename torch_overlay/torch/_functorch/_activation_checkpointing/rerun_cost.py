@@ -1,12 +1,10 @@
 """What it costs to run a node of the forward again.
 
 By the estimator "flops", an operator costs its FLOP, and one that no compiler fuses at
-least the bytes that it moves, as FLOP: little beside a product, and never nothing, also
-of a custom operator or a kernel of a user's own.  What a custom operator costs is said by
+least the bytes that it moves, as FLOP.  What a custom operator costs is said by
 ``torch.utils.flop_counter.register_flop_formula``.  All others, sums say, cost 1.
 "roofline" counts the bytes of all of them as the arithmetic that an accelerator would
-have done meanwhile (Williams, Waterman and Patterson, "Roofline: an insightful visual
-performance model", 2009).
+have done meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from .decisions import subgraphs
+from .random_ops import subgraphs
 
 
 if TYPE_CHECKING:
@@ -97,16 +95,15 @@ def is_costly(node: fx.Node) -> bool:
 def flops(node: fx.Node) -> int:
     """Floating-point operations of a node, 0 where no formula is known for it.
 
-    The formulas are those of ``torch.utils.flop_counter``, and a few that it lacks.  A
-    higher-order operator without one does what is in its graphs.
+    A higher-order operator without one does what is in its graphs.
     """
     formula = _formula(node)
     if formula is None:
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
             return 0
         return sum(flops(inner) for graph in subgraphs(node) for inner in graph.nodes)
-    arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    args, kwargs = arguments
+    given = node.args, node.kwargs
+    args, kwargs = torch.fx.map_arg(given, lambda n: n.meta.get("val"))
     return concrete(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 

@@ -5,10 +5,7 @@
 
 prints the plan of the graph compiled last; :func:`last_plan` returns the same as data,
 :func:`plans` those of several graphs, and every plan goes to the structured trace as
-the artifact ``activation_memory_plan``.
-
-A plan describes the two graphs that the partitioner hands on.  It keeps no graph or
-tensor alive, and what costs time (grouping, text) waits until somebody asks.
+the artifact ``activation_memory_plan``.  A plan keeps no graph or tensor alive.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._inductor.fx_utils import get_node_storage
 from torch._logging._internal import trace_structured
-from torch.utils.checkpoint import CheckpointPolicy
 
-from .budget_solver import Knapsack
 from .memory_budget import activation_bytes
 from .rerun_cost import is_view, RUNTIME_UNITS
 
@@ -39,26 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
-    from .decision import Decision, Peak
+    from .decision import Decision, Knapsack, Peak, Range
 
 
-__all__ = [
-    "Knapsack",
-    "Plan",
-    "PlannedValue",
-    "last_plan",
-    "plans",
-    "print_saved_values",
-]
-
-# Plans of as many graphs are kept: a model with some graph breaks, not a whole sweep.
-_KEPT = 16
-
-# The checkpoint policies that ask for recomputing and for saving.
-_POLICIES = (
-    (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
-    (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE),
-)
+__all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
 
 # What decided, in words; a knapsack has more to say.
 _CHOSEN_BY = {
@@ -80,11 +59,10 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<cod
 class PlannedValue:
     """One node of the forward: saved for the backward, or computed again there.
 
-    ``shape`` holds symbols as their names; of an operator with several results, it and
-    ``dtype`` are the first one's and ``nbytes`` is for all.  ``runtime`` (in the
-    estimator's unit) is that of an item of the knapsack, ``source`` the innermost line
-    of the user's code.  ``why`` is "input" (or a view of one), "user" (a checkpoint
-    policy), or what decided: "knapsack", "min cut" or "budget 0".
+    ``shape`` holds symbols as their names; of several results, it and ``dtype`` are the
+    first one's and ``nbytes`` is for all.  ``runtime`` is that of an item of the knapsack,
+    ``source`` the innermost line of the user's code.  ``why`` is "input" (or a view of
+    one), "user" (a checkpoint policy), or what decided: "knapsack", "min cut", ...
     """
 
     name: str
@@ -99,12 +77,9 @@ class PlannedValue:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the partitioner decided for one graph.
+    """A :class:`.Decision` without its graph; runtimes are in the ``runtime_unit``.
 
-    ``activation_bytes`` is what is kept beyond inputs and views of them: storages, whole.
-    ``limits`` are those of the plans of budgets 0 and 1, and ``knapsack`` is what a
-    solver was asked; None where the partitioner needed neither.  Recomputed views are
-    not listed, as they cost nothing.
+    Recomputed views are not listed, as they cost nothing.
     """
 
     graph: str
@@ -114,7 +89,7 @@ class Plan:
     recomputed: tuple[PlannedValue, ...]
     runtime_unit: str
     activation_bytes: int
-    limits: Optional[tuple[int, int]] = None
+    limits: Optional[Range] = None
     knapsack: Optional[Knapsack] = None
     peak: Optional[Peak] = None
 
@@ -126,50 +101,48 @@ class Plan:
     @property
     def used(self) -> Optional[float]:
         """The share of the range that is really saved, to compare with ``budget``."""
-        if self.limits is None or self.limits[0] == self.limits[1]:
+        if self.limits is None or self.limits.low == self.limits.high:
             return None
-        low, high = self.limits
-        return (self.activation_bytes - low) / (high - low)
-
-    def _summary(self) -> list[str]:
-        """The printed form's first lines."""
-        used = f"{format_bytes(self.activation_bytes)} of activations"
-        if self.used is not None:
-            used = f"{self.used:.4g}"
-        budget = f"{self.budget:g} asked, {used} used"
-        if self.limits is not None:
-            low, high = map(format_bytes, self.limits)
-            budget += f" (0: {low}, 1: {high})"
-        solved = self.knapsack
-        if solved is None:
-            chosen_by = _CHOSEN_BY[self.decided_by]
-        else:
-            count = f"{len(solved.saved)} of {len(solved.memory)}"
-            chosen_by = f"knapsack by {solved.solver}: {count} items saved"
-        inputs = [value.nbytes for value in self.saved if value.why == "input"]
-        recomputed = f"{len(self.recomputed)} operators"
-        if runtime := math.fsum(value.runtime or 0 for value in self.recomputed):
-            recomputed += f", estimated {self._runtime(runtime)}"
-        return [
-            f"graph:      {self.graph}",
-            f"budget:     {budget}",
-            f"chosen by:  {chosen_by}",
-            *([f"peak:       {_peaks(self.peak)}"] if self.peak is not None else ()),
-            f"saved:      {len(self.saved)} values, {format_bytes(self.saved_bytes)} "
-            f"(activations: {len(self.saved) - len(inputs)}, "
-            f"{format_bytes(self.activation_bytes)} kept; "
-            f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})",
-            f"recomputed: {recomputed}",
-        ]
+        return self.limits.budget(self.activation_bytes)
 
     def format(self, rows: int = 40) -> str:
         """The plan as text; see :func:`print_saved_values`."""
-        lines = self._summary()
-        if self.saved:
-            lines += ["", "saved for the backward", *self._table(self.saved, rows)]
-        if self.recomputed:
-            lines += ["", "recomputed in the backward"]
-            lines += self._table(self.recomputed, rows)
+        kept = format_bytes(self.activation_bytes)
+        used = f"{kept} of activations" if self.used is None else f"{self.used:.4g}"
+        lines = [
+            f"graph:      {self.graph}",
+            f"budget:     {self.budget:g} asked, {used} used",
+            f"chosen by:  {_CHOSEN_BY.get(self.decided_by)}",
+        ]
+        if self.limits is not None:
+            low, high = map(format_bytes, self.limits)
+            lines[1] += f" (0: {low}, 1: {high})"
+        if (solved := self.knapsack) is not None:
+            count = f"{len(solved.saved)} of {len(solved.memory)}"
+            lines[2] = f"chosen by:  knapsack by {solved.solver}: {count} items saved"
+        if (peak := self.peak) is not None:
+            how = "by inductor's kernels" if peak.fused else "operator by operator"
+            how = "as compiled" if peak.compiled else how
+            allowed, predicted, floor, fastest = map(format_bytes, peak[:4])
+            lines += [
+                f"peak:       {predicted} {how}, {allowed} allowed (floor: {floor}, "
+                f"budget 1: {fastest})"
+            ]
+        inputs = [value.nbytes for value in self.saved if value.why == "input"]
+        lines += [
+            f"saved:      {len(self.saved)} values, {format_bytes(self.saved_bytes)} "
+            f"(activations: {len(self.saved) - len(inputs)}, {kept} kept; "
+            f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})",
+            f"recomputed: {len(self.recomputed)} operators",
+        ]
+        if runtime := math.fsum(value.runtime or 0 for value in self.recomputed):
+            lines[-1] += f", estimated {self._runtime(runtime)}"
+        for title, values in (
+            ("saved for the backward", self.saved),
+            ("recomputed in the backward", self.recomputed),
+        ):
+            if values:
+                lines += ["", title, *self._table(values, rows)]
         return "\n".join(line.rstrip() for line in lines)
 
     def _table(self, values: Sequence[PlannedValue], rows: int) -> list[str]:
@@ -177,20 +150,13 @@ class Plan:
         kinds = Counter(replace(value, name="") for value in values)
         sizes = {kind: kind.nbytes * count for kind, count in kinds.items()}
         ranked = sorted(kinds, key=sizes.__getitem__, reverse=True)
-        table = [("count", "bytes", "op", "value", "runtime", "why", "source")]
+        table = [["count", "bytes", "op", "value", "runtime", "why", "source"]]
         for kind in ranked[:rows]:
-            shape = ", ".join(map(str, kind.shape))
-            table.append(
-                (
-                    f"{kinds[kind]}x",
-                    format_bytes(sizes[kind]),
-                    kind.op,
-                    f"{kind.dtype}[{shape}]",
-                    "-" if kind.runtime is None else self._runtime(kind.runtime),
-                    kind.why,
-                    kind.source or "-",
-                )
-            )
+            count, size = f"{kinds[kind]}x", format_bytes(sizes[kind])
+            value = f"{kind.dtype}[{', '.join(map(str, kind.shape))}]"
+            cost = "-" if kind.runtime is None else self._runtime(kind.runtime)
+            why, source = kind.why, kind.source or "-"
+            table.append([count, size, kind.op, value, cost, why, source])
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  " + "  ".join(map(str.ljust, row, widths)) for row in table]
         if left := ranked[rows:]:
@@ -205,16 +171,8 @@ class Plan:
         return f"{runtime / 1000**power:.4g} {' kMGTP'[power].strip()}FLOP"
 
 
-def _peaks(peak: Peak) -> str:
-    """The peaks that a plan was chosen by, in words."""
-    how = "as compiled" if peak.compiled else "by inductor's kernels"
-    if not peak.compiled and not peak.fused:
-        how = "operator by operator"
-    allowed, predicted, floor, fastest = map(format_bytes, peak[:4])
-    return f"{predicted} {how}, {allowed} allowed (floor: {floor}, budget 1: {fastest})"
-
-
-_plans: deque[Plan] = deque(maxlen=_KEPT)
+# A model with some graph breaks, not a whole sweep.
+_plans: deque[Plan] = deque(maxlen=16)
 
 
 def plans() -> list[Plan]:
@@ -230,8 +188,7 @@ def last_plan() -> Plan:
     if not _plans:
         raise LookupError(
             "no plan to show: no graph has been partitioned in this process. Call a "
-            "compiled function on inputs that require gradients; the backends eager and "
-            "aot_eager_default_partitioner do not partition by the budget"
+            "compiled function on inputs that require gradients"
         )
     return _plans[-1]
 
@@ -239,8 +196,8 @@ def last_plan() -> Plan:
 def keep_plan(forward: GraphModule, metadata: Any) -> None:
     """Make the plan of a graph that is about to be compiled the last one.
 
-    ``metadata`` is the graph's ViewAndMutationMeta, with which a cache keeps the plan.
-    Those of nested regions come before it.
+    A cache keeps it with ``metadata``, the graph's ViewAndMutationMeta.  Those of nested
+    regions come before it.
     """
     for module in reversed([*forward.modules()]):
         plan = getattr(module, "meta", {}).pop(_PLAN, None)
@@ -266,7 +223,6 @@ def recall_plan(metadata: Any) -> None:
     plan = getattr(metadata, "activation_memory_plan", None)
     if plan is not None:
         if plan.peak is not None:
-            # What was said when it was made holds again.
             plan.peak.warn_if_over()
         _plans.append(plan)
 
@@ -277,18 +233,15 @@ def print_saved_values(
     """Print what a plan saves and recomputes, and why.
 
     ``plan`` is one of :func:`plans`, by default the last; where there is none, a line
-    says why.  A list has at most ``rows`` rows, each for all values that differ in
-    nothing but their name, and says what it leaves out.
+    says why.  Values that differ in nothing but their name share one of ``rows`` rows.
     """
-    if plan is None:
-        try:
-            plan = last_plan()
-        except LookupError as error:
-            print(error.args[0], file=file)
-            return
-        if len(plans()) > 1:
-            print(f"the last of {len(plans())} graphs; plans() has all", file=file)
-    print(plan.format(rows), file=file)
+    try:
+        text = (plan or last_plan()).format(rows)
+        if plan is None and len(_plans) > 1:
+            text = f"the last of {len(_plans)} graphs; plans() has all\n{text}"
+    except LookupError as error:
+        text = error.args[0]
+    print(text, file=file)
 
 
 def attach_plan(
@@ -298,7 +251,25 @@ def attach_plan(
     num_fwd_outputs: int,
 ) -> None:
     """Describe how a joint graph was split, for `keep_plan`, and trace it.  O(nodes)."""
-    why = _Why(decision, forward)
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    inputs = set(map(get_node_storage, placeholders)) - {None}
+    solved, names = decision.knapsack, [node.name for node in decision.items]
+    runtimes = dict(zip(names, solved.runtimes)) if solved else {}
+    kept = {names[i] for i in solved.saved} if solved else set()
+    # How the names of checkpoint policies end that ask for it.
+    asks = "_RECOMPUTE", "_SAVE"
+
+    def describe(node: Node, is_saved: bool) -> PlannedValue:
+        why = decision.decided_by
+        if node.op == "placeholder" or get_node_storage(node) in inputs:
+            why = "input"
+        elif str(node.meta.get("recompute")).endswith(asks[is_saved]):
+            why = "user"
+        elif solved and (node.name not in runtimes or (node.name in kept) != is_saved):
+            # It settles what the knapsack did not.
+            why = "min cut"
+        return _described(node, why, runtimes.get(node.name))
+
     (output,) = forward.graph.find_nodes(op="output")
     saved = [node for node in output.args[0][num_fwd_outputs:] if node is not None]
     again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
@@ -308,19 +279,17 @@ def attach_plan(
         if node.op == "call_function" and node.name in again
         if not is_view(node) and node.target is not operator.getitem
     ]
-    estimator = config.activation_memory_budget_runtime_estimator
+    estimator = str(config.activation_memory_budget_runtime_estimator)
     plan = Plan(
         graph=get_aot_graph_name(),
         budget=decision.budget,
         decided_by=decision.decided_by,
-        saved=tuple(why.describe(node, True) for node in saved),
-        recomputed=tuple(why.describe(node, False) for node in computed),
-        runtime_unit=RUNTIME_UNITS.get(str(estimator), ""),
-        activation_bytes=activation_bytes(
-            forward.graph.find_nodes(op="placeholder"), saved
-        ),
+        saved=tuple(describe(node, True) for node in saved),
+        recomputed=tuple(describe(node, False) for node in computed),
+        runtime_unit=RUNTIME_UNITS.get(estimator, ""),
+        activation_bytes=activation_bytes(placeholders, saved),
         limits=decision.limits,
-        knapsack=decision.knapsack,
+        knapsack=solved,
         peak=decision.peak,
     )
     forward.meta[_PLAN] = plan
@@ -331,52 +300,25 @@ def attach_plan(
     )
 
 
-class _Why:
-    """What a decision means for each node of the forward that was made by it."""
+def _described(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
+    from torch._functorch.partitioners import _size_of
 
-    def __init__(self, decision: Decision, forward: GraphModule) -> None:
-        self.decided_by = decision.decided_by
-        placeholders = forward.graph.find_nodes(op="placeholder")
-        self.inputs = set(map(get_node_storage, placeholders)) - {None}
-        # Of the items of the knapsack.
-        self.runtimes: dict[str, float] = {}
-        self.kept: set[str] = set()
-        solved = decision.knapsack
-        if solved is not None:
-            names = [node.name for node in decision.items]
-            self.runtimes = dict(zip(names, solved.runtimes))
-            self.kept = {names[i] for i in solved.saved}
-
-    def describe(self, node: Node, is_saved: bool) -> PlannedValue:
-        from torch._functorch.partitioners import _size_of
-
-        value: Any = node.meta.get("val")
-        if isinstance(value, (tuple, list)) and value:
-            value = value[0]
-        is_tensor = isinstance(value, torch.Tensor)
-        shape = value.shape if is_tensor else ()
-        dtype = str(value.dtype) if is_tensor else type(value).__name__
-        return PlannedValue(
-            name=node.name,
-            op="input" if node.op == "placeholder" else str(node.target),
-            shape=tuple(d if isinstance(d, int) else str(d) for d in shape),
-            dtype=dtype.removeprefix("torch."),
-            nbytes=_size_of(node) if is_tensor else 0,
-            runtime=self.runtimes.get(node.name),
-            source=_source(node.meta.get("stack_trace")),
-            why=self._why(node, is_saved),
-        )
-
-    def _why(self, node: Node, is_saved: bool) -> str:
-        if node.op == "placeholder" or get_node_storage(node) in self.inputs:
-            return "input"
-        if node.meta.get("recompute") in _POLICIES[is_saved]:
-            return "user"
-        if self.decided_by != "knapsack":
-            return self.decided_by
-        # A min cut settles what the knapsack did not.
-        is_item = node.name in self.runtimes and (node.name in self.kept) == is_saved
-        return "knapsack" if is_item else "min cut"
+    value: Any = node.meta.get("val")
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    is_tensor = isinstance(value, torch.Tensor)
+    shape = value.shape if is_tensor else ()
+    dtype = str(value.dtype) if is_tensor else type(value).__name__
+    return PlannedValue(
+        name=node.name,
+        op="input" if node.op == "placeholder" else str(node.target),
+        shape=tuple(d if isinstance(d, int) else str(d) for d in shape),
+        dtype=dtype.removeprefix("torch."),
+        nbytes=_size_of(node) if is_tensor else 0,
+        runtime=runtime,
+        source=_source(node.meta.get("stack_trace")),
+        why=why,
+    )
 
 
 # Traces repeat for thousands of nodes.
@@ -384,11 +326,10 @@ class _Why:
 def _source(trace: Optional[str]) -> Optional[str]:
     """The innermost frame of a stack trace that is not torch's own, in one line."""
     frames = list(_FRAME.finditer(trace or ""))
-    if not frames:
-        return None
     outside = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
-    frame = (outside or frames)[-1]
-    return f"{os.path.basename(frame['file'])}:{frame['line']}, {frame['code']}"
+    for frame in reversed(outside or frames):
+        return f"{os.path.basename(frame['file'])}:{frame['line']}, {frame['code']}"
+    return None
 
 
 def format_bytes(count: int) -> str:

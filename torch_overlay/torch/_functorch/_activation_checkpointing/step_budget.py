@@ -36,8 +36,8 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 import torch
 from torch._dynamo.exc import RestartAnalysis
 
-from .budget_options import is_number
 from .peak_budget import allowed_peak
+from .planning import is_number
 from .saved_report import format_bytes
 from .step_graph import Step
 from .step_plan import GraphPlans, StepCurve, StepPlan

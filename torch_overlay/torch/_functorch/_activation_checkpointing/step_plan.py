@@ -167,7 +167,7 @@ def plan_graph(
     else:
         plans = find_plans(model, cheapest, expensive, saved)
         # A call that waits keeps least where all is computed again, as in a checkpoint.
-        knapsacks = _knapsacks(joint.items(cheapest, expensive))
+        knapsacks = _knapsacks(joint.items)
         plans.evaluate([frozenset(), *knapsacks])
     found = _graph_plans(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
