@@ -322,11 +322,9 @@ def table(rows: Sequence[Row]) -> str:
         kind = "blocks" if row["kind"] in IN_BLOCKS else "graph"
         peak = sweep.lowest(row["steps"])["peak"]
         low = no_higher(rows, row["net"], kind, peak)
-        # Flops of a real run are not counted.
-        cheap = min(
-            low, key=lambda plan: plan.get("flops", plan.get("seconds")), default=None
-        )
-        return "-" if cheap is None else cell(row, cheap)
+        # Of a real run no flops are counted.
+        cost = "flops" if all("flops" in plan for plan in low) else "seconds"
+        return cell(row, min(low, key=lambda plan: plan[cost])) if low else "-"
 
     def bound(row: Row) -> str:
         return megabytes(row["lower_bound"]) if "lower_bound" in row else ""

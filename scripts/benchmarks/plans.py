@@ -193,9 +193,8 @@ class Plans:
 
     def upstreams(self, budgets: Sequence[float], in_blocks: bool) -> list[Row]:
         """By their own budgets; gradients are compared with those of the largest."""
-        way = compiled(self.backend, fullgraph=not in_blocks)
+        way: Any = compiled(self.backend, fullgraph=not in_blocks)
         ways = {"blocks" if in_blocks else "whole": way}
-
         return sweep.measured(functools.partial(self.by_budget, **ways), budgets)
 
     def by_budget(self, budget: float, **ways: Any) -> Row:
