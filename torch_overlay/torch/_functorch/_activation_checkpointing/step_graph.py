@@ -26,6 +26,7 @@ from .compiled_peak import (
     calls_nested_regions,
     CompiledPeaks,
     fresh_copy,
+    has_guard,
     nodes_named_as,
     takes_request,
 )
@@ -162,6 +163,8 @@ class Graph:
         self.name = get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
+        # The plans that were compiled with a guard against fusions, too.
+        self._guarded: set[int] = set()
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
         self._num_fwd_outputs = 0
@@ -212,13 +215,34 @@ class Graph:
     def compile(self, plans: Iterable[int], budget: StepBudget) -> bool:
         """Compile by plans; whether what is known of one of their peaks is new."""
         known = dict(self.plans.told)
-        for plan in sorted({*plans} - self._runs.keys()):
-            # Unless it compiles.
-            self._runs[plan] = self._runs[self.lean]
+        for plan in sorted({*plans}):
             failure = f"{self.name} keeps its first plan, as another failed to compile"
-            with budget.warn_on_failure(failure), self._as_traced():
-                self._runs[plan], _ = self._compiled(plan)
+            if plan not in self._runs:
+                # Unless it compiles.
+                self._runs[plan] = self._runs[self.lean]
+                with budget.warn_on_failure(failure), self._as_traced():
+                    self._runs[plan], _ = self._compiled(plan)
+            if has_guard() and plan not in self._guarded and self._holds_more(plan):
+                self._guarded.add(plan)
+                failure = f"{self.name} failed to compile with fusions guarded"
+                with budget.warn_on_failure(failure), self._as_traced():
+                    self._compile_guarded(plan)
         return self.plans.told != known
+
+    def _holds_more(self, plan: int) -> bool:
+        """Whether what is compiled by a plan is known to hold more than it may."""
+        margin: float = config.activation_memory_peak_margin  # type: ignore[attr-defined]
+        estimate = max(self.plans.plans[plan].forward, self.plans.plans[plan].backward)
+        return max(self.plans.told.get(plan, (0, 0))) > estimate * (1 + margin)
+
+    def _compile_guarded(self, plan: int) -> None:
+        """Compile without the fusions that raise the peak, and keep what holds less."""
+        before = self.plans.told[plan]
+        run, _ = self._compiled(plan, is_guarded=True)
+        if max(self.plans.told[plan]) < max(before):
+            self._runs[plan] = run
+        else:
+            self.plans.told[plan] = before
 
     @contextmanager
     def _as_traced(self) -> Iterator[None]:
@@ -236,7 +260,7 @@ class Graph:
         ):
             yield
 
-    def _compiled(self, plan: Optional[int]) -> Any:
+    def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
         """Split and compile a copy of the joint graph by a plan, None for the lean one."""
         # Splitting a graph writes down in there what it finds.
         state, capture = fresh_copy(self._state, self._capture)
@@ -249,6 +273,7 @@ class Graph:
             force_non_lazy_backward_lowering=is_another,
         )
         compiled = CompiledPeaks(*self._compilers)
+        compiled.guarded = is_guarded
 
         def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
             result = compiled.backward(module, inputs)
