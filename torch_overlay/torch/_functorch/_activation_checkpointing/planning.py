@@ -139,10 +139,6 @@ _Option = tuple[str, Callable[[Any], bool]]
 
 def _options() -> dict[str, _Option]:
     """All options but the budget itself; a solver may be registered at any time."""
-    count = (
-        "a positive integer, or None",
-        lambda value: value is None or (type(value) is int and value > 0),
-    )
     return {
         "activation_memory_budget_solver": _one_of(
             [*KNAPSACK_SOLVERS, KNEE], CustomKnapsackSolver
@@ -151,12 +147,12 @@ def _options() -> dict[str, _Option]:
             [*RUNTIME_UNITS], CustomRuntimeEstimator
         ),
         "activation_memory_budget_target": _one_of(["saved", "peak"]),
-        "activation_memory_peak_bytes": count,
+        "activation_memory_peak_bytes": _count_or_none("bytes", 2**63),
         "activation_memory_peak_margin": (
             "a share of the peak, from 0 to less than 1",
             lambda value: is_number(value, 0, 1) and value < 1,
         ),
-        "activation_memory_graph_calls": count,
+        "activation_memory_graph_calls": _count_or_none("calls", 1_000_000),
         "drop_unread_arguments": (
             "True or False",
             lambda value: isinstance(value, bool),
@@ -169,3 +165,10 @@ def _one_of(names: list[str], *custom: type) -> _Option:
     for each in custom:
         valid += f", or an instance of {each.__module__}.{each.__name__}"
     return valid, lambda value: isinstance(value, custom) or value in names
+
+
+def _count_or_none(unit: str, most: int) -> _Option:
+    return (
+        f"from 1 to {most:,} {unit}, or None",
+        lambda value: value is None or (type(value) is int and 1 <= value <= most),
+    )
