@@ -29,9 +29,10 @@ def test_every_result_is_shown():
         for page in report.PAGES
         for match in report.BLOCK.finditer(page.read_text())
     }
-    assert shown == {*report.BENCHMARKS, *report.PARTS}
+    assert shown == {*report.BENCHMARKS, *report.PARTS, *report.NOT_YET}
     stored = {place.stem for place in report.RESULTS.glob("*.json")}
-    assert stored == {report.PARTS.get(table, (table,))[0] for table in shown}
+    wanted = {report.PARTS.get(table, (table,))[0] for table in shown}
+    assert stored - report.NOT_YET.keys() == wanted - report.NOT_YET.keys()
 
 
 def test_check_sees_another_figure_and_another_result(copies, capsys):
