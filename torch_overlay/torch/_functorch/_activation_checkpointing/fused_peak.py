@@ -153,10 +153,9 @@ def _backward_of(program: Program) -> list[Operator]:
     """The operators of a backward that repeats all it can, in the order of the run."""
     saved = program.saved_by([()])
     _, repeated = program.follow(saved, 1)
+    by_step = program.repeats_by_step(saved, repeated, 1)
     found: list[Operator] = []
-    for step, repeats in zip(
-        program.steps, program.repeats_by_step(saved, repeated, 1)
-    ):
+    for step, repeats in zip(program.steps, by_step):
         *before, last = step.operators
         found += before
         found += [program.operators[op] for op, _ in repeats]
