@@ -10,7 +10,11 @@ use_torch() {
   TORCH_VERSION=$1
   CHECKOUT=$REPO/build/pytorch-$TORCH_VERSION
   if [ "$TORCH_VERSION" = installed ]; then
-    VENV='' PYTHON=$(command -v "${APPLY_PYTHON:-python3}")
+    VENV=''
+    PYTHON=$(command -v "${APPLY_PYTHON:-python3}") || {
+      echo "error: there is no ${APPLY_PYTHON:-python3}; name a Python in APPLY_PYTHON" >&2
+      exit 2
+    }
     return
   fi
   VENV=$REPO/.venv
