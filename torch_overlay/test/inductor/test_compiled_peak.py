@@ -141,7 +141,7 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(compiled, 1)
         with (
             budgeted(0.5),
-            told_more(0.2) as told,
+            told_more(0.23) as told,
             self.assertNoLogs(decision.log, "WARNING"),
         ):
             found = gradients(torch.compile(layers), given())
