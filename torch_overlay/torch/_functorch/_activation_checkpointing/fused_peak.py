@@ -86,28 +86,16 @@ class _Phase:
 
     sources[s], parts[s]: what is read in order to compute what is not stored, and the
     parts of that.
-    shapes[s]: the number of elements and the type of what was first put into a storage,
-    but for tangents.
     """
 
-    def __init__(self, program: Program, kernels: dict[fx.Node, _Kernel]) -> None:
+    def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
         self.kernels = kernels
-        self.most_operators = _most_operators(program)
         self.sources: dict[int, tuple[int, ...]] = {}
         self.parts: dict[int, frozenset[int]] = {}
         for each, is_inlined, _, parts in kernels.values():
             if is_inlined:
                 self.sources.update(dict.fromkeys(each.writes, each.reads))
                 self.parts.update(dict.fromkeys(each.writes, parts))
-        self.shapes: dict[int, tuple[Any, ...]] = {}
-        tangents = program.storages(program.tangents)
-        for node, storages in program.values.items():
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
-                # A guess for a symbolic size, as comparing those would guard.
-                shape = concrete(value.numel()), value.dtype
-                for s in storages:
-                    self.shapes.setdefault(s, shape)
 
 
 class Kernels(Rule):
@@ -118,27 +106,37 @@ class Kernels(Rule):
     """
 
     def __init__(self, program: Program) -> None:
+        # The elements and the type of what each storage has first, but for tangents.
+        self.shapes: dict[int, tuple[Any, ...]] = {}
+        tangents = program.storages(program.tangents)
+        for node, storages in program.values.items():
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
+                # A guess for a symbolic size, as comparing those would guard.
+                shape = concrete(value.numel()), value.dtype
+                for s in storages:
+                    self.shapes.setdefault(s, shape)
+        most = self.most_operators = _most_operators(program)
         operators = _backward_of(program)
-        kernels = _Fusion(program, operators, program.returned).kernels()
+        kernels = _Fusion(program, operators, program.returned).kernels(most)
         forward = [each for each in program.forward if each.is_required]
         kept = program.outputs | program.written_back
         # What only the backward needs is made in the forward, if that saves it.
-        in_forward = kernels | _Fusion(program, forward, kept).kernels()
-        self.in_backward = _Phase(program, kernels)
-        self.in_forward = _Phase(program, in_forward)
+        in_forward = kernels | _Fusion(program, forward, kept).kernels(most)
+        self.in_backward, self.in_forward = _Phase(kernels), _Phase(in_forward)
 
     def forward(
         self, program: Program, kept: Sequence[int]
     ) -> tuple[Timeline, Sequence[Operator]]:
         none = [0] * len(kept)
-        timeline = _KernelTimeline(program, [*kept], none, self.in_forward, kept)
+        timeline = _KernelTimeline(program, [*kept], none, self, self.in_forward, kept)
         return timeline, program.forward
 
     def backward(
         self, program: Program, repeats: Repeats, saved: Sequence[int]
     ) -> tuple[Timeline, Repeats]:
         none = [0] * len(saved)
-        timeline = _KernelTimeline(program, none, saved, self.in_backward, saved)
+        timeline = _KernelTimeline(program, none, saved, self, self.in_backward, saved)
         return timeline, repeats
 
 
@@ -172,7 +170,6 @@ class _Fusion:
         from torch._functorch.partitioners import get_default_op_list
 
         self.program, self.kept = program, kept
-        self.most_operators = _most_operators(program)
         self.operators = [each for each in operators if not _is_part(each.node)]
         self.readers: dict[int, list[fx.Node]] = defaultdict(list)
         for each in self.operators:
@@ -204,7 +201,7 @@ class _Fusion:
         would_wait: Any = getattr(post_grad, "_would_wait", lambda *_: False)
         return not any(would_wait(node, other) for other in user.all_input_nodes)
 
-    def kernels(self) -> dict[fx.Node, _Kernel]:
+    def kernels(self, most_operators: int) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
         # The parts of what is not stored.
         computed: dict[int, frozenset[int]] = {}
@@ -213,13 +210,14 @@ class _Fusion:
                 *(computed.get(s, (s,)) for s in each.reads)
             )
             reads = len(parts.difference(computed, each.writes))
-            found[each.node] = self._kernel(each, reads, parts)
+            is_large = reads > _MOST_READS or len(parts) > most_operators
+            found[each.node] = self._kernel(each, is_large, parts)
             if found[each.node].is_inlined:
                 computed.update(dict.fromkeys(each.writes, parts))
         return found
 
-    def _kernel(self, each: Operator, reads: int, parts: frozenset[int]) -> _Kernel:
-        """An operator that takes so many reads and these parts where it is computed."""
+    def _kernel(self, each: Operator, is_large: bool, parts: frozenset[int]) -> _Kernel:
+        """An operator that takes these parts where it is computed."""
         node, fusible = each.node, self.fusible
         if node not in fusible or node not in self.pointwise or len(each.writes) != 1:
             return _Kernel(each, node in self.products, node in fusible, parts)
@@ -232,7 +230,6 @@ class _Fusion:
         ):
             return _Kernel(each, False, True, parts)
         is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
-        is_large = reads > _MOST_READS or len(parts) > self.most_operators
         return _Kernel(each, not (is_large and is_divided), True, parts)
 
     def _scatters_to(self, node: fx.Node, s: int) -> bool:
@@ -260,11 +257,13 @@ class _KernelTimeline(Timeline):
         program: Program,
         touched: list[int],
         saved: Sequence[int],
+        rule: Kernels,
         phase: _Phase,
         stored: Sequence[int],
     ) -> None:
         super().__init__(program, touched, saved)
-        self.shapes, self.released = phase.shapes, program.released
+        self.shapes, self.most_operators = rule.shapes, rule.most_operators
+        self.released = program.released
         self.phase, self.sources, self.stored = phase, phase.sources, stored
         # Results of the kernels since the last operator that cannot be fused.
         self.together: list[tuple[int, int]] = []
@@ -357,7 +356,7 @@ class _KernelTimeline(Timeline):
         own = self.phase.parts
         reads = [s for s in parts if s not in own or not own[s] <= parts]
         wide = sum(self.shapes.get(s, (1,))[0] > 1 for s in reads)
-        return len(parts) <= self.phase.most_operators or wide <= 1
+        return len(parts) <= self.most_operators or wide <= 1
 
     def _is_alike(self, r: int, s: int) -> bool:
         """Whether a storage can be written over another one."""
