@@ -106,9 +106,11 @@ class CompiledPeakTest(TestCase):
             self.assertLess(lower, measured)
             lower = measured
 
-    def test_what_is_too_long_is_not_written_over_its_argument(self):
-        def chain(x, weight, other, depth):
-            value = x @ weight
+    def estimated_and_told(self, columns, depth):
+        """The peak of a chain of operators on a product, at budget 0."""
+
+        def chain(x, weight, other):
+            value = x.view(2, -1, SIDE) @ weight
             for _ in range(depth):
                 value = value.sin() * other
             return value.sum(), x
@@ -120,21 +122,28 @@ class CompiledPeakTest(TestCase):
             return decide(plans, graph, plan)
 
         decide = peak_budget.GraphPeaks.decision
-        x, weight, *_ = given()
-        other = torch.ones(ROWS, 2 * SIDE)
-        told = []
+        x, *_ = given()
+        weight = torch.randn(SIDE, columns, requires_grad=True)
+        with budgeted(0), patch.object(peak_budget.GraphPeaks, "decision", decision):
+            result, _ = torch.compile(chain)(x, weight, torch.ones(ROWS // 2, columns))
+            torch.autograd.grad(result, weight)
+        (estimate,) = estimates
+        return estimate, saved_report.last_plan().peak.predicted
+
+    def test_what_is_too_long_is_not_written_over_its_argument(self):
         # Five operators for each link: the longer one is more than inductor's fifty.
-        for depth in (4, 14):
-            with (
-                budgeted(0),
-                patch.object(peak_budget.GraphPeaks, "decision", decision),
-            ):
-                inputs = [x, weight, other, depth]
-                result, _ = torch.compile(chain)(*inputs)
-                torch.autograd.grad(result, weight)
-            told.append(saved_report.last_plan().peak.predicted)
-        self.assertEqual(estimates, told)
-        self.assertLess(*told)
+        (estimate, told), longer = (
+            self.estimated_and_told(2 * SIDE, depth) for depth in (4, 14)
+        )
+        self.assertEqual([estimate, longer[0]], [told, longer[1]])
+        self.assertLess(told, longer[1])
+
+    def test_what_is_padded_is_not_written_over_what_is_not(self):
+        _, unpadded = self.estimated_and_told(1030, 4)
+        with inductor_config.patch(disable_padding_cpu=False):
+            estimate, told = self.estimated_and_told(1030, 4)
+        self.assertLess(unpadded * 1.2, told)
+        self.assertLess(abs(told / estimate - 1), 0.03)
 
     def test_a_plan_that_is_over_is_replaced(self):
         plan, wanted, compiled = self.planned(0.5)

@@ -9,7 +9,7 @@ several operators, and what is used inside of one alone is never stored.
     stored, if something that cannot be fused runs between them.
 -   What kernels write between two operators that cannot be fused is there at once, as
     they are fused where they read the same.  But a kernel writes its result over an
-    argument of the same shape that no other one reads meanwhile or later.
+    argument laid out alike that no other one reads later; only kernels pad rows.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something waits for that, unless it would hold more meanwhile than it is itself.
 
@@ -24,10 +24,11 @@ import operator
 from collections import defaultdict
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
+from torch._inductor import config as inductor_config
 
 from .liveness import Operator, Program, Rule, Timeline
 from .rerun_cost import concrete, is_view
@@ -35,7 +36,6 @@ from .rerun_cost import concrete, is_view
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
-    from typing import Any
 
     from torch._functorch.partitioners import OpTypes
     from .liveness import Repeats
@@ -44,15 +44,6 @@ __all__ = ["Kernels", "by_kernels"]
 
 aten = torch.ops.aten
 
-# Pointwise for inductor, though their schema has no tag for it.
-_POINTWISE = (
-    aten.cat,
-    aten.embedding,
-    aten.expand,
-    aten.full,
-    aten.gather,
-    aten.index,
-)
 # The names of ATen's scatters have one of these.
 _SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
 # What inductor computes again for each reader, by default, reads at most so many
@@ -84,8 +75,7 @@ class _Kernel(NamedTuple):
 class _Phase:
     """The kernels of a phase, by the nodes that are computed in them.
 
-    sources[s], parts[s]: what is read in order to compute what is not stored, and the
-    parts of that.
+    Of what is not stored, ``sources`` are read to compute it, and it has ``parts``.
     """
 
     def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
@@ -106,24 +96,15 @@ class Kernels(Rule):
     """
 
     def __init__(self, program: Program) -> None:
-        # The elements and the type of what each storage has first, but for tangents.
-        self.shapes: dict[int, tuple[Any, ...]] = {}
-        tangents = program.storages(program.tangents)
-        for node, storages in program.values.items():
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
-                # A guess for a symbolic size, as comparing those would guard.
-                shape = concrete(value.numel()), value.dtype
-                for s in storages:
-                    self.shapes.setdefault(s, shape)
         most = self.most_operators = _most_operators(program)
-        operators = _backward_of(program)
-        kernels = _Fusion(program, operators, program.returned).kernels(most)
-        forward = [each for each in program.forward if each.is_required]
-        kept = program.outputs | program.written_back
+        repeated = _Fusion(program, _backward_of(program), program.returned)
+        required = [each for each in program.forward if each.is_required]
+        first = _Fusion(program, required, program.outputs | program.written_back)
+        kernels = repeated.kernels(most)
         # What only the backward needs is made in the forward, if that saves it.
-        in_forward = kernels | _Fusion(program, forward, kept).kernels(most)
+        in_forward = kernels | first.kernels(most)
         self.in_backward, self.in_forward = _Phase(kernels), _Phase(in_forward)
+        self.shapes = _shapes(program, repeated.fusible | first.fusible)
 
     def forward(
         self, program: Program, kept: Sequence[int]
@@ -138,6 +119,33 @@ class Kernels(Rule):
         none = [0] * len(saved)
         timeline = _KernelTimeline(program, none, saved, self, self.in_backward, saved)
         return timeline, repeats
+
+
+def _shapes(program: Program, fusible: Collection[fx.Node]) -> dict[int, Any]:
+    """How what each storage has first is stored; not of tangents, which are not known."""
+    shapes: dict[int, Any] = {}
+    tangents = program.storages(program.tangents)
+    for node, storages in program.values.items():
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
+            is_padded = node in fusible and _is_padded(value)
+            # A guess for a symbolic size, as comparing those would guard.
+            shape = concrete(value.numel()), value.dtype, is_padded
+            for s in storages:
+                shapes.setdefault(s, shape)
+    return shapes
+
+
+def _is_padded(value: torch.Tensor) -> bool:
+    """Whether a kernel that stores this value pads its rows."""
+    options: Any = inductor_config
+    least, align = options.padding_stride_threshold, options.padding_alignment_bytes
+    if value.device.type == "cpu" and options.disable_padding_cpu:
+        return False
+    wide = [s for s in value.stride() if isinstance(s, int) and s > least]
+    return options.comprehensive_padding and any(
+        s * value.itemsize % align for s in wide
+    )
 
 
 def _most_operators(program: Program) -> int:
@@ -262,8 +270,7 @@ class _KernelTimeline(Timeline):
         stored: Sequence[int],
     ) -> None:
         super().__init__(program, touched, saved)
-        self.shapes, self.most_operators = rule.shapes, rule.most_operators
-        self.released = program.released
+        self.rule, self.released = rule, program.released
         self.phase, self.sources, self.stored = phase, phase.sources, stored
         # Results of the kernels since the last operator that cannot be fused.
         self.together: list[tuple[int, int]] = []
@@ -280,12 +287,8 @@ class _KernelTimeline(Timeline):
         if not kernel.is_fusible:
             self._begin(plans)
         dying = self._read(each.reads, plans)
-        for s in writes:
-            # Nobody reads it.
-            unread = plans & ~self.touched[s]
-            if unread:
-                self.touched[s] |= unread
-                self.change(unread, -self.nbytes[s])
+        # What nobody reads.
+        self.touch(writes, plans)
         over = self._write_over(dying, each, plans) if kernel.is_fusible else []
         for r, last in dying.items():
             self.change(last, -self.nbytes[r])
@@ -328,10 +331,12 @@ class _KernelTimeline(Timeline):
         changes: list[tuple[int, int]] = []
         parts = self.phase.kernels[each.node].parts.difference(each.writes)
         able = self._are_one(parts, plans) if dying else 0
+        shapes, free = self.rule.shapes, [r for r in dying if r not in self.released]
         for s in each.writes:
             left = plans
-            for r in dying:
-                over = left & able & dying[r] if self._is_alike(r, s) else 0
+            for r in free:
+                is_alike = shapes.get(r) == shapes.get(s)
+                over = left & able & dying[r] if is_alike else 0
                 changes.append((over, self.nbytes[s] - self.nbytes[r]))
                 dying[r] &= ~over
                 left &= ~over
@@ -355,12 +360,8 @@ class _KernelTimeline(Timeline):
     def _is_one(self, parts: frozenset[int]) -> bool:
         own = self.phase.parts
         reads = [s for s in parts if s not in own or not own[s] <= parts]
-        wide = sum(self.shapes.get(s, (1,))[0] > 1 for s in reads)
-        return len(parts) <= self.most_operators or wide <= 1
-
-    def _is_alike(self, r: int, s: int) -> bool:
-        """Whether a storage can be written over another one."""
-        return r not in self.released and self.shapes.get(r) == self.shapes.get(s)
+        wide = sum(self.rule.shapes.get(s, (1,))[0] > 1 for s in reads)
+        return len(parts) <= self.rule.most_operators or wide <= 1
 
     def _begin(self, plans: int) -> None:
         """What is before all kernels whose results are there together."""
@@ -377,9 +378,8 @@ class _KernelTimeline(Timeline):
 
 def _is_part(node: fx.Node) -> bool:
     """Whether a node is a part of another's value, or no call at all."""
-    return (
-        node.op != "call_function" or node.target is operator.getitem or is_view(node)
-    )
+    is_call = node.op == "call_function"
+    return not is_call or node.target is operator.getitem or is_view(node)
 
 
 def _is_reduction(node: fx.Node) -> bool:
@@ -393,7 +393,8 @@ def _is_pointwise(node: fx.Node, op_types: OpTypes) -> bool:
         and not _is_reduction(node)
         and (
             torch.Tag.pointwise in target.tags
-            or target.overloadpacket in _POINTWISE
+            # Which are so to inductor, though neither a tag nor the partitioner says it.
+            or target.overloadpacket in (aten.cat, aten.embedding)
             or op_types.is_fusible(node)
         )
     )
