@@ -36,7 +36,7 @@ from .rerun_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch._functorch.partitioners import NodeInfo
 
@@ -520,9 +520,15 @@ def lower_bound(program: Program) -> int:
 # --------------------------------------------------------------------- reading
 
 
-def read(graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int) -> Program:
+def read(
+    graph: fx.Graph,
+    node_info: NodeInfo,
+    num_fwd_outputs: int,
+    number: Callable[[Any], int] = concrete,
+) -> Program:
     """The program of a joint graph, whose first outputs, so many, are the forward's.
 
+    ``number`` tells what a symbolic size is; by default, its hint.
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
     (output,) = graph.find_nodes(op="output")
@@ -530,7 +536,7 @@ def read(graph: fx.Graph, node_info: NodeInfo, num_fwd_outputs: int) -> Program:
     required, closure = set(node_info.required_fw_nodes), node_info.tangents_closure
     backward = {node for node in graph.nodes if node in closure} - required
     tangents = {node for node in backward if node.op == "placeholder"}
-    storages = _Storages(graph, required, tangents)
+    storages = _Storages(graph, required, tangents, number)
     nbytes = storages.nbytes
     gradients = _nodes(results[num_fwd_outputs:])
     forward = [each for each in storages.calls if each.node not in backward]
@@ -590,7 +596,9 @@ class _Storages:
         graph: fx.Graph,
         required: Container[fx.Node],
         tangents: Container[fx.Node],
+        number: Callable[[Any], int],
     ) -> None:
+        self.number = number
         self.nbytes: list[int] = []
         self.tangent_bytes = 0
         self.copied: set[int] = set()
@@ -637,9 +645,10 @@ class _Storages:
         has, so has the tangent that the graph was traced with, and AOTAutograd copies
         what it is given into such a one.
         """
-        elements = concrete(tangent.numel())
+        number = self.number
+        elements = number(tangent.numel())
         spans = (
-            (concrete(size) - 1) * concrete(stride)
+            (number(size) - 1) * number(stride)
             for size, stride in zip(tangent.shape, tangent.stride())
         )
         extent = 1 + sum(spans)
@@ -674,7 +683,7 @@ class _Storages:
                 s = reads[0]
             if s < 0:
                 s = len(self.nbytes)
-                self.nbytes.append(concrete(size))
+                self.nbytes.append(self.number(size))
                 self._keys.append(key)
             found[s] = None
         return tuple(found)

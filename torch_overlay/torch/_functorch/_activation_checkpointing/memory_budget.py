@@ -40,7 +40,7 @@ from .rerun_cost import concrete, rerun_cost
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
@@ -73,7 +73,7 @@ class Planner:
     """A joint graph that is to be split, and what all plans for it have in common.
 
     ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
-    make kernels of the graph's operators.
+    make kernels of the graph's operators; ``number`` what symbolic sizes are to be.
     """
 
     joint: fx.Graph
@@ -81,12 +81,13 @@ class Planner:
     num_fwd_outputs: int
     budget: float
     fused: bool = False
+    number: Callable[[Any], int] = concrete
     _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def model(self) -> Program:
         """What each plan keeps and repeats."""
-        return read(self.joint, self.info, self.num_fwd_outputs)
+        return read(self.joint, self.info, self.num_fwd_outputs, self.number)
 
     @functools.cached_property
     def limits(self) -> Range:

@@ -14,8 +14,12 @@ each call keeps for its backward is live at once.  The first step runs by lean p
 is recorded: the calls of each graph, and the bytes that eager code holds meanwhile (and
 the second one too, where the first leaves more behind than gradients).  When the next
 starts, :class:`.StepCurve` chooses one or two plans for each graph, and they
-are split and compiled anew from the joint graphs that were traced.  From then on steps
-are compared with the one recorded; where one differs, the next is recorded again.
+are split and compiled anew from the joint graphs that were traced.
+
+Plans are for the largest calls so far.  A step may make fewer, or smaller ones; where it
+makes larger ones, these run by the plan of the lowest peak, and the next step has plans
+for them.  Where it makes others, some of the next steps are recorded, until those are
+seen again.
 
 Only storages on the training device count.  What a kernel allocates for itself does not
 count, nor what an allocator loses to fragmentation, nor the states of a generator that
@@ -29,6 +33,7 @@ import itertools
 import logging
 import math
 import operator
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -39,9 +44,9 @@ from torch._dynamo.exc import RestartAnalysis
 from .peak_budget import allowed_peak
 from .planning import is_number
 from .saved_report import format_bytes
-from .step_graph import Step
-from .step_plan import GraphPlans, StepCurve, StepPlan
-from .step_recorder import Recorder, running, Timeline
+from .step_graph import Choice, Graph, Step
+from .step_plan import StepCurve, StepPlan
+from .step_recorder import Learned, Recorder, running, Timeline
 
 
 if TYPE_CHECKING:
@@ -59,6 +64,8 @@ _ROUNDS = 4
 _MISS = 0.02
 # Of what eager code makes, what a step may leave behind and be recorded only once.
 _NEW = 0.01
+# Steps that are recorded at most, in order to see again what was not planned for.
+_RECORDED = 8
 
 
 class GraphUse(NamedTuple):
@@ -149,8 +156,21 @@ class StepBudget:
         self._counters: Any = counters if is_counted else None
         # Live bytes at the start of the step that is measured.
         self._start: Optional[int] = None
-        # That which the next ones are compared with.
-        self._recorded: Optional[Step] = None
+        # By their numbers; they go with the models that they were compiled for.
+        self.graphs: weakref.WeakValueDictionary[int, Graph] = (
+            weakref.WeakValueDictionary()
+        )
+        self._choices: weakref.WeakKeyDictionary[Graph, Choice] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._learned = Learned()
+        # What the last step has recorded, and the bytes that are there when one starts.
+        self._recorded: Optional[tuple[Recorder, set[Any]]] = None
+        self._given = 0
+        # Whether there are no plans yet for what was learned, or for larger calls.
+        self._is_new = False
+        # How many of the next steps are recorded.
+        self._to_record = 1
         self._is_first = True
         self._warnings: dict[str, None] = {}
 
@@ -161,18 +181,21 @@ class StepBudget:
         if left is not None:
             # An exception kept a callback from ending it.
             left.close()
-        step = self._recorded
-        if step is not None and step.recorder is not None:
-            # What only garbage holds is not there in the next step.
-            gc.collect()
-            with self.warn_on_failure("no plan could be made for the step"):
-                self._plan_by(step, step.recorder)
-            step.recorder = None
-        is_planned = self._recorded is not None and self.plan is not None
+        with self.warn_on_failure("no plan could be made for the step"):
+            recorded, self._recorded = self._recorded, None
+            if recorded is not None:
+                self._learn(*recorded)
+            is_new, self._is_new = self._is_new, False
+            if is_new:
+                self._make_plan()
+        is_planned = self.plan is not None and not self._to_record
         if is_planned and self.measured_peak is None and self._counters is not None:
             self._counters.reset_peak_memory_stats(self.device)
             self._start = self.allocated()
-        Step(self, like=self._recorded).open()
+        recorder = None
+        if self._to_record:
+            recorder = Recorder(self.device, self.allocated())
+        Step(self, self._choices, recorder).open()
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
@@ -186,29 +209,53 @@ class StepBudget:
         if start is not None and self.plan is not None:
             self._measure(start, self.plan.predicted_peak)
         if step.recorder is not None:
-            self._recorded = step
+            self._to_record -= 1
             with self.warn_on_failure("the step could not be recorded"):
                 self._check(step, step.recorder)
-        elif self._recorded is not None and step.seen != self._recorded.seen:
-            log.warning(
-                "this step called compiled graphs differently from the recorded one, so "
-                "%s may be exceeded; the next step is recorded",
-                self._name,
+        elif not step.states <= self._learned.states:
+            self._to_record = _RECORDED
+            self.warn(
+                "a step called compiled graphs in another way than those recorded, and "
+                "was not planned for; the next ones are recorded"
             )
-            self._recorded = None
+        for graph, (scale, compiled, sizes) in step.larger.items():
+            with self.warn_on_failure(f"{graph.name} has no plans for larger calls"):
+                compiled.grow(scale, sizes)
+                self._is_new = True
 
     def _check(self, step: Step, recorder: Recorder) -> None:
         """Let the next step be planned by this one, where it tells enough."""
-        step.recorder = None
         if recorder.error is not None:
+            self._learned.states |= step.states
             raise recorder.error
-        if any(kind == "B" for kind, *_ in step.seen):
-            step.recorder = recorder
-        elif not self._warnings:
+        if any(kind == "B" for kind, *_ in step.states):
+            self._recorded = recorder, step.states
+            return
+        self._learned.states |= step.states
+        if not self._warnings:
             self.warn(
                 "no backward of a compiled graph was seen in this step; if the model was "
                 "compiled earlier, call torch.compiler.reset() first"
             )
+
+    def _learn(self, recorder: Recorder, states: set[Any]) -> None:
+        # What only garbage holds is not there in the next step.
+        gc.collect()
+        timeline = Timeline(recorder)
+        # Buffers that the first step makes once and for all are there in a second.
+        is_first, self._is_first = self._is_first, False
+        if is_first and timeline.live > _NEW * timeline.made:
+            self._to_record = 1
+        elif not states <= self._learned.states:
+            self._to_record = 0
+            self._learned.states |= states
+            self._learned.add(timeline)
+            self._given = max(self._given, recorder.bytes_at_next_start())
+            self._is_new = True
+
+    def graph_like(self, signature: Any) -> Optional[Graph]:
+        """The graph of this step that has been compiled for another size."""
+        return next((g for g in self.graphs.values() if g.signature == signature), None)
 
     def allocated(self) -> int:
         """The bytes that the device counts, 0 where it does not."""
@@ -246,18 +293,19 @@ class StepBudget:
 
     # ---------------------------------------------------------------- the plan
 
-    def _plan_by(self, step: Step, recorder: Recorder) -> None:
-        """Plan the next steps by the one recorded, or let one more be recorded."""
-        timeline = Timeline(recorder)
-        # Buffers that the first step makes once and for all are there in a second.
-        is_first, self._is_first = self._is_first, False
-        if is_first and timeline.live > _NEW * timeline.made:
-            self._recorded = None
-        else:
-            self._make_plan(step, timeline, recorder.bytes_at_next_start())
+    def _make_plan(self) -> None:
+        learned, given = self._learned, self._given
+        graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
+        moments = learned.expected(graphs)
 
-    def _make_plan(self, step: Step, timeline: Timeline, given: int) -> None:
-        curve = _curve(timeline)
+        def find() -> StepCurve:
+            """By what the compiles have told so far."""
+            plans = {
+                number: graph.plans.corrected() for number, graph in graphs.items()
+            }
+            return StepCurve(plans, learned.calls, moments)
+
+        curve = find()
         # Of estimates but for the lean plans. It stays, whatever compiles tell from here on.
         allowed = wanted = self._allowed(curve, given)
         if self.plan is not None and self.measured_peak is not None:
@@ -266,18 +314,19 @@ class StepBudget:
             self.measured_peak = None
         for left in reversed(range(_ROUNDS + 1)):
             plan = curve.within(wanted)
-            is_new = [g.compile(choice, self) for g, choice in plan.choices.items()]
-            if not left or not any(is_new):
+            if not left or not self._compile(graphs, plan):
                 break
-            curve = _curve(timeline)
+            curve = find()
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
                 f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and "
                 f"{format_bytes(allowed + beyond)} are allowed; the step uses that plan"
             )
-        for graph, choice in plan.choices.items():
-            step.choices[graph] = choice, timeline.scales[graph]
+        floor = curve.plans[0].choices
+        for number, choice in plan.choices.items():
+            graph = graphs[number]
+            self._choices[graph] = Choice(choice, floor[number], graph.scale)
         self.plan = StepSummary(
             allowed + beyond,
             plan.peak + beyond,
@@ -285,9 +334,18 @@ class StepBudget:
             curve.unbudgeted.peak + beyond,
             given,
             plan.cost,
-            tuple(_uses(timeline.calls, curve.graphs, plan)),
+            tuple(_uses(learned.calls, graphs, curve, plan)),
         )
         log.info("%s", self)
+
+    def _compile(self, graphs: Mapping[int, Graph], plan: StepPlan) -> bool:
+        """Compile by a plan what ran last; whether one of its peaks was not known."""
+        told = [dict(graph.plans.told) for graph in graphs.values()]
+        for number, choice in plan.choices.items():
+            compiled = graphs[number].current()
+            if compiled is not None:
+                compiled.compile(choice, self)
+        return told != [graph.plans.told for graph in graphs.values()]
 
     def _allowed(self, curve: StepCurve, given: int) -> int:
         if self.share is not None:
@@ -326,22 +384,19 @@ class StepBudget:
         return "\n".join(lines + reasons)
 
 
-def _curve(step: Timeline) -> StepCurve:
-    """The plans for a step, by what its graphs' compiles have told so far."""
-    graphs = {g: g.plans.corrected(scale) for g, scale in step.scales.items()}
-    return StepCurve(graphs, step.calls, step.moments)
-
-
 def _uses(
-    calls: Mapping[Any, Sequence[int]], graphs: Mapping[Any, GraphPlans], plan: StepPlan
+    calls: Mapping[int, Sequence[int]],
+    graphs: Mapping[int, Graph],
+    curve: StepCurve,
+    plan: StepPlan,
 ) -> Iterator[GraphUse]:
     """What the plan of a step means for each of its graphs."""
-    for graph, choice in plan.choices.items():
-        chosen = [graphs[graph].plans[p] for p in choice]
+    for number, choice in plan.choices.items():
+        chosen = [curve.graphs[number].plans[p] for p in choice]
         yield GraphUse(
-            graph.name,
-            sum(calls[graph]),
+            graphs[number].name,
+            sum(calls[number]),
             tuple(each.kept for each in chosen),
             tuple(max(each.forward, each.backward) - each.kept for each in chosen),
-            math.fsum(map(operator.mul, calls[graph], (p.cost for p in chosen))),
+            math.fsum(map(operator.mul, calls[number], (p.cost for p in chosen))),
         )

@@ -13,6 +13,8 @@ from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
+import sympy
+
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
@@ -33,12 +35,13 @@ from .compiled_peak import (
 from .decision import Decision
 from .graph_calls import backward_of, bytes_of, CALL, symbolic_sizes, with_warnings
 from .liveness import CannotPlan
+from .rerun_cost import concrete
 from .step_plan import GraphPlans, plan_graph
 from .step_recorder import Event, Recorder, running, running_step
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.fx import GraphModule
     from .memory_budget import Planner
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     from .step_budget import StepBudget
 
 
-__all__ = ["Call", "Graph", "Step", "for_step"]
+__all__ = ["Call", "Choice", "Graph", "Step", "for_step"]
 
 # Calls of a graph that are taken to be alive at once before a step has shown it.
 _CALLS = 4
@@ -58,7 +61,7 @@ class Call:
 
     graph: Graph
     step: Step
-    # By how much its inputs are larger than those that the graph was traced for.
+    # By how much it is larger than the first one of its graph.
     scale: float
     slot: int
     keeps_saved: bool
@@ -68,26 +71,34 @@ class Call:
     node: Optional[weakref.ref[Any]] = None
 
 
-class Step:
-    """One run of a step, which is to be ``like`` another one, or is recorded."""
+class Choice(NamedTuple):
+    """The plans of a graph's slots, for calls up to a scale, and those of the floor."""
 
-    def __init__(self, budget: StepBudget, like: Optional[Step]) -> None:
-        self.budget = budget
-        self.recorder: Optional[Recorder] = None
-        # The plans of a graph's slots, and the largest scale that those are for. Weak: a
-        # graph goes with the model that it was compiled for.
-        self.choices: weakref.WeakKeyDictionary[Graph, tuple[tuple[int, ...], float]]
-        if like is None:
-            self.recorder = Recorder(budget.device, budget.allocated())
-            self.choices = weakref.WeakKeyDictionary()
-        else:
-            self.choices = like.choices
-        # The calls, in order; of graphs the numbers, as they may go meanwhile.
-        self.seen: list[Any] = []
+    plans: tuple[int, ...]
+    floor: tuple[int, ...]
+    scale: float
+
+
+class Step:
+    """One run of a step, by the ``choices`` for its graphs, which may be recorded."""
+
+    def __init__(
+        self,
+        budget: StepBudget,
+        choices: Mapping[Graph, Choice],
+        recorder: Optional[Recorder],
+    ) -> None:
+        self.budget, self.choices, self.recorder = budget, choices, recorder
+        # Every event of a call, with those that waited meanwhile.
+        self.states: set[Any] = set()
+        # The largest calls, where no plan is for those.
+        self.larger: dict[Graph, tuple[float, CompiledGraph, list[int]]] = {}
         # That whose forward runs.
         self.call: Optional[Call] = None
         # Those that something is kept for.
         self._waiting: set[Call] = set()
+        # Gradients are made in the first round, and added to in the others.
+        self._is_first_round = True
         self._context = ExitStack()
 
     def open(self) -> None:
@@ -102,25 +113,47 @@ class Step:
         self.call = None
         self._context.close()
 
-    def begin(self, graph: Graph, args: Sequence[Any]) -> tuple[Call, int]:
+    def begin(self, compiled: CompiledGraph, args: Sequence[Any]) -> tuple[Call, int]:
         """A call of a graph starts: which one, and by which plan."""
-        size = bytes_of(args, graph.symbolic)
-        scale = size / graph.size if graph.size else 1.0
+        graph, scale = compiled.graph, compiled.scale_of(args)
+        # It may have been compiled in a step of another budget.
+        self.budget.graphs[graph.number] = graph
         # A checkpoint runs a call twice, and both have to save the same.
-        call = Call(graph, self, scale, 0, keeps_saved=not self._is_checkpointed())
-        if call.keeps_saved:
-            taken = {each.slot for each in self._waiting if each.graph is graph}
-            call.slot = next(k for k in itertools.count() if k not in taken)
+        keeps_saved = not self._is_checkpointed()
+        slot = self.next_slot(graph) if keeps_saved else 0
+        call = Call(graph, self, scale, slot, keeps_saved)
+        self._note("F", call, keeps_saved)
+        if keeps_saved:
             self._waiting.add(call)
-        self.seen.append(("F", graph.number, call.slot, size))
-        plans, largest = self.choices.get(graph, ((), 0.0))
-        is_planned = call.slot < len(plans) and scale <= largest
-        return call, plans[call.slot] if is_planned else graph.lean
+        if scale > self.larger.get(graph, (graph.scale,))[0]:
+            self.larger[graph] = scale, compiled, compiled.sizes_of(args)
+        return call, self.plan_of(graph, slot, scale)
 
-    def end(self, call: Call) -> bool:
+    def begin_backward(self, call: Call, is_retained: bool) -> None:
+        self._note("B", call, is_retained)
+
+    def next_slot(self, graph: Graph) -> int:
+        taken = {each.slot for each in self._waiting if each.graph is graph}
+        return next(k for k in itertools.count() if k not in taken)
+
+    def plan_of(self, graph: Graph, slot: int, scale: float) -> int:
+        """The plan of a call in a slot, the lean one where none was chosen."""
+        choice = self.choices.get(graph)
+        if choice is None or slot >= len(choice.plans):
+            return graph.lean
+        return (choice.plans if scale <= choice.scale else choice.floor)[slot]
+
+    def _note(self, kind: str, call: Call, flag: bool) -> None:
+        waiting = frozenset((each.graph.number, each.slot) for each in self._waiting)
+        first = self._is_first_round
+        self.states.add((kind, call.graph.number, call.slot, flag, first, waiting))
+
+    def end(self, call: Call, has_run: bool = False) -> bool:
         """Nothing is kept for the call any more; whether something was."""
         is_waiting = call in self._waiting
         self._waiting.discard(call)
+        if has_run and not self._waiting:
+            self._is_first_round = False
         return is_waiting
 
     def _is_checkpointed(self) -> bool:
@@ -138,18 +171,33 @@ class Step:
         return False
 
 
+class Graph:
+    """What a step calls, and its plans, for the largest calls that were seen.
+
+    It may be compiled several times, for other sizes: ``current`` is that which ran last.
+    ``signature`` is what all of these have in common, and ``lean`` the plan that calls
+    have as long as there is no choice.
+    """
+
+    def __init__(self, name: str, signature: Any, plans: GraphPlans, lean: int) -> None:
+        self.name, self.signature, self.plans, self.lean = name, signature, plans, lean
+        self.number = next(_numbers)
+        self.scale = 1.0
+        self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
+
+
 _numbers = itertools.count()
 
 
-class Graph:
+class CompiledGraph:
     """A joint graph that was compiled in a step, and what was made of it by each plan.
 
     Raises CannotPlan where it is not the planner that splits it.
     """
 
-    # Its plans, from its first compile on, and which of them that is by.
+    # The graph and its plans for the size that was traced, from the first compile on.
+    graph: Graph
     plans: GraphPlans
-    lean: int
 
     def __init__(self, compile_graph: Callable[..., Any], *arguments: Any) -> None:
         self._compile_graph = compile_graph
@@ -159,30 +207,47 @@ class Graph:
         # Partitioned before their caller, each by itself.
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
-        self.number = next(_numbers)
-        self.name = get_aot_graph_name()
+        self._name = get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
+        # That which it was compiled by at first.
+        self._first = 0
         # The plans that were compiled with a guard against fusions, too.
         self._guarded: set[int] = set()
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
-        self._num_fwd_outputs = 0
-        self.symbolic, self.size = symbolic_sizes(self._state.flat_args)
+        given = self._state.flat_args
+        self._symbolic, self._size = symbolic_sizes(given)
+        kinds = enumerate(map(type, given))
+        self._symbols = [i for i, kind in kinds if kind is torch.SymInt]
+        # Of the size that was traced, by that of the graph's first call.
+        self._scale = 1.0
 
     def first(self) -> Any:
-        """Compile by the lean plan; returns what AOTAutograd wants in return."""
+        """Compile by the plan of its first call; returns what AOTAutograd wants."""
         run, metadata = self._compiled(None)
-        self._runs[self.lean] = run
+        self._runs[self._first] = run
         return _boxed(self._call), metadata
 
+    def scale_of(self, args: Sequence[Any]) -> float:
+        """By how much a call is larger than the first one of the graph."""
+        size = bytes_of(args, self._symbolic)
+        return self._scale * (size / self._size if self._size else 1.0)
+
+    def sizes_of(self, args: Sequence[Any]) -> list[int]:
+        """The sizes of a call that are symbols in the graph."""
+        return [args[i] for i in self._symbols]
+
     def _call(self, args: list[Any]) -> Any:
-        step, run = running_step(), self._runs[self.lean]
+        step, run = running_step(), self._runs[self._first]
         if step is None:
             return run(args)
-        call, failure = None, f"a call of {self.name} could not be tracked"
+        call, failure = None, f"a call of {self.graph.name} could not be tracked"
         with step.budget.warn_on_failure(failure):
             call, plan = step.begin(self, args)
+            self.graph.current = weakref.ref(self)
+            if plan not in self._runs:
+                self.compile([plan], step.budget)
             run = self._runs[plan]
         step.call = call
         try:
@@ -212,37 +277,41 @@ class Graph:
 
     # -------------------------------------------------------------- its compiles
 
-    def compile(self, plans: Iterable[int], budget: StepBudget) -> bool:
-        """Compile by plans; whether what is known of one of their peaks is new."""
-        known = dict(self.plans.told)
+    def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
+        """Compile by plans, where that has not been done."""
+        name = self.graph.name
         for plan in sorted({*plans}):
-            failure = f"{self.name} keeps its first plan, as another failed to compile"
+            failure = f"{name} keeps its first plan, as another failed to compile"
             if plan not in self._runs:
                 # Unless it compiles.
-                self._runs[plan] = self._runs[self.lean]
+                self._runs[plan] = self._runs[self._first]
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._runs[plan], _ = self._compiled(plan)
             if has_guard() and plan not in self._guarded and self._holds_more(plan):
                 self._guarded.add(plan)
-                failure = f"{self.name} failed to compile with fusions guarded"
+                failure = f"{name} failed to compile with fusions guarded"
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._compile_guarded(plan)
-        return self.plans.told != known
 
     def _holds_more(self, plan: int) -> bool:
         """Whether what is compiled by a plan is known to hold more than it may."""
         margin: float = config.activation_memory_peak_margin  # type: ignore[attr-defined]
-        estimate = max(self.plans.plans[plan].forward, self.plans.plans[plan].backward)
-        return max(self.plans.told.get(plan, (0, 0))) > estimate * (1 + margin)
+        own = self.plans.plans[plan]
+        return self._most(plan) > max(own.forward, own.backward) * (1 + margin)
+
+    def _most(self, plan: int) -> float:
+        """The peak of what was compiled by a plan, 0 where it was not told."""
+        own, told = self.plans.plans[plan], self.plans.told.get(plan, (0, 0))
+        return max(own.forward * told[0], own.backward * told[1])
 
     def _compile_guarded(self, plan: int) -> None:
         """Compile without the fusions that raise the peak, and keep what holds less."""
-        before = self.plans.told[plan]
+        before, told = self._most(plan), self.plans.told[plan]
         run, _ = self._compiled(plan, is_guarded=True)
-        if max(self.plans.told[plan]) < max(before):
+        if self._most(plan) < before:
             self._runs[plan] = run
         else:
-            self.plans.told[plan] = before
+            self.plans.told[plan] = told
 
     @contextmanager
     def _as_traced(self) -> Iterator[None]:
@@ -261,7 +330,7 @@ class Graph:
             yield
 
     def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
-        """Split and compile a copy of the joint graph by a plan, None for the lean one."""
+        """Split and compile a copy of the joint graph by a plan, None for the first."""
         # Splitting a graph writes down in there what it finds.
         state, capture = fresh_copy(self._state, self._capture)
         # Of another plan, what does not compile has to be known before it runs. But the
@@ -279,9 +348,11 @@ class Graph:
             result = compiled.backward(module, inputs)
             if compiled.peaks is not None:
                 forward, backward = compiled.peaks
-                index = self.lean if plan is None else plan
-                held = self.plans.model.held_by_caller
-                self.plans.told[index] = forward, backward - held
+                backward -= self.plans.model.held_by_caller
+                index = self._first if plan is None else plan
+                own = self.plans.plans[index]
+                errors = forward / max(own.forward, 1), backward / max(own.backward, 1)
+                self.plans.told[index] = errors
             return result
 
         return self._compile_graph(
@@ -298,7 +369,8 @@ class Graph:
         if call is None or call.step.recorder is None:
             return run(args)
         recorder = call.step.recorder
-        call.inputs = recorder.numbers(args, is_existing=True)[: self.plans.primals]
+        # No name here for what the call is to free.
+        call.inputs = recorder.numbers(_tensors(args)[: self.plans.primals], True)
         with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
             results = run(args)
         call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
@@ -313,7 +385,7 @@ class Graph:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
-        step.seen.append(("B", self.number, call.slot, is_retained))
+        step.begin_backward(call, is_retained)
         recorder = step.recorder
         if recorder is None:
             results = run(args)
@@ -324,51 +396,98 @@ class Graph:
                 results = run(args)
             recorder.numbers(list(results))
         if not is_retained:
-            step.end(call)
+            step.end(call, has_run=True)
         return results
 
     def _tangents(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        tensors = _tensors(args)
         return tensors[len(tensors) - self.plans.tangents :]
 
     # ----------------------------------------------------------------- its plans
 
-    def decide(self, graph: Planner, plan: Optional[int]) -> Decision:
-        """What to save by one of the plans, None for the lean one.
+    def decide(self, joint: Planner, plan: Optional[int]) -> Decision:
+        """What to save by one of the plans, None for that of the first call.
 
         Raises CannotPlan where the graph has no model.
         """
         if plan is None:
-            self._find_plans(graph)
+            self._find_plans(joint)
         model = self.plans.model
-        index = self.lean if plan is None else plan
+        index = self._first if plan is None else plan
         evaluation = model.evaluate(self.plans.plans[index].storages)
-        saved = nodes_named_as(model.saved_values(evaluation.saved), graph.joint)
-        return Decision(saved, graph.budget, "step", graph.kept_bytes(saved))
+        saved = nodes_named_as(model.saved_values(evaluation.saved), joint.joint)
+        return Decision(saved, joint.budget, "step", joint.kept_bytes(saved))
 
-    def _find_plans(self, graph: Planner) -> None:
-        self._num_fwd_outputs = graph.num_fwd_outputs
+    def _find_plans(self, joint: Planner) -> None:
+        """The plans of the graph, or those of the same graph of another size."""
+        self._num_fwd_outputs, self._joint = joint.num_fwd_outputs, joint
+        step: Any = running_step()
         # A budget that the user gave to a region of the model stays.
-        is_only = graph.budget != config.activation_memory_budget or any(
+        is_only = joint.budget != config.activation_memory_budget or any(
             _get_memory_budget_annotation(node) is not None
-            for node in graph.joint.nodes
+            for node in joint.joint.nodes
         )
-        chosen = memory_budget.decide(graph, graph.budget if is_only else 1)
-        self.plans = plan_graph(graph, chosen.saved_values, is_only)
+        signature = None if is_only else self._signature(joint)
+        known = step.budget.graph_like(signature) if signature is not None else None
+        if known is None:
+            found = self._new_plans(joint, is_only)
+            self.graph = Graph(self._name, signature, *found)
+            self.plans = self.graph.plans
+        else:
+            self.graph, self.plans = known, known.plans.sized(joint)
+            larger = _activations(self.plans) / max(_activations(known.plans), 1)
+            self._scale = known.scale * larger
+        slot = step.next_slot(self.graph)
+        self._first = step.plan_of(self.graph, slot, self._scale)
+
+    def _signature(self, joint: Planner) -> Any:
+        """What a graph of other sizes has in common with this one."""
+        operators = [str(node.target) for node in joint.model.nodes]
+        static = self._state.fw_metadata.static_input_indices
+        shapes = [tuple(self._state.flat_args[i].shape) for i in static]
+        return operators, len(joint.model.nbytes), shapes
+
+    def _new_plans(self, joint: Planner, is_only: bool) -> tuple[GraphPlans, int]:
+        """Plans for the graph, and which of these is lean."""
+        chosen = memory_budget.decide(joint, joint.budget if is_only else 1)
+        found = plan_graph(joint, chosen.saved_values, is_only)
         calls: int = config.activation_memory_graph_calls or _CALLS  # type: ignore[attr-defined]
 
         def peak(index: int) -> tuple[float, float]:
-            plan = self.plans.plans[index]
+            plan = found.plans[index]
             waiting = (calls - 1) * plan.kept
             return waiting + max(plan.forward, plan.backward), plan.cost
 
-        self.lean = min(range(len(self.plans.plans)), key=peak)
+        return found, min(range(len(found.plans)), key=peak)
+
+    def grow(self, scale: float, sizes: Sequence[int]) -> None:
+        """Let the plans of the graph be for calls of these sizes of its symbols."""
+        given = (self._state.flat_args[i] for i in self._symbols)
+        symbols = {s.node.expr: sympy.Integer(size) for s, size in zip(given, sizes)}
+
+        def number(size: Any) -> int:
+            if isinstance(size, int):
+                return size
+            found = size.node.expr.xreplace(symbols)
+            return int(found) if found.is_number else concrete(size)
+
+        self.graph.plans = self.plans.sized(replace(self._joint, number=number))
+        self.graph.scale = scale
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def _activations(plans: GraphPlans) -> int:
+    """The bytes of all that a forward computes."""
+    return sum(plans.model.size(each.writes) for each in plans.model.operators)
 
 
 class _Variant(NamedTuple):
     """The request for one of a graph's plans."""
 
-    graph: Graph
+    graph: CompiledGraph
     plan: Optional[int]
     compiled: CompiledPeaks
 
@@ -405,7 +524,7 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         if step is not None and TracingContext.try_get() is not None:
             failure = f"{get_aot_graph_name()} has no plan for a step"
             with step.budget.warn_on_failure(failure):
-                return Graph(compile_graph, *arguments).first()
+                return CompiledGraph(compile_graph, *arguments).first()
         run, metadata = compile_graph(*arguments)
         return with_warnings(run, arguments[0].flat_args, metadata), metadata
 

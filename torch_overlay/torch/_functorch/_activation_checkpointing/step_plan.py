@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -31,14 +32,13 @@ from torch.utils._pytree import tree_leaves
 from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
 from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
-from .rerun_cost import concrete
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch.fx as fx
-    from .liveness import Program
+    from .liveness import Evaluation, Program
     from .memory_budget import Planner
 
 
@@ -76,12 +76,12 @@ class GraphPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphPlans:
-    """The plans of a graph that no other beats, by rising cost.
+    """The plans of a graph that no other beats, by rising cost, for calls of some size.
 
-    The joint graph's inputs are ``primals`` and then ``tangents``, so many of each;
-    ``inputs`` has the storage of each tensor among them, by the ``model``, and its bytes.
-    Of the plans that were compiled, ``told`` has the bytes of ``forward`` and ``backward``.
-    The inputs may be ``scale`` times as large as those that the model has read.
+    Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
+    each; ``inputs`` has their storages, by the ``model``, and bytes, and ``outputs`` the
+    bytes of what the forward returns.  Of the plans that were
+    compiled, ``told`` has the true bytes of ``forward`` and ``backward`` by the estimates.
     """
 
     plans: list[GraphPlan]
@@ -89,34 +89,40 @@ class GraphPlans:
     primals: int
     tangents: int
     inputs: dict[int, tuple[int, int]]
-    told: dict[int, tuple[int, int]] = field(default_factory=dict)
-    scale: float = 1.0
+    outputs: dict[int, int]
+    told: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def corrected(self, scale: float) -> GraphPlans:
+    def sized(self, joint: Planner) -> GraphPlans:
+        """The same plans for calls of the size that ``joint`` has."""
+        model = model_of(joint)
+        evaluations = model.evaluate_all([plan.storages for plan in self.plans])
+        pairs = zip(self.plans, evaluations)
+        plans = [GraphPlan(*_bytes(model, e), *plan[3:]) for plan, e in pairs]
+        inputs, outputs = _inputs(joint, model), _outputs(joint, model)
+        return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
+
+    def corrected(self) -> GraphPlans:
         """The plans as compiled; the others as far off as the nearest of those."""
-        told = self.told or {i: plan[1:3] for i, plan in enumerate(self.plans)}
         plans = []
         for index, plan in enumerate(self.plans):
             # A plan that is known is the nearest to itself.
             near = min(
-                told,
+                self.told,
                 key=lambda i: (i != index, abs(self.plans[i].kept - plan.kept), i),
+                default=None,
             )
-            forward, backward = (
-                math.ceil(nbytes * true / max(estimate, 1) * scale)
-                for nbytes, true, estimate in zip(
-                    plan[1:3], told[near], self.plans[near][1:3]
+            if near is not None:
+                forward, backward = map(operator.mul, plan[1:3], self.told[near])
+                plan = plan._replace(
+                    forward=math.ceil(forward), backward=math.ceil(backward)
                 )
-            )
-            kept = math.ceil(plan.kept * scale)
-            plans.append(plan._replace(kept=kept, forward=forward, backward=backward))
-        return replace(self, plans=plans, scale=scale)
+            plans.append(plan)
+        return replace(self, plans=plans)
 
     def live(self, what: str, of: Any) -> list[int]:
         """By plan, what a call of the graph holds; see :class:`Held`."""
         if what == "output":
-            index, nbytes = of
-            return [nbytes * (index in plan.outputs) for plan in self.plans]
+            return [self.outputs[of] * (of in plan.outputs) for plan in self.plans]
         # What a compile tells has tangents to the end, and does not know of the others.
         if what == "backward" and of and not self.told:
             own = dict(self.inputs[index] for index in of)
@@ -124,8 +130,7 @@ class GraphPlans:
             # Those still count in eager code's bytes, as if they were held to the end.
             beside = model.held_by_caller + sum(own.values())
             evaluations = model.evaluate_all([plan.storages for plan in self.plans])
-            peaks = [max(e.step_peaks) - beside for e in evaluations]
-            return [math.ceil(peak * self.scale) for peak in peaks]
+            return [max(e.step_peaks) - beside for e in evaluations]
         return [getattr(plan, what) for plan in self.plans]
 
 
@@ -134,10 +139,11 @@ class Held(NamedTuple):
 
     ``what`` is "kept", of a call that waits for its backward; "forward" or "backward" of
     the one that runs; or "output", which nobody holds any more unless it is saved.  ``of``
-    an output are its index and bytes, and of a backward the inputs that it alone holds.
+    an output is its index, and of a backward the inputs that it alone holds.  The graph
+    is its number.
     """
 
-    graph: Any
+    graph: int
     slot: int
     what: str
     of: Any = None
@@ -173,39 +179,60 @@ def plan_graph(
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     # Of equals, that of budget 1.
     best.sort(key=lambda plan: (plan.cost, plan.storages != found[0].storages))
+    tangents = len(model.tangents)
+    primals = len(_given(joint)) - tangents
+    inputs, outputs = _inputs(joint, model), _outputs(joint, model)
+    return GraphPlans(best, model, primals, tangents, inputs, outputs)
+
+
+def _given(joint: Planner) -> list[fx.Node]:
+    """The tensors among a joint graph's inputs."""
     placeholders = joint.joint.find_nodes(op="placeholder")
-    tangents = sum(node in model.tangents for node in placeholders)
-    inputs = {
-        index: (s, concrete(node.meta["val"].untyped_storage().nbytes()))
-        for index, node in enumerate(placeholders)
+    return [n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _inputs(joint: Planner, model: Program) -> dict[int, tuple[int, int]]:
+    return {
+        index: (s, joint.number(node.meta["val"].untyped_storage().nbytes()))
+        for index, node in enumerate(_given(joint))
         for s in model.storages([node])
     }
-    primals = len(placeholders) - tangents
-    return GraphPlans(best, model, primals, tangents, inputs)
+
+
+def _returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:
+    """The storages that the forward returns, and where."""
+    (output,) = joint.joint.find_nodes(op="output")
+    for index, node in enumerate(tree_leaves(output.args)[: joint.num_fwd_outputs]):
+        for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
+            yield s, index
+
+
+def _outputs(joint: Planner, model: Program) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for s, index in _returned(joint, model):
+        found[index] = found.get(index, 0) + model.nbytes[s]
+    return found
+
+
+def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
+    """What a plan keeps, and the most that is live in its forward and its backward."""
+    kept = model.size(evaluation.saved - model.outputs)
+    backward = max(evaluation.step_peaks) - model.held_by_caller
+    return kept, evaluation.forward_peak, backward
 
 
 def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
     """The plans that were evaluated."""
     model = plans.graph
-    (output,) = joint.joint.find_nodes(op="output")
-    returned: dict[int, int] = {}
-    for index, node in enumerate(tree_leaves(output.args)[: joint.num_fwd_outputs]):
-        if isinstance(node, torch.fx.Node):
-            for s in model.storages([node]):
-                returned.setdefault(s, index)
-    return [
-        GraphPlan(
-            model.size(evaluation.saved - model.outputs),
-            evaluation.forward_peak,
-            max(evaluation.step_peaks) - model.held_by_caller,
-            plans.found[storages].cost,
-            frozenset(
-                returned[s] for s in evaluation.saved & model.outputs if s in returned
-            ),
-            storages,
-        )
-        for storages, evaluation in plans.evaluations.items()
-    ]
+    # Where several are in one storage, the first.
+    returned = dict(reversed([*_returned(joint, model)]))
+    found = []
+    for storages, evaluation in plans.evaluations.items():
+        saved = evaluation.saved & model.outputs & returned.keys()
+        outputs = frozenset(returned[s] for s in saved)
+        cost = plans.found[storages].cost
+        found.append(GraphPlan(*_bytes(model, evaluation), cost, outputs, storages))
+    return found
 
 
 def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:
@@ -224,14 +251,14 @@ class StepPlan(NamedTuple):
 
     peak: int
     cost: float
-    choices: dict[Any, tuple[int, ...]]
+    choices: dict[int, tuple[int, ...]]
 
 
 class StepCurve:
     """The plans for a step that trade its peak for recomputation best.
 
     Args:
-        graphs: the plans of each graph.
+        graphs: the plans of each graph, by its number.
         calls: likewise, for each slot how many calls a step makes.
         moments: the step.
 
@@ -245,8 +272,8 @@ class StepCurve:
 
     def __init__(
         self,
-        graphs: Mapping[Any, GraphPlans],
-        calls: Mapping[Any, Sequence[int]],
+        graphs: Mapping[int, GraphPlans],
+        calls: Mapping[int, Sequence[int]],
         moments: Moments,
     ) -> None:
         self.graphs = graphs
@@ -278,7 +305,7 @@ class StepCurve:
         return fitting[-1] if fitting else self.plans[0]
 
     def _options(
-        self, graph: Any, calls: Sequence[int], moments: Moments
+        self, graph: int, calls: Sequence[int], moments: Moments
     ) -> tuple[list[tuple[int, ...]], torch.Tensor, torch.Tensor]:
         """The choices for a graph, what each has live at every moment, and its cost."""
         plans, slots = self.graphs[graph].plans, len(calls)
@@ -311,7 +338,7 @@ class StepCurve:
         of_slots = [(p,) * at + (q,) * (slots - at) for p, q, at in chosen]
         return of_slots, vectors[good], costs[good]
 
-    def _live_by_slots(self, graph: Any, slots: int, moments: Moments) -> torch.Tensor:
+    def _live_by_slots(self, graph: int, slots: int, moments: Moments) -> torch.Tensor:
         """What calls in slots below k have live: by plan, k and moment."""
         plans = self.graphs[graph]
         shape = (slots + 1, len(moments), len(plans.plans))
@@ -323,7 +350,7 @@ class StepCurve:
 
         for at, moment in enumerate(moments):
             for held in moment:
-                if held.graph is graph:
+                if held.graph == graph:
                     live[held.slot + 1, at] += nbytes(held.what, held.of)
         return live.cumsum(0).permute(2, 0, 1)
 

@@ -6,10 +6,14 @@ saw into what :class:`.StepCurve` plans for.
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import threading
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
@@ -23,13 +27,21 @@ from .step_plan import Held, Moments
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing_extensions import Self
 
-    from .step_graph import Step
+    from .step_graph import Graph, Step
 
 
-__all__ = ["Event", "Recorder", "Timeline", "running", "running_step"]
+__all__ = [
+    "Event",
+    "Learned",
+    "Recorder",
+    "Timeline",
+    "keep_largest",
+    "running",
+    "running_step",
+]
 
 
 class Event(NamedTuple):
@@ -210,6 +222,54 @@ class Recorder(TorchDispatchMode):
         return (self._given or self._existing) + left
 
 
+class Bytes(NamedTuple):
+    """What eager code holds: in all, and of that, what larger inputs make no larger."""
+
+    total: int
+    fixed: int
+
+
+@dataclass
+class Learned:
+    """What the recorded steps held, and the calls that later ones may make.
+
+    ``moments`` and ``calls`` are the largest of all `Timeline`\ s, and ``scales`` those of
+    the calls of each graph, which are numbers here.  ``states`` has every event of a call,
+    with the calls that waited meanwhile.
+    """
+
+    moments: dict[frozenset[Held], Bytes] = field(default_factory=dict)
+    calls: dict[int, list[int]] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+    states: set[Any] = field(default_factory=set)
+
+    def add(self, other: Timeline) -> None:
+        for held, nbytes in other.moments.items():
+            self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
+        for graph, calls in other.calls.items():
+            both = itertools.zip_longest(calls, self.calls.get(graph, ()), fillvalue=0)
+            self.calls[graph] = [*itertools.starmap(max, both)]
+        keep_largest(self.scales, other.scales)
+
+    def expected(self, graphs: Mapping[int, Graph]) -> Moments:
+        """The moments of a step with the largest calls of these graphs."""
+        scales = (
+            (graphs[n].scale, scale) for n, scale in self.scales.items() if n in graphs
+        )
+        factor = max(itertools.starmap(operator.truediv, scales), default=1.0)
+        return {
+            held: nbytes.fixed + math.ceil((nbytes.total - nbytes.fixed) * factor)
+            for held, nbytes in self.moments.items()
+            # A graph goes with the model that it was compiled for.
+            if all(each.graph in graphs for each in held)
+        }
+
+
+def keep_largest(of: dict[int, float], new: Mapping[int, float]) -> None:
+    for key, value in new.items():
+        of[key] = max(value, of.get(key, value))
+
+
 class Timeline:
     """Live bytes and waiting calls of a recorded step, as the next one is going to be.
 
@@ -221,16 +281,19 @@ class Timeline:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.moments: Moments = {}
-        self.calls: dict[Any, list[int]] = {}
-        self.scales: dict[Any, float] = {}
-        self.live = self.made = 0
+        self.moments: dict[frozenset[Held], Bytes] = {}
+        self.calls: dict[int, list[int]] = {}
+        self.scales: dict[int, float] = {}
+        self.live = self.fixed = self.made = 0
         self._log = recorder.log
         self._nbytes = recorder.nbytes
         self._remaining, self._gradients = recorder.remaining(), recorder.gradients()
         ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
         self._last = max(ends, default=0)
-        self._passing = self._most = 0
+        # What stays, or is resized as sharded parameters are, has the size of no input.
+        resized = {event.storage for event in self._log if event.kind == "="}
+        self._of_no_input = self._remaining | resized
+        self._passing, self._most = 0, Bytes(0, 0)
         # Of a storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
         self._waiting: dict[Any, None] = {}
@@ -250,27 +313,37 @@ class Timeline:
         if event.storage in self._gradients:
             self._passing += event.nbytes
         elif event.flag or event.storage not in self._remaining or at < self._last:
-            self._beyond[event.storage] = event.nbytes
-            self.live += event.nbytes
-        self._most = max(self._most, self.live + self._passing)
+            self._set(event.storage, event.nbytes)
+        self._most = max(self._most, self._live())
 
     def _change(self, event: Event) -> None:
         """A storage is resized or gone."""
         self._passing = 0
         # What was there may have been made out of sight: nothing is gained when it
         # goes, and nothing lost when it is back.
-        before = self._beyond.pop(event.storage, 0)
-        self.live -= max(before, 0)
-        if event.kind == "=":
-            self._beyond[event.storage] = before + event.nbytes
-            self.live += max(before + event.nbytes, 0)
-        self._most = max(self._most, self.live)
+        is_resized = event.kind == "="
+        before = self._beyond.get(event.storage, 0)
+        self._set(event.storage, before + event.nbytes if is_resized else 0)
+        if not is_resized:
+            self._beyond.pop(event.storage, None)
+        self._most = max(self._most, self._live())
+
+    def _set(self, storage: int, nbytes: int) -> None:
+        more = max(nbytes, 0) - max(self._beyond.get(storage, 0), 0)
+        self._beyond[storage] = nbytes
+        self.live += more
+        if storage in self._of_no_input:
+            self.fixed += more
+
+    def _live(self) -> Bytes:
+        return Bytes(self.live + self._passing, self.fixed + self._passing)
 
     def _count(self, call: Any) -> None:
-        calls = self.calls.setdefault(call.graph, [])
+        graph = call.graph.number
+        calls = self.calls.setdefault(graph, [])
         calls += [0] * (call.slot + 1 - len(calls))
         calls[call.slot] += 1
-        self.scales[call.graph] = max(self.scales.get(call.graph, 0.0), call.scale)
+        keep_largest(self.scales, {graph: call.scale})
 
     def _begin(self, at: int, event: Event) -> None:
         """A compiled forward or backward runs."""
@@ -288,8 +361,9 @@ class Timeline:
                 held -= self._held_by(call, "kept")
                 alone = self._held_alone(at, event)
             held |= self._held_by(call, "backward", alone)
-        self._note(self.live, held)
-        self._most, self._passing = self.live, 0
+        self._passing = 0
+        self._most = self._live()
+        self._note(self._most, held)
 
     def _end(self, event: Event) -> None:
         if event.kind == "x":
@@ -299,21 +373,22 @@ class Timeline:
             self._waiting[event.call] = None
         else:
             self._waiting.pop(event.call, None)
-        self._most, self._passing = self.live, 0
+        self._passing = 0
+        self._most = self._live()
 
-    def _note(self, nbytes: int, held: frozenset[Held]) -> None:
+    def _note(self, nbytes: Bytes, held: frozenset[Held]) -> None:
         """Eager code has so much while calls hold this."""
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
     def _held_by(self, call: Any, what: str, of: Any = None) -> frozenset[Held]:
-        return frozenset([Held(call.graph, call.slot, what, of)])
+        return frozenset([Held(call.graph.number, call.slot, what, of)])
 
     def _held(self, calls: Iterable[Any]) -> frozenset[Held]:
         """What waiting calls keep, and their outputs that nobody holds."""
         return frozenset().union(
             *(self._held_by(call, "kept") for call in calls),
             *(
-                self._held_by(call, "output", (index, self._nbytes[s]))
+                self._held_by(call, "output", index)
                 for call in calls
                 for index, s in enumerate(call.outputs)
                 if s is not None and s not in self._beyond
