@@ -17,7 +17,13 @@ from transformers import (
 )
 
 
-class BudgetedSteps(TrainerCallback):
+class StepBudgetCallback(TrainerCallback):
+    """Runs every step of a Trainer under a StepBudget; ready to be imported.
+
+    A step is all micro-batches of an optimizer's. Where one raises, the next closes it,
+    so train() can be called again.
+    """
+
     def __init__(self, budget: StepBudget) -> None:
         self.budget = budget
 
@@ -55,8 +61,7 @@ def make_trainer(budget: StepBudget, folder: str) -> Trainer:
         use_cpu=not torch.cuda.is_available(),
     )
     data = [{"input_ids": each, "labels": each} for each in tokens]
-    # If a step raises, the next one closes it, so train() can be called again.
-    callbacks = [BudgetedSteps(budget)]
+    callbacks = [StepBudgetCallback(budget)]
     return Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
 
 

@@ -57,6 +57,7 @@ recorded again.
             "step_graph",
             "step_plan",
             "step_recorder",
+            "step_report",
             "graph_calls",
         )
     ),

@@ -29,14 +29,10 @@ random operators are repeated with, of 5 KB each.
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
-import math
-import operator
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
@@ -47,6 +43,7 @@ from .saved_report import format_bytes
 from .step_graph import Choice, Graph, Step
 from .step_plan import StepCurve, StepPlan
 from .step_recorder import Learned, Recorder, running, Timeline
+from .step_report import GraphUse, Moment, StepSummary, summary_of
 
 
 if TYPE_CHECKING:
@@ -55,8 +52,10 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+# For the line that tells of a plan; that of torch shows what is passed on to it.
+log.setLevel(logging.INFO)
 
-__all__ = ["GraphUse", "StepBudget", "StepSummary"]
+__all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
 # How often plans are chosen anew, as compiles tell what those hold that were chosen.
 _ROUNDS = 4
@@ -68,38 +67,8 @@ _NEW = 0.01
 _RECORDED = 8
 
 
-class GraphUse(NamedTuple):
-    """A graph in a step, and its plans: bytes, and cost in the estimator's unit.
-
-    ``calls`` is how many a step makes.  Of those that wait for their backward at once,
-    the one in slot k keeps ``kept[k]`` bytes and has ``transient[k]`` more live while it
-    runs.
-    """
-
-    name: str
-    calls: int
-    kept: tuple[int, ...]
-    transient: tuple[int, ...]
-    cost: float
-
-
-@dataclass(frozen=True)
-class StepSummary:
-    """What a step's plan is to keep to: bytes, and cost in the estimator's unit.
-
-    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest plans
-    that repeat nothing expensive, as those of budget 1 do.  They are beyond the ``given``
-    bytes that are there when a step starts, but for a budget of ``device_bytes``, which
-    means all.
-    """
-
-    allowed: int
-    predicted_peak: int
-    floor: int
-    unbudgeted: int
-    given: int
-    cost: float
-    graphs: tuple[GraphUse, ...]
+class StepBudgetError(RuntimeError):
+    """A step may exceed its bound, and is to be strict."""
 
 
 class StepBudget:
@@ -112,6 +81,8 @@ class StepBudget:
             (parameters, optimizer states, the batch, gradients that are not None).
         device_bytes: most live bytes in all; without any of the three, the memory of the
             device.
+        strict: whether what would be a warning, that the bound may not be kept, ends the
+            training by a `StepBudgetError` before it can be exceeded.
 
     ``plan`` is the :class:`StepSummary` of the steps from the second on, None before, and
     ``measured_peak`` what the device counted in the first of them, as its
@@ -125,6 +96,7 @@ class StepBudget:
         *,
         peak_bytes: Optional[int] = None,
         device_bytes: Optional[int] = None,
+        strict: bool = False,
     ) -> None:
         # A build for GPUs names one even where there is none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -147,7 +119,7 @@ class StepBudget:
             raise ValueError(
                 f"{name} is {value!r}; it must be a positive number of bytes"
             )
-        self._name = f"StepBudget({name}={value})"
+        self._name, self.strict = f"StepBudget({name}={value})", strict
         self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
         self.plan: Optional[StepSummary] = None
         self.measured_peak: Optional[int] = None
@@ -167,6 +139,8 @@ class StepBudget:
         # What the last step has recorded, and the bytes that are there when one starts.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
         self._given = 0
+        # By one of the parameters, what is learned if there is no gradient at a start.
+        self._if_anew: list[tuple[weakref.ref[torch.Tensor], Learned]] = []
         # Whether there are no plans yet for what was learned, or for larger calls.
         self._is_new = False
         # How many of the next steps are recorded.
@@ -185,6 +159,7 @@ class StepBudget:
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
                 self._learn(*recorded)
+            self._check_gradients()
             is_new, self._is_new = self._is_new, False
             if is_new:
                 self._make_plan()
@@ -205,6 +180,10 @@ class StepBudget:
         step.close()
         start, self._start = self._start, None
         if kind is not None:
+            if issubclass(kind, torch.OutOfMemoryError) and hasattr(
+                error[0], "add_note"
+            ):
+                error[0].add_note(str(self))
             return
         if start is not None and self.plan is not None:
             self._measure(start, self.plan.predicted_peak)
@@ -214,10 +193,7 @@ class StepBudget:
                 self._check(step, step.recorder)
         elif not step.states <= self._learned.states:
             self._to_record = _RECORDED
-            self.warn(
-                "a step called compiled graphs in another way than those recorded, and "
-                "was not planned for; the next ones are recorded"
-            )
+            self.warn_of(min(step.states - self._learned.states, key=lambda s: s[:3]))
         for graph, (scale, compiled, sizes) in step.larger.items():
             with self.warn_on_failure(f"{graph.name} has no plans for larger calls"):
                 compiled.grow(scale, sizes)
@@ -250,8 +226,40 @@ class StepBudget:
             self._to_record = 0
             self._learned.states |= states
             self._learned.add(timeline)
+            for leaf in recorder.with_gradients()[:1]:
+                anew = Learned()
+                anew.add(Timeline(recorder, anew=True))
+                self._if_anew.append((weakref.ref(leaf), anew))
             self._given = max(self._given, recorder.bytes_at_next_start())
             self._is_new = True
+
+    def _check_gradients(self) -> None:
+        """Whether those are made anew that were there at the start of an earlier step.
+
+        As where two programs take turns, and each gives up its own.
+        """
+        for each in [*self._if_anew]:
+            leaf, learned = each[0](), each[1]
+            if leaf is not None and leaf.grad is None:
+                self._if_anew.remove(each)
+                self._learned.add(learned)
+                self._is_new = True
+
+    def expects(self, state: Any) -> bool:
+        """Whether plans are for this, too, or it is what is to be learned."""
+        return bool(self._to_record) or state in self._learned.states
+
+    def warn_of(self, state: Any) -> None:
+        """That a step was not planned for, as it had this state."""
+        number = state[1]
+        graph, calls = self.graphs.get(number), sum(self._learned.calls.get(number, ()))
+        name = graph.name if graph is not None else "a graph that is gone"
+        what = f"more calls of {name} at once than {calls}, or in another order"
+        self.warn(
+            f"a step had {what if calls else f'a graph of its own, {name}'}, and no "
+            f"recorded one had; it ran by the plans there are, and {_RECORDED} more steps "
+            "at most are recorded, to plan for it when it comes again"
+        )
 
     def graph_like(self, signature: Any) -> Optional[Graph]:
         """The graph of this step that has been compiled for another size."""
@@ -279,14 +287,16 @@ class StepBudget:
         """Training goes on without what fails within; a warning tells of it once."""
         try:
             yield
-        except RestartAnalysis:
-            # Dynamo's way to begin anew.
+        except (RestartAnalysis, StepBudgetError):
+            # The first is Dynamo's way to begin anew.
             raise
         except Exception as error:
             log.debug("%s", what, exc_info=error)
             self.warn(f"{what}: {type(error).__name__}: {error}")
 
     def warn(self, reason: str) -> None:
+        if self.strict:
+            raise StepBudgetError(f"{self._name} may be exceeded: {reason}")
         if reason not in self._warnings:
             self._warnings[reason] = None
             log.warning("%s may be exceeded: %s", self._name, reason)
@@ -297,13 +307,14 @@ class StepBudget:
         learned, given = self._learned, self._given
         graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
         moments = learned.expected(graphs)
+        rest = {held: nbytes.total for held, nbytes in moments.items()}
 
         def find() -> StepCurve:
             """By what the compiles have told so far."""
             plans = {
                 number: graph.plans.corrected() for number, graph in graphs.items()
             }
-            return StepCurve(plans, learned.calls, moments)
+            return StepCurve(plans, learned.calls, rest)
 
         curve = find()
         # Of estimates but for the lean plans. It stays, whatever compiles tell from here on.
@@ -327,16 +338,9 @@ class StepBudget:
         for number, choice in plan.choices.items():
             graph = graphs[number]
             self._choices[graph] = Choice(choice, floor[number], graph.scale)
-        self.plan = StepSummary(
-            allowed + beyond,
-            plan.peak + beyond,
-            curve.floor + beyond,
-            curve.unbudgeted.peak + beyond,
-            given,
-            plan.cost,
-            tuple(_uses(learned.calls, graphs, curve, plan)),
-        )
-        log.info("%s", self)
+        facts = moments, learned.calls, graphs, allowed, given, beyond
+        self.plan = summary_of(plan, curve, *facts)
+        log.info("%s: %s", self._name, self.plan.headline)
 
     def _compile(self, graphs: Mapping[int, Graph], plan: StepPlan) -> bool:
         """Compile by a plan what ran last; whether one of its peaks was not known."""
@@ -366,37 +370,24 @@ class StepBudget:
         measured = ""
         if self.measured_peak is not None:
             measured = f" ({format_bytes(self.measured_peak)} measured)"
+        how = "told by its compiles" if plan.is_told else "exact, operator by operator"
+        more = f"; {plan.cost / plan.work:.1%} more work" if plan.work else ""
         lines = [
             "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; {})".format(
                 sizes[0], measured, *sizes[1:], what
             ),
-            f"live at step start: {format_bytes(plan.given)}",
+            f"live at step start: {format_bytes(plan.given)}; figures are {how}{more}",
+            f"at the peak: {plan.peak}",
+            f"at the floor's: {plan.at_floor}",
+            *plan.table(),
         ]
-        table = [("graph", "calls", "at once", "saved per call", "extra while running")]
-        for use in plan.graphs:
-            name, calls = use.name, str(use.calls)
-            for each, run in itertools.groupby(zip(use.kept, use.transient)):
-                kept, more = map(format_bytes, each)
-                table.append((name, calls, str(len([*run])), kept, more))
-                name = calls = ""
-        widths = [max(map(len, column)) for column in zip(*table)]
-        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         return "\n".join(lines + reasons)
 
+    def plot(self, path: str) -> None:
+        """Draw what is live over the step, by kind, into a file that matplotlib knows.
 
-def _uses(
-    calls: Mapping[int, Sequence[int]],
-    graphs: Mapping[int, Graph],
-    curve: StepCurve,
-    plan: StepPlan,
-) -> Iterator[GraphUse]:
-    """What the plan of a step means for each of its graphs."""
-    for number, choice in plan.choices.items():
-        chosen = [curve.graphs[number].plans[p] for p in choice]
-        yield GraphUse(
-            graphs[number].name,
-            sum(calls[number]),
-            tuple(each.kept for each in chosen),
-            tuple(max(each.forward, each.backward) - each.kept for each in chosen),
-            math.fsum(map(operator.mul, calls[number], (p.cost for p in chosen))),
-        )
+        Raises RuntimeError before there is a plan, ImportError without matplotlib.
+        """
+        if self.plan is None:
+            raise RuntimeError(f"{self._name} has no plan before the second step")
+        self.plan.draw(f"{self._name}: {self.plan.headline}", path)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Choice", "Graph", "Step", "for_step"]
 
-# Calls of a graph that are taken to be alive at once before a step has shown it.
+# Calls of a part of a model that are taken to be alive at once before a step shows it.
 _CALLS = 4
 
 
@@ -146,7 +146,10 @@ class Step:
     def _note(self, kind: str, call: Call, flag: bool) -> None:
         waiting = frozenset((each.graph.number, each.slot) for each in self._waiting)
         first = self._is_first_round
-        self.states.add((kind, call.graph.number, call.slot, flag, first, waiting))
+        state = kind, call.graph.number, call.slot, flag, first, waiting
+        self.states.add(state)
+        if self.budget.strict and not self.budget.expects(state):
+            self.budget.warn_of(state)
 
     def end(self, call: Call, has_run: bool = False) -> bool:
         """Nothing is kept for the call any more; whether something was."""
@@ -207,7 +210,7 @@ class CompiledGraph:
         # Partitioned before their caller, each by itself.
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
-        self._name = get_aot_graph_name()
+        self._name = _module_of() or get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
         # That which it was compiled by at first.
@@ -451,7 +454,8 @@ class CompiledGraph:
         """Plans for the graph, and which of these is lean."""
         chosen = memory_budget.decide(joint, joint.budget if is_only else 1)
         found = plan_graph(joint, chosen.saved_values, is_only)
-        calls: int = config.activation_memory_graph_calls or _CALLS  # type: ignore[attr-defined]
+        options: Any = config
+        calls = options.activation_memory_graph_calls or self._expected_calls()
 
         def peak(index: int) -> tuple[float, float]:
             plan = found.plans[index]
@@ -459,6 +463,15 @@ class CompiledGraph:
             return waiting + max(plan.forward, plan.backward), plan.cost
 
         return found, min(range(len(found.plans)), key=peak)
+
+    def _expected_calls(self) -> int:
+        """The calls that are alive at once, as far as the graph tells."""
+        inputs = self._state.fw_metadata
+        static = {*inputs.static_input_indices}
+        infos = enumerate(inputs.input_info)
+        # A model that is compiled as a whole wants no gradient but its parameters'.
+        is_part = any(each.requires_grad for i, each in infos if i not in static)
+        return _CALLS if is_part else 1
 
     def grow(self, scale: float, sizes: Sequence[int]) -> None:
         """Let the plans of the graph be for calls of these sizes of its symbols."""
@@ -473,6 +486,14 @@ class CompiledGraph:
 
         self.graph.plans = self.plans.sized(replace(self._joint, number=number))
         self.graph.scale = scale
+
+
+def _module_of() -> Optional[str]:
+    """The class of the module that is being compiled, if Dynamo tells."""
+    codes = getattr(TracingContext.try_get(), "traced_code", ())
+    names = (getattr(code, "co_qualname", "") for code in codes)
+    forwards = (name.split(".")[-2:] for name in names if name.endswith(".forward"))
+    return next((name for name, _ in forwards), None)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

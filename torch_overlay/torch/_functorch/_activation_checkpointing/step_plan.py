@@ -26,12 +26,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
 from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
+from .rerun_cost import flops
 
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ class GraphPlans:
     tangents: int
     inputs: dict[int, tuple[int, int]]
     outputs: dict[int, int]
+    # What the graph computes without a budget, by the estimator's unit; 0 if not known.
+    work: float
     told: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def sized(self, joint: Planner) -> GraphPlans:
@@ -182,7 +186,9 @@ def plan_graph(
     tangents = len(model.tangents)
     primals = len(_given(joint)) - tangents
     inputs, outputs = _inputs(joint, model), _outputs(joint, model)
-    return GraphPlans(best, model, primals, tangents, inputs, outputs)
+    is_known = config.activation_memory_budget_runtime_estimator == "flops"
+    work = sum(map(flops, joint.joint.nodes)) if is_known else 0
+    return GraphPlans(best, model, primals, tangents, inputs, outputs, work)
 
 
 def _given(joint: Planner) -> list[fx.Node]:

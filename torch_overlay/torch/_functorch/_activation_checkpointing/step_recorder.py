@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import threading
 import weakref
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from .step_plan import Held, Moments
+from .step_plan import Held
 
 
 if TYPE_CHECKING:
@@ -209,9 +208,13 @@ class Recorder(TorchDispatchMode):
         """What is still there."""
         return {s for s, _ in self._live.values()}
 
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters that have some by now."""
+        return [leaf for leaf in self._leaves.values() if leaf.grad is not None]
+
     def gradients(self) -> set[int]:
         """What is there of the parameters' gradients."""
-        grads = [leaf.grad for leaf in list(self._leaves.values())]
+        grads = [leaf.grad for leaf in self.with_gradients()]
         keys = {storage._cdata for storage in self._storages(grads)}
         return {self._live[key][0] for key in keys & self._live.keys()}
 
@@ -243,7 +246,7 @@ class Learned:
     scales: dict[int, float] = field(default_factory=dict)
     states: set[Any] = field(default_factory=set)
 
-    def add(self, other: Timeline) -> None:
+    def add(self, other: Timeline | Learned) -> None:
         for held, nbytes in other.moments.items():
             self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
         for graph, calls in other.calls.items():
@@ -251,15 +254,13 @@ class Learned:
             self.calls[graph] = [*itertools.starmap(max, both)]
         keep_largest(self.scales, other.scales)
 
-    def expected(self, graphs: Mapping[int, Graph]) -> Moments:
+    def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
         """The moments of a step with the largest calls of these graphs."""
-        scales = (
-            (graphs[n].scale, scale) for n, scale in self.scales.items() if n in graphs
-        )
-        factor = max(itertools.starmap(operator.truediv, scales), default=1.0)
+        scales = ((n, scale) for n, scale in self.scales.items() if n in graphs)
+        factor = max((graphs[n].scale / scale for n, scale in scales), default=1.0)
         return {
-            held: nbytes.fixed + math.ceil((nbytes.total - nbytes.fixed) * factor)
-            for held, nbytes in self.moments.items()
+            held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed)
+            for held, (total, fixed) in self.moments.items()
             # A graph goes with the model that it was compiled for.
             if all(each.graph in graphs for each in held)
         }
@@ -274,20 +275,22 @@ class Timeline:
     """Live bytes and waiting calls of a recorded step, as the next one is going to be.
 
     An optimizer's state that is still there then is not made anew, and a gradient only
-    until it is added to the one that is there.  ``moments`` is the step; of all that eager
+    until it is added to the one that is there, unless gradients are made ``anew``.
+    ``moments`` is the step; of all that eager
     code made, ``made``, it leaves behind ``live`` bytes beside those.  Of each graph,
     ``calls`` has how many are in each slot, and ``scales`` the largest of their scales.
     O(events).
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, anew: bool = False) -> None:
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
         self.live = self.fixed = self.made = 0
         self._log = recorder.log
         self._nbytes = recorder.nbytes
-        self._remaining, self._gradients = recorder.remaining(), recorder.gradients()
+        self._remaining = recorder.remaining()
+        self._gradients = set() if anew else recorder.gradients()
         ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
         self._last = max(ends, default=0)
         # What stays, or is resized as sharded parameters are, has the size of no input.
