@@ -47,7 +47,7 @@ from .step_report import GraphUse, Moment, StepSummary, summary_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from typing_extensions import Self
 
 

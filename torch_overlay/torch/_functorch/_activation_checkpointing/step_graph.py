@@ -13,8 +13,6 @@ from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
-import sympy
-
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
@@ -476,13 +474,13 @@ class CompiledGraph:
     def grow(self, scale: float, sizes: Sequence[int]) -> None:
         """Let the plans of the graph be for calls of these sizes of its symbols."""
         given = (self._state.flat_args[i] for i in self._symbols)
-        symbols = {s.node.expr: sympy.Integer(size) for s, size in zip(given, sizes)}
+        symbols = {s.node.expr: size for s, size in zip(given, sizes)}
 
         def number(size: Any) -> int:
             if isinstance(size, int):
                 return size
             found = size.node.expr.xreplace(symbols)
-            return int(found) if found.is_number else concrete(size)
+            return int(found) if getattr(found, "is_number", True) else concrete(size)
 
         self.graph.plans = self.plans.sized(replace(self._joint, number=number))
         self.graph.scale = scale

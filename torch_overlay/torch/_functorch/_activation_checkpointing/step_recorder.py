@@ -236,8 +236,8 @@ class Bytes(NamedTuple):
 class Learned:
     """What the recorded steps held, and the calls that later ones may make.
 
-    ``moments`` and ``calls`` are the largest of all `Timeline`\ s, and ``scales`` those of
-    the calls of each graph, which are numbers here.  ``states`` has every event of a call,
+    ``moments`` and ``calls`` are the largest of their timelines, and ``scales`` those of the
+    calls of each graph, which are numbers here.  ``states`` has every event of a call,
     with the calls that waited meanwhile.
     """
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from .step_graph import Graph
-    from .step_plan import StepCurve, StepPlan
-    from .step_recorder import Bytes, Held
+    from .step_plan import Held, StepCurve, StepPlan
+    from .step_recorder import Bytes
 
 
 __all__ = ["GraphUse", "Moment", "StepSummary", "summary_of"]
