@@ -154,6 +154,14 @@ def images_and_text() -> Batch:
     }
 
 
+def small_latents_and_text() -> Batch:
+    return {
+        "hidden_states": torch.randn(8, 4, 16, 16),
+        "encoder_hidden_states": torch.randn(8, 20, 64),
+        "timestep": torch.randint(1000, (8,)),
+    }
+
+
 def plain_images() -> Batch:
     return {"sample": torch.randn(4, 3, 256, 256)}
 
@@ -370,6 +378,59 @@ DIFFUSION = (
     ),
 )
 NETS = (*LANGUAGE, *VISION, *SOUND, *DIFFUSION)
+# Of a size that runs on a CPU, for training loops.
+NARROW: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4}
+SMALL = (
+    transformers(
+        *("opt-small", "OPTForCausalLM", text(8, 128)),
+        **NARROW,
+        use_cache=False,
+        vocab_size=1024,
+        word_embed_proj_dim=128,
+        ffn_dim=512,
+        num_attention_heads=4,
+    ),
+    # Attention and MLP side by side, rotated in part.
+    transformers(
+        *("phi-small", "PhiForCausalLM", text(8, 128)),
+        **NARROW,
+        use_cache=False,
+        vocab_size=1024,
+        intermediate_size=512,
+        num_attention_heads=4,
+    ),
+    transformers(
+        *("electra-small", "ElectraForMaskedLM", text(8, 128)),
+        **NARROW,
+        vocab_size=1024,
+        embedding_size=64,
+        intermediate_size=512,
+        num_attention_heads=4,
+    ),
+    # A bias by distance in each layer, and what it adds scaled.
+    transformers(
+        *("beit-small", "BeitForImageClassification", pictures(8, 96)),
+        **NARROW,
+        image_size=96,
+        patch_size=16,
+        intermediate_size=512,
+        num_attention_heads=4,
+        use_relative_position_bias=True,
+        drop_path_rate=0.0,
+    ),
+    # Text in each block, beside the image.
+    diffusers(
+        *("pixart-small", "PixArtTransformer2DModel", small_latents_and_text),
+        num_layers=3,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        out_channels=4,
+        cross_attention_dim=128,
+        caption_channels=64,
+        sample_size=16,
+        use_additional_conditions=False,
+    ),
+)
 
 
 # -------------------------------------------------------------------- check
