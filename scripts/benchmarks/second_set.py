@@ -154,11 +154,11 @@ def images_and_text() -> Batch:
     }
 
 
-def small_latents_and_text() -> Batch:
+def film_and_text() -> Batch:
     return {
-        "hidden_states": torch.randn(8, 4, 16, 16),
-        "encoder_hidden_states": torch.randn(8, 20, 64),
+        "hidden_states": torch.randn(8, 4, 4, 8, 8),
         "timestep": torch.randint(1000, (8,)),
+        "encoder_hidden_states": torch.randn(8, 20, 64),
     }
 
 
@@ -418,17 +418,18 @@ SMALL = (
         use_relative_position_bias=True,
         drop_path_rate=0.0,
     ),
-    # Text in each block, beside the image.
+    # Films, with text in each block.
     diffusers(
-        *("pixart-small", "PixArtTransformer2DModel", small_latents_and_text),
+        *("wan-small", "WanTransformer3DModel", film_and_text),
         num_layers=3,
         num_attention_heads=4,
         attention_head_dim=32,
+        in_channels=4,
         out_channels=4,
-        cross_attention_dim=128,
-        caption_channels=64,
-        sample_size=16,
-        use_additional_conditions=False,
+        text_dim=64,
+        freq_dim=64,
+        ffn_dim=512,
+        rope_max_seq_len=32,
     ),
 )
 
