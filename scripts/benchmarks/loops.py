@@ -175,7 +175,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
             yield mark._replace(what=f"{group}: {mark.what}")
     plain = good(rows, loop="logits")
     for what in "real", "predicted":
-        apart = [(abs(row[what] - 1), told(row)) for row in plain]
+        apart = [(abs(ratio - 1), told(row)) for row in plain for ratio in row[what]]
         what = f"{what} peak of a model that returns logits, too / without"
         yield from at_most(what, apart, 0.03, "3 %", "off by {:.1%} ({})")
     show = ("at most +1%", "{:+.1%} ({})")

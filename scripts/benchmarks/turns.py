@@ -11,7 +11,7 @@ import itertools
 import operator
 import random
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Optional
@@ -237,11 +237,12 @@ def alone(net: nets.Net, task: fresh.Task) -> Row:
         training = Loop(net, task["way"])
         for turn in same:
             training.budget = budget = budget_of(SHARE)
-            found = [training.take(turn) for _ in range(3)]
+            # The first may leave behind what has the second recorded, too.
+            for _ in range(3):
+                training.take(turn)
             steps[turn.name] = {
                 "floor": budget.plan.floor,
                 "unbudgeted": budget.plan.unbudgeted,
-                "peak": found[-1]["peak"],
                 "flops": eager.take(turn)["flops"],
             }
     return {"steps": steps}
@@ -274,19 +275,22 @@ def logits(net: nets.Net, task: fresh.Task) -> Row:
         module, inputs = net.build()
         return WithLogits(module), inputs
 
-    def peaks(net: nets.Net, picked: Any) -> tuple[int, int]:
-        training = Loop(net, task["way"])
+    def peaks(net: nets.Net, picked: Callable[[Any], Tensor]) -> list[int]:
+        """At the ends of the range, where there is no choice of plans."""
+        training, found = Loop(net, task["way"]), []
         forward = training.net.forward
         # The caller drops the others before the backward.
         training.net.forward = lambda *inputs: picked(forward(*inputs))
-        training.budget = budget = budget_of(SHARE)
-        found = [training.take(LARGEST) for _ in range(4)]
-        return found[-1]["peak"], budget.plan.predicted_peak
+        for share in 0.0, 1.0:
+            training.budget = budget = budget_of(share)
+            step = [training.take(LARGEST) for _ in range(3)][-1]
+            found += [step["peak"], budget.plan.predicted_peak]
+        return found
 
     plain = peaks(net, lambda loss: loss)
     both = peaks(replace(net, build=build), operator.itemgetter(0))
-    real, predicted = (b / a for a, b in zip(plain, both))
-    return {"real": real, "predicted": predicted}
+    ratios = [b / a for a, b in zip(plain, both)]
+    return {"real": ratios[::2], "predicted": ratios[1::2]}
 
 
 def cost(net: nets.Net, task: fresh.Task) -> Row:
@@ -358,7 +362,7 @@ def judged_loop(
     ):
         what, most = "bound", max(before, bound)
         if bound > before:
-            what, most = "larger" if at else "first", max(before, o["floor"])
+            what, most = "larger" if before else "first", max(before, o["floor"])
         elif now["recorded"]:
             what, most = "relearned", max(before, o["floor"])
         where = f"step {at + 1}, {turns[at].name}"
