@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|schedule|blocks|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|blocks|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | peak | step | schedule | blocks) ;;
+  solvers | kept | frozen | peak | step | loops | schedule | blocks) ;;
   gpu)
     use_torch installed
     export TORCH_VERSION
@@ -24,6 +24,8 @@ $usage
                gradients, planning time (hours)
   step         a budget for the whole training step where blocks are compiled one by one, beside
                what budgets and checkpoints of single blocks reach (hours)
+  loops        such a budget in training loops whose steps differ: what is learned again,
+               exceeded, recomputed and warned of (hours)
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
@@ -31,8 +33,8 @@ $usage
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (eight minutes)
 
-Each has --help, and --json FILE, to store what it prints. The first six have --check, for
-the counts that must hold.
+Each has --help, and --json FILE, to store what it prints. All but the last two have --check,
+for the counts that must hold.
 EOF2
     exit
     ;;

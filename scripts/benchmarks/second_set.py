@@ -154,6 +154,14 @@ def images_and_text() -> Batch:
     }
 
 
+def film_and_text() -> Batch:
+    return {
+        "hidden_states": torch.randn(8, 4, 4, 8, 8),
+        "timestep": torch.randint(1000, (8,)),
+        "encoder_hidden_states": torch.randn(8, 20, 64),
+    }
+
+
 def plain_images() -> Batch:
     return {"sample": torch.randn(4, 3, 256, 256)}
 
@@ -370,6 +378,60 @@ DIFFUSION = (
     ),
 )
 NETS = (*LANGUAGE, *VISION, *SOUND, *DIFFUSION)
+# Of a size that runs on a CPU, for training loops.
+NARROW: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4}
+SMALL = (
+    transformers(
+        *("opt-small", "OPTForCausalLM", text(8, 128)),
+        **NARROW,
+        use_cache=False,
+        vocab_size=1024,
+        word_embed_proj_dim=128,
+        ffn_dim=512,
+        num_attention_heads=4,
+    ),
+    # Attention and MLP side by side, rotated in part.
+    transformers(
+        *("phi-small", "PhiForCausalLM", text(8, 128)),
+        **NARROW,
+        use_cache=False,
+        vocab_size=1024,
+        intermediate_size=512,
+        num_attention_heads=4,
+    ),
+    transformers(
+        *("electra-small", "ElectraForMaskedLM", text(8, 128)),
+        **NARROW,
+        vocab_size=1024,
+        embedding_size=64,
+        intermediate_size=512,
+        num_attention_heads=4,
+    ),
+    # A bias by distance in each layer, and what it adds scaled.
+    transformers(
+        *("beit-small", "BeitForImageClassification", pictures(8, 96)),
+        **NARROW,
+        image_size=96,
+        patch_size=16,
+        intermediate_size=512,
+        num_attention_heads=4,
+        use_relative_position_bias=True,
+        drop_path_rate=0.0,
+    ),
+    # Films, with text in each block.
+    diffusers(
+        *("wan-small", "WanTransformer3DModel", film_and_text),
+        num_layers=3,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        text_dim=64,
+        freq_dim=64,
+        ffn_dim=512,
+        rope_max_seq_len=32,
+    ),
+)
 
 
 # -------------------------------------------------------------------- check
