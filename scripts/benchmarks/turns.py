@@ -91,14 +91,14 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "last batch": (in_turn(LARGEST, LARGEST, LARGEST, Turn()), None),
     "last batch, dynamic": (in_turn(LARGEST, LARGEST, LARGEST, Turn()), True),
     "evaluation": (in_turn(Turn(), Turn(), Turn(also="evaluation")), None),
-    "no_grad": (in_turn(Turn(also="no_grad")), None),
+    "no_grad": (in_turn(Turn(), Turn(), Turn(also="no_grad")), None),
     "accumulation": (in_turn(*ACCUMULATED), None),
     "skipped": (
         in_turn(Turn(), Turn(), Turn(also="skipped"), Turn(also="empty")),
         None,
     ),
-    "gan": (in_turn(Turn(), Turn(trained="partner")), None),
-    "heads": (in_turn(*HALVES), None),
+    "gan": (in_turn(Turn(), Turn(trained="partner"), times=8), None),
+    "heads": (in_turn(*HALVES, times=8), None),
     "curriculum": (in_turn(*[Turn()] * 4, *[LARGEST] * 4, times=2), False),
 }
 VARYING = tuple(name for name in LOOPS if name.startswith("lengths"))
@@ -331,13 +331,13 @@ def dues(
     anew: each size, or the second, of which graphs for all sizes are made.
     """
     before: dict[str, float] = {}
-    known: dict[str, set[Turn]] = {}
+    known: dict[str, set[Size]] = {}
     for turn, bound in zip(turns, bounds):
         most = before.get(turn.trained, 0.0)
         seen = known.setdefault(turn.trained, set())
         is_compiled = dynamic is False or (dynamic is None and len(seen) < 2)
-        yield most, bound > most or (is_compiled and turn.alone not in seen)
-        seen.add(turn.alone)
+        yield most, bound > most or (is_compiled and turn.size not in seen)
+        seen.add(turn.size)
         before[turn.trained] = max(bound, most)
 
 
