@@ -46,8 +46,8 @@ StepBudget is a context manager around a training step. The first step runs by l
 plans and is recorded: the calls of each graph, and what eager code holds between
 them. Then one or two plans are chosen for each graph, so that the step's peak stays
 within the bound and little is recomputed, and the graphs are partitioned and compiled
-again from their joint graphs. Steps may have fewer or smaller calls; larger ones run by
-the floor's plan until there is one for them, and other ones are recorded.
+again from their joint graphs. Steps may have fewer or smaller calls; for larger ones
+new plans are made before they run, and other ones are recorded.
 """,
     test="test/functorch/test_ac_step_budget.py",
     sources=tuple(

@@ -16,10 +16,9 @@ the second one too, where the first leaves more behind than gradients).  When th
 starts, :class:`.StepCurve` chooses one or two plans for each graph, and they
 are split and compiled anew from the joint graphs that were traced.
 
-Plans are for the largest calls so far.  A step may make fewer, or smaller ones; where it
-makes larger ones, these run by the plan of the lowest peak, and the next step has plans
-for them.  Where it makes others, some of the next steps are recorded, until those are
-seen again.
+Plans are for the largest calls so far.  A step may make fewer, or smaller ones; where one
+is larger, plans are made for that before it runs.  Where a step makes others, some of the
+next ones are recorded, until those are seen again.
 
 Only storages on the training device count.  What a kernel allocates for itself does not
 count, nor what an allocator loses to fragmentation, nor the states of a generator that
@@ -40,7 +39,7 @@ from torch._dynamo.exc import RestartAnalysis
 from .peak_budget import allowed_peak
 from .planning import is_number
 from .saved_report import format_bytes
-from .step_graph import Choice, Graph, Step
+from .step_graph import Graph, Step
 from .step_plan import StepCurve, StepPlan
 from .step_recorder import Learned, Recorder, running, Timeline
 from .step_report import GraphUse, Moment, StepSummary, summary_of
@@ -132,7 +131,7 @@ class StepBudget:
         self.graphs: weakref.WeakValueDictionary[int, Graph] = (
             weakref.WeakValueDictionary()
         )
-        self._choices: weakref.WeakKeyDictionary[Graph, Choice] = (
+        self._choices: weakref.WeakKeyDictionary[Graph, tuple[int, ...]] = (
             weakref.WeakKeyDictionary()
         )
         self._learned = Learned()
@@ -141,12 +140,12 @@ class StepBudget:
         self._given = 0
         # By one of the parameters, what is learned if there is no gradient at a start.
         self._if_anew: list[tuple[weakref.ref[torch.Tensor], Learned]] = []
-        # Whether there are no plans yet for what was learned, or for larger calls.
+        # Whether there are no plans yet for what was learned.
         self._is_new = False
         # How many of the next steps are recorded.
         self._to_record = 1
         self._is_first = True
-        self._warnings: dict[str, None] = {}
+        self._warnings: dict[str, str] = {}
 
     # ---------------------------------------------------------------- the steps
 
@@ -162,7 +161,7 @@ class StepBudget:
             self._check_gradients()
             is_new, self._is_new = self._is_new, False
             if is_new:
-                self._make_plan()
+                self.make_plan()
         is_planned = self.plan is not None and not self._to_record
         if is_planned and self.measured_peak is None and self._counters is not None:
             self._counters.reset_peak_memory_stats(self.device)
@@ -194,10 +193,6 @@ class StepBudget:
         elif not step.states <= self._learned.states:
             self._to_record = _RECORDED
             self.warn_of(min(step.states - self._learned.states, key=lambda s: s[:3]))
-        for graph, (scale, compiled, sizes) in step.larger.items():
-            with self.warn_on_failure(f"{graph.name} has no plans for larger calls"):
-                compiled.grow(scale, sizes)
-                self._is_new = True
 
     def _check(self, step: Step, recorder: Recorder) -> None:
         """Let the next step be planned by this one, where it tells enough."""
@@ -258,7 +253,8 @@ class StepBudget:
         self.warn(
             f"a step had {what if calls else f'a graph of its own, {name}'}, and no "
             f"recorded one had; it ran by the plans there are, and {_RECORDED} more steps "
-            "at most are recorded, to plan for it when it comes again"
+            "at most are recorded, to plan for it when it comes again",
+            "other",
         )
 
     def graph_like(self, signature: Any) -> Optional[Graph]:
@@ -294,16 +290,18 @@ class StepBudget:
             log.debug("%s", what, exc_info=error)
             self.warn(f"{what}: {type(error).__name__}: {error}")
 
-    def warn(self, reason: str) -> None:
+    def warn(self, reason: str, kind: str = "") -> None:
+        """Log a reason, once of its kind; the report has the last one of each."""
         if self.strict:
             raise StepBudgetError(f"{self._name} may be exceeded: {reason}")
-        if reason not in self._warnings:
-            self._warnings[reason] = None
+        if (kind or reason) not in self._warnings:
             log.warning("%s may be exceeded: %s", self._name, reason)
+        self._warnings[kind or reason] = reason
 
     # ---------------------------------------------------------------- the plan
 
-    def _make_plan(self) -> None:
+    def make_plan(self) -> None:
+        """Choose plans for what was learned, and for the largest calls so far."""
         learned, given = self._learned, self._given
         graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
         moments = learned.expected(graphs)
@@ -332,12 +330,11 @@ class StepBudget:
         if plan.peak > allowed:
             self.warn(
                 f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and "
-                f"{format_bytes(allowed + beyond)} are allowed; the step uses that plan"
+                f"{format_bytes(allowed + beyond)} are allowed; the step uses that plan",
+                "lowest",
             )
-        floor = curve.plans[0].choices
         for number, choice in plan.choices.items():
-            graph = graphs[number]
-            self._choices[graph] = Choice(choice, floor[number], graph.scale)
+            self._choices[graphs[number]] = choice
         facts = moments, learned.calls, graphs, allowed, given, beyond
         self.plan = summary_of(plan, curve, *facts)
         log.info("%s: %s", self._name, self.plan.headline)
@@ -359,7 +356,7 @@ class StepBudget:
         return (self.device_bytes or 0) - given
 
     def __str__(self) -> str:
-        reasons = [f"may be exceeded: {reason}" for reason in self._warnings]
+        reasons = [f"may be exceeded: {reason}" for reason in self._warnings.values()]
         if self.plan is None:
             line = f"{self._name}: no plan before the second step"
             return "\n".join([line, *reasons])

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .step_budget import StepBudget
 
 
-__all__ = ["Call", "Choice", "Graph", "Step", "for_step"]
+__all__ = ["Call", "Graph", "Step", "for_step"]
 
 # Calls of a part of a model that are taken to be alive at once before a step shows it.
 _CALLS = 4
@@ -69,28 +69,18 @@ class Call:
     node: Optional[weakref.ref[Any]] = None
 
 
-class Choice(NamedTuple):
-    """The plans of a graph's slots, for calls up to a scale, and those of the floor."""
-
-    plans: tuple[int, ...]
-    floor: tuple[int, ...]
-    scale: float
-
-
 class Step:
-    """One run of a step, by the ``choices`` for its graphs, which may be recorded."""
+    """One run of a step, by ``choices`` for the slots of its graphs; may be recorded."""
 
     def __init__(
         self,
         budget: StepBudget,
-        choices: Mapping[Graph, Choice],
+        choices: Mapping[Graph, tuple[int, ...]],
         recorder: Optional[Recorder],
     ) -> None:
         self.budget, self.choices, self.recorder = budget, choices, recorder
         # Every event of a call, with those that waited meanwhile.
         self.states: set[Any] = set()
-        # The largest calls, where no plan is for those.
-        self.larger: dict[Graph, tuple[float, CompiledGraph, list[int]]] = {}
         # That whose forward runs.
         self.call: Optional[Call] = None
         # Those that something is kept for.
@@ -116,6 +106,12 @@ class Step:
         graph, scale = compiled.graph, compiled.scale_of(args)
         # It may have been compiled in a step of another budget.
         self.budget.graphs[graph.number] = graph
+        if scale > graph.scale:
+            failure = f"{graph.name} has no plans for larger calls"
+            with self.budget.warn_on_failure(failure):
+                compiled.grow(scale, args)
+                if graph in self.choices:
+                    self.budget.make_plan()
         # A checkpoint runs a call twice, and both have to save the same.
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
@@ -123,9 +119,7 @@ class Step:
         self._note("F", call, keeps_saved)
         if keeps_saved:
             self._waiting.add(call)
-        if scale > self.larger.get(graph, (graph.scale,))[0]:
-            self.larger[graph] = scale, compiled, compiled.sizes_of(args)
-        return call, self.plan_of(graph, slot, scale)
+        return call, self.plan_of(graph, slot)
 
     def begin_backward(self, call: Call, is_retained: bool) -> None:
         self._note("B", call, is_retained)
@@ -134,12 +128,10 @@ class Step:
         taken = {each.slot for each in self._waiting if each.graph is graph}
         return next(k for k in itertools.count() if k not in taken)
 
-    def plan_of(self, graph: Graph, slot: int, scale: float) -> int:
+    def plan_of(self, graph: Graph, slot: int) -> int:
         """The plan of a call in a slot, the lean one where none was chosen."""
-        choice = self.choices.get(graph)
-        if choice is None or slot >= len(choice.plans):
-            return graph.lean
-        return (choice.plans if scale <= choice.scale else choice.floor)[slot]
+        plans = self.choices.get(graph, ())
+        return plans[slot] if slot < len(plans) else graph.lean
 
     def _note(self, kind: str, call: Call, flag: bool) -> None:
         waiting = frozenset((each.graph.number, each.slot) for each in self._waiting)
@@ -234,10 +226,6 @@ class CompiledGraph:
         """By how much a call is larger than the first one of the graph."""
         size = bytes_of(args, self._symbolic)
         return self._scale * (size / self._size if self._size else 1.0)
-
-    def sizes_of(self, args: Sequence[Any]) -> list[int]:
-        """The sizes of a call that are symbols in the graph."""
-        return [args[i] for i in self._symbols]
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._runs[self._first]
@@ -438,8 +426,7 @@ class CompiledGraph:
             self.graph, self.plans = known, known.plans.sized(joint)
             larger = _activations(self.plans) / max(_activations(known.plans), 1)
             self._scale = known.scale * larger
-        slot = step.next_slot(self.graph)
-        self._first = step.plan_of(self.graph, slot, self._scale)
+        self._first = step.plan_of(self.graph, step.next_slot(self.graph))
 
     def _signature(self, joint: Planner) -> Any:
         """What a graph of other sizes has in common with this one."""
@@ -471,10 +458,10 @@ class CompiledGraph:
         is_part = any(each.requires_grad for i, each in infos if i not in static)
         return _CALLS if is_part else 1
 
-    def grow(self, scale: float, sizes: Sequence[int]) -> None:
-        """Let the plans of the graph be for calls of these sizes of its symbols."""
-        given = (self._state.flat_args[i] for i in self._symbols)
-        symbols = {s.node.expr: size for s, size in zip(given, sizes)}
+    def grow(self, scale: float, args: Sequence[Any]) -> None:
+        """Let the plans of the graph be for this call, larger than all before."""
+        given = self._state.flat_args
+        symbols = {given[i].node.expr: args[i] for i in self._symbols}
 
         def number(size: Any) -> int:
             if isinstance(size, int):

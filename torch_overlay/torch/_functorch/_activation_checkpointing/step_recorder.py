@@ -98,6 +98,9 @@ class Recorder(TorchDispatchMode):
         self.error: Optional[Exception] = None
         self._given = given
         self._existing = 0
+        # The storages that were seen to be gradients; whether there may be others by now.
+        self.seen_gradients: set[int] = set()
+        self._ran_backward = False
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
@@ -129,6 +132,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.inside:
             return func(*args, **kwargs)
+        if self._ran_backward and torch._C._current_graph_task_id() == -1:
+            # Before an optimizer uses them up.
+            self._ran_backward = False
+            self.seen_gradients |= self.gradients()
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.numbers((args, kwargs), is_existing=True)
@@ -159,6 +166,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def around(self, begin: Event) -> Iterator[None]:
         """What runs within is a compiled graph's."""
+        self.seen_gradients |= self.gradients()
+        self._ran_backward |= begin.kind == "B"
         self.log.append(begin)
         self.inside += 1
         try:
@@ -293,9 +302,9 @@ class Timeline:
         self._gradients = set() if anew else recorder.gradients()
         ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
         self._last = max(ends, default=0)
-        # What stays, or is resized as sharded parameters are, has the size of no input.
+        # Gradients, what stays, and what is resized as shards are, grow with no input.
         resized = {event.storage for event in self._log if event.kind == "="}
-        self._of_no_input = self._remaining | resized
+        self._of_no_input = self._remaining | resized | recorder.seen_gradients
         self._passing, self._most = 0, Bytes(0, 0)
         # Of a storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
