@@ -196,7 +196,7 @@ def judged_steps(rows: Sequence[Row], warnings: int) -> Iterator[Mark]:
         yield from at_most(what, found, most, "", "{:.0f} ({})")
     for what, entry, limit in (
         ("first step's peak / floor", "first", 1.05),
-        ("peak of a larger step / allowed before, or its floor", "larger", 1.005),
+        ("peak of a larger step / allowed for it", "larger", 1.005),
         ("peak of a step learned again / allowed, or its floor", "relearned", 1.005),
         ("other peaks / allowed for the largest seen", "bound", 1.005),
         ("flops at share 1 / those without a budget", "flops", 1.0),
@@ -220,7 +220,7 @@ def table(rows: Sequence[Row]) -> str:
 
     entries = {
         "first / floor": "first",
-        "larger / floor": "larger",
+        "larger / allowed": "larger",
         "again / allowed": "relearned",
         "others / allowed": "bound",
         "flops / needed": "flops",

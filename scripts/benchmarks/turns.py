@@ -362,7 +362,7 @@ def judged_loop(
     ):
         what, most = "bound", max(before, bound)
         if bound > before:
-            what, most = "larger" if before else "first", max(before, o["floor"])
+            what, most = ("larger", bound) if before else ("first", o["floor"])
         elif now["recorded"]:
             what, most = "relearned", max(before, o["floor"])
         where = f"step {at + 1}, {turns[at].name}"

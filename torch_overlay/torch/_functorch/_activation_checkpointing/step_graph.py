@@ -83,8 +83,9 @@ class Step:
         self.states: set[Any] = set()
         # That whose forward runs.
         self.call: Optional[Call] = None
-        # Those that something is kept for.
+        # Those that something is kept for, and what tells these apart from others.
         self._waiting: set[Call] = set()
+        self._key = 0
         # Gradients are made in the first round, and added to in the others.
         self._is_first_round = True
         self._context = ExitStack()
@@ -119,6 +120,7 @@ class Step:
         self._note("F", call, keeps_saved)
         if keeps_saved:
             self._waiting.add(call)
+            self._key ^= hash((graph.number, slot))
         return call, self.plan_of(graph, slot)
 
     def begin_backward(self, call: Call, is_retained: bool) -> None:
@@ -134,8 +136,7 @@ class Step:
         return plans[slot] if slot < len(plans) else graph.lean
 
     def _note(self, kind: str, call: Call, flag: bool) -> None:
-        waiting = frozenset((each.graph.number, each.slot) for each in self._waiting)
-        first = self._is_first_round
+        first, waiting = self._is_first_round, self._key
         state = kind, call.graph.number, call.slot, flag, first, waiting
         self.states.add(state)
         if self.budget.strict and not self.budget.expects(state):
@@ -144,7 +145,9 @@ class Step:
     def end(self, call: Call, has_run: bool = False) -> bool:
         """Nothing is kept for the call any more; whether something was."""
         is_waiting = call in self._waiting
-        self._waiting.discard(call)
+        if is_waiting:
+            self._waiting.discard(call)
+            self._key ^= hash((call.graph.number, call.slot))
         if has_run and not self._waiting:
             self._is_first_round = False
         return is_waiting
