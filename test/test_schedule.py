@@ -100,7 +100,7 @@ def test_a_step_of_sharded_blocks(monkeypatch):
     task = {"net": small.name, "kind": "blocks", "device": "cpu", "budgets": (0.0,)}
     (found,) = blocks.measure(task)["steps"]
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.05)
-    with blocks.fake_ranks():
+    with blocks.fake_ranks(blocks.RANKS):
         way = compiled("aot_eager")
         training = blocks.sharded(Training(small, blocks=way, fake=True))
         given = sum(each.to_local().nbytes for each in training.parameters)
