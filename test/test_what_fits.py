@@ -1,6 +1,7 @@
 """What fits: what is told is what training holds, and wrong calls end with 2."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,10 @@ def test_what_is_cheapest_of_what_fits():
     assert size.cost(size.within(size.upstream)) == "does not fit"
     smaller = page.Size(4, plans[:1], plans[1:], memory=10)
     assert smaller.within(smaller.by_memory) is plans[0]
+    starred = replace(size, upstream=plans[:2], random=True)
+    assert starred.cost(starred.within(starred.upstream)) == "+10.0% / +1.0%*"
+    assert starred.cost(plans[2]) == "+20.0% / +5.0%"
+    assert "budgets 8*, with this set 8." in page.largest("batch", [starred])
     told = page.largest("batch", [smaller, size])
     assert "without a budget 4, with upstream's budgets 4, with this set 8." in told
 
@@ -148,4 +153,6 @@ def test_a_model_of_a_library_by_its_class():
     _, module, (ids, labels) = gpt2.fake()
     assert ids.shape == labels.shape == (2, 1024)
     assert len(module.module.transformer.h) == 2
+    assert measure.draws(gpt2)
+    assert not measure.draws(measure.net_of(task()))
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}

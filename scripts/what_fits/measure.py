@@ -17,11 +17,13 @@ import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from benchmarks import blocks, fresh, nets, plans
 from benchmarks.pages import Row
 from benchmarks.ways import Training
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 UPSTREAM, OURS = "upstream", "this set"
@@ -53,7 +55,30 @@ def prepared(asked: Row, training: Training) -> Training:
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    return {"steps": steps_of(task)}
+    is_random = task["way"] == UPSTREAM and draws(net_of(task))
+    return {"steps": steps_of(task), "random": is_random}
+
+
+class _Draws(TorchDispatchMode):
+    """Whether an operator draws random numbers; attention says so even without dropout."""
+
+    seen: bool = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        is_seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.seen |= is_seeded and "attention" not in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def draws(net: nets.Net) -> bool:
+    """Whether its forward draws random numbers: upstream's plans may draw them twice."""
+    mode, module, inputs = net.fake()
+    found = _Draws()  # type: ignore[no-untyped-call]
+    with mode, found:
+        module(*inputs)
+    return found.seen
 
 
 def steps_of(task: fresh.Task, kind: type[plans.Plans] = plans.Plans) -> list[Row]:

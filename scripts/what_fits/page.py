@@ -21,9 +21,9 @@ NOTES = (
     "Peaks with all that is fixed: parameters, inputs, what the optimizer keeps; gradients "
     "are in the peaks. This set's by share of the way from the floor to no budget, with "
     "flops beyond those of no budget / on a GPU, time likewise, of its roofline. "
-    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; where a model draws random "
-    "numbers, they may give wrong gradients. Not counted: fragmentation, workspaces of "
-    "kernels and of communication, and the driver's own memory."
+    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; those with a star may give "
+    "wrong gradients, as random numbers are drawn again. Not counted: fragmentation, "
+    "workspaces of kernels and of communication, and the driver's own memory."
 )
 GRAPH = """\
 import torch._functorch.config as fconfig
@@ -59,6 +59,8 @@ class Size:
     upstream: list[Row]
     ours: list[Row]
     memory: Optional[int]
+    # Whether upstream's plans may draw random numbers twice, and gradients be wrong.
+    random: bool = False
 
     @property
     def base(self) -> Row:
@@ -84,7 +86,11 @@ class Size:
         if step is None:
             return "does not fit"
         entries = [entry for entry in ("flops", "seconds") if entry in step]
-        return " / ".join(f"{step[e] / self.base[e] - 1:+.1%}" for e in entries)
+        more = " / ".join(f"{step[e] / self.base[e] - 1:+.1%}" for e in entries)
+        return more + self.star(step)
+
+    def star(self, step: Row) -> str:
+        return "*" if self.random and step in self.upstream[1:] else ""
 
 
 def total(step: Row) -> int:
@@ -100,13 +106,16 @@ def sizes_of(data: dict[str, Any]) -> tuple[str, list[Size]]:
     """What varies, and those that have been measured both ways."""
     rows, asked = good(data["measured"]), data["asked"]
     what = "length" if len(asked["length"] or ()) > 1 else "batch"
-    found: dict[int, dict[str, list[Row]]] = {}
+    found: dict[int, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(row[what] or 1, {})[row["way"]] = row["steps"]
+        found.setdefault(row[what] or 1, {})[row["way"]] = row
     return what, [
-        Size(name, steps[UPSTREAM], steps[OURS], asked["memory"])
-        for name, steps in found.items()
-        if len(steps) == 2
+        Size(
+            *(name, ways[UPSTREAM]["steps"], ways[OURS]["steps"], asked["memory"]),
+            random=ways[UPSTREAM]["random"],
+        )
+        for name, ways in found.items()
+        if len(ways) == 2
     ]
 
 
@@ -141,7 +150,8 @@ def view(asked: dict[str, Any]) -> str:
 def summary(what: str, sizes: Sequence[Size]) -> str:
     def least(size: Size) -> str:
         step = lowest(size.upstream)
-        return f"{format_bytes(total(step))} at {step['budget']:g}"
+        found = f"{format_bytes(total(step))} at {step['budget']:g}"
+        return found + size.star(step)
 
     cells: dict[str, Any] = {
         what: lambda size: f"{size.name}",
@@ -158,8 +168,11 @@ def summary(what: str, sizes: Sequence[Size]) -> str:
 
 def largest(what: str, sizes: Sequence[Size]) -> str:
     def most(name: str, steps: Any) -> str:
-        fit = [size.name for size in sizes if size.within(steps(size))]
-        return f"{name} {max(fit) if fit else 'none'}"
+        best = "none"
+        for size in sizes:
+            step = size.within(steps(size))
+            best = f"{size.name}{size.star(step)}" if step else best
+        return f"{name} {best}"
 
     found = (
         most("without a budget", lambda size: size.upstream[:1]),
