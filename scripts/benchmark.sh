@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|blocks|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|blocks|fits|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | peak | step | loops | schedule | blocks) ;;
+  solvers | kept | frozen | peak | step | loops | schedule | blocks | fits) ;;
   gpu)
     use_torch installed
     export TORCH_VERSION
@@ -30,10 +30,11 @@ $usage
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   blocks       the same of whole training steps whose blocks are compiled one by one: what a
                budget for the step keeps and computes again (hours)
+  fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (eight minutes)
 
-Each has --help, and --json FILE, to store what it prints. All but the last two have --check,
+Each has --help, and --json FILE, to store what it prints. All but blocks and gpu have --check,
 for the counts that must hold.
 EOF2
     exit

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import bounds, fresh, nets, plans, step, sweep
+from benchmarks.architectures import Transformer
 from benchmarks.pages import Row
 from benchmarks.ways import Training
 
@@ -48,20 +49,22 @@ def tasks(
 
 def measure(task: fresh.Task) -> Row:
     prepare = sharded if task["net"] == nets.SHARDED.name else plans.as_it_is
-    with fake_ranks():
+    with fake_ranks(RANKS):
         return plans.measure(task, prepare)
 
 
 def sharded(training: Training) -> Training:
-    """As torchtitan trains it; storages of fakes."""
+    """As torchtitan trains it, over all ranks; storages of fakes."""
     dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=dtypes)
     module: Any = training.module
     with training.mode:
         for block in training.blocks:
             wrap(block)
-        wrap([module.norm, module.head], reshard_after_forward=False)
+        inner = module.module if isinstance(module, nets.LossOf) else module
+        if isinstance(inner, Transformer):
+            wrap([inner.norm, inner.head], reshard_after_forward=False)
         wrap(module)
         training.parameters = list(module.parameters())
         training.optimizer = torch.optim.AdamW(training.parameters)
@@ -69,8 +72,8 @@ def sharded(training: Training) -> Training:
 
 
 @contextmanager
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+def fake_ranks(number: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
     try:
         yield
     finally:

@@ -94,6 +94,28 @@ def make(
     return model, {"input_features": torch.randn(shape), "labels": ids}
 
 
+def by_class(
+    kind: Any, batch: int = 1, length: int = 1024, **sizes: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model by the defaults of its configuration, which ``sizes`` override."""
+    config = kind.config_class(**{"use_cache": False, **sizes})
+    model: Any = kind(config)
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # Or it warns, which no graph may contain.
+    if kind.main_input_name == "input_ids":
+        ids = torch.randint(config.get_text_config().vocab_size, (batch, length))
+        return model, {"input_ids": ids, "labels": ids.clone()}
+    if kind.main_input_name == "pixel_values":
+        side = getattr(config, "image_size", 224)
+        pixels = torch.randn(batch, config.num_channels, side, side)
+        labels = torch.randint(config.num_labels, (batch,))
+        return model, {"pixel_values": pixels, "labels": labels}
+    raise ValueError(
+        f"{kind.__name__} takes {kind.main_input_name}; write a function that returns it "
+        "with its inputs"
+    )
+
+
 def with_lora(model: nn.Module) -> nn.Module:
     library = importlib.import_module("peft")
     kinds = ["q_proj", "v_proj", "up_proj", "down_proj"]

@@ -8,7 +8,9 @@ memory.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,8 @@ from benchmarks.architectures import (
 
 
 SEED = 0
+# The blocks that most models repeat, by the names they commonly have.
+BLOCKS = r"(.*\.)?(blocks?|layers?|h|stages?|down|merge|cells)\.\d+"
 BF16 = torch.bfloat16
 Inputs = tuple[Tensor, ...]
 Built = tuple[nn.Module, Inputs]
@@ -41,13 +45,17 @@ Built = tuple[nn.Module, Inputs]
 
 @dataclass(frozen=True)
 class Net:
-    """A model and a batch to train it on; what is floating-point has ``dtype``."""
+    """A model and a batch to train it on; what is floating-point has ``dtype``.
+
+    ``blocks`` matches the whole names of the submodules that may be compiled one by one.
+    """
 
     name: str
     build: Callable[[], Built]
     dtype: torch.dtype = torch.float32
     # Whether the planner was developed without a look at what it does to this one.
     held_out: bool = False
+    blocks: str = BLOCKS
 
     def make(self, device: str = "cpu") -> Built:
         """The module, in training mode, and its inputs, the same ones every time."""
@@ -252,18 +260,22 @@ NETS: dict[str, Net] = {
 }
 
 
-def find(spec: str) -> Net:
+def find(spec: str, *sizes: int, **settings: Any) -> Net:
     """The net of that name, or that of a user's function, named ``module:function``.
 
-    The function takes no arguments and returns a model and its inputs, in a tuple or
-    by name in a dict. The working folder is searched for the module first. ValueError
-    says what is wrong with a spec.
+    The function returns a model and its inputs, in a tuple or by name in a dict. It takes
+    no arguments, or ``sizes``: that of the batch, and the length of its sequences. The
+    working folder is searched for the module first. ``transformers:CLASS`` is a model of
+    that library, its configuration's defaults overridden by ``settings``. ValueError says
+    what is wrong with a spec.
     """
     # It is made of what is above.
     second = importlib.import_module("benchmarks.second_set")
     held_out: Sequence[Net] = (*second.NETS, *second.SMALL)
     known = {**NETS, **{net.name: net for net in held_out}}
     if spec in known:
+        if sizes:
+            raise ValueError(f"{spec} has a batch of its own")
         return known[spec]
     place, colon, name = spec.partition(":")
     if not colon:
@@ -274,13 +286,16 @@ def find(spec: str) -> Net:
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(place), name)
+        if place == "transformers":
+            function = functools.partial(models.by_class, function, **settings)
+        inspect.signature(function).bind(*sizes)
     except Exception as error:
         raise ValueError(f"{spec}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
 
     def build() -> Built:
-        made = function()
+        made = function(*sizes)
         try:
             module, inputs = made
             names = tuple(inputs) if isinstance(inputs, Mapping) else ()

@@ -110,20 +110,14 @@ def measure(
     fake = device != RUN or (kind == "upstream" and "dropout" not in net.name)
     if gpu is None:
         net = replace(net, dtype=torch.float32)
-    with ExitStack() as stack:
-        stack.enter_context(config.patch(enable_autograd_cache=False))
-        backend: Any = OPERATORS
-        if device != RUN:
-            backend = stack.enter_context(compiled_for(gpu))
-            if kind in IN_BLOCKS:
-                stack.enter_context(compiled_loss(backend))
-        if gpu is None:
-            stack.enter_context(cpu_attention_counted())
+    with backend_of(device) as backend, ExitStack() as stack:
+        if device != RUN and kind in IN_BLOCKS:
+            stack.enter_context(compiled_loss(backend))
         plans = Plans(net, device, backend, fake, prepare)
         if kind in ON_THE_WHEEL:
             steps = plans.upstreams(budgets, kind == "saved")
         elif kind in CHECKPOINTS:
-            steps = [plans.checkpointed(kind)]
+            steps = [plans.checkpointed(2 if " " in kind else 0)]
         elif kind == "graph":
             steps = [plans.by_peak(b, b in draw) for b in budgets]
         elif kind == "bytes":
@@ -138,6 +132,17 @@ def measure(
         else:
             steps = [*plans.of_steps(kind, [{"share": share} for share in budgets])]
     return {"steps": steps}
+
+
+@contextmanager
+def backend_of(device: str) -> Iterator[Any]:
+    """What compiles for a device."""
+    gpu = GPUS.get(device)
+    with ExitStack() as stack:
+        stack.enter_context(config.patch(enable_autograd_cache=False))
+        if gpu is None:
+            stack.enter_context(cpu_attention_counted())
+        yield OPERATORS if device == RUN else stack.enter_context(compiled_for(gpu))
 
 
 @dataclass
@@ -179,7 +184,7 @@ class Plans:
         if self.device != RUN:
             return self.replayed(training)
         step = training.measured()
-        row: Row = {"peak": step.own_peak, "flops": step.flops}
+        row: Row = {"peak": step.own_peak, "given": step.given, "flops": step.flops}
         if not self.fake:
             self.first = self.first or step.gradients
             row["off_budget_1"] = relative_error(step.gradients, self.first)
@@ -187,7 +192,7 @@ class Plans:
 
     def replayed(self, training: Training) -> Row:
         found = replay(training, GPUS.get(self.device))
-        entries = ("peak", "phase", "flops", "seconds", "curve")
+        entries = ("peak", "given", "phase", "flops", "seconds", "curve")
         row = {entry: getattr(found, entry) for entry in entries}
         return {entry: value for entry, value in row.items() if value is not None}
 
@@ -216,10 +221,16 @@ class Plans:
             row = self.measured(self.graph())
         return {**row, **bound(), "allowed": nbytes}
 
-    def checkpointed(self, kind: str) -> Row:
-        """A checkpoint of each block; inductor makes its plan inside the graph."""
-        context = {"context_fn": every_second_product} if " " in kind else {}
-        ways = checkpointed(**context), compiled(self.backend)
+    def checkpointed(self, every: int) -> Row:
+        """A checkpoint of each block; inductor makes its plan inside the graph.
+
+        Attention and one of ``every`` so many products are saved; of 0 nothing is.
+        """
+        save = functools.partial(saving_products, every)
+        ways = (
+            checkpointed(**{"context_fn": save} if every else {}),
+            compiled(self.backend),
+        )
         ways = ways[::-1] if self.device == RUN else ways
         return self.measured(self.training(blocks=ways))
 
@@ -228,7 +239,7 @@ class Plans:
         is_whole = kind == "whole"
         if not is_whole:
             try:
-                blocks_of(self.net.fake()[1])
+                blocks_of(self.net.fake()[1], self.net.blocks)
             except ValueError:
                 return
         way = compiled(self.backend, fullgraph=is_whole)
@@ -238,7 +249,11 @@ class Plans:
             self.found(self.training(**ways).warmed())
         training = self.training(**ways)
         for each in asked:
-            training.within = budget = overlay("step_budget").StepBudget(**each)
+            # There is no GPU that could count, whatever torch is made to say.
+            nothing = mock.Mock(return_value=None)
+            with mock.patch.object(torch.accelerator, "current_accelerator", nothing):
+                budget = overlay("step_budget").StepBudget(**each)
+            training.within = budget
             if self.fake:
                 # Storages of fakes are no device's.
                 budget.device = torch.device("meta")
@@ -287,8 +302,8 @@ def compiled_loss(backend: Any) -> Iterator[None]:
         yield
 
 
-def every_second_product() -> Any:
-    """Contexts of a checkpoint that saves attention and every second product."""
+def saving_products(every: int) -> Any:
+    """Contexts of a checkpoint that saves attention and one of so many products."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +311,7 @@ def every_second_product() -> Any:
         if operator in PRODUCTS:
             again = context.is_recompute
             products[again] += 1
-            is_saved = products[again] % 2 == 1
+            is_saved = products[again] % every == 1 % every
         if is_saved:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -160,10 +160,12 @@ def _move(module: fx.GraphModule) -> None:
 class Replay:
     """Live bytes after each allocation, beyond those that were there, and what it takes.
 
+    ``given`` are those that were: parameters, inputs, and what the optimizer keeps.
     ``backward_at`` is the first allocation of the backward. ``seconds`` are those of the
-    GPU's roofline, None for the CPU.
+    GPU's roofline, without the optimizer's, None for the CPU.
     """
 
+    given: int
     curve: list[int]
     backward_at: int
     flops: int
@@ -258,10 +260,12 @@ def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Replay:
         loss = training.loss()
         backward_at = len(recorder.curve)
         loss.backward()
-        curve = [*recorder.curve]
+        seconds = None if gpu is None else meter.seconds
+        if training.optimizer is not None:
+            training.optimizer.step()
+        given, curve = recorder.given, [*recorder.curve]
         gradients(training.parameters)
-    seconds = None if gpu is None else meter.seconds
-    return Replay(curve, backward_at, meter.flops, seconds)
+    return Replay(given, curve, backward_at, meter.flops, seconds)
 
 
 @contextmanager

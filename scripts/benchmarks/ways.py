@@ -23,12 +23,10 @@ from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.meters import gradients, record_step, Step
-from benchmarks.nets import LossOf, Net, SEED
+from benchmarks.nets import BLOCKS, LossOf, Net, SEED
 
 
 OPERATORS = "aot_eager_decomp_partition"
-# The blocks that most models repeat, by the names they commonly have.
-MODULES = r"(.*\.)?(blocks?|layers?|h|stages?|down|merge|cells)\.\d+"
 Forward = Callable[..., Any]
 Way = Callable[[Forward], Forward]
 Ways = Union[Way, Sequence[Way]]
@@ -48,19 +46,19 @@ def checkpointed(**options: Any) -> Way:
     return way
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Submodules whose whole name `MODULES` matches, none inside another."""
+def blocks_of(module: nn.Module, pattern: str = BLOCKS) -> list[nn.Module]:
+    """Submodules whose whole name the pattern matches, none inside another."""
     inner = module.module if isinstance(module, LossOf) else module
     names = [name for name, _ in inner.named_modules() if name]
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(f"{outer}.") for outer in chosen)
-        if re.fullmatch(MODULES, name) and not inside:
+        if re.fullmatch(pattern, name) and not inside:
             chosen.append(name)
     if not chosen:
         outermost = [name for name in names if name.count(".") < 2]
         raise ValueError(
-            f"no submodule's name is matched by {MODULES!r}; there are "
+            f"no submodule's name is matched by {pattern!r}; there are "
             f"{', '.join(outermost[:12])}, ..."
         )
     return [inner.get_submodule(name) for name in chosen]
@@ -102,7 +100,7 @@ class Training:
             self.module, self.inputs = net.make(device)
         self.parameters: list[Tensor] = list(self.module.parameters())
         self.parameters += [each for each in self.inputs if each.requires_grad]
-        self.blocks = blocks_of(self.module) if blocks else []
+        self.blocks = blocks_of(self.module, net.blocks) if blocks else []
         for block in self.blocks:
             block.forward = put_to_work(block.forward, blocks)
         self.forward = put_to_work(self.module, whole)

@@ -1,0 +1,233 @@
+"""What is printed and drawn of what was measured: see `measure` for its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from benchmarks import plans
+from benchmarks.pages import columns, good, Line, measured_on, panels, Row, SIMULATED
+from benchmarks.replay import GPUS
+from benchmarks.tracing import overlay
+
+from what_fits.measure import BUDGETS, OURS, UPSTREAM
+
+
+# What is not counted, as a share of the memory.
+LEAVE = 0.1
+NOTES = (
+    "Peaks with all that is fixed: parameters, inputs, what the optimizer keeps; gradients "
+    "are in the peaks. This set's by share of the way from the floor to no budget, with "
+    "flops beyond those of no budget / on a GPU, time likewise, of its roofline. "
+    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; those with a star may give "
+    "wrong gradients, as random numbers are drawn again. Not counted: fragmentation, "
+    "workspaces of kernels and of communication, and the driver's own memory."
+)
+GRAPH = """\
+import torch._functorch.config as fconfig
+
+fconfig.activation_memory_peak_bytes = {}
+model = torch.compile(model)
+"""
+BLOCKS = """\
+from torch._functorch._activation_checkpointing.step_budget import StepBudget
+
+for block in blocks:
+    block.compile()
+{}budget = StepBudget(device_bytes={})
+for batch in data:
+    with budget:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LOSS = "# And the loss: torch.compile(F.cross_entropy)\n"
+
+
+def format_bytes(nbytes: int) -> str:
+    text: str = overlay("saved_report").format_bytes(nbytes)
+    return text
+
+
+@dataclass(frozen=True)
+class Size:
+    """The plans for a batch, or a length; the first of upstream's is that of no budget."""
+
+    name: int
+    upstream: list[Row]
+    ours: list[Row]
+    memory: Optional[int]
+    # Whether upstream's plans may draw random numbers twice, and gradients be wrong.
+    random: bool = False
+
+    @property
+    def base(self) -> Row:
+        return self.upstream[0]
+
+    @property
+    def by_memory(self) -> list[Row]:
+        """What the lines to paste ask for, if the memory is more than what is fixed."""
+        return [step for step in self.ours if "peak_bytes" in step]
+
+    def within(self, steps: Sequence[Row]) -> Optional[Row]:
+        """The cheapest of those that fit into the memory; no budget, where that fits."""
+
+        def cost(step: Row) -> float:
+            found: float = step["seconds" if "seconds" in step else "flops"]
+            return found
+
+        fit = [s for s in (self.base, *steps) if total(s) <= (self.memory or 0)]
+        return min(fit, key=cost, default=None)
+
+    def cost(self, step: Optional[Row]) -> str:
+        """Flops, and time, beyond those of a step without a budget."""
+        if step is None:
+            return "does not fit"
+        entries = [entry for entry in ("flops", "seconds") if entry in step]
+        more = " / ".join(f"{step[e] / self.base[e] - 1:+.1%}" for e in entries)
+        return more + self.star(step)
+
+    def star(self, step: Row) -> str:
+        return "*" if self.random and step in self.upstream[1:] else ""
+
+
+def total(step: Row) -> int:
+    nbytes: int = step["given"] + step["peak"]
+    return nbytes
+
+
+def lowest(steps: Sequence[Row]) -> Row:
+    return min(steps, key=total)
+
+
+def sizes_of(data: dict[str, Any]) -> tuple[str, list[Size]]:
+    """What varies, and those that have been measured both ways."""
+    rows, asked = good(data["measured"]), data["asked"]
+    what = "length" if len(asked["length"] or ()) > 1 else "batch"
+    found: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row[what] or 1, {})[row["way"]] = row
+    return what, [
+        Size(
+            *(name, ways[UPSTREAM]["steps"], ways[OURS]["steps"], asked["memory"]),
+            random=ways[UPSTREAM]["random"],
+        )
+        for name, ways in found.items()
+        if len(ways) == 2
+    ]
+
+
+def page(data: dict[str, Any]) -> str:
+    asked = data["asked"]
+    what, sizes = sizes_of(data)
+    if not sizes:
+        return "Nothing could be measured.\n"
+    memory = asked["memory"]
+    into = f" into {format_bytes(memory)}" if memory else ""
+    text = f"# {asked['model']}: what fits{into}\n\n{view(asked)}.\n\n"
+    text += summary(what, sizes) + "\n"
+    text += largest(what, sizes) if memory else ""
+    text += curve(what, sizes) + "\n" + NOTES
+    if memory:
+        left = format_bytes(int(LEAVE * memory))
+        text += f" Leave {left} free for them: pass that much less as --memory."
+        text += paste(asked, sizes)
+    return text + "\n\n" + measured_on(data["environment"], SIMULATED)
+
+
+def view(asked: dict[str, Any]) -> str:
+    text = "Counted operator by operator, without inductor's fusion"
+    if asked["gpu"]:
+        text = f"Counted for inductor's schedule for {GPUS[asked['gpu']].name}"
+    text += "; blocks by themselves" if asked["blocks"] else "; the model as one graph"
+    if asked["fsdp"]:
+        text += f", sharded over {asked['fsdp']} GPUs, of which this is one"
+    return f"{text}; {asked['optimizer']}, {asked['dtype']}"
+
+
+def summary(what: str, sizes: Sequence[Size]) -> str:
+    def least(size: Size) -> str:
+        step = lowest(size.upstream)
+        found = f"{format_bytes(total(step))} at {step['budget']:g}"
+        return found + size.star(step)
+
+    cells: dict[str, Any] = {
+        what: lambda size: f"{size.name}",
+        "fixed": lambda size: format_bytes(size.base["given"]),
+        "no budget": lambda size: format_bytes(total(size.base)),
+        "upstream's lowest": least,
+        "floor": lambda size: format_bytes(total(lowest(size.ours))),
+    }
+    if sizes[0].memory:
+        cells["upstream's, to fit"] = lambda s: s.cost(s.within(s.upstream))
+        cells["this set's, to fit"] = lambda s: s.cost(s.within(s.by_memory))
+    return columns(sizes, cells)
+
+
+def largest(what: str, sizes: Sequence[Size]) -> str:
+    def most(name: str, steps: Any) -> str:
+        best = "none"
+        for size in sizes:
+            step = size.within(steps(size))
+            best = f"{size.name}{size.star(step)}" if step else best
+        return f"{name} {best}"
+
+    found = (
+        most("without a budget", lambda size: size.upstream[:1]),
+        most("with upstream's budgets", lambda size: size.upstream),
+        most("with this set", lambda size: size.by_memory),
+    )
+    return f"Largest {what} that fits, of those asked: {', '.join(found)}.\n\n"
+
+
+def curve(what: str, sizes: Sequence[Size]) -> str:
+    """This set's plans by their share of the way from the floor to no budget."""
+    cells: dict[str, Any] = {what: lambda size: f"{size.name}"}
+
+    def at(share: float) -> Any:
+        def cell(size: Size) -> str:
+            (step,) = (s for s in size.ours if s.get("share") == share)
+            return f"{format_bytes(total(step))}, {size.cost(step)}"
+
+        return cell
+
+    shares = [s["share"] for s in sizes[0].ours if "share" in s]
+    cells.update({f"{share:g}": at(share) for share in shares})
+    return columns(sizes, cells)
+
+
+def paste(asked: dict[str, Any], sizes: Sequence[Size]) -> str:
+    """The lines for the largest that fits."""
+    fit = [size for size in sizes if size.within(size.by_memory)]
+    if not fit:
+        return ""
+    left = asked["memory"] - fit[-1].base["given"]
+    code = GRAPH.format(left)
+    if asked["blocks"]:
+        code = BLOCKS.format(LOSS * asked["compile_loss"], asked["memory"])
+    name = fit[-1].name
+    return f"\n\nWith the set installed, for {name}:\n\n```python\n{code}```\n"
+
+
+def plot(data: dict[str, Any], result: Path) -> None:
+    """Memory over the batch, or the length; written beside ``result``."""
+    asked = data["asked"]
+    what, sizes = sizes_of(data)
+    if not sizes:
+        return
+
+    def line(label: str, style: str, find: Any) -> Line:
+        return label, style, [(size.name, find(size) / 2**30) for size in sizes]
+
+    drawn = [
+        line("no budget", "C1s-", lambda size: total(size.base)),
+        line("upstream's lowest", "C2x-", lambda s: total(lowest(s.upstream))),
+        line("this set's floor", "C0o-", lambda s: total(lowest(s.ours))),
+        line("fixed", "k:", lambda size: size.base["given"]),
+    ]
+    if asked["memory"]:
+        drawn.append(line("memory", "r--", lambda size: asked["memory"]))
+    title = f"{asked['model']}, {asked['gpu'] or plans.RUN}"
+    panels(result, data["environment"], {title: drawn}, what, "GiB", SIMULATED)
