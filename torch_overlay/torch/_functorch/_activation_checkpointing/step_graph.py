@@ -232,7 +232,8 @@ class CompiledGraph:
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._runs[self._first]
-        if step is None:
+        # DDP's optimizer calls the parts of a model while it compiles them.
+        if step is None or TracingContext.try_get() is not None:
             return run(args)
         call, failure = None, f"a call of {self.graph.name} could not be tracked"
         with step.budget.warn_on_failure(failure):
