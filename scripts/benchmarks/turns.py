@@ -325,7 +325,7 @@ def memory(net: nets.Net, task: fresh.Task) -> Row:
 def dues(
     turns: Sequence[Turn], bounds: Sequence[float], dynamic: Optional[bool]
 ) -> Iterator[tuple[float, bool]]:
-    """Of each step what was allowed before, and whether plans have to change in it.
+    """Of each step what any was allowed before, and whether plans have to change in it.
 
     They do where what is trained is new, or larger than before, or has to be compiled
     anew: each size, or the second, of which graphs for all sizes are made.
@@ -334,9 +334,10 @@ def dues(
     known: dict[str, set[Size]] = {}
     for turn, bound in zip(turns, bounds):
         most = before.get(turn.trained, 0.0)
+        allowed = max(before.values(), default=0.0)
         seen = known.setdefault(turn.trained, set())
         is_compiled = dynamic is False or (dynamic is None and len(seen) < 2)
-        yield most, bound > most or (is_compiled and turn.size not in seen)
+        yield allowed, bound > most or (is_compiled and turn.size not in seen)
         seen.add(turn.size)
         before[turn.trained] = max(bound, most)
 

@@ -169,7 +169,7 @@ class StepBudget:
         recorder = None
         if self._to_record:
             recorder = Recorder(self.device, self.allocated())
-        Step(self, self._choices, recorder).open()
+        Step(self, self._choices, self._learned.states, recorder).open()
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
@@ -240,10 +240,6 @@ class StepBudget:
                 self._learned.add(learned)
                 self._is_new = True
 
-    def expects(self, state: Any) -> bool:
-        """Whether plans are for this, too, or it is what is to be learned."""
-        return bool(self._to_record) or state in self._learned.states
-
     def warn_of(self, state: Any) -> None:
         """That a step was not planned for, as it had this state."""
         number = state[1]
@@ -252,8 +248,8 @@ class StepBudget:
         what = f"more calls of {name} at once than {calls}, or in another order"
         self.warn(
             f"a step had {what if calls else f'a graph of its own, {name}'}, and no "
-            f"recorded one had; it ran by the plans there are, and {_RECORDED} more steps "
-            "at most are recorded, to plan for it when it comes again",
+            f"recorded one had; from there on it ran by lean plans, and {_RECORDED} more "
+            "steps at most are recorded, to plan for it when it comes again",
             "other",
         )
 

@@ -70,17 +70,23 @@ class Call:
 
 
 class Step:
-    """One run of a step, by ``choices`` for the slots of its graphs; may be recorded."""
+    """One run of a step, by ``choices`` for the slots of its graphs; may be recorded.
+
+    From the first event on that is not ``known``, calls run by their lean plans.
+    """
 
     def __init__(
         self,
         budget: StepBudget,
         choices: Mapping[Graph, tuple[int, ...]],
+        known: set[Any],
         recorder: Optional[Recorder],
     ) -> None:
         self.budget, self.choices, self.recorder = budget, choices, recorder
-        # Every event of a call, with those that waited meanwhile.
+        # Every event of a call, with those that waited meanwhile; plans are for the known
+        # ones.
         self.states: set[Any] = set()
+        self._known, self._is_known = known, True
         # That whose forward runs.
         self.call: Optional[Call] = None
         # Those that something is kept for, and what tells these apart from others.
@@ -132,14 +138,15 @@ class Step:
 
     def plan_of(self, graph: Graph, slot: int) -> int:
         """The plan of a call in a slot, the lean one where none was chosen."""
-        plans = self.choices.get(graph, ())
+        plans = self.choices.get(graph, ()) if self._is_known else ()
         return plans[slot] if slot < len(plans) else graph.lean
 
     def _note(self, kind: str, call: Call, flag: bool) -> None:
         first, waiting = self._is_first_round, self._key
         state = kind, call.graph.number, call.slot, flag, first, waiting
         self.states.add(state)
-        if self.budget.strict and not self.budget.expects(state):
+        self._is_known = self._is_known and state in self._known
+        if self.budget.strict and not self._is_known and self.recorder is None:
             self.budget.warn_of(state)
 
     def end(self, call: Call, has_run: bool = False) -> bool:
