@@ -58,7 +58,7 @@ def summary(data: dict[str, Any]) -> str:
 
 BENCHMARKS = (
     *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
-    "fits",
+    *("loops", "fits"),
 )
 FIGURES = ("peak", "step", "schedule", "blocks")
 # What other tables are made from, and how.

@@ -645,6 +645,10 @@ class StepBudgetTest(TestCase):
             steps(budget, model, batch(), count=3)
         self.assertEqual(budget.measured_peak, counted(None) - 1000)
         self.assertIn(" measured), ", str(budget))
+        # A smaller step may hold less.
+        budget.measured_peak, miss = None, -0.5
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            steps(budget, model, batch(BATCH // 2), count=1)
         miss, budget._learned = 0.1, Learned()
         budget._to_record = 1
         with self.assertLogs("torch._functorch", "WARNING") as logs:

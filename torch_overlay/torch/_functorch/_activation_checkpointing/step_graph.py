@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Graph", "Step", "for_step"]
 
+# By which scales may differ that are the same.
+_ROUNDED = 1 + 1e-6
 # Calls of a part of a model that are taken to be alive at once before a step shows it.
 _CALLS = 4
 
@@ -87,6 +89,8 @@ class Step:
         # ones.
         self.states: set[Any] = set()
         self._known, self._is_known = known, True
+        # Whether all calls are as large as those that plans are for.
+        self.is_largest = True
         # That whose forward runs.
         self.call: Optional[Call] = None
         # Those that something is kept for, and what tells these apart from others.
@@ -113,7 +117,8 @@ class Step:
         graph, scale = compiled.graph, compiled.scale_of(args)
         # It may have been compiled in a step of another budget.
         self.budget.graphs[graph.number] = graph
-        if scale > graph.scale:
+        self.is_largest &= scale >= graph.scale / _ROUNDED
+        if scale > graph.scale * _ROUNDED:
             failure = f"{graph.name} has no plans for larger calls"
             with self.budget.warn_on_failure(failure):
                 compiled.grow(scale, args)
