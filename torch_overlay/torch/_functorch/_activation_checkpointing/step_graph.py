@@ -18,6 +18,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
+from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -446,10 +447,16 @@ class CompiledGraph:
 
     def _signature(self, joint: Planner) -> Any:
         """What a graph of other sizes has in common with this one."""
-        operators = [str(node.target) for node in joint.model.nodes]
         static = self._state.fw_metadata.static_input_indices
         shapes = [tuple(self._state.flat_args[i].shape) for i in static]
-        return operators, len(joint.model.nbytes), shapes
+        # But for what computes sizes, where they are symbols.
+        operators = [
+            str(node.target)
+            for node in joint.joint.nodes
+            if node.op == "call_function"
+            and not isinstance(node.meta.get("val"), py_sym_types)
+        ]
+        return operators, shapes
 
     def _new_plans(self, joint: Planner, is_only: bool) -> tuple[GraphPlans, int]:
         """Plans for the graph, and which of these is lean."""
