@@ -32,7 +32,7 @@ from .compiled_peak import (
     takes_request,
 )
 from .decision import Decision
-from .graph_calls import backward_of, bytes_of, CALL, symbolic_sizes, with_warnings
+from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
 from .rerun_cost import concrete
 from .step_plan import GraphPlans, plan_graph
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.fx import GraphModule
+    from .liveness import Program
     from .memory_budget import Planner
 
     from .step_budget import StepBudget
@@ -99,6 +100,8 @@ class Step:
         self._key = 0
         # Gradients are made in the first round, and added to in the others.
         self._is_first_round = True
+        # The plans of those that a checkpoint runs again, which have to save the same.
+        self._checkpointed: dict[Graph, int] = {}
         self._context = ExitStack()
 
     def open(self) -> None:
@@ -125,7 +128,6 @@ class Step:
                 compiled.grow(scale, args)
                 if graph in self.choices:
                     self.budget.make_plan()
-        # A checkpoint runs a call twice, and both have to save the same.
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
         call = Call(graph, self, scale, slot, keeps_saved)
@@ -133,7 +135,10 @@ class Step:
         if keeps_saved:
             self._waiting.add(call)
             self._key ^= hash((graph.number, slot))
-        return call, self.plan_of(graph, slot)
+        plan = self.plan_of(graph, slot)
+        if not keeps_saved or graph in self._checkpointed:
+            plan = self._checkpointed.setdefault(graph, plan)
+        return call, plan
 
     def begin_backward(self, call: Call, is_retained: bool) -> None:
         self._note("B", call, is_retained)
@@ -225,10 +230,8 @@ class CompiledGraph:
         self._guarded: set[int] = set()
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
-        given = self._state.flat_args
-        self._symbolic, self._size = symbolic_sizes(given)
-        kinds = enumerate(map(type, given))
-        self._symbols = [i for i, kind in kinds if kind is torch.SymInt]
+        self._symbols = _symbols(self._state.flat_args)
+        self._scales: dict[tuple[int, ...], float] = {}
         # Of the size that was traced, by that of the graph's first call.
         self._scale = 1.0
 
@@ -239,9 +242,29 @@ class CompiledGraph:
         return _boxed(self._call), metadata
 
     def scale_of(self, args: Sequence[Any]) -> float:
-        """By how much a call is larger than the first one of the graph."""
-        size = bytes_of(args, self._symbolic)
-        return self._scale * (size / self._size if self._size else 1.0)
+        """By how much more a call computes, in bytes, than the first one of the graph."""
+        sizes = self._sizes(args)
+        if sizes not in self._scales:
+            more = _activations(self._sized(sizes).model) / self._activations
+            self._scales[sizes] = self._scale * more
+        return self._scales[sizes]
+
+    def _sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """What the symbols in the graph are in a call."""
+        places = self._symbols.values()
+        return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
+
+    def _sized(self, sizes: Sequence[int]) -> Planner:
+        """The graph where its symbols are these."""
+        symbols = dict(zip(self._symbols, sizes))
+
+        def number(size: Any) -> int:
+            if isinstance(size, int):
+                return size
+            found = size.node.expr.xreplace(symbols)
+            return int(found) if getattr(found, "is_number", True) else concrete(size)
+
+        return replace(self._joint, number=number)
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._runs[self._first]
@@ -403,6 +426,8 @@ class CompiledGraph:
             recorder.numbers(list(results))
         if not is_retained:
             step.end(call, has_run=True)
+            # Who keeps a loss is not to keep the step.
+            node.metadata.pop(CALL, None)
         return results
 
     def _tangents(self, args: Sequence[Any]) -> list[torch.Tensor]:
@@ -427,6 +452,7 @@ class CompiledGraph:
     def _find_plans(self, joint: Planner) -> None:
         """The plans of the graph, or those of the same graph of another size."""
         self._num_fwd_outputs, self._joint = joint.num_fwd_outputs, joint
+        self._activations = max(_activations(joint.model), 1)
         step: Any = running_step()
         # A budget that the user gave to a region of the model stays.
         is_only = joint.budget != config.activation_memory_budget or any(
@@ -441,22 +467,24 @@ class CompiledGraph:
             self.plans = self.graph.plans
         else:
             self.graph, self.plans = known, known.plans.sized(joint)
-            larger = _activations(self.plans) / max(_activations(known.plans), 1)
+            larger = self._activations / max(_activations(known.plans.model), 1)
             self._scale = known.scale * larger
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
 
     def _signature(self, joint: Planner) -> Any:
         """What a graph of other sizes has in common with this one."""
-        static = self._state.fw_metadata.static_input_indices
-        shapes = [tuple(self._state.flat_args[i].shape) for i in static]
+        model, static = joint.model, self._state.fw_metadata.static_input_indices
         # But for what computes sizes, where they are symbols.
         operators = [
-            str(node.target)
+            (str(node.target), str(getattr(node.meta.get("val"), "dtype", None)))
             for node in joint.joint.nodes
             if node.op == "call_function"
             and not isinstance(node.meta.get("val"), py_sym_types)
         ]
-        return operators, shapes
+        wiring = [(each.reads, each.writes) for each in model.operators]
+        shapes = [tuple(self._state.flat_args[i].shape) for i in static]
+        ends = sorted(model.outputs), len(model.tangents), joint.num_fwd_outputs
+        return operators, wiring, ends, shapes
 
     def _new_plans(self, joint: Planner, is_only: bool) -> tuple[GraphPlans, int]:
         """Plans for the graph, and which of these is lean."""
@@ -483,16 +511,7 @@ class CompiledGraph:
 
     def grow(self, scale: float, args: Sequence[Any]) -> None:
         """Let the plans of the graph be for this call, larger than all before."""
-        given = self._state.flat_args
-        symbols = {given[i].node.expr: args[i] for i in self._symbols}
-
-        def number(size: Any) -> int:
-            if isinstance(size, int):
-                return size
-            found = size.node.expr.xreplace(symbols)
-            return int(found) if getattr(found, "is_number", True) else concrete(size)
-
-        self.graph.plans = self.plans.sized(replace(self._joint, number=number))
+        self.graph.plans = self.plans.sized(self._sized(self._sizes(args)))
         self.graph.scale = scale
 
 
@@ -508,9 +527,21 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-def _activations(plans: GraphPlans) -> int:
+def _activations(model: Program) -> int:
     """The bytes of all that a forward computes."""
-    return sum(plans.model.size(each.writes) for each in plans.model.operators)
+    return sum(model.size(each.writes) for each in model.operators)
+
+
+def _symbols(given: Sequence[Any]) -> dict[Any, tuple[int, Optional[int]]]:
+    """Where calls have the symbols of sizes: an argument, or one of its dimensions."""
+    found: dict[Any, tuple[int, Optional[int]]] = {}
+    for i, each in enumerate(given):
+        is_tensor = isinstance(each, torch.Tensor)
+        sizes = enumerate(each.shape) if is_tensor else [(None, each)]
+        for at, size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                found.setdefault(size.node.expr, (i, at))
+    return found
 
 
 class _Variant(NamedTuple):

@@ -117,7 +117,8 @@ class Recorder(TorchDispatchMode):
         if modes and modes[-1] is self:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         else:
-            # Whoever left the step early has left another mode above.
+            # Whoever left the step early has left another mode above, and this one.
+            self.inside = 1
             self.error = RuntimeError(
                 "the step did not end in the dispatch mode it began in"
             )
