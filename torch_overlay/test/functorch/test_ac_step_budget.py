@@ -536,6 +536,34 @@ class StepBudgetTest(TestCase):
         self.assertEqual(count(), 1)
         self.assertIs(budget.plan, before)
 
+    def test_a_call_is_as_large_as_what_it_computes(self):
+        class Scores(nn.Module):
+            def forward(self, x):
+                return x + (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+        def train(model, x):
+            model(model.embed(x)).square().mean().backward()
+
+        model, budget = Scores(), StepBudget(share=0.5)
+        model.embed = nn.Linear(WIDTH, WIDTH)
+        model.compile(backend=AOT, dynamic=True)
+        steps(budget, model, torch.randn(64, 16, WIDTH), train=train)
+        # Fewer inputs, but more scores of each pair.
+        long = torch.randn(3, 256, WIDTH)
+        peaks = [measured(budget, model, long, train=train) for _ in range(2)]
+        self.assertLessEqual(max(peaks), 1.005 * budget.plan.allowed)
+
+    def test_checkpoints_in_a_step_that_was_not_planned_for(self):
+        # Once the second head runs, plans are lean, but not for what runs again.
+        heads = [Block(), NormBehind()]
+        for head in heads:
+            head.compile(backend=AOT)
+        model, budget = CheckpointedNet(), StepBudget(share=1.0)
+        for head in (0, 0, 0, 1, 0, 1, 1):
+            model.head = nn.Sequential(heads[head])
+            gradients = steps(budget, model, batch(), count=1)
+            self.assertEqual(len(gradients), len([*model.parameters()]))
+
     def test_strict(self):
         model, budget = Net(dynamic=True), StepBudget(share=0.2, strict=True)
         steps(budget, model, batch(), count=3)
