@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CALL", "backward_of", "bytes_of", "symbolic_sizes", "with_warnings"]
+__all__ = ["CALL", "backward_of", "with_warnings"]
 
 # Where the autograd node of a compiled backward has its call.
 CALL = "activation memory budget: call"
 
 
-def symbolic_sizes(arguments: Sequence[Any]) -> tuple[list[int], int]:
+def _symbolic_sizes(arguments: Sequence[Any]) -> tuple[list[int], int]:
     """Which arguments have a symbol for a size, and their bytes by the hints."""
     found = [
         i
         for i, each in enumerate(arguments)
         if isinstance(each, torch.Tensor) and not isinstance(each.numel(), int)
     ]
-    return found, bytes_of(arguments, found)
+    return found, _bytes_of(arguments, found)
 
 
-def bytes_of(arguments: Sequence[Any], indices: Iterable[int]) -> int:
+def _bytes_of(arguments: Sequence[Any], indices: Iterable[int]) -> int:
     sizes = (arguments[i].untyped_storage().nbytes() for i in indices)
     return sum(map(concrete, sizes))
 
@@ -97,13 +97,13 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     if plan is None:
         return run
     is_only = options.activation_memory_graph_calls is None
-    symbolic, planned = symbolic_sizes(given)
+    symbolic, planned = _symbolic_sizes(given)
     largest = planned
 
     @functools.wraps(run)
     def call(args: list[Any]) -> Any:
         nonlocal largest
-        size = bytes_of(args, symbolic)
+        size = _bytes_of(args, symbolic)
         if size > largest and limit is not None and plan.peak is not None:
             largest, peak = size, plan.peak.predicted
             expected = peak * size // planned

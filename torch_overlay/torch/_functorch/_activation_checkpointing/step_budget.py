@@ -369,12 +369,12 @@ class StepBudget:
         if self.measured_peak is not None:
             measured = f" ({format_bytes(self.measured_peak)} measured)"
         how = "told by its compiles" if plan.is_told else "exact, operator by operator"
-        more = f"; {plan.cost / plan.work:.1%} more work" if plan.work else ""
+        figures = "; ".join(filter(None, (f"figures are {how}", plan.more_work)))
         lines = [
             "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; {})".format(
                 sizes[0], measured, *sizes[1:], what
             ),
-            f"live at step start: {format_bytes(plan.given)}; figures are {how}{more}",
+            f"live at step start: {format_bytes(plan.given)}; {figures}",
             f"at the peak: {plan.peak}",
             f"at the floor's: {plan.at_floor}",
             *plan.table(),

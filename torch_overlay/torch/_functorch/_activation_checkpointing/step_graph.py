@@ -243,6 +243,8 @@ class CompiledGraph:
 
     def scale_of(self, args: Sequence[Any]) -> float:
         """By how much more a call computes, in bytes, than the first one of the graph."""
+        if not self._symbols:
+            return self._scale
         sizes = self._sizes(args)
         if sizes not in self._scales:
             more = _activations(self._sized(sizes).model) / self._activations

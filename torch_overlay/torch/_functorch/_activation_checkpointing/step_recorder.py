@@ -37,7 +37,6 @@ __all__ = [
     "Learned",
     "Recorder",
     "Timeline",
-    "keep_largest",
     "running",
     "running_step",
 ]
@@ -262,7 +261,7 @@ class Learned:
         for graph, calls in other.calls.items():
             both = itertools.zip_longest(calls, self.calls.get(graph, ()), fillvalue=0)
             self.calls[graph] = [*itertools.starmap(max, both)]
-        keep_largest(self.scales, other.scales)
+        _keep_largest(self.scales, other.scales)
 
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
         """The moments of a step with the largest calls of these graphs."""
@@ -276,7 +275,7 @@ class Learned:
         }
 
 
-def keep_largest(of: dict[int, float], new: Mapping[int, float]) -> None:
+def _keep_largest(of: dict[int, float], new: Mapping[int, float]) -> None:
     for key, value in new.items():
         of[key] = max(value, of.get(key, value))
 
@@ -286,9 +285,9 @@ class Timeline:
 
     An optimizer's state that is still there then is not made anew, and a gradient only
     until it is added to the one that is there, unless gradients are made ``anew``.
-    ``moments`` is the step; of all that eager
-    code made, ``made``, it leaves behind ``live`` bytes beside those.  Of each graph,
-    ``calls`` has how many are in each slot, and ``scales`` the largest of their scales.
+    ``moments`` is the step; of all that eager code made, ``made``, it leaves behind
+    ``live`` bytes beside those.  Of each graph, ``calls`` has how many are in each slot,
+    and ``scales`` the largest of their scales.
     O(events).
     """
 
@@ -356,7 +355,7 @@ class Timeline:
         calls = self.calls.setdefault(graph, [])
         calls += [0] * (call.slot + 1 - len(calls))
         calls[call.slot] += 1
-        keep_largest(self.scales, {graph: call.scale})
+        _keep_largest(self.scales, {graph: call.scale})
 
     def _begin(self, at: int, event: Event) -> None:
         """A compiled forward or backward runs."""

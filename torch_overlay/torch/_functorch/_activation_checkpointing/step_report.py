@@ -95,11 +95,15 @@ class StepSummary:
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
+    def more_work(self) -> str:
+        """What is computed again, by what is without a budget; empty if not known."""
+        return f"{self.cost / self.work:.1%} more work" if self.work else ""
+
+    @property
     def headline(self) -> str:
         """Its bytes, those that are allowed, and what it costs."""
-        more = f", {self.cost / self.work:.1%} more work" if self.work else ""
         peak, allowed = map(format_bytes, (self.predicted_peak, self.allowed))
-        return f"{peak} of {allowed}{more}"
+        return ", ".join(filter(None, (f"{peak} of {allowed}", self.more_work)))
 
     def table(self) -> Iterator[str]:
         """The graphs and what their calls hold, in lines."""
