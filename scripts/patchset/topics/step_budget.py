@@ -53,6 +53,7 @@ new plans are made before they run, and other ones are recorded.
     sources=tuple(
         module_path(name)
         for name in (
+            "step_backward",
             "step_budget",
             "step_graph",
             "step_plan",

@@ -102,6 +102,22 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x), x.detach()[:, :8].argmax(1))
 
 
+class Speller(nn.Module):
+    """Returns its loss and, for `both`, the logits."""
+
+    def __init__(self, both=True, compiled=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.both = Block(), nn.Linear(WIDTH, 1024), both
+        if compiled:
+            self.compile(backend=AOT)
+
+    def forward(self, x):
+        logits = self.head(self.body(x))
+        loss = F.cross_entropy(logits, x.argmax(1))
+        return (loss, logits) if self.both else (loss,)
+
+
 def batch(rows=BATCH, seed=1):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -561,6 +577,33 @@ class StepBudgetTest(TestCase):
             model.head = nn.Sequential(heads[head])
             gradients = steps(budget, model, batch(), count=1)
             self.assertEqual(len(gradients), len([*model.parameters()]))
+
+    def test_outputs_that_the_caller_drops(self):
+        def train(model, x):
+            model(x)[0].backward()
+
+        def train_both(model, x):
+            loss, logits = model(x)
+            (loss + logits.mean()).backward()
+
+        found = []
+        for both in (False, True):
+            torch._dynamo.reset()
+            model, budget = Speller(both), StepBudget(share=0.0)
+            gradients = steps(budget, model, batch(), train=train)
+            with self.assertNoLogs("torch._functorch", "WARNING"):
+                peak = measured(budget, model, batch(), train=train)
+            self.assertLessEqual(abs(peak - budget.plan.predicted_peak), 0.01 * peak)
+            found.append((peak, gradients))
+        (alone, gradients), (peak, same) = found
+        self.assertLessEqual(peak, 1.01 * alone)
+        self.assertEqual(same, gradients, rtol=0, atol=0)
+        # With a gradient that no recorded step had.
+        with self.assertLogs(f"{PLACE}.step_budget", "WARNING"):
+            gradients = steps(budget, model, batch(), train=train_both, count=1)
+        eager = Speller(compiled=False)
+        train_both(eager, batch())
+        self.assertEqual(gradients, [p.grad for p in eager.parameters()])
 
     def test_strict(self):
         model, budget = Net(dynamic=True), StepBudget(share=0.2, strict=True)

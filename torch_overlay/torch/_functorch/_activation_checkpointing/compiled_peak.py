@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .decision import Decision
     from .memory_budget import Planner
     from .peak_budget import PlannedPeak
+    from .step_plan import Missing
 
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class CompiledPeaks:
         self._compilers = compilers
         self.guarded = False
         self.num_fwd_outputs = 0
+        # What a step's calls miss, and so nobody holds.
+        self.missing: Optional[Missing] = None
         self.peaks: Optional[tuple[int, int]] = None
         self._memory: Optional[WrapperMemory] = None
 
@@ -98,6 +101,7 @@ class CompiledPeaks:
         return compiled
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        absent, gone = self.missing or ((), ())
         saved = module.graph.find_nodes(op="placeholder")
         names = _names(saved)
         tangents = [
@@ -105,13 +109,17 @@ class CompiledPeaks:
             for node in saved
             if _is_tangent(node) and get_node_storage(node) not in self._storages
         ]
-        tangent_bytes = activation_bytes((), tangents)
+        held = [node for at, node in enumerate(tangents) if at not in absent]
+        tangent_bytes = activation_bytes((), held)
         compiled = self._compile(1, module, inputs)
         memory = getattr(compiled, "memory", None)
         if self._memory is not None and memory is not None:
             n = self.num_fwd_outputs
+            of = enumerate(self._memory.results)
+            results = tuple(None if at in gone else result for at, result in of)
+            forward = self._memory._replace(results=results)
             self.peaks = peaks_of(
-                self._results, names, self._memory, memory, n, tangent_bytes
+                self._results, names, forward, memory, n, tangent_bytes
             )
         return compiled
 

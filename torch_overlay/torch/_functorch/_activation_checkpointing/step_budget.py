@@ -214,9 +214,10 @@ class StepBudget:
         # What only garbage holds is not there in the next step.
         gc.collect()
         timeline = Timeline(recorder)
-        # Buffers that the first step makes once and for all are there in a second.
+        # Buffers that the first step makes once and for all are there in a second, in
+        # which DDP makes its buckets anew.
         is_first, self._is_first = self._is_first, False
-        if is_first and timeline.live > _NEW * timeline.made:
+        if is_first and (recorder.reduces or timeline.live > _NEW * timeline.made):
             self._to_record = 1
         elif not states <= self._learned.states:
             self._to_record = 0
@@ -246,7 +247,10 @@ class StepBudget:
         number = state[1]
         graph, calls = self.graphs.get(number), sum(self._learned.calls.get(number, ()))
         name = graph.name if graph is not None else "a graph that is gone"
-        what = f"more calls of {name} at once than {calls}, or in another order"
+        what = (
+            f"more calls of {name} at once than {calls}, or in another order, or with "
+            "gradients of other outputs"
+        )
         self.warn(
             f"a step had {what if calls else f'a graph of its own, {name}'}, and no "
             f"recorded one had; from there on it ran by lean plans, and {_RECORDED} more "
@@ -305,6 +309,8 @@ class StepBudget:
         """Choose plans for what was learned, and for the largest calls so far."""
         learned, given = self._learned, self._given
         graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
+        for number, graph in graphs.items():
+            graph.expect(learned.missing(number))
         moments = learned.expected(graphs)
         rest = {held: nbytes.total for held, nbytes in moments.items()}
 

@@ -16,11 +16,13 @@ from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from . import memory_budget
 from .compiled_peak import (
@@ -35,7 +37,8 @@ from .decision import Decision
 from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
 from .rerun_cost import concrete
-from .step_plan import GraphPlans, plan_graph
+from .step_backward import Backward
+from .step_plan import GraphPlans, Missing, plan_graph
 from .step_recorder import Event, Recorder, running, running_step
 
 
@@ -67,10 +70,26 @@ class Call:
     scale: float
     slot: int
     keeps_saved: bool
+    plan: int = 0
+    # What its forward returned: each storage, and the tensor that the caller has of it.
+    returned: list[Any] = field(default_factory=list)
+    tensors: dict[int, Any] = field(default_factory=dict)
+    # What its backward does not get, and what is gone by then.
+    missing: Optional[Missing] = None
     outputs: list[Optional[int]] = field(default_factory=list)
     inputs: list[Optional[int]] = field(default_factory=list)
     # Kept, so that it tells when the node goes without having run.
     node: Optional[weakref.ref[Any]] = None
+
+    def gone(self) -> frozenset[int]:
+        """Which outputs nobody has any more, but for what is saved for the backward."""
+        saved = self.graph.plans.plans[self.plan].outputs
+        found = set()
+        for at, storage in enumerate(self.returned):
+            is_dropped = at in self.tensors and self.tensors[at]() is None
+            if is_dropped and (at in saved or storage() is None):
+                found.add(at)
+        return frozenset(found)
 
 
 class Step:
@@ -138,9 +157,14 @@ class Step:
         plan = self.plan_of(graph, slot)
         if not keeps_saved or graph in self._checkpointed:
             plan = self._checkpointed.setdefault(graph, plan)
+        call.plan = plan
         return call, plan
 
-    def begin_backward(self, call: Call, is_retained: bool) -> None:
+    def begin_backward(
+        self, call: Call, is_retained: bool, absent: frozenset[int]
+    ) -> None:
+        if absent:
+            call.missing = Missing(absent, call.gone())
         self._note("B", call, is_retained)
 
     def next_slot(self, graph: Graph) -> int:
@@ -153,8 +177,8 @@ class Step:
         return plans[slot] if slot < len(plans) else graph.lean
 
     def _note(self, kind: str, call: Call, flag: bool) -> None:
-        first, waiting = self._is_first_round, self._key
-        state = kind, call.graph.number, call.slot, flag, first, waiting
+        number, first, waiting = call.graph.number, self._is_first_round, self._key
+        state = kind, number, call.slot, flag, first, waiting, call.missing
         self.states.add(state)
         self._is_known = self._is_known and state in self._known
         if self.budget.strict and not self._is_known and self.recorder is None:
@@ -193,11 +217,23 @@ class Graph:
     have as long as there is no choice.
     """
 
-    def __init__(self, name: str, signature: Any, plans: GraphPlans, lean: int) -> None:
-        self.name, self.signature, self.plans, self.lean = name, signature, plans, lean
+    lean: int
+
+    def __init__(
+        self, name: str, signature: Any, largest: Planner, plans: GraphPlans
+    ) -> None:
+        self.name, self.signature = name, signature
+        self.largest, self.plans = largest, plans
         self.number = next(_numbers)
         self.scale = 1.0
         self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
+
+    def expect(self, missing: Optional[Missing]) -> None:
+        """Let the plans be for calls that miss this, if they are not."""
+        compiled = self.current()
+        if compiled is not None and missing != self.plans.missing:
+            plans, self.lean = compiled.plans_for(missing)
+            self.plans = plans.sized(self.largest)
 
 
 _numbers = itertools.count()
@@ -224,8 +260,9 @@ class CompiledGraph:
         self._name = _module_of() or get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
-        # That which it was compiled by at first.
+        # The plan that it was compiled by at first, and what was made of it.
         self._first = 0
+        self._first_run: Callable[..., Any]
         # The plans that were compiled with a guard against fusions, too.
         self._guarded: set[int] = set()
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
@@ -238,7 +275,7 @@ class CompiledGraph:
     def first(self) -> Any:
         """Compile by the plan of its first call; returns what AOTAutograd wants."""
         run, metadata = self._compiled(None)
-        self._runs[self._first] = run
+        self._runs[self._first] = self._first_run = run
         return _boxed(self._call), metadata
 
     def scale_of(self, args: Sequence[Any]) -> float:
@@ -269,15 +306,16 @@ class CompiledGraph:
         return replace(self._joint, number=number)
 
     def _call(self, args: list[Any]) -> Any:
-        step, run = running_step(), self._runs[self._first]
+        step, run = running_step(), self._first_run
         # DDP's optimizer calls the parts of a model while it compiles them.
         if step is None or TracingContext.try_get() is not None:
             return run(args)
         call, failure = None, f"a call of {self.graph.name} could not be tracked"
         with step.budget.warn_on_failure(failure):
             call, plan = step.begin(self, args)
-            self.graph.current = weakref.ref(self)
-            if plan not in self._runs:
+            graph = self.graph
+            graph.current = weakref.ref(self)
+            if plan not in self._runs or self.plans.missing != graph.plans.missing:
                 self.compile([plan], step.budget)
             run = self._runs[plan]
         step.call = call
@@ -299,6 +337,9 @@ class CompiledGraph:
             step.end(call)
             return
         node.metadata[CALL] = call
+        if self._may_miss:
+            node.set_materialize_grads(False)
+            self._watch(tree_leaves(result), call)
 
         def died(_: Any) -> None:
             if step.end(call) and step.recorder is not None:
@@ -306,16 +347,35 @@ class CompiledGraph:
 
         call.node = weakref.ref(node, died)
 
+    def _watch(self, results: Iterable[Any], call: Call) -> None:
+        """See when the caller drops what was returned."""
+        places = {ref: at for at, ref in enumerate(call.returned) if ref is not None}
+        recorder = call.step.recorder
+        for each in _tensors(results):
+            at = places.get(weakref.ref(each.untyped_storage()))
+            if at is None:
+                continue
+
+            def dropped(_: Any, at: int = at) -> None:
+                storage = call.outputs[at] if recorder is not None else None
+                if recorder is not None and storage is not None:
+                    recorder.log.append(Event("d", storage))
+
+            call.tensors[at] = weakref.ref(each, dropped)
+
     # -------------------------------------------------------------- its compiles
 
     def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
         """Compile by plans, where that has not been done."""
         name = self.graph.name
+        if self.plans.missing != self.graph.plans.missing:
+            self.plans = self.graph.plans.sized(self._joint)
+            self._runs, self._guarded = {}, set()
         for plan in sorted({*plans}):
             failure = f"{name} keeps its first plan, as another failed to compile"
             if plan not in self._runs:
                 # Unless it compiles.
-                self._runs[plan] = self._runs[self._first]
+                self._runs[plan] = self._first_run
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._runs[plan], _ = self._compiled(plan)
             if has_guard() and plan not in self._guarded and self._holds_more(plan):
@@ -376,7 +436,9 @@ class CompiledGraph:
         compiled.guarded = is_guarded
 
         def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
-            result = compiled.backward(module, inputs)
+            missing = compiled.missing = self.plans.missing
+            result = Backward(compiled.backward, module, inputs, self._as_traced)
+            result.compile(missing.tangents if missing is not None else frozenset())
             if compiled.peaks is not None:
                 forward, backward = compiled.peaks
                 backward -= self.plans.model.held_by_caller
@@ -397,17 +459,22 @@ class CompiledGraph:
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()
         call = step.call if step is not None else None
-        if call is None or call.step.recorder is None:
+        if call is None:
             return run(args)
         recorder = call.step.recorder
+        if recorder is None:
+            results = run(args)
+            call.returned = _storages(results[: self._num_fwd_outputs])
+            return results
         # No name here for what the call is to free.
         call.inputs = recorder.numbers(_tensors(args)[: self.plans.primals], True)
         with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
             results = run(args)
         call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
+        call.returned = _storages(results[: self._num_fwd_outputs])
         return results
 
-    def _backward(self, run: Callable[..., Any], args: list[Any]) -> Any:
+    def _backward(self, run: Backward, args: list[Any]) -> Any:
         node: Any = torch._C._current_autograd_node()
         call = node.metadata.get(CALL) if node is not None else None
         step = running_step()
@@ -416,12 +483,12 @@ class CompiledGraph:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
-        step.begin_backward(call, is_retained)
+        step.begin_backward(call, is_retained, run.absent(args))
         recorder = step.recorder
         if recorder is None:
             results = run(args)
         else:
-            inputs = call.inputs + recorder.numbers(self._tangents(args))
+            inputs = call.inputs + recorder.numbers([args[i] for i in run.tangents])
             begin = Event("B", call=call, flag=is_retained, inputs=inputs)
             with recorder.around(begin):
                 results = run(args)
@@ -431,10 +498,6 @@ class CompiledGraph:
             # Who keeps a loss is not to keep the step.
             node.metadata.pop(CALL, None)
         return results
-
-    def _tangents(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        tensors = _tensors(args)
-        return tensors[len(tensors) - self.plans.tangents :]
 
     # ----------------------------------------------------------------- its plans
 
@@ -454,19 +517,22 @@ class CompiledGraph:
     def _find_plans(self, joint: Planner) -> None:
         """The plans of the graph, or those of the same graph of another size."""
         self._num_fwd_outputs, self._joint = joint.num_fwd_outputs, joint
+        metas = self._state.fw_metadata.subclass_tangent_meta
+        # Inside of a tensor subclass, none can be missing.
+        self._may_miss = all(isinstance(meta, PlainTensorMeta) for meta in metas)
         self._activations = max(_activations(joint.model), 1)
         step: Any = running_step()
         # A budget that the user gave to a region of the model stays.
-        is_only = joint.budget != config.activation_memory_budget or any(
+        self._is_only = joint.budget != config.activation_memory_budget or any(
             _get_memory_budget_annotation(node) is not None
             for node in joint.joint.nodes
         )
-        signature = None if is_only else self._signature(joint)
+        signature = None if self._is_only else self._signature(joint)
         known = step.budget.graph_like(signature) if signature is not None else None
         if known is None:
-            found = self._new_plans(joint, is_only)
-            self.graph = Graph(self._name, signature, *found)
-            self.plans = self.graph.plans
+            plans, lean = self.plans_for(None)
+            self.graph, self.plans = Graph(self._name, signature, joint, plans), plans
+            self.graph.lean = lean
         else:
             self.graph, self.plans = known, known.plans.sized(joint)
             larger = self._activations / max(_activations(known.plans.model), 1)
@@ -488,10 +554,11 @@ class CompiledGraph:
         ends = sorted(model.outputs), len(model.tangents), joint.num_fwd_outputs
         return operators, wiring, ends, shapes
 
-    def _new_plans(self, joint: Planner, is_only: bool) -> tuple[GraphPlans, int]:
-        """Plans for the graph, and which of these is lean."""
+    def plans_for(self, missing: Optional[Missing]) -> tuple[GraphPlans, int]:
+        """Plans for the graph's calls that miss this, and which of these is lean."""
+        joint, is_only = self._joint, self._is_only
         chosen = memory_budget.decide(joint, joint.budget if is_only else 1)
-        found = plan_graph(joint, chosen.saved_values, is_only)
+        found = plan_graph(joint, chosen.saved_values, is_only, missing)
         options: Any = config
         calls = options.activation_memory_graph_calls or self._expected_calls()
 
@@ -513,7 +580,8 @@ class CompiledGraph:
 
     def grow(self, scale: float, args: Sequence[Any]) -> None:
         """Let the plans of the graph be for this call, larger than all before."""
-        self.graph.plans = self.plans.sized(self._sized(self._sizes(args)))
+        self.graph.largest = self._sized(self._sizes(args))
+        self.graph.plans = self.plans.sized(self.graph.largest)
         self.graph.scale = scale
 
 
@@ -523,6 +591,14 @@ def _module_of() -> Optional[str]:
     names = (getattr(code, "co_qualname", "") for code in codes)
     forwards = (name.split(".")[-2:] for name in names if name.endswith(".forward"))
     return next((name for name, _ in forwards), None)
+
+
+def _storages(values: Iterable[Any]) -> list[Any]:
+    """References to the storages of each tensor, None for what is none."""
+    return [
+        weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
+        for each in values
+    ]
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .budget_solver import lightest
+from .fused_peak import by_kernels
 from .knapsack_exact import solve_knapsack_budgets
-from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
+from .peak_budget import find_plans, Plans, rerun_costs, undominated
 from .rerun_cost import flops
 
 
@@ -44,7 +45,15 @@ if TYPE_CHECKING:
     from .memory_budget import Planner
 
 
-__all__ = ["GraphPlan", "GraphPlans", "Held", "Moments", "StepCurve", "plan_graph"]
+__all__ = [
+    "GraphPlan",
+    "GraphPlans",
+    "Held",
+    "Missing",
+    "Moments",
+    "StepCurve",
+    "plan_graph",
+]
 
 # Budgets of saved bytes whose knapsacks become plans.
 _BUDGETS = [k / 48 for k in range(48)]
@@ -54,6 +63,16 @@ _COMBINED, _SPLITS = 16, 32
 _LEVELS = 48
 # How often each graph gets its turn, at most, as others choose anew.
 _SWEEPS = 8
+
+
+class Missing(NamedTuple):
+    """Of a call, which tangents its backward does not get, and which outputs are gone.
+
+    As of logits that a caller drops: these are no more than what the forward saves of them.
+    """
+
+    tangents: frozenset[int]
+    outputs: frozenset[int]
 
 
 class GraphPlan(NamedTuple):
@@ -94,11 +113,13 @@ class GraphPlans:
     outputs: dict[int, int]
     # What the graph computes without a budget, by the estimator's unit; 0 if not known.
     work: float
+    # What its calls miss, in the model's view.
+    missing: Optional[Missing] = None
     told: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def sized(self, joint: Planner) -> GraphPlans:
         """The same plans for calls of the size that ``joint`` has."""
-        model = model_of(joint)
+        model = _model(joint, self.missing)
         evaluations = model.evaluate_all([plan.storages for plan in self.plans])
         pairs = zip(self.plans, evaluations)
         plans = [GraphPlan(*_bytes(model, e), *plan[3:]) for plan, e in pairs]
@@ -126,7 +147,8 @@ class GraphPlans:
     def live(self, what: str, of: Any) -> list[int]:
         """By plan, what a call of the graph holds; see :class:`Held`."""
         if what == "output":
-            return [self.outputs[of] * (of in plan.outputs) for plan in self.plans]
+            nbytes = self.outputs.get(of, 0)
+            return [nbytes * (of in plan.outputs) for plan in self.plans]
         # What a compile tells has tangents to the end, and does not know of the others.
         if what == "backward" and of and not self.told:
             own = dict(self.inputs[index] for index in of)
@@ -158,18 +180,22 @@ Moments = dict[frozenset[Held], int]
 
 
 def plan_graph(
-    joint: Planner, saved: Sequence[fx.Node], is_only: bool = False
+    joint: Planner,
+    saved: Sequence[fx.Node],
+    is_only: bool = False,
+    missing: Optional[Missing] = None,
 ) -> GraphPlans:
     """The plans of a joint graph, and its model; ``saved`` is what that of budget 1 saves.
 
-    Or the one that saves ``saved``, if that is the only one to have.
+    Or the one that saves ``saved``, if that is the only one to have.  They are for calls
+    that miss what is ``missing``.
 
     There are those of the search for a peak, those of knapsacks at many budgets, and the
     one that saves nothing: where calls wait for each other, what a call keeps counts for
     more than its own peak.
     Raises as :func:`.liveness.read` does.
     """
-    model = model_of(joint)
+    model = _model(joint, missing)
     cheapest, expensive = joint.cheapest_cut()
     if is_only:
         plans = Plans(model, rerun_costs(model, expensive))
@@ -188,7 +214,35 @@ def plan_graph(
     inputs, outputs = _inputs(joint, model), _outputs(joint, model)
     is_known = config.activation_memory_budget_runtime_estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
-    return GraphPlans(best, model, primals, tangents, inputs, outputs, work)
+    return GraphPlans(best, model, primals, tangents, inputs, outputs, work, missing)
+
+
+def _model(joint: Planner, missing: Optional[Missing]) -> Program:
+    """The model of a graph whose calls miss something."""
+    model = joint.model
+    if missing is not None:
+        model = _without(missing, model, joint)
+    return by_kernels(model) if joint.fused else model
+
+
+def _without(missing: Missing, model: Program, joint: Planner) -> Program:
+    tangents = [node for node in _given(joint) if node in model.tangents]
+    absent = [tangents[index] for index in missing.tangents]
+    values = (node.meta["val"] for node in absent)
+    fewer = sum(joint.number(value.numel()) * value.itemsize for value in values)
+    nbytes = [*model.nbytes]
+    for s in model.storages(absent):
+        nbytes[s] = 0
+    returned = [*_returned(joint, model)]
+    gone = {s for s, index in returned if index in missing.outputs}
+    gone.difference_update(s for s, index in returned if index not in missing.outputs)
+    return replace(
+        model,
+        nbytes=nbytes,
+        outputs=model.outputs - gone,
+        written_back=model.written_back | gone,
+        tangent_bytes=model.tangent_bytes - fewer,
+    )
 
 
 def _given(joint: Planner) -> list[fx.Node]:
@@ -216,7 +270,8 @@ def _returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:
 def _outputs(joint: Planner, model: Program) -> dict[int, int]:
     found: dict[int, int] = {}
     for s, index in _returned(joint, model):
-        found[index] = found.get(index, 0) + model.nbytes[s]
+        if s in model.outputs:
+            found[index] = found.get(index, 0) + model.nbytes[s]
     return found
 
 
@@ -234,7 +289,7 @@ def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
     returned = dict(reversed([*_returned(joint, model)]))
     found = []
     for storages, evaluation in plans.evaluations.items():
-        saved = evaluation.saved & model.outputs & returned.keys()
+        saved = evaluation.saved & returned.keys()
         outputs = frozenset(returned[s] for s in saved)
         cost = plans.found[storages].cost
         found.append(GraphPlan(*_bytes(model, evaluation), cost, outputs, storages))

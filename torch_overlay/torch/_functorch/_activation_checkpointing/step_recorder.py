@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from .step_plan import Held
+from .step_plan import Held, Missing
 
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Event(NamedTuple):
     Args:
         kind: "+" and "-", a storage is made and gone; "=", it has ``nbytes`` more; "F" and
             "f", "B" and "b", the forward or backward of a ``call`` begins and ends; "x",
-            none of its backward is to come.
+            none of its backward is to come; "d", the caller drops an output.
         storage: its number, -1 where the event is one of a call.
         flag: of "+", whether gradients were recorded; of a call, whether anything is kept
             for a backward to come.
@@ -93,6 +93,8 @@ class Recorder(TorchDispatchMode):
         self.log: list[Event] = []
         self.nbytes: list[int] = []
         self.inside = 0
+        # Whether gradients are reduced over ranks, as DDP does.
+        self.reduces = False
         # Why nothing more is recorded.
         self.error: Optional[Exception] = None
         self._given = given
@@ -136,6 +138,7 @@ class Recorder(TorchDispatchMode):
             # Before an optimizer uses them up.
             self._ran_backward = False
             self.seen_gradients |= self.gradients()
+        self.reduces |= func._schema.name == "c10d::allreduce_"
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.numbers((args, kwargs), is_existing=True)
@@ -263,6 +266,11 @@ class Learned:
             self.calls[graph] = [*itertools.starmap(max, both)]
         _keep_largest(self.scales, other.scales)
 
+    def missing(self, graph: int) -> Optional[Missing]:
+        """What all calls of a graph miss whose backward ran."""
+        found = {s[-1] for s in self.states if s[:2] == ("B", graph)}
+        return found.pop() if len(found) == 1 else None
+
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
         """The moments of a step with the largest calls of these graphs."""
         scales = ((n, scale) for n, scale in self.scales.items() if n in graphs)
@@ -305,6 +313,13 @@ class Timeline:
         # Gradients, what stays, and what is resized as shards are, grow with no input.
         resized = {event.storage for event in self._log if event.kind == "="}
         self._of_no_input = self._remaining | resized | recorder.seen_gradients
+        # What the caller dropped and the backward misses counts only as far as it is saved.
+        backwards = (event.call for event in self._log if event.kind == "B")
+        self._dropped = {
+            call.outputs[at]
+            for call in backwards
+            for at in (call.missing.outputs if call.missing else ())
+        }
         self._passing, self._most = 0, Bytes(0, 0)
         # Of a storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
@@ -313,7 +328,8 @@ class Timeline:
             if event.kind == "+":
                 self._make(at, event)
             elif event.storage >= 0:
-                self._change(event)
+                if event.kind != "d" or event.storage in self._dropped:
+                    self._change(event)
             elif event.kind in "FB":
                 self._begin(at, event)
             else:
