@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
             # Before an optimizer uses them up.
             self._ran_backward = False
             self.seen_gradients |= self.gradients()
-        self.reduces |= func._schema.name == "c10d::allreduce_"
+        self.reduces |= func.name() == "c10d::allreduce_"
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.numbers((args, kwargs), is_existing=True)
