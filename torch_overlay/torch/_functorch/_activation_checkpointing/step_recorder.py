@@ -230,6 +230,11 @@ class Recorder(TorchDispatchMode):
         keys = {storage._cdata for storage in self._storages(grads)}
         return {self._live[key][0] for key in keys & self._live.keys()}
 
+    def parameter_bytes(self) -> int:
+        """The bytes of what gradients were wanted for."""
+        storages = self._storages([*self._leaves.values()])
+        return sum({s._cdata: s.nbytes() for s in storages}.values())
+
     def bytes_at_next_start(self) -> int:
         """The bytes that are there when the next step starts."""
         made = {event.storage for event in self.log if event.kind == "+"}
@@ -238,10 +243,11 @@ class Recorder(TorchDispatchMode):
 
 
 class Bytes(NamedTuple):
-    """What eager code holds: in all, and of that, what larger inputs make no larger."""
+    """What eager code holds: in all, what larger inputs make no larger, and gradients."""
 
     total: int
     fixed: int
+    gradients: int
 
 
 @dataclass
@@ -276,8 +282,8 @@ class Learned:
         scales = ((n, scale) for n, scale in self.scales.items() if n in graphs)
         factor = max((graphs[n].scale / scale for n, scale in scales), default=1.0)
         return {
-            held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed)
-            for held, (total, fixed) in self.moments.items()
+            held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed, gradients)
+            for held, (total, fixed, gradients) in self.moments.items()
             # A graph goes with the model that it was compiled for.
             if all(each.graph in graphs for each in held)
         }
@@ -303,7 +309,7 @@ class Timeline:
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
-        self.live = self.fixed = self.made = 0
+        self.live = self.fixed = self.of_gradients = self.made = 0
         self._log = recorder.log
         self._nbytes = recorder.nbytes
         self._remaining = recorder.remaining()
@@ -312,7 +318,8 @@ class Timeline:
         self._last = max(ends, default=0)
         # Gradients, what stays, and what is resized as shards are, grow with no input.
         resized = {event.storage for event in self._log if event.kind == "="}
-        self._of_no_input = self._remaining | resized | recorder.seen_gradients
+        self._all_gradients = recorder.seen_gradients | recorder.gradients()
+        self._of_no_input = self._remaining | resized | self._all_gradients
         # What the caller dropped and the backward misses counts only as far as it is saved.
         backwards = (event.call for event in self._log if event.kind == "B")
         self._dropped = {
@@ -320,7 +327,7 @@ class Timeline:
             for call in backwards
             for at in (call.missing.outputs if call.missing else ())
         }
-        self._passing, self._most = 0, Bytes(0, 0)
+        self._passing, self._most = 0, Bytes(0, 0, 0)
         # Of a storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
         self._waiting: dict[Any, None] = {}
@@ -362,9 +369,12 @@ class Timeline:
         self.live += more
         if storage in self._of_no_input:
             self.fixed += more
+        if storage in self._all_gradients:
+            self.of_gradients += more
 
     def _live(self) -> Bytes:
-        return Bytes(self.live + self._passing, self.fixed + self._passing)
+        beside = self.live, self.fixed, self.of_gradients
+        return Bytes(*(nbytes + self._passing for nbytes in beside))
 
     def _count(self, call: Any) -> None:
         graph = call.graph.number

@@ -45,14 +45,16 @@ class Moment(NamedTuple):
         what: what runs: the forward or backward of a graph, or eager code.
         saved: of graphs whose backward is to come.
         transient: of the graph that runs, beyond that.
-        persistent: of what the step leaves behind (gradients, optimizer states), or
-            resizes, as gathered shards.
+        gradients: of the parameters.
+        persistent: of what else the step leaves behind, such as an optimizer's states,
+            or resizes, as gathered shards.
         other: of all else that eager code makes.
     """
 
     what: str
     saved: int
     transient: int
+    gradients: int
     persistent: int
     other: int
 
@@ -72,8 +74,8 @@ class StepSummary:
 
     ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest plans
     that repeat nothing expensive, as those of budget 1 do.  They are beyond the ``given``
-    bytes that are there when a step starts, but for a budget of ``device_bytes``, which
-    means all.  ``work`` is what graphs compute without a budget, 0 where it is unknown,
+    bytes that are there when a step starts, ``parameters`` among them, but for a budget of
+    ``device_bytes``, which means all.  ``work`` is what graphs compute without a budget, 0 where it is unknown,
     and ``is_told`` whether compiles have told what their kernels hold.  ``moments`` are
     in the order in which they were first seen, ``at_floor`` is the peak of the floor.
     """
@@ -83,6 +85,7 @@ class StepSummary:
     floor: int
     unbudgeted: int
     given: int
+    parameters: int
     cost: float
     graphs: tuple[GraphUse, ...]
     work: float
@@ -147,6 +150,7 @@ def summary_of(
     graphs: Mapping[int, Graph],
     allowed: int,
     given: int,
+    parameters: int,
     beyond: int,
 ) -> StepSummary:
     """The summary of a plan for a step with these moments; see :class:`StepSummary`.
@@ -163,6 +167,7 @@ def summary_of(
         curve.floor + beyond,
         curve.unbudgeted.peak + beyond,
         given,
+        parameters,
         plan.cost,
         tuple(_uses(calls, graphs, curve, plan)),
         work,
@@ -214,5 +219,6 @@ def _moments(
             kept = live(graph, "kept", None)[index] if kind == "backward" else 0
             saved += kept
             transient += size - kept
-        fixed, other = nbytes.fixed, nbytes.total - nbytes.fixed
-        yield Moment(what, saved, transient, fixed, other)
+        total, fixed, gradients = nbytes
+        beside = gradients, fixed - gradients, total - fixed
+        yield Moment(what, saved, transient, *beside)
