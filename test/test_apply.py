@@ -11,9 +11,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import edit, git, lay, PATHS, refuses, rewrite, run, snapshot
+from conftest import edit, git, lay, PATHS, refuses, run, snapshot
 from patchset import apply, images, transaction
-from patchset.files import clone
 from patchset.patch import CONFIG, KNAPSACK, KNOWN, OVERLAY, PARTITIONERS, REPOSITORY
 from patchset.series import SERIES, stack
 from patchset.target import find, run_python, STATE_NAME
@@ -76,6 +75,7 @@ def test_bad_calls(root, tmp_path, capsys):
     refuses(2, "--python goes with --installed", "--python", "python3", root)
     refuses(2, "cannot be run", "--installed", "--python", tmp_path / "no-python")
     refuses(2, "is not a git checkout", "--commit", root, tree=root)
+    refuses(2, "not allowed with", "--reverse", "--commit", root)
     assert SERIES[0].name in refuses(2, "--without", "--without", "typo", root).text
     refuses(2, "--chek", "--chek", root)
     assert "not allowed with" in refuses(2, "--check", "--status", "--check", root).text
@@ -110,10 +110,6 @@ def to_renamed_function(place):
     edit(place, "def _optimize_runtime_with_given_memory(", "def _renamed(")
 
 
-def to_windows(place):
-    rewrite(place, lambda content: content.replace(b"\n", b"\r\n"))
-
-
 def to_newer(place):
     edit(place, "import torch\n", "import torch\n\n\ndef newer(x): ...\n")
 
@@ -124,7 +120,6 @@ def to_newer(place):
         (CONFIG, to_link, "is a symbolic link"),
         ("torch/_functorch", to_link, "is a symbolic link"),
         (CONFIG, to_read_only, f"{CONFIG}: read-only"),
-        (CONFIG, to_windows, f"{CONFIG}: has CRLF line ends"),
         (PARTITIONERS, to_second_anchor, "occurs 2 times, not once"),
         (PARTITIONERS, to_unknown_lines, "have digest"),
         (PARTITIONERS, to_renamed_function, "the edit is inside _renamed"),
@@ -237,8 +232,7 @@ def test_without_one_patch(repository):
     assert result.states[name] == images.LEFT_OUT
     assert 'budget_solver = "dp"\n' in (root / CONFIG).read_text()
     assert run("--status", root).states[name] == images.APPLIES
-    result = run("--reverse", "--commit", root)
-    assert result.code == 0 and len(result.report["commits"]) == len(SERIES) - 1
+    assert run("--reverse", root).code == 0
     assert snapshot(root / "torch") == pristine
 
     # On an applied set, leaving some out takes those off, whole files included.
@@ -371,10 +365,9 @@ def test_commit_and_revert(repository):
     assert "Fixes: #197871" in git(repository, "log", "--format=%B")
     assert run("--commit", repository).report["commits"] == []
 
-    result = run("--reverse", "--commit", repository)
-    assert result.code == 0 and len(result.report["commits"]) == len(SERIES)
+    assert run("--reverse", repository).code == 0
+    git(repository, "commit", "--quiet", "-m", "revert", *PATHS)
     assert git(repository, "rev-parse", "HEAD^{tree}") == base
-    assert git(repository, "status", "--porcelain") == "A  mine.txt\n"
 
 
 def test_commit_refuses_uncommitted_changes(repository):
@@ -400,7 +393,9 @@ def installation(tmp_path_factory):
     )
     packages = Path(sysconfig.get_path("purelib"))
     here = next((project / ".venv/lib").glob("python*/site-packages"))
-    clone(packages, here, [path for path in PATHS if path.startswith("torch/")])
+    shutil.copytree(packages / "torch", here / "torch", copy_function=os.link)
+    # What torch needs, but for torch.
+    (here / "needed.pth").write_text(f"{packages}\n")
     functorch = packages / "torch/_functorch"
     known = snapshot(functorch)
     monkeypatch = pytest.MonkeyPatch()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import git, lay, refuses, rewrite, run, snapshot
-from patchset import apply, images
+from patchset import images
 from patchset.patch import CONFIG, KNAPSACK, PARTITIONERS, REPOSITORY
 from patchset.series import SERIES, stack
 from patchset.target import STATE_NAME
@@ -73,23 +73,8 @@ def root_on_disk(disk, root):
 # ------------------------------------------------------------- a full disk
 
 
-def test_space_is_checked_before_the_first_write(disk, root_on_disk, steps):
+def test_full_at_every_write(disk, root_on_disk):
     root = root_on_disk
-    disk.leave(pages=40)
-    assert "would apply, but not as things are" in run("--check", root).text
-    # The first write would be seen.
-    result = steps.run(
-        0, lambda: refuses(1, "KiB are free; free some", root, tree=root)
-    )
-    assert result
-    disk.leave(pages=2000)
-    assert run(root).code == 0
-
-
-def test_full_at_every_write(disk, root_on_disk, monkeypatch):
-    """Somebody else fills the disk once its space was checked."""
-    root = root_on_disk
-    monkeypatch.setattr(apply, "check_can_write", lambda target, changes: None)
     before = snapshot(root)
     named = set()
     for left in range(400):
@@ -185,10 +170,8 @@ def test_read_only_tree(disk, root_on_disk):
     root = root_on_disk
     disk.remount("ro")
     assert set(run("--status", root).states.values()) <= {images.APPLIES, images.FAULTY}
-    result = run("--check", root)
-    assert result.code == 0 and len(result.report["files"]) > 40
-    assert "not as things are" in result.text and "is not writable" in result.text
-    refuses(1, f"the folder {root} is not writable", root, tree=root)
+    for action in ([], ["--check"]):
+        refuses(1, f"the folder {root} is not writable", *action, root, tree=root)
     assert run("--reverse", root).code == 0
 
     disk.remount("rw")
@@ -216,10 +199,7 @@ def cut(content):
         cut,
         lambda content: b"{}",
         lambda content: b"[]",
-        lambda content: content.replace(b'"torch/', b'"../torch/', 1),
-        lambda content: content.replace(b'"applied"', b'"?"'),
-        lambda content: content.replace(b'"mode": ', b'"mode": "x", "m": ', 1),
-        lambda content: content.replace(b'"after"', b'"since"', 1),
+        lambda content: content.replace(b'"format": 1', b'"format": 2'),
     ],
 )
 def test_damaged_journal(root, damage):
@@ -292,17 +272,13 @@ def test_torch_is_uninstalled_under_the_set(root, release_tree):
 
     lay(release_tree("2.13.0"), root)
     shutil.rmtree(root / "test", ignore_errors=True)
-    status = run("--status", root)
-    assert images.LEFT_OVER in status.states.values()
-    assert images.APPLIED not in status.states.values()
-    assert "left over from before torch was installed again" in status.text
     assert run(root).code == 0
     assert snapshot(root).keys() == written.keys()
     uninstall()
     lay(release_tree("2.13.0"), root)
     shutil.rmtree(root / "test", ignore_errors=True)
     result = run("--reverse", root)
-    assert result.code == 0 and "left over" not in str(result.report)
+    assert result.code == 0
     assert snapshot(root) == pristine
 
 
@@ -355,11 +331,10 @@ def test_a_python_that_cannot_read_the_tree(checkout, old_python, monkeypatch):
 def test_commits_that_cannot_be_made(repository):
     """The files are written by then: the next call goes on from there."""
     lock = repository / ".git/index.lock"
-    for action, few in ([], FEW), (["--reverse"], []):
-        lock.touch()
-        result = run(*action, "--commit", *few, repository)
-        assert result.code == 4 and "index.lock" in result.text
-        lock.unlink()
-        result = run(*action, "--commit", *few, repository)
-        assert len(result.report["commits"]) == len(_KEPT), result.text
-        assert git(repository, "status", "--porcelain") == ""
+    lock.touch()
+    result = run("--commit", *FEW, repository)
+    assert result.code == 4 and "index.lock" in result.text
+    lock.unlink()
+    result = run("--commit", *FEW, repository)
+    assert len(result.report["commits"]) == len(_KEPT), result.text
+    assert git(repository, "status", "--porcelain") == ""

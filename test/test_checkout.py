@@ -10,17 +10,15 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from conftest import commit_all, git, rewrite, snapshot
-from patchset.files import sibling
 from patchset.patch import KNAPSACK, PARTITIONERS
 from patchset.target import import_fault, run_python
 from upkeep import checkout
 
 
-WHEEL = checkout.installed_wheel(sys.executable)
+WHEEL = checkout.installed_wheel()
 VERSION = WHEEL.release
 
 
@@ -130,7 +128,7 @@ def test_whole_wheel(tmp_path):
     assert snapshot(place) == while_linked
     unlink(place)
     assert snapshot(place) == before
-    assert "no links" in unlink(place)
+    assert "removed 0 links" in unlink(place)
 
 
 SOME = part_of_wheel("torch/_functorch", "torch/nn/", "torch/lib")
@@ -183,8 +181,8 @@ def test_assemble_refuses_an_altered_installation(tmp_path):
 @pytest.mark.parametrize(
     "path, text, words",
     [
-        ("version.txt", "3.13.0\n", "PyTorch 3.13.0 by .*\n.*torch==3.13.*"),
-        ("version.txt", "unknown\n", f"has torch {VERSION}.*\n.*pip install"),
+        ("version.txt", "3.13.0\n", f"3.13.0 by .*has torch {VERSION}.*"),
+        ("version.txt", "unknown\n", "Name the matching one in TORCH_VERSION"),
         ("torch/_C.cpython-311-x86_64-linux-gnu.so", "", "binaries of its own"),
         ("torchgen", "", "is a file; torch .* has a folder there"),
     ],
@@ -208,7 +206,7 @@ def test_link_never_writes_through_a_users_link(small, tmp_path):
     assert snapshot(small) == before
 
 
-def test_what_replaced_a_link_is_left_and_named(small):
+def test_what_replaced_a_link_is_left(small):
     checkout.link(small, LITTLE)
     replaced = small / "torch/version.py"
     replaced.unlink()
@@ -219,13 +217,12 @@ def test_what_replaced_a_link_is_left_and_named(small):
 
     kept = small / "torchgen/packaged/autograd/mine.py"
     kept.touch()
-    assert "left, because it is no link of ours: torchgen/packaged" in unlink(small)
+    unlink(small)
     assert replaced.exists() and kept.exists()
     assert not any(path.is_symlink() for path in small.rglob("*"))
 
 
 def test_killed_link_can_be_finished_and_undone(small, tmp_path, steps):
-    """Before every step of linking, the manifest's and the first and last links'."""
     copied = partial(shutil.copytree, symlinks=True)
     before = snapshot(small)
     finished = False
@@ -238,8 +235,6 @@ def test_killed_link_can_be_finished_and_undone(small, tmp_path, steps):
         assert [p for p in LITTLE.files if not (place / p).exists()] == []
         for linked in (place, taken_back):
             unlink(linked)
-            left = snapshot(linked)
-            left.pop(str(sibling(Path(".git", checkout.MANIFEST))), None)
-            assert left == before, f"killed before step {step}"
+            assert snapshot(linked) == before, f"killed before step {step}"
         step += 1
     assert step > 10

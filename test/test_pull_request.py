@@ -2,19 +2,14 @@
 
 import json
 import re
-import shlex
-import sys
 
 import pytest
-import torch
-from conftest import commit_all, contents, git, PATHS
-from patchset.files import clone
-from patchset.images import survey_untouched
+from conftest import commit_all, contents, git
+from patchset.images import survey
 from patchset.patch import KNAPSACK, RELEASES, REPOSITORY
 from patchset.series import FORMS, SERIES, stack
 from patchset.target import find
-from upkeep import pull_request, tree_linters, upstream_checks
-from upkeep.refresh import untouched
+from upkeep import checkout, pull_request, upstream_checks
 
 
 TOPICS = [patch.name for patch in SERIES]
@@ -73,9 +68,8 @@ def test_no_topic_brings_upstreams_linters_a_finding(release_tree):
     target = find(str(release_tree(newest)))
     before, after = {}, {}
     for name, patch in FORMS.items():
-        for change in (
-            survey_untouched(target, newest, stack(patch)).patches[-1].changes
-        ):
+        found = survey(target, series=stack(patch), release=newest)
+        for change in found.patches[-1].changes:
             path = f"{name}/{change.path}"
             after[path] = change.after.decode()
             if change.before is not None:
@@ -106,9 +100,8 @@ def test_a_branch_that_cannot_be_made_is_refused(repository, bodies, capsys):
 @pytest.fixture(scope="module")
 def assembled(tmp_path_factory):
     """A git checkout of the installed torch, its binaries beside it."""
-    release = torch.__version__.partition("+")[0]
     root = tmp_path_factory.mktemp("assembled") / "pytorch"
-    clone(untouched(release, sys.executable), root, PATHS)
+    assert checkout.main(["assemble", str(root)]) == 0
     built = ("*.so*", "torch/bin", "torch/lib", "torch/include", "torch/share")
     (root / ".gitignore").write_text("\n".join(built) + "\n")
     return commit_all(root)
@@ -129,71 +122,3 @@ def test_the_smallest_form_passes_the_same_tests(assembled, bodies, topic, capsy
         f"passed  {tested}" in said and "FAILED" not in said and "not run" not in said
     )
     assert len(git(assembled, "worktree", "list").splitlines()) == 1
-
-
-# Finds the lines with a word, and says so as upstream's adapters do.
-ADAPTER = """\
-import json, pathlib, sys
-code, word, listed = sys.argv[1:]
-for path in pathlib.Path(listed).read_text().split():
-    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
-        if word in line:
-            found = dict.fromkeys(("char", "original", "replacement"))
-            found.update(path=path, line=number, code=code, name=word)
-            print(json.dumps({**found, "severity": "error", "description": line}))
-"""
-# Each: its command, and what it asks for before.
-LINTERS = {
-    "OLD": ("adapter.py OLD 'import torch' {{PATHSFILE}}", ""),
-    "NEW": ("adapter.py NEW knapsack_exact {{PATHSFILE}}", ""),
-    "MYPY": ("adapter.py --config=mypy.ini", ""),
-    "GONE": ("adapter.py", "import nothing_like_it"),
-    "DEAD": ("-c 'raise OSError(\"no server\")'", ""),
-    "CPP": ("adapter.py", ""),
-}
-
-
-def listed(*codes):
-    """A tree's list of linters."""
-    text = ""
-    for code in codes:
-        command, needed = LINTERS[code]
-        files = "**/*.cpp" if code == "CPP" else "**/*.py"
-        text += f"[[linter]]\ncode = '{code}'\ninclude_patterns = ['{files}']\n"
-        text += f"command = {['python3', *shlex.split(command)]}\n"
-        if needed:
-            text += f"init_command = {['python3', '-c', needed, '{{DRYRUN}}']}\n"
-    return text
-
-
-@pytest.fixture
-def lint_by(checkout, bodies, capsys, monkeypatch, tmp_path):
-    """``lint_by(*codes)``: a topic checked by these of a tree's own linters."""
-    monkeypatch.setattr(tree_linters, "ENVIRONMENT", tmp_path / "linters")
-
-    def call(*codes):
-        root = checkout("2.13.0", "-".join(codes))
-        # No installed torch has binaries for it.
-        (root / "version.txt").write_text("2.99.0a0\n")
-        (root / ".lintrunner.toml").write_text(listed(*codes))
-        (root / "adapter.py").write_text(ADAPTER)
-        commit_all(root)
-        code = pull_request.main(["knapsack-exact", str(root), "--check"])
-        return code, capsys.readouterr().out
-
-    return call
-
-
-def test_trees_own_linters(lint_by):
-    """New findings count; those that cannot be had are named, each with a reason."""
-    code, said = lint_by("OLD", "MYPY", "GONE", "DEAD", "CPP")
-    assert code == 0 and "passed  lintrunner: OLD\n" in said
-    missing = re.findall(r"^not run lintrunner: (\w+)\n    (.+)$", said, re.M)
-    assert dict(missing) == {
-        "MYPY": "needs a build of the tree",
-        "GONE": "ModuleNotFoundError: No module named 'nothing_like_it'",
-        "DEAD": "OSError: no server",
-    }
-    code, said = lint_by("OLD", "NEW")
-    assert code == 1 and "FAILED  lintrunner: OLD, NEW\n" in said
-    assert "NEW knapsack_exact: " in said and "OLD import" not in said

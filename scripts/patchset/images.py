@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Optional
 
-from .patch import (
-    Edit,
-    grammar,
-    KNOWN,
-    Manifest,
-    minor,
-    OVERLAY,
-    Patch,
-    RELEASES,
-)
+from .patch import Edit, grammar, KNOWN, minor, OVERLAY, Patch, RELEASES
 from .series import SERIES
 from .target import BadCall, Conflict, NEEDS, Target
 from .transaction import Change, digest, Journal
@@ -36,7 +28,6 @@ FAULTY = "landed upstream but still faulty"
 CONFLICTS = "conflicts"
 ABSENT = "not for this release"
 LEFT_OUT = "left out"
-LEFT_OVER = "left over"
 
 View = dict[str, Optional[bytes]]
 
@@ -45,9 +36,7 @@ View = dict[str, Optional[bytes]]
 class _Case:
     """What a classification looks at: the files without the set, and as they are."""
 
-    series: Sequence[Patch]
     release: str
-    known: Manifest
     base: View
     current: View
     without: Collection[str]
@@ -68,26 +57,18 @@ class Survey:
     """The whole series against the tree at hand.
 
     ``release`` is the one whose edits were used, ``in_manifest`` whether the tree
-    is known to be that release's to the byte. ``leftovers`` are the set's own files
-    where nothing of upstream's uses them: torch was installed again.
+    is known to be that release's to the byte.
     """
 
     release: str
     in_manifest: bool
     patches: tuple[PatchState, ...]
-    leftovers: tuple[str, ...] = ()
 
     @property
     def conflicts(self) -> list[str]:
         return [
             f"{p.patch.name}: {p.detail}" for p in self.patches if p.state == CONFLICTS
         ]
-
-    @property
-    def lacks(self) -> list[Patch]:
-        """The patches that are for newer releases only."""
-        patches = (p.patch for p in self.patches)
-        return [patch for patch in patches if patch.begins_after(self.release)]
 
     @property
     def changes(self) -> list[Change]:
@@ -107,10 +88,6 @@ def overlay(path: str) -> bytes:
     return (OVERLAY / path).read_bytes()
 
 
-def _is_ours(path: str, content: Optional[bytes]) -> bool:
-    return (OVERLAY / path).is_file() and content == overlay(path)
-
-
 def series_paths(target: Target, series: Sequence[Patch] = SERIES) -> list[str]:
     paths = dict.fromkeys(path for patch in series for path in patch.paths())
     return [path for path in paths if target.wants(path)]
@@ -118,84 +95,40 @@ def series_paths(target: Target, series: Sequence[Patch] = SERIES) -> list[str]:
 
 def survey(
     target: Target,
-    journal: Optional[Journal],
+    journal: Optional[Journal] = None,
     without: Collection[str] = (),
     series: Sequence[Patch] = SERIES,
+    release: Optional[str] = None,
 ) -> Survey:
     """Classify every patch; Conflict where a file may not be touched at all.
 
     BadCall for a release before the newest known that is not offered, unless the set
     is there already. Otherwise an unknown tree is tried with every release's edits.
     ``without`` names patches to leave out, ``series`` may be another form of some of
-    them.
+    them. A tree of which ``release`` is given is taken for it, known or not.
     """
     current = {path: target.read(path) for path in series_paths(target, series)}
-    case = _Case(series, "", KNOWN, _base(current, journal), current, without)
-    result = _survey(target, case, journal)
-    if journal is None and not target.installed:
-        return result
-    left = _leftovers(case, result)
-    if not left:
-        return result
-    case = replace(case, base={**case.base, **dict.fromkeys(left)})
-    result = _survey(target, case, journal)
-    states = (
-        replace(step, state=LEFT_OVER) if step.state == APPLIED else step
-        for step in result.patches
-    )
-    return replace(result, patches=tuple(states), leftovers=tuple(left))
-
-
-def _survey(target: Target, case: _Case, journal: Optional[Journal]) -> Survey:
-    release = _known_release(case.base, case.known)
-    if release is not None:
-        case = replace(case, release=release)
-        return Survey(release, True, tuple(_classify(case)))
-    if journal is None and _is_dropped(target.version):
+    base = _base(current, journal)
+    known = release or _known_release(base)
+    if known is None and journal is None and _is_dropped(target.version):
         raise BadCall(f"the set is not for PyTorch {target.version}. {NEEDS}")
     candidates = sorted(RELEASES, key=minor, reverse=True)
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
         candidates.sort(key=lambda r: minor(r) != minor(target.version))
     nearest: Optional[Survey] = None
-    for release in candidates:
+    for candidate in [known] if known else candidates:
         states = []
-        for state in _classify(replace(case, release=release)):
+        for state in _classify(series, _Case(candidate, base, current, without)):
             states.append(state)
             if nearest is not None and state.state == CONFLICTS:
                 break  # Of the nearest release alone all conflicts are shown.
-        result = Survey(release, False, tuple(states))
+        result = Survey(candidate, known is not None, tuple(states))
         if not result.conflicts:
             return result
         nearest = nearest or result
     assert nearest is not None
     return nearest
-
-
-def survey_untouched(
-    target: Target, release: str, series: Sequence[Patch] = SERIES
-) -> Survey:
-    """Classify every patch against a tree taken for ``release`` as it came out.
-
-    The release need not be in the manifest.
-    """
-    files = {path: target.read(path) for path in series_paths(target, series)}
-    case = _Case(series, release, {}, files, files, ())
-    return Survey(release, False, tuple(_classify(case)))
-
-
-def _leftovers(case: _Case, found: Survey) -> list[str]:
-    """The set's own files, where none of upstream's is as the set makes it."""
-    row = case.known[found.release]
-    new = {path for path in case.current if not row.get(path, {}).get("before")}
-    replaced = {path for path, now in case.current.items() if now != case.base[path]}
-    for step in found.patches:
-        if step.state == APPLIED:
-            replaced.update(case.current.keys() & step.patch.paths())
-    if not replaced <= new:
-        return []
-    ours = {path for path in new if _is_ours(path, case.current[path])}
-    return sorted(replaced | ours)
 
 
 def _is_dropped(version: str) -> bool:
@@ -212,21 +145,15 @@ def _base(current: View, journal: Optional[Journal]) -> View:
     Any other is taken as it stands: torch was reinstalled or upgraded, a commit
     was checked out, somebody edited it.
     """
-    base: View = {}
-    for path, content in current.items():
-        if (
-            journal is not None
-            and path in journal.files
-            and content is not None
-            and digest(content) == journal.files[path]["after"]
-        ):
-            base[path] = journal.backup(path)
-        else:
-            base[path] = content
+    base = dict(current)
+    if journal is not None:
+        for path, known in journal.files.items():
+            if path in base and digest(base[path]) == known["after"]:
+                base[path] = journal.backup(path)
     return base
 
 
-def _known_release(base: View, known: Manifest) -> Optional[str]:
+def _known_release(base: View) -> Optional[str]:
     """The release that these files are of to the byte, before or after patching.
 
     Conflict where files of different releases are mixed: an upgrade or a merge
@@ -235,17 +162,14 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
     # A whole file of ours may have come over any release: it tells nothing.
     upstream = [
         path
-        for path in base
-        if any(files.get(path, {}).get("before") for files in known.values())
-        and not _is_ours(path, base[path])
+        for path, content in base.items()
+        if any(files.get(path, {}).get("before") for files in KNOWN.values())
+        and not ((OVERLAY / path).is_file() and content == overlay(path))
     ]
     origins: dict[str, set[str]] = {}
     for path in upstream:
-        matches = {
-            release
-            for release, files in known.items()
-            if digest(base[path]) in files[path].values()
-        }
+        found = digest(base[path])
+        matches = {r for r, files in KNOWN.items() if found in files[path].values()}
         if matches:
             origins[path] = matches
     if not origins:
@@ -263,10 +187,10 @@ def _known_release(base: View, known: Manifest) -> Optional[str]:
     return min(common, key=RELEASES.index) if len(origins) == len(upstream) else None
 
 
-def _classify(case: _Case) -> Iterator[PatchState]:
+def _classify(series: Sequence[Patch], case: _Case) -> Iterator[PatchState]:
     view = dict(case.base)
     missing: set[str] = set()
-    for patch in case.series:
+    for patch in series:
         state = _classify_one(patch, case, view, missing)
         if state.state == LEFT_OUT:
             missing.add(patch.name)
@@ -294,11 +218,15 @@ def _classify_one(
     landed = bool(patch.landed) and all(
         text in texts.get(path, "") for path, text in patch.landed
     )
-    faults = [fault.what for fault in patch.faults if fault.found(texts[fault.path])]
+    faults = [
+        what
+        for what, found in patch.faults
+        if re.search(found, texts[patch.landed[0][0]])
+    ]
     if landed and not faults and not done:
         return PatchState(patch, LANDED, "upstream has it; nothing is changed")
     try:
-        changes = _changes(files, edits, case, view)
+        changes = _changes(files, edits, case.release, view)
     except (LookupError, SyntaxError, ValueError) as error:
         return PatchState(patch, CONFLICTS, str(error))
     if done:
@@ -309,10 +237,7 @@ def _classify_one(
 
 
 def _changes(
-    files: Sequence[str],
-    edits: Sequence[Edit],
-    case: _Case,
-    view: View,
+    files: Sequence[str], edits: Sequence[Edit], release: str, view: View
 ) -> tuple[Change, ...]:
     """The patch's changes to ``view``.
 
@@ -321,7 +246,7 @@ def _changes(
     after: dict[str, bytes] = {}
     for path in files:
         after[path] = overlay(path)
-        _check_replaces(path, view[path], after[path], case.known)
+        _check_replaces(path, view[path], after[path])
     for edit in edits:
         before = after.get(edit.path, view[edit.path])
         if before is None:
@@ -331,10 +256,10 @@ def _changes(
             continue
         text = before.decode()
         start, end = edit.locate(text)
-        after[edit.path] = (text[:start] + edit.replacement + text[end:]).encode()
+        after[edit.path] = (text[:start] + edit.new + text[end:]).encode()
     for path, content in after.items():
         here = tuple(edit for edit in edits if edit.path == path)
-        _check_syntax(path, content, case.release, here)
+        _check_syntax(path, content, release, here)
     return tuple(
         Change(path, view[path], content)
         for path, content in after.items()
@@ -344,25 +269,23 @@ def _changes(
 
 def _has(content: Optional[bytes], edit: Edit) -> bool:
     """Whether the edit is in the file."""
-    return _text(content).count(edit.replacement) == 1
+    return _text(content).count(edit.new) == 1
 
 
 def _text(content: Optional[bytes]) -> str:
     return "" if content is None else content.decode()
 
 
-def _check_replaces(
-    path: str, before: Optional[bytes], after: bytes, known: Manifest
-) -> None:
+def _check_replaces(path: str, before: Optional[bytes], after: bytes) -> None:
     """LookupError where a whole file would take away something that is needed."""
     if before is None or before == after:
         return
-    released = [files.get(path, {}).get("before") for files in known.values()]
+    released = [files.get(path, {}).get("before") for files in KNOWN.values()]
     if digest(before) in released:
         return
-    if released and not any(released):
+    if not any(released):
         raise LookupError(f"{path}: a file of this name that is not ours is in the way")
-    lost = _public_names(before.decode()) - _public_names(after.decode())
+    lost = _public_names(before) - _public_names(after)
     if lost:
         raise LookupError(
             f"{path}: the file here defines {', '.join(sorted(lost))}, which the "
@@ -370,7 +293,7 @@ def _check_replaces(
         )
 
 
-def _public_names(source: str) -> set[str]:
+def _public_names(source: bytes) -> set[str]:
     return {
         node.name
         for node in ast.parse(source).body
@@ -391,14 +314,12 @@ def _check_syntax(
             f"{sys.version.split()[0]}; name one in APPLY_PYTHON"
         )
     text = content.decode()
-    if "\0" in text:
-        raise ValueError(f"{path}: source code cannot contain null bytes")
     tree = ast.parse(text, filename=path, feature_version=grammar(release))
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for edit in edits:
-        first = text.count("\n", 0, text.index(edit.replacement)) + 1
-        last = first + edit.replacement.rstrip("\n").count("\n")
+        first = text.count("\n", 0, text.index(edit.new)) + 1
+        last = first + edit.new.rstrip("\n").count("\n")
         around = [
             n for n in functions if n.lineno <= first and last <= (n.end_lineno or 0)
         ]

@@ -34,7 +34,6 @@ CONFIG = "torch/_functorch/config.py"
 KNAPSACK = module_path("knapsack")
 GRAPH_COMPILE = "torch/_functorch/_aot_autograd/graph_compile.py"
 AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"
-SOLVER_CLASS = "torch/_inductor/custom_graph_pass.py"
 REPORT = module_path("saved_report")
 
 
@@ -51,9 +50,10 @@ def grammar(release: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in one file that is not ours.
+    """One change of one file that is not ours.
 
-    ``anchor`` must occur exactly once in the file. Where the text to replace is
+    ``anchor`` must occur exactly once in the file. It is replaced by ``replacement``,
+    or gets ``before`` and ``after`` around it. Where the text to replace is
     longer, it runs from ``anchor`` to the end of the next ``through``, and
     ``digests`` (of any release, the first 16 hex digits of the SHA-256) pin it, so
     that upstream's lines need not stand here and no unknown line can be swallowed.
@@ -64,12 +64,20 @@ class Edit:
 
     path: str
     anchor: str
-    replacement: str
+    replacement: Optional[str] = None
+    before: str = ""
+    after: str = ""
     inside: Optional[str] = None
     since: tuple[int, int] = (2, 6)
     until: Optional[tuple[int, int]] = None
     through: Optional[str] = None
     digests: tuple[str, ...] = ()
+
+    @property
+    def new(self) -> str:
+        if self.replacement is not None:
+            return self.replacement
+        return self.before + self.anchor + self.after
 
     def locate(self, text: str) -> tuple[int, int]:
         """Start and end of the text to replace; LookupError says what is off."""
@@ -98,39 +106,21 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What is wrong with upstream's own version, and how its text shows it.
-
-    The fault is there when all of ``texts`` are in the file, or when ``missing``
-    is not.
-    """
-
-    what: str
-    path: str
-    texts: tuple[str, ...] = ()
-    missing: Optional[str] = None
-
-    def found(self, text: str) -> bool:
-        if self.missing is not None:
-            return self.missing not in text
-        return all(part in text for part in self.texts)
-
-
-@dataclass(frozen=True)
 class Patch:
     """One topic: whole files of the overlay, edits, and the words for a reviewer.
 
     ``landed`` lists (path, text) pairs that are all present where upstream
-    already has the feature; ``faults`` is what may still be wrong with it there.
+    already has the feature. ``faults`` is what may still be wrong with it there, each
+    with a regular expression that finds it in the first of these files.
     A patch is for releases from ``since`` on, and where it has edits, for theirs.
     ``lacking`` warns of what goes wrong on those before. ``test``, one of the files,
     fails without the patch; ``sources`` are the others.
 
     For the pull request: ``needs`` names the patches that it builds on,
     ``evidence`` the stored results that belong into its text, each as the name of
-    the result and how its rows begin, ``risks`` what a reviewer should look at, and
-    ``kind`` is the topic of the release notes. ``minimal`` is the same topic in
-    upstream's own text, where that is smaller than what the set does.
+    the result and how its rows begin, and ``risks`` what a reviewer should look at.
+    ``minimal`` is the same topic in upstream's own text, where that is smaller than
+    what the set does.
     """
 
     name: str
@@ -144,10 +134,9 @@ class Patch:
     since: tuple[int, int] = (2, 6)
     lacking: str = ""
     landed: tuple[tuple[str, str], ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[tuple[str, str], ...] = ()
     needs: tuple[str, ...] = ()
     evidence: tuple[tuple[str, str], ...] = ()
-    kind: str = "bug fixes"
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:
@@ -160,11 +149,6 @@ class Patch:
             if max(edit.since, self.since) <= minor(release)
             and (edit.until is None or minor(release) <= edit.until)
         ]
-
-    def begins_after(self, release: str) -> bool:
-        """Whether every edit is for later releases only."""
-        begins = [max(edit.since, self.since) for edit in self.edits]
-        return bool(begins) and minor(release) < min(begins)
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -118,8 +118,8 @@ class Target:
     def read(self, path: str) -> Optional[bytes]:
         """The file's bytes, or None where there is none.
 
-        Raises Conflict for what must not be replaced: a link, a file with CRLF
-        line ends or of no text, anything that is no plain file.
+        Raises Conflict for what must not be replaced: a link, a file of no text,
+        anything that is no plain file.
         """
         here = self.root
         for part in Path(path).parts:
@@ -135,20 +135,13 @@ class Target:
             raise Conflict(f"{path}: not a plain file")
         with naming(here):
             content = here.read_bytes()
-        if path.endswith(".py"):
-            if b"\r\n" in content:
-                raise Conflict(
-                    f"{path}: has CRLF line ends (core.autocrlf?); check the tree out "
-                    "with LF line ends"
-                )
-            try:
-                content.decode()
-            except UnicodeDecodeError as error:
-                raise Conflict(
-                    f"{path}: no UTF-8 text ({error.reason} at byte {error.start}); get "
-                    "upstream's back (with git, or by installing or unpacking torch "
-                    "again)"
-                ) from None
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            raise Conflict(
+                f"{path}: no UTF-8 text ({error.reason} at byte {error.start}); get "
+                "upstream's back"
+            ) from None
         return content
 
     def check_writable(self, *paths: str) -> None:

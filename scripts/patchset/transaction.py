@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from .files import (
@@ -40,8 +40,6 @@ from .target import Conflict, Target, Unfinished
 JOURNAL = "journal.json"
 FORMAT = 1
 WRITING, WRITTEN = "writing", "applied"
-# What a file may take beyond its bytes, in its backup and its new form together.
-_SLACK = 3 * 4096
 
 
 def digest(content: Optional[bytes]) -> Optional[str]:
@@ -69,19 +67,6 @@ class Journal:
     phase: str
     files: dict[str, dict[str, Any]]
     folders: list[str]
-
-    def __post_init__(self) -> None:
-        """ValueError, TypeError or AttributeError where this is no journal of ours."""
-        for path in (*self.files, *self.folders):
-            if PurePath(path).is_absolute() or ".." in PurePath(path).parts:
-                raise ValueError(f"{path} is outside of the tree")
-        for path, known in self.files.items():
-            if known.keys() != {"before", "after", "mode"}:
-                raise ValueError(f"{path} has {', '.join(known)}")
-            if not isinstance(known["mode"], int):
-                raise ValueError(f"{path} has the mode {known['mode']!r}")
-        if self.phase not in (WRITING, WRITTEN):
-            raise ValueError(f"phase {self.phase}")
 
     def backup(self, path: str) -> Optional[bytes]:
         """The file's bytes before, None for no file; Conflict without a sound backup."""
@@ -124,12 +109,9 @@ def read_journal(target: Target) -> Optional[Journal]:
         )
     try:
         data: dict[str, Any] = json.loads(place.read_bytes())
-        if data["format"] != FORMAT:
-            raise Conflict(
-                f"{place}: written by another version of these scripts (format "
-                f"{data['format']}); reverse with that version first"
-            )
-        return Journal(target.state, data["phase"], data["files"], data["folders"])
+        if data.pop("format") != FORMAT:
+            raise ValueError("written by another version of these scripts")
+        return Journal(target.state, **data)
     except FileNotFoundError:
         problem = "missing"
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -139,22 +121,6 @@ def read_journal(target: Target) -> Optional[Journal]:
         "back (with git, or by installing or unpacking torch again), delete "
         f"{target.state} and run this again"
     )
-
-
-def check_can_write(target: Target, changes: Sequence[Change]) -> None:
-    """Conflict where a file cannot be written, or there is no space for all of them."""
-    target.check_writable(*(change.path for change in changes))
-    needed = sum(
-        len(change.before or b"") + len(change.after or b"") + _SLACK
-        for change in changes
-    )
-    for folder in (target.root, target.state.parent):
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise Conflict(
-                f"{folder}: {needed // 1024} KiB are needed there and {free // 1024} KiB "
-                "are free; free some space and run this again"
-            )
 
 
 def commit(target: Target, changes: Sequence[Change]) -> Journal:
@@ -313,13 +279,6 @@ def _usual_mode(place: Path) -> int:
 
 
 def _write_journal(folder: Path, journal: Journal) -> None:
-    text = json.dumps(
-        {
-            "format": FORMAT,
-            "phase": journal.phase,
-            "files": journal.files,
-            "folders": journal.folders,
-        },
-        indent=1,
-    )
-    replace_file(folder / JOURNAL, text.encode())
+    data = {"format": FORMAT, **vars(journal)}
+    del data["folder"]
+    replace_file(folder / JOURNAL, json.dumps(data, indent=1).encode())

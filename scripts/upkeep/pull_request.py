@@ -86,8 +86,7 @@ def body(patch: Patch, ours: Patch, below: list[Patch]) -> str:
         + f"## Evidence\n\n`{patch.tested}` {before_and_after(patch)}"
         + measured(ours)
         + "".join(f"\nMade with `{line}`.\n" for line in commands)
-        + f"\n## Test plan\n\n```\n{patch.tested}\n```\n\n## Risks\n\n{ours.risks}\n"
-        + f"## Release notes\n\ntopic: {ours.kind}\n"
+        + f"\n## Test plan\n\n```\n{patch.tested}\n```\n\n## Risks\n\n{ours.risks}"
     )
 
 

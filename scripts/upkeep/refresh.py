@@ -23,17 +23,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from patchset.files import clone, replace_file
-from patchset.images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey_untouched
+from patchset.files import replace_file
+from patchset.images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey
 from patchset.patch import minor, Patch, RELEASES, REPOSITORY
 from patchset.series import FORMS, stack
 from patchset.target import find
 from patchset.transaction import Change
-from rich.console import Console
-from rich.progress import track
 
 from . import generate
 from .releases import tree
@@ -55,8 +54,6 @@ written; 2 bad call, or the release cannot be had
 """
 
 WORDS = {None: "-", True: "passes", False: "fails"}
-
-console = Console()
 
 
 @dataclass(frozen=True)
@@ -122,47 +119,40 @@ class Finding:
         }
 
 
+# The Python of a release's environment, and a checkout of that torch as it was released.
+SET_UP = """\
+source scripts/environment.sh
+ensure_environment
+echo "$PYTHON" "$REPO/build/untouched-pytorch-$TORCH_VERSION"
+run_module "$PYTHON" upkeep.checkout assemble "build/untouched-pytorch-$TORCH_VERSION" >&2
+"""
+
+
 @contextmanager
-def environment(release: str) -> Iterator[str]:
-    """The Python of an environment with that torch, deleted again if it was made here.
+def environment(release: str) -> Iterator[tuple[str, Path]]:
+    """What ``SET_UP`` makes, deleted again if the environment was made here.
 
     With its libraries for GPUs it takes up to 8 GB. RuntimeError where it cannot be had.
     """
-    command = "source scripts/environment.sh && ensure_environment && echo $VENV"
-    here = {**os.environ, "TORCH_VERSION": release}
     made = not (REPOSITORY / f".venv-{release}" / ".complete").is_file()
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-ec", SET_UP],
         cwd=REPOSITORY,
-        env=here,
+        env={**os.environ, "TORCH_VERSION": release},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"no environment with torch {release}; pip says why above")
-    folder = Path(done.stdout.strip())
+        raise RuntimeError(f"no environment with torch {release}: see above")
+    python, checkout = map(Path, done.stdout.split())
     try:
-        yield str(folder / "bin" / "python")
+        yield str(python), checkout
     finally:
+        folder = python.parents[1]
         if made and folder.name != ".venv":
             shutil.rmtree(folder)
-            shutil.rmtree(BUILD / f"untouched-pytorch-{release}", ignore_errors=True)
-
-
-def untouched(release: str, python: str) -> Path:
-    """A checkout of the torch that ``python`` has, as it was released."""
-    place = BUILD / f"untouched-pytorch-{release}"
-    done = subprocess.run(
-        [python, "-m", "upkeep.checkout", "assemble", str(place)],
-        cwd=REPOSITORY / "scripts",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError((done.stderr or done.stdout).strip()[-500:])
-    return place
+            shutil.rmtree(checkout)
 
 
 def isolated(
@@ -174,10 +164,10 @@ def isolated(
     None where the patch has a conflict there. Without it ``patch.test`` alone is run.
     """
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        patches = stack(patch)
-        paths = [path for patch in patches for path in patch.paths()]
-        target = find(str(clone(checkout, Path(folder) / "pytorch", paths)))
-        *below, top = survey_untouched(target, release, patches).patches
+        # Files are shared by hard links: they are replaced, never written into.
+        copy = partial(shutil.copytree, symlinks=True, copy_function=os.link)
+        target = find(str(copy(checkout, Path(folder) / "pytorch")))
+        *below, top = survey(target, series=stack(patch), release=release).patches
 
         def lay(path: str, content: bytes) -> None:
             place = target.root / path
@@ -206,10 +196,10 @@ def isolated(
 def by_text(release: str) -> list[Finding]:
     """Every form of every patch against the release's text, in the series' order."""
     target = find(str(tree(release)))
-    of = {s.patch.name: s for s in survey_untouched(target, release).patches}
+    of = {s.patch.name: s for s in survey(target, release=release).patches}
     findings = []
     for name, patch in FORMS.items():
-        steps = survey_untouched(target, release, stack(patch)).patches
+        steps = survey(target, series=stack(patch), release=release).patches
         state = of.get(name) or steps[-1]
         tested = hashlib.sha256()
         # A wheel's tree has no tests.
@@ -227,39 +217,34 @@ def examine(release: str, findings: Sequence[Finding]) -> Iterator[Finding]:
     if not wanted:
         return
 
-    with environment(release) as python:
-        checkout = untouched(release, python)
+    # Each test is one process of one thread.
+    pool = ThreadPoolExecutor(os.cpu_count())
+    with environment(release) as (python, checkout), pool:
 
         def tried(finding: Finding) -> Finding:
             without, with_it = isolated(finding.patch, checkout, release, python)
             date = datetime.date.today().isoformat()
             return replace(finding, without=without, with_it=with_it, date=date)
 
-        # Each test is one process of one thread.
-        pool = ThreadPoolExecutor(os.cpu_count())
-        try:
-            runs = pool.map(tried, wanted)
-            for f in track(runs, f"torch {release}", len(wanted), console=console):
-                said = f"{WORDS[f.without]} without, {WORDS[f.with_it]} with"
-                console.print(f"{f.name}: {f.verdict}; test {said}")
-                yield f
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for found in pool.map(tried, wanted):
+            said = f"{WORDS[found.without]} without, {WORDS[found.with_it]} with"
+            print(f"{found.name}: {found.verdict}; test {said}", flush=True)
+            yield found
 
 
 def take_in(release: str, findings: Sequence[Finding]) -> int:
     """Write the release's patches and manifest row, unless a person must decide."""
     questions = [f.question for f in findings if f.question]
     for question in questions:
-        console.print(f"a person must decide: {question}", soft_wrap=True)
+        print(f"a person must decide: {question}")
     if questions:
         return 1
     releases = sorted({*RELEASES, release}, key=lambda r: (minor(r), r))
     changes = generate.differences(releases)
     generate.write(changes)
     for place in changes:
-        console.print(f"wrote {place.relative_to(REPOSITORY)}", soft_wrap=True)
-    console.print(
+        print(f"wrote {place.relative_to(REPOSITORY)}")
+    print(
         f"torch {release} is "
         + ("as it was" if not changes else "taken in; commit the files above")
     )

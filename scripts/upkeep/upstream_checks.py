@@ -19,12 +19,9 @@ from patchset.commits import git
 from patchset.patch import Patch, REPOSITORY
 from patchset.target import Conflict, Target
 
-from . import tree_linters
 
-
-# What of upstream's pyproject.toml (of 2.15) bears on what the set changes, for trees
-# that come without linters: those made of a wheel, and the overlay. The overlay runs on
-# Python 3.9, so `Optional[X]` is no fault.
+# What of upstream's pyproject.toml (of 2.15) bears on what the set changes. The overlay
+# runs on Python 3.9, so `Optional[X]` is no fault.
 SETTINGS = """
 [tool.usort]
 preserve_inline_comments = true
@@ -81,7 +78,7 @@ def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
             [sys.executable, "-m", "upkeep.checkout", "link", str(tree)],
             REPOSITORY / "scripts",
         )
-        yield from _lint(tree, built=not linked.returncode)
+        yield from _lint(tree)
         yield from _test(tree, patch, linked)
 
 
@@ -126,18 +123,9 @@ def run_test(
         )
 
 
-def _lint(tree: Path, built: bool) -> Iterator[Check]:
-    """Whether the topic's own commit brings no finding, those below it aside.
-
-    By the tree's own linters, or, in one that came without, by some of upstream's.
-    """
+def _lint(tree: Path) -> Iterator[Check]:
+    """Whether the topic's own commit brings no finding, those below it aside."""
     changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree).stdout.split()
-    if (tree / tree_linters.CONFIG).is_file():
-        new, ran, missing = tree_linters.lint(tree, changed, built)
-        yield Check(f"lintrunner: {', '.join(ran)}", not new, "\n".join(new))
-        for code, reason in missing.items():
-            yield Check(f"lintrunner: {code}", None, reason)
-        return
     before, after = {}, {}
     for path in changed:
         after[path] = (tree / path).read_text()
@@ -146,6 +134,9 @@ def _lint(tree: Path, built: bool) -> Iterator[Check]:
             before[path] = shown.stdout
     new = new_findings(before, after)
     yield Check("usort and ruff, by upstream's settings", not new, "\n".join(new))
+    if (tree / ".lintrunner.toml").is_file():
+        words = "in the checkout, on the branch: lintrunner init; lintrunner -r HEAD^"
+        yield Check("the tree's own linters", None, words)
 
 
 def new_findings(before: dict[str, str], after: dict[str, str]) -> list[str]:

@@ -1,26 +1,18 @@
-from __future__ import annotations
-
 from ..patch import Edit, Patch
 
 
 _MEMORY = "torch/_inductor/memory.py"
-_TIMELINE = "def compute_memory_timeline(\n"
-_RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
 
 PATCH = Patch(
     name="buffer-reuse",
     subject="Keep inductor's buffer reuse and kernel order from raising the peak",
     why="""\
 Inductor keeps a freed buffer for a later one of its size if there is room for it below
-the peak of the graph in between. That peak is an estimate from the schedule, and too
-high once kernels are generated: it counts buffers that a fused kernel keeps in
-registers, and both buffers where a kernel writes its result over an argument. Freed
-buffers are then kept through the real peak. A GPT-2 training step peaks at
-170 MB instead of 160, a mixture of experts at 196 instead of 179.
-
-The same estimate picks one of four kernel orders, and picks a worse one: a ResNet-50
-for an H100 (bf16, 64 images, planned for the lowest peak) peaks at 1,171 MB by
-inductor's schedule, 874 in the order it would have run in without that pass.
+the peak of the graph in between. Its estimate of that peak counts buffers that a fused
+kernel keeps in registers, and both buffers where a kernel writes its result over an
+argument. Freed buffers are then kept through the real peak: a GPT-2 training step peaks
+at 170 MB instead of 160. The same estimate picks one of four kernel orders, and a worse
+one: 1,171 MB instead of 874 by the schedule of a ResNet-50 for an H100.
 
 The estimate now counts what the generated kernels store. Before kernels are generated,
 it leaves out buffers that only their own kernel reads.
@@ -29,8 +21,8 @@ it leaves out buffers that only their own kernel reads.
     edits=(
         Edit(
             _MEMORY,
-            anchor=_TIMELINE,
-            replacement="""\
+            anchor="def compute_memory_timeline(\n",
+            before="""\
 def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
     \"\"\"
     A buffer that only its own kernel reads stays in registers and takes no memory.
@@ -59,21 +51,19 @@ def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
             info.size_free = 0
 
 
-"""
-            + _TIMELINE,
+""",
         ),
         Edit(
             _MEMORY,
-            anchor=_RETURN,
-            replacement="    _count_what_is_stored(buf_info_list)\n" + _RETURN,
+            anchor="    return buf_info_list, node_to_step, buf_to_snode_last_use\n",
+            before="    _count_what_is_stored(buf_info_list)\n",
             inside="compute_memory_timeline",
         ),
     ),
     since=(2, 11),
     landed=((_MEMORY, "_count_what_is_stored("),),
     risks="""\
-The estimate decides which buffers are kept and in which order kernels run; the kernels
-and their arguments stay the same. Fewer buffers are kept for long, so a graph may
-allocate more often.
+Fewer buffers are kept for long, so a graph may allocate more often. Kernels may run in
+another order; they and their arguments stay the same.
 """,
 )

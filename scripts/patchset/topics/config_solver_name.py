@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from ..patch import CONFIG, Edit, Patch
 
 
@@ -17,8 +15,7 @@ plain string, so both spellings select the same solver.
         Edit(
             CONFIG,
             anchor='activation_memory_budget_runtime_estimator = "flops"\n',
-            replacement="""\
-activation_memory_budget_runtime_estimator = "flops"
+            after="""\
 
 # For code that writes config.dp_knapsack_sliding_hirschberg instead of the string.
 dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
@@ -27,9 +24,5 @@ dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
     ),
     since=(2, 11),
     landed=((CONFIG, "\ndp_knapsack_sliding_hirschberg = "),),
-    risks="""\
-One more entry in the config, a constant. Like every entry it is part of the cache key
-of compiled graphs, so the first compile after the upgrade is cold.
-""",
-    kind="improvements",
+    risks="One more entry in the config: the first compile after the upgrade is cold.",
 )

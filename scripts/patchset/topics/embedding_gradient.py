@@ -1,15 +1,7 @@
-from __future__ import annotations
-
 from ..patch import Edit, Patch
 
 
 _DECOMPOSITION = "torch/_inductor/decomposition.py"
-_LOWERING = "torch/_inductor/lowering.py"
-_ALLOWED = '        "aten::index_add",\n'
-_FALLBACK = """\
-    if grad_output.is_xpu:
-        return NotImplemented
-"""
 
 PATCH = Patch(
     name="embedding-gradient",
@@ -21,17 +13,14 @@ peak of a step, whatever is saved or recomputed: 5,948 MB for four layers of a
 Llama-3-8B, of which the two tables are 3,152.
 
 Where the table has more rows than there are indices, CUDA devices now get ATen's
-operator: it sorts the indices, sums in fp32, and writes half precision. Its scratch
-memory is one fp32 row an index at most, and it is deterministic, which atomic additions
-to the table are not.
+operator: it sorts the indices, sums in fp32, and writes half precision.
 """,
     test="test/inductor/test_embedding_gradient.py",
     edits=(
         Edit(
             _DECOMPOSITION,
-            anchor=_FALLBACK,
-            replacement=_FALLBACK
-            + """\
+            anchor="    if grad_output.is_xpu:\n        return NotImplemented\n",
+            after="""\
     # The table in a wider type is as large as all of its rows, ATen's scratch memory as
     # the rows that are read.
     if (
@@ -44,16 +33,15 @@ to the table are not.
             inside="_embedding_dense_backward",
         ),
         Edit(
-            _LOWERING,
-            anchor=_ALLOWED,
-            replacement=_ALLOWED + '        "aten::embedding_dense_backward",\n',
+            "torch/_inductor/lowering.py",
+            anchor='        "aten::index_add",\n',
+            after='        "aten::embedding_dense_backward",\n',
         ),
     ),
     since=(2, 13),
     landed=((_DECOMPOSITION, "statically_known_true(num_weights > indices.numel())"),),
     risks="""\
-Times were not measured on a GPU. By the bytes that are moved the operator is faster: the
-table is neither filled nor cast in fp32. Other digits than before, as sums have another
-order; those of eager mode. Shapes that are dynamic keep the decomposition.
+Times were not measured on a GPU. Sums have another order than before, that of eager
+mode. Dynamic shapes keep the decomposition.
 """,
 )

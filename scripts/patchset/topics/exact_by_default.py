@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from ..patch import CONFIG, Edit, Patch
 
 
@@ -33,9 +31,7 @@ activation_memory_budget_solver = "exact"
     needs=("solver-by-name",),
     evidence=(("solvers", "corpus:"), ("solvers", "dp / exact")),
     risks="""\
-Default plans change at every budget that reaches the knapsack. Where dp overspent,
-less is saved and more recomputed than before; whoever tuned a budget against dp's
-overspending may have to raise it.
+Where dp overspent, less is saved and more recomputed than before; whoever tuned a
+budget against that may have to raise it.
 """,
-    kind="improvements",
 )

@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 from ..patch import Edit, Patch
 
 
 _POST_GRAD = "torch/_inductor/fx_passes/post_grad.py"
-_DEFINED = "def is_valid_addmm_fusion(match):\n"
-_MISMATCH = "        return False  # Shape mismatch\n"
 
 PATCH = Patch(
     name="late-addend",
@@ -13,9 +9,8 @@ PATCH = Patch(
     why="""\
 Inductor makes one addmm of a product and what it is added to. Where that is computed
 later, the product waits for it, and its arguments stay with it. In a model whose head is
-tied to its embedding, the gradient of the logits waits for that of the embedding, from
-the start of the backward nearly to its end: 825 of 1,403 MB at the peak of an encoder
-with a vocabulary of 50,368.
+tied to its embedding, the gradient of the logits waits from the start of the backward
+nearly to its end: 825 of 1,403 MB at the peak of an encoder with a vocabulary of 50,368.
 
 Such a product stays one by itself, if what it alone reads is larger than its result. The
 sum is then a kernel of its own, or part of one.
@@ -24,8 +19,8 @@ sum is then a kernel of its own, or part of one.
     edits=(
         Edit(
             _POST_GRAD,
-            anchor=_DEFINED,
-            replacement='''\
+            anchor="def is_valid_addmm_fusion(match):\n",
+            before='''\
 def _would_wait(product: torch.fx.Node, addend: torch.fx.Node) -> bool:
     """Whether a product holds more until its addend is there than it is itself."""
 
@@ -37,14 +32,12 @@ def _would_wait(product: torch.fx.Node, addend: torch.fx.Node) -> bool:
     return product < addend and statically_known_true(held > nbytes(product))
 
 
-'''
-            + _DEFINED,
+''',
         ),
         Edit(
             _POST_GRAD,
-            anchor=_MISMATCH,
-            replacement=_MISMATCH
-            + """\
+            anchor="        return False  # Shape mismatch\n",
+            after="""\
 
     products = (node for node in match.nodes if node.target is aten.mm.default)
     if any(_would_wait(product, inp) for product in products):
@@ -56,7 +49,7 @@ def _would_wait(product: torch.fx.Node, addend: torch.fx.Node) -> bool:
     since=(2, 13),
     landed=((_POST_GRAD, "_would_wait(product, inp)"),),
     risks="""\
-One more kernel for each such sum: it reads the product once more, and writes it. Biases
-and residual streams are there before their product, and do not change.
+One more kernel for each such sum. Biases and residual streams are there before their
+product, and do not change.
 """,
 )

@@ -45,5 +45,4 @@ traverse. The cut is the same: the one nearest to the sink, whichever flow leads
 No plan changes: the tests compare cuts with networkx's, on graphs of the partitioner
 and on random ones. networkx still builds the graph, and draws one that has no cut.
 """,
-    kind="improvements",
 )

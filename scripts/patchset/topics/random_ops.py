@@ -1,16 +1,11 @@
-from __future__ import annotations
-
 from ..patch import Edit, module_path, PARTITIONERS, Patch
 
 
 CHOOSE = "choose_saved_values_set"
-_CONFIG = "\nfrom . import config\n"
-IMPORT = "from ._activation_checkpointing import random_ops\n"
-_CLASSIFIED = "    # networkx blows up on graphs with no required backward nodes\n"
 _NO_INPUTS_YET = """\
             ban_if_not_in_allowlist=False,
         )
-    if memory_budget == 0"""
+"""
 
 PATCH = Patch(
     name="random-ops",
@@ -18,23 +13,16 @@ PATCH = Patch(
     why="""\
 At any budget below 1, and with aggressive_recomputation at every budget, the
 backward draws new random numbers: the gradients of a net with dropout are off by
-more than their own norm, and nothing says so. Budget 0 saves the inputs and bans
-nothing, the knapsack may free random nodes, and random_ops names three of some
-fifty random operators.
+more than their own norm, and nothing says so. Where inductor rounds a recomputed value
+differently, a top-k, a sort or a comparison that becomes an index reads other elements
+than the forward did: a recomputed router sends some tokens to other experts.
 
-Random operators are now known by their tag, in subgraphs of higher-order
-operators too, and no cut may recompute them. Where they take effect is left to
-the cut: it saves dropout's mask, or inductor's seed, not the noise. Attention
-without dropout carries the tag and stays recomputable, user tags keep their
-meaning, and plans of nets without randomness do not change. Effectful ops and
-MUST_SAVE tags, which budget 0 ignored as well, are kept in the same way.
-
-So are decisions. Inductor may round or sum in another order when the backward
-recomputes a value, and a top-k, a sort or a comparison that becomes an index then reads
-other elements than the forward did: in bf16 on a CPU, a recomputed router sends some
-tokens to other experts. A decision is recognized by what the graph does with the
-integers and masks that it makes of floats. The integers are saved; a mask that only
-selects between two values of an element, such as a ReLU's, may still be recomputed.
+Random operators are now known by their tag, in subgraphs of higher-order operators
+too, and no cut may recompute them; it saves dropout's mask, or inductor's seed, not the
+noise. Effectful ops and MUST_SAVE tags, which budget 0 ignored, are kept in the same
+way. A decision is recognized by what the graph does with the integers and masks that it
+makes of floats. The integers are saved; a mask that only selects between two values of
+an element, such as a ReLU's, may still be recomputed.
 """,
     trailers=("Fixes: #190758", "Fixes: #190717", "See also: #186572"),
     test="test/functorch/test_ac_random_ops.py",
@@ -45,8 +33,8 @@ selects between two values of an element, such as a ReLU's, may still be recompu
     edits=(
         Edit(
             PARTITIONERS,
-            anchor=_CONFIG,
-            replacement=_CONFIG + IMPORT,
+            anchor="\nfrom . import config\n",
+            after="from ._activation_checkpointing import random_ops\n",
         ),
         Edit(
             PARTITIONERS,
@@ -71,28 +59,22 @@ selects between two values of an element, such as a ReLU's, may still be recompu
         ),
         Edit(
             PARTITIONERS,
-            anchor=_CLASSIFIED,
-            replacement="    random_ops.mark_decisions(joint_graph, "
-            f"node_info.tangents_closure)\n\n{_CLASSIFIED}",
+            anchor="    # networkx blows up on graphs with no required backward nodes\n",
+            before="    random_ops.mark_decisions(joint_graph, "
+            "node_info.tangents_closure)\n\n",
             inside="min_cut_rematerialization_partition",
         ),
         Edit(
             PARTITIONERS,
             anchor="    if min_cut_options.ban_if_used_far_apart:\n",
-            replacement="""\
-    random_ops.draw_on_one_side(joint_graph, node_info, nx_graph)
-
-    if min_cut_options.ban_if_used_far_apart:
-""",
+            before="    random_ops.draw_on_one_side(joint_graph, node_info, nx_graph)\n\n",
             inside="solve_min_cut",
         ),
         Edit(
             PARTITIONERS,
-            anchor=_NO_INPUTS_YET,
-            replacement="""\
-            ban_if_not_in_allowlist=False,
-        )
-    if memory_budget == 0:
+            anchor=f"{_NO_INPUTS_YET}    if memory_budget == 0",
+            replacement=f"""\
+{_NO_INPUTS_YET}    if memory_budget == 0:
         dont_ban = random_ops.recomputable_nodes(joint_graph)
         if dont_ban is not None:
             return solve_min_cut(joint_graph, node_info, min_cut_options, dont_ban)[0]
@@ -125,8 +107,8 @@ selects between two values of an element, such as a ReLU's, may still be recompu
     lacking="below budget 1, dropout gets wrong gradients there, as without the set "
     "(pytorch/pytorch#190758)",
     risks="""\
-Plans of nets with random ops change: they save a mask or a seed where numbers used to
-be drawn again. Plans of nets that route or sort save the positions, at every budget
-and under checkpoints, unless a MUST_RECOMPUTE tag insists. Other plans do not change.
+Plans of nets with random ops save a mask or a seed where numbers used to be drawn
+again. Plans of nets that route or sort save the positions, at every budget and under
+checkpoints, unless a MUST_RECOMPUTE tag insists. Other plans do not change.
 """,
 )

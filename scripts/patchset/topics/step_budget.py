@@ -1,27 +1,12 @@
-from __future__ import annotations
+from dataclasses import replace
 
-from typing import Optional
-
-from ..patch import (
-    AUTOGRAD_CACHE,
-    Edit,
-    GRAPH_COMPILE,
-    module_path,
-    Patch,
-)
+from ..patch import AUTOGRAD_CACHE, Edit, GRAPH_COMPILE, module_path, Patch
 
 
 _INDENT = " " * 16
-_LOADED = (
-    f"{_INDENT}compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)\n"
-)
 
 
-def _stage(
-    indent: str,
-    since: tuple[int, int] = (2, 13),
-    until: Optional[tuple[int, int]] = None,
-) -> Edit:
+def _stage(indent: str) -> Edit:
     """Where graphs that need gradients are compiled."""
     return Edit(
         GRAPH_COMPILE,
@@ -29,8 +14,6 @@ def _stage(
         replacement=f"{indent}from .._activation_checkpointing.step_graph import for_step\n"
         f"\n{indent}return for_step(aot_stage2_autograd)(",
         inside="aot_stage2_compile",
-        since=since,
-        until=until,
     )
 
 
@@ -46,30 +29,26 @@ StepBudget is a context manager around a training step. The first step runs by l
 plans and is recorded: the calls of each graph, and what eager code holds between
 them. Then one or two plans are chosen for each graph, so that the step's peak stays
 within the bound and little is recomputed, and the graphs are partitioned and compiled
-again from their joint graphs. Steps may have fewer or smaller calls; for larger ones
-new plans are made before they run, and other ones are recorded.
+again from their joint graphs.
 """,
     test="test/functorch/test_ac_step_budget.py",
-    sources=tuple(
-        module_path(name)
-        for name in (
-            "step_budget",
-            "step_graph",
-            "step_plan",
-            "step_recorder",
-            "step_report",
-            "graph_calls",
-        )
+    sources=(
+        module_path("step_budget"),
+        module_path("step_graph"),
+        module_path("step_plan"),
+        module_path("step_recorder"),
+        module_path("step_report"),
+        module_path("graph_calls"),
     ),
     needs=("compiled-peak", "frozen-layers"),
     edits=(
-        _stage(" " * 8, until=(2, 14)),
-        _stage(" " * 12, since=(2, 15)),
+        replace(_stage(" " * 8), until=(2, 14)),
+        replace(_stage(" " * 12), since=(2, 15)),
         Edit(
             AUTOGRAD_CACHE,
-            anchor=_LOADED,
-            replacement=f"{_LOADED}"
-            f"{_INDENT}from torch._functorch._activation_checkpointing import graph_calls\n\n"
+            anchor=f"{_INDENT}compiled_fn = "
+            "entry.wrap_post_compile(args, aot_config, fx_config)\n",
+            after=f"{_INDENT}from torch._functorch._activation_checkpointing import graph_calls\n\n"
             f"{_INDENT}compiled_fn = graph_calls.with_warnings(\n"
             f"{_INDENT}    compiled_fn, args, entry.runtime_metadata\n"
             f"{_INDENT})\n",
@@ -80,12 +59,7 @@ new plans are made before they run, and other ones are recorded.
     landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
     risks="""\
 Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op
-by op and estimates for inductor's kernels. Workspaces and fragmentation are not
-counted.
+by op and estimates for inductor's kernels. Workspaces and fragmentation are not counted.
 """,
-    evidence=(
-        ("step", "peak /"),
-        ("step", "gradients"),
-    ),
-    kind="new features",
+    evidence=(("step", "peak /"), ("step", "gradients")),
 )
