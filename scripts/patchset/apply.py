@@ -45,21 +45,13 @@ DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST, UNFINISHED = range(5)
 
 EPILOG = """\
 exit codes:
-  0  done, or already in the wanted state: every file that the set touches was, to
-     the byte, as in a known release
-  1  conflict: nothing was written, or what was is undone; the message names the file,
-     the reason and the way on
-  2  bad call, or TARGET is no PyTorch tree, or of a release that the set is not for,
-     or the Python that runs this cannot read that release
+  0  done, or nothing to do: every file was, to the byte, as in a known release
+  1  conflict: nothing was written, or what was is undone; the message has the way on
+  2  bad call, no PyTorch tree, a release that the set is not for, or a Python that
+     cannot read it
   3  applied (or, with --check, would apply) to any other tree, such as a commit of
      main: verified by structure only, not by checksum
   4  could not finish, nor undo it: run the command that the message names
-
-examples:
-  scripts/apply_patch.sh --status ~/pytorch        what each patch would do
-  scripts/apply_patch.sh --commit ~/pytorch        one git commit per patch
-  scripts/apply_patch.sh --installed               the torch that python3 imports
-  scripts/apply_patch.sh --reverse --installed     take it off, byte for byte
 """
 
 

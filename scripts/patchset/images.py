@@ -17,7 +17,7 @@ from typing import Optional
 
 from .patch import Edit, grammar, KNOWN, minor, OVERLAY, Patch, RELEASES
 from .series import SERIES
-from .target import BadCall, Conflict, NEEDS, Target
+from .target import BadCall, NEEDS, Target
 from .transaction import Change, digest, Journal
 
 
@@ -30,16 +30,6 @@ ABSENT = "not for this release"
 LEFT_OUT = "left out"
 
 View = dict[str, Optional[bytes]]
-
-
-@dataclass(frozen=True)
-class _Case:
-    """What a classification looks at: the files without the set, and as they are."""
-
-    release: str
-    base: View
-    current: View
-    without: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ def survey(
     nearest: Optional[Survey] = None
     for candidate in [known] if known else candidates:
         states = []
-        for state in _classify(series, _Case(candidate, base, current, without)):
+        for state in _classify(series, candidate, base, current, without):
             states.append(state)
             if nearest is not None and state.state == CONFLICTS:
                 break  # Of the nearest release alone all conflicts are shown.
@@ -154,79 +144,65 @@ def _base(current: View, journal: Optional[Journal]) -> View:
 
 
 def _known_release(base: View) -> Optional[str]:
-    """The release that these files are of to the byte, before or after patching.
+    """The release that these files are of to the byte, before or after patching."""
 
-    Conflict where files of different releases are mixed: an upgrade or a merge
-    stopped half way, and patching it would make that harder to see.
-    """
-    # A whole file of ours may have come over any release: it tells nothing.
-    upstream = [
-        path
-        for path, content in base.items()
-        if any(files.get(path, {}).get("before") for files in KNOWN.values())
-        and not ((OVERLAY / path).is_file() and content == overlay(path))
-    ]
-    origins: dict[str, set[str]] = {}
-    for path in upstream:
-        found = digest(base[path])
-        matches = {r for r, files in KNOWN.items() if found in files[path].values()}
-        if matches:
-            origins[path] = matches
-    if not origins:
-        return None
-    common = set.intersection(*origins.values())
-    if not common:
-        places = "; ".join(
-            f"{path} is of {', '.join(sorted(releases, key=minor))}"
-            for path, releases in origins.items()
-        )
-        raise Conflict(
-            f"the tree mixes files of different releases: {places}. "
-            "Reinstall torch or finish the checkout"
-        )
-    return min(common, key=RELEASES.index) if len(origins) == len(upstream) else None
+    def is_of(path: str, files: dict[str, dict[str, Optional[str]]]) -> bool:
+        # A whole file of ours may have come over any release: it tells nothing.
+        ours = (OVERLAY / path).is_file() and base[path] == overlay(path)
+        return ours or digest(base[path]) in files[path].values()
+
+    for release, files in KNOWN.items():
+        known = [path for path in base if files.get(path, {}).get("before")]
+        if known and all(is_of(path, files) for path in known):
+            return release
+    return None
 
 
-def _classify(series: Sequence[Patch], case: _Case) -> Iterator[PatchState]:
-    view = dict(case.base)
+def _classify(
+    series: Sequence[Patch],
+    release: str,
+    base: View,
+    current: View,
+    without: Collection[str],
+) -> Iterator[PatchState]:
+    """Every patch's state, from the files without the set and as they are."""
+    view = dict(base)
     missing: set[str] = set()
     for patch in series:
-        state = _classify_one(patch, case, view, missing)
-        if state.state == LEFT_OUT:
+        lacks = [name for name in patch.needs if name in missing]
+        if patch.name in without or (lacks and patch.fits(release)):
             missing.add(patch.name)
-        view.update((change.path, change.after) for change in state.changes)
-        yield state
+            detail = f"it needs {', '.join(lacks)}" if lacks else ""
+            yield PatchState(patch, LEFT_OUT, detail)
+        else:
+            state = _classify_one(patch, release, base, current, view)
+            view.update((change.path, change.after) for change in state.changes)
+            yield state
 
 
 def _classify_one(
-    patch: Patch, case: _Case, view: View, missing: Collection[str]
+    patch: Patch, release: str, base: View, current: View, view: View
 ) -> PatchState:
-    """The patch's state; ``missing`` names those before it that are left out."""
+    """The state of one patch, on top of ``view``."""
+    if not patch.fits(release):
+        return PatchState(patch, ABSENT, f"nothing to change in {release}")
     files = [path for path in patch.files if path in view]
-    edits = patch.edits_for(case.release)
-    if patch.name in case.without:
-        return PatchState(patch, LEFT_OUT, "")
-    if not patch.fits(case.release):
-        return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
-    lacks = [name for name in patch.needs if name in missing]
-    if lacks:
-        return PatchState(patch, LEFT_OUT, f"it needs {', '.join(lacks)}")
-    done = all(case.current[path] == overlay(path) for path in files) and all(
-        _has(case.current[edit.path], edit) for edit in edits
+    edits = patch.edits_for(release)
+    done = all(current[path] == overlay(path) for path in files) and all(
+        _has(current[edit.path], edit) for edit in edits
     )
-    texts = {path: _text(case.base[path]) for path in patch.paths() if path in view}
     landed = bool(patch.landed) and all(
-        text in texts.get(path, "") for path, text in patch.landed
+        text in _text(base.get(path)) for path, text in patch.landed
     )
     faults = [
         what
         for what, found in patch.faults
-        if re.search(found, texts[patch.landed[0][0]])
+        if re.search(found, _text(base[patch.landed[0][0]]))
     ]
     if landed and not faults and not done:
         return PatchState(patch, LANDED, "upstream has it; nothing is changed")
     try:
-        changes = _changes(files, edits, case.release, view)
+        changes = _changes(files, edits, release, view)
     except (LookupError, SyntaxError, ValueError) as error:
         return PatchState(patch, CONFLICTS, str(error))
     if done:

@@ -116,11 +116,9 @@ class Patch:
     ``lacking`` warns of what goes wrong on those before. ``test``, one of the files,
     fails without the patch; ``sources`` are the others.
 
-    For the pull request: ``needs`` names the patches that it builds on,
-    ``evidence`` the stored results that belong into its text, each as the name of
-    the result and how its rows begin, and ``risks`` what a reviewer should look at.
-    ``minimal`` is the same topic in upstream's own text, where that is smaller than
-    what the set does.
+    For the pull request: ``needs`` names the patches that it builds on, and ``risks``
+    what a reviewer should look at. ``minimal`` is the same topic in upstream's own
+    text, where that is smaller than what the set does.
     """
 
     name: str
@@ -136,7 +134,6 @@ class Patch:
     landed: tuple[tuple[str, str], ...] = ()
     faults: tuple[tuple[str, str], ...] = ()
     needs: tuple[str, ...] = ()
-    evidence: tuple[tuple[str, str], ...] = ()
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Run a PyTorch checkout's Python tree on an installed wheel's binaries.
 
 A full build of PyTorch takes hours, yet everything this project changes is
@@ -31,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from patchset.files import locked
-from patchset.target import import_fault
+from patchset.target import BadCall, exit_status, import_fault
 
 
 # What a wheel of torch installs.
@@ -45,16 +44,6 @@ LARGEST_TEXT = 1 << 20
 
 # Which wheel a checkout was assembled from.
 MARKER = ".linked_from_wheel.json"
-
-EPILOG = """\
-exit status:
-  0  done, or already in the wanted state
-  2  bad call, or refused: the message says what is in the way and what to do
-"""
-
-
-class Refusal(Exception):
-    """The request cannot be met as things stand; the user's files are as they were."""
 
 
 # ---------------------------------------------------------------- the wheel
@@ -92,7 +81,7 @@ def installed_wheel() -> Wheel:
     try:
         torch = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise Refusal(
+        raise BadCall(
             f"{sys.executable} has no torch installed.\n"
             f"Install one first, say: {sys.executable} -m pip install torch==2.13.0"
         ) from None
@@ -103,7 +92,7 @@ def installed_wheel() -> Wheel:
             sha256 = algorithm_and_hash.removeprefix("sha256=")
             files[path] = Recorded(sha256, int(size or 0))
     if "torch/__init__.py" not in files:
-        raise Refusal(
+        raise BadCall(
             f"torch {torch.version} in {root} was not installed from a wheel: no RECORD "
             "names its files"
         )
@@ -166,15 +155,9 @@ def plan_links(checkout: Path, wheel: Wheel) -> list[str]:
             if str(parent) in links or place.is_symlink():
                 # What lies behind the user's own link is not the checkout's.
                 break
-            if not place.exists():
-                if parent not in made:
-                    links[str(parent)] = None
-                    break
-            elif not place.is_dir():
-                raise Refusal(
-                    f"{place} is a file; torch {wheel.version} has a folder there. "
-                    "Move it away and run this again."
-                )
+            if not place.exists() and parent not in made:
+                links[str(parent)] = None
+                break
         else:
             if not os.path.lexists(checkout / path):
                 links[path] = None
@@ -200,14 +183,14 @@ def check_link_target(checkout: Path, wheel: Wheel) -> None:
     """Refuse a tree that is no checkout, of another release, or built already."""
     version_file = checkout / "version.txt"
     if not (checkout / "torch" / "__init__.py").is_file() or not version_file.is_file():
-        raise Refusal(
+        raise BadCall(
             f"{checkout} is not a PyTorch checkout: it needs version.txt and "
             "torch/__init__.py"
         )
     version = version_file.read_text(encoding="utf-8").strip()
     ours, theirs = (re.match(r"\d+\.\d+", v) for v in (version, wheel.version))
     if ours is None or theirs is None or ours[0] != theirs[0]:
-        raise Refusal(
+        raise BadCall(
             f"{checkout} is PyTorch {version} by its version.txt, but "
             f"{sys.executable} has torch {wheel.version}: their Python and binaries do "
             "not fit.\nName the matching one in TORCH_VERSION, or its Python in "
@@ -215,7 +198,7 @@ def check_link_target(checkout: Path, wheel: Wheel) -> None:
         )
     for built in (checkout / "torch").glob("_C.*"):
         if built.suffix in (".so", ".pyd") and not built.is_symlink():
-            raise Refusal(
+            raise BadCall(
                 f"{checkout} has binaries of its own ({built.name}): it runs as it is"
             )
 
@@ -257,7 +240,7 @@ def assemble(wheel: Wheel, destination: Path) -> str:
     with locked(destination.parent):
         if destination.exists():
             if assembled_from(destination) != wheel.digest():
-                raise Refusal(
+                raise BadCall(
                     f"{destination} was not assembled from the torch {wheel.version} "
                     f"of {sys.executable}: delete it to have it built anew (edits are "
                     "lost), or give another destination"
@@ -267,7 +250,7 @@ def assemble(wheel: Wheel, destination: Path) -> str:
         sources = [path for path in wheel.files if is_source(path, wheel.files[path])]
         altered = [path for path in sources if is_altered(wheel, path)]
         if altered:
-            raise Refusal(
+            raise BadCall(
                 f"torch {wheel.version} in {wheel.root} is not as it was installed; "
                 f"{len(altered)} files are gone or changed, such as "
                 f"{', '.join(altered[:5])}.\n"
@@ -286,7 +269,7 @@ def assemble(wheel: Wheel, destination: Path) -> str:
         link(staging, wheel)
         fault = import_fault(sys.executable, staging)
         if fault is not None:
-            raise Refusal(
+            raise BadCall(
                 f"torch {wheel.version} does not import from its assembled checkout "
                 f"{staging}:\n{fault}"
             )
@@ -300,48 +283,29 @@ def assemble(wheel: Wheel, destination: Path) -> str:
 # ---------------------------------------------------------------------- CLI
 
 
-def parser() -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    main_parser = argparse.ArgumentParser(
-        description="Make PyTorch checkouts that run on an installed wheel's binaries.",
-        epilog=EPILOG,
-        formatter_class=formatter,
-    )
-    commands = main_parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser(
-        "assemble",
-        help="build a checkout from the installed torch: its Python tree copied, its "
-        "binaries linked; one that was built from it before is kept, patches included",
-    )
-    one.add_argument("checkout", type=Path, metavar="DESTINATION")
-    two = commands.add_parser(
-        "link",
-        help="link every file of the installed torch that a checkout of one's own "
-        "lacks into it, where upstream's .gitignore expects what a build makes",
-    )
-    two.add_argument(
-        "--remove", action="store_true", help="take the links out again instead"
-    )
-    two.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    return main_parser
-
-
-def run(arguments: argparse.Namespace) -> str:
+def run(arguments: argparse.Namespace) -> None:
     checkout = arguments.checkout.resolve()
     if arguments.command == "assemble":
-        return assemble(installed_wheel(), checkout)
-    if not arguments.remove:
-        return link(checkout, installed_wheel())
-    return f"removed {remove_links(checkout)} links from {checkout}"
+        print(assemble(installed_wheel(), checkout))
+    elif arguments.remove:
+        print(f"removed {remove_links(checkout)} links from {checkout}")
+    else:
+        print(link(checkout, installed_wheel()))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        print(run(parser().parse_args(arguments)))
-    except Refusal as refusal:
-        print(f"checkout.py: {refusal}", file=sys.stderr)
-        return 2
-    return 0
+    parser = argparse.ArgumentParser(
+        description="Make PyTorch checkouts that run on an installed wheel's binaries.",
+        epilog="exit status: 0 done, or already in the wanted state; 2 bad call, or "
+        "refused: the message says what is in the way and what to do",
+    )
+    parser.add_argument("command", choices=("assemble", "link"))
+    parser.add_argument(
+        "--remove", action="store_true", help="take the links out again instead"
+    )
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    options = parser.parse_args(arguments)
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

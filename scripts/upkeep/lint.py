@@ -3,7 +3,7 @@
     PYTHONPATH=scripts python -m upkeep.lint CODE [--tool COMMAND | --pattern REGEX] [PATH | @LIST] ...
 
 ``--tool`` runs a command of the environment that this runs in. A file with a match of
-``--pattern`` is wrong, or with ``--wanted`` one without. Where neither is given, CODE names a check of this module.
+``--pattern`` is wrong. Where neither is given, upstream's linters run.
 """
 
 from __future__ import annotations
@@ -43,15 +43,12 @@ def run(tool: str, paths: list[str]) -> list[Finding]:
     return [Finding(path, int(line), words) for path, line, words in matches]
 
 
-def search(pattern: str, wanted: bool, words: str, paths: list[str]) -> list[Finding]:
+def search(pattern: str, words: str, paths: list[str]) -> list[Finding]:
     found = []
     for path in paths:
         # Not as text, which would hide a carriage return.
         text = Path(path).read_bytes().decode()
-        matches = list(re.finditer(pattern, text, re.MULTILINE))
-        if wanted and not matches:
-            found.append(Finding(path, None, f"{words} is missing"))
-        for match in () if wanted else matches:
+        for match in re.finditer(pattern, text, re.MULTILINE):
             line = text.count("\n", 0, match.start()) + 1
             found.append(Finding(path, line, words))
     return found
@@ -64,35 +61,20 @@ def upstream(paths: list[str]) -> list[Finding]:
     return [Finding(path, None, words) for path, _, words in found]
 
 
-def executable(paths: list[str]) -> list[Finding]:
-    found = []
-    for path in map(Path, paths):
-        script, can = path.read_bytes()[:2] == b"#!", path.stat().st_mode & 0o111
-        if script != bool(can):
-            words = "executable, without #!" if can else "#!, but not executable"
-            found.append(Finding(str(path), None, words))
-    return found
-
-
-OWN = {"EXEC": executable, "UPSTREAM": upstream}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@")
     parser.add_argument("code", metavar="CODE")
     parser.add_argument("paths", metavar="PATH", nargs="*")
     parser.add_argument("--tool", metavar="COMMAND")
     parser.add_argument("--pattern", metavar="REGEX")
-    parser.add_argument("--wanted", action="store_true")
-    parser.add_argument("--words", help="for what is wrong or missing")
+    parser.add_argument("--words", help="for what is wrong")
     options = parser.parse_intermixed_args()
     if options.tool:
         found = run(options.tool, options.paths)
     elif options.pattern:
-        words, paths = options.words, options.paths
-        found = search(options.pattern, options.wanted, words, paths)
+        found = search(options.pattern, options.words, options.paths)
     else:
-        found = OWN[options.code](options.paths)
+        found = upstream(options.paths)
     unused = dict.fromkeys(("char", "original", "replacement"))
     for path, line, words in found:
         name = {"path": path, "line": line, "code": options.code, "name": options.code}

@@ -1,10 +1,9 @@
-"""Upstream's own linters and tests on a branch, in a work tree that is thrown away."""
+"""Upstream's linters and our test on a branch, in a work tree that is thrown away."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -55,12 +54,6 @@ SETTLED = {
     "ruff check --no-cache --quiet --output-format=concise .": _RUFF_LINE,
     "ruff format --no-cache --quiet --check --output-format=concise .": _RUFF_LINE,
 }
-# Upstream's tests of what the set touches; not every checkout has them.
-TESTS = (
-    ("test/functorch/test_ac_knapsack.py",),
-    ("test/functorch/test_ac.py", "-k", "MemoryBudget"),
-    ("test/functorch/test_aotdispatch.py", "-k", "Partitioning"),
-)
 
 
 class Check(NamedTuple):
@@ -72,14 +65,14 @@ class Check(NamedTuple):
 
 
 def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
-    """Yield the outcome of every linter and test on the branch."""
+    """Yield the outcome of the linters and of the patch's test on the branch."""
     with _work_tree(target, branch) as tree:
         linked = _run(
             [sys.executable, "-m", "upkeep.checkout", "link", str(tree)],
             REPOSITORY / "scripts",
         )
         yield from _lint(tree)
-        yield from _test(tree, patch, linked)
+        yield _test(tree, patch, linked)
 
 
 @contextmanager
@@ -169,18 +162,11 @@ def _said(files: dict[str, str]) -> Counter[tuple[str, str]]:
     return found
 
 
-def _test(
-    tree: Path, patch: Patch, linked: subprocess.CompletedProcess[str]
-) -> Iterator[Check]:
-    commands: list[tuple[str, ...]] = [(patch.test,)]
-    commands += [test for test in TESTS if (tree / test[0]).is_file()]
-    for words in commands:
-        name = f"python {shlex.join(words)}"
-        if linked.returncode:
-            yield Check(name, None, linked.stdout)
-            continue
-        done = run_test(words, tree)
-        yield Check(name, done.returncode == 0, done.stdout)
+def _test(tree: Path, patch: Patch, linked: subprocess.CompletedProcess[str]) -> Check:
+    if linked.returncode:
+        return Check(patch.tested, None, linked.stdout)
+    done = run_test([patch.test], tree)
+    return Check(patch.tested, done.returncode == 0, done.stdout)
 
 
 def conclude(checks: Iterator[Check]) -> None:

@@ -29,7 +29,6 @@ activation_memory_budget_solver = "exact"
     ),
     landed=((CONFIG, 'activation_memory_budget_solver = "exact"'),),
     needs=("solver-by-name",),
-    evidence=(("solvers", "corpus:"), ("solvers", "dp / exact")),
     risks="""\
 Where dp overspent, less is saved and more recomputed than before; whoever tuned a
 budget against that may have to raise it.

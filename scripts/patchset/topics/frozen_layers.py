@@ -48,9 +48,4 @@ A kernel that did read the values of such an argument would give wrong gradients
 silently. The tests fill the argument with NaN and compare bit for bit, on CPU and
 CUDA. Other devices are left alone, and config.drop_unread_arguments turns it off.
 """,
-    evidence=(
-        ("frozen", "convolution, none trainable"),
-        ("frozen", "ResNet-50-like"),
-        ("frozen", "U-Net"),
-    ),
 )

@@ -22,7 +22,6 @@ be from it), and depends on nothing but the arguments.
     test="test/functorch/test_ac_knapsack_exact.py",
     sources=(module_path("knapsack_exact"),),
     landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
-    evidence=(("solvers", "corpus:"), ("solvers", "dp / exact")),
     risks="""\
 Used only where the config asks for "exact". A cap on states, not on time, bounds its
 work: at the cap it returns the best set found, no worse than greedy's.

@@ -41,7 +41,6 @@ a config string may select.
         ("no table of solvers by name", r"(?s)\A(?!.*KNAPSACK_SOLVERS)"),
     ),
     needs=("knapsack-exact",),
-    evidence=(("solvers", "Hirschberg"),),
     risks=_RISKS,
     minimal=Patch(
         name="knapsack-solvers",

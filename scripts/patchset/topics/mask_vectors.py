@@ -56,5 +56,4 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 On instruction sets for which at::vec has no such conversion it falls back to a loop
 over the lanes, as quantized kernels do.
 """,
-    evidence=(("frozen", "frozen 1x1 convolutions with ReLU"),),
 )

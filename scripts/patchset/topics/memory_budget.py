@@ -100,7 +100,6 @@ the bytes that recomputation moves as well as its FLOPs.
     since=(2, 11),
     landed=((PARTITIONERS, "decision = decide("),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
-    evidence=(("kept", "share kept"), ("kept", "forwards"), ("solvers", "99 budgets")),
     risks="""\
 Plans change where they were over the budget or recomputed more than they had to. A
 budget is now a share of the bytes really kept, not of a sum of sizes. A budget out of

@@ -22,11 +22,6 @@ Where no plan can be made, a warning says why and the graph gets the plan for sa
     test="test/functorch/test_ac_peak_budget.py",
     sources=(module_path("fused_peak"), module_path("peak_budget")),
     needs=("saved-report",),
-    evidence=(
-        ("peak", "predicted / measured"),
-        ("peak", "peak /"),
-        ("peak", "gradients"),
-    ),
     edits=(
         Edit(
             CONFIG,

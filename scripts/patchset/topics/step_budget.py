@@ -61,5 +61,4 @@ again from their joint graphs.
 Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op
 by op and estimates for inductor's kernels. Workspaces and fragmentation are not counted.
 """,
-    evidence=(("step", "peak /"), ("step", "gradients")),
 )
