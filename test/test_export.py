@@ -68,7 +68,7 @@ def test_no_edit_is_of_a_line_that_another_wrote():
     edits = [(patch.name, edit) for patch in SERIES for edit in patch.edits]
     for (one, first), (other, second) in itertools.permutations(edits, 2):
         if one != other and first.path == second.path:
-            added = first.new.replace(first.anchor, "")
+            added = first.replacement.replace(first.anchor, "")
             assert second.anchor not in added, (one, other, second.anchor)
 
 

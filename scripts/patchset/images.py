@@ -232,7 +232,7 @@ def _changes(
             continue
         text = before.decode()
         start, end = edit.locate(text)
-        after[edit.path] = (text[:start] + edit.new + text[end:]).encode()
+        after[edit.path] = (text[:start] + edit.replacement + text[end:]).encode()
     for path, content in after.items():
         here = tuple(edit for edit in edits if edit.path == path)
         _check_syntax(path, content, release, here)
@@ -245,7 +245,7 @@ def _changes(
 
 def _has(content: Optional[bytes], edit: Edit) -> bool:
     """Whether the edit is in the file."""
-    return _text(content).count(edit.new) == 1
+    return _text(content).count(edit.replacement) == 1
 
 
 def _text(content: Optional[bytes]) -> str:
@@ -294,8 +294,8 @@ def _check_syntax(
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for edit in edits:
-        first = text.count("\n", 0, text.index(edit.new)) + 1
-        last = first + edit.new.rstrip("\n").count("\n")
+        first = text.count("\n", 0, text.index(edit.replacement)) + 1
+        last = first + edit.replacement.rstrip("\n").count("\n")
         around = [
             n for n in functions if n.lineno <= first and last <= (n.end_lineno or 0)
         ]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
@@ -34,7 +35,6 @@ CONFIG = "torch/_functorch/config.py"
 KNAPSACK = module_path("knapsack")
 GRAPH_COMPILE = "torch/_functorch/_aot_autograd/graph_compile.py"
 AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"
-REPORT = module_path("saved_report")
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -50,10 +50,9 @@ def grammar(release: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of one file that is not ours.
+    """One replacement in one file that is not ours.
 
-    ``anchor`` must occur exactly once in the file. It is replaced by ``replacement``,
-    or gets ``before`` and ``after`` around it. Where the text to replace is
+    ``anchor`` must occur exactly once in the file. Where the text to replace is
     longer, it runs from ``anchor`` to the end of the next ``through``, and
     ``digests`` (of any release, the first 16 hex digits of the SHA-256) pin it, so
     that upstream's lines need not stand here and no unknown line can be swallowed.
@@ -64,20 +63,12 @@ class Edit:
 
     path: str
     anchor: str
-    replacement: Optional[str] = None
-    before: str = ""
-    after: str = ""
+    replacement: str
     inside: Optional[str] = None
     since: tuple[int, int] = (2, 6)
     until: Optional[tuple[int, int]] = None
     through: Optional[str] = None
     digests: tuple[str, ...] = ()
-
-    @property
-    def new(self) -> str:
-        if self.replacement is not None:
-            return self.replacement
-        return self.before + self.anchor + self.after
 
     def locate(self, text: str) -> tuple[int, int]:
         """Start and end of the text to replace; LookupError says what is off."""
@@ -103,6 +94,35 @@ class Edit:
                     f"have digest {found}, not {' or '.join(self.digests)}"
                 )
         return start, end
+
+
+def edits(diff: str) -> tuple[Edit, ...]:
+    """The edits that a diff tells.
+
+    Each begins with ``@@ PATH [FUNCTION] [since RELEASE] [until RELEASE]``. Lines stay,
+    or with a ``-`` go, or with a ``+`` come. A ``~`` stands for lines that go and are
+    not shown, with the digests of all that go.
+    """
+    found = []
+    for hunk in re.split("^@@ ", diff, flags=re.MULTILINE)[1:]:
+        head, *lines = hunk.splitlines()
+        path, *words = head.split()
+        inside = words.pop(0) if len(words) % 2 else None
+        limits = dict(zip(words[::2], map(minor, words[1::2])))
+        old, new, digests = [""], "", ()
+        for line in lines:
+            if line.startswith("~"):
+                old.append("")
+                digests = tuple(line[1:].split())
+                continue
+            if not line.startswith("+"):
+                old[-1] += f"{line[1:]}\n"
+            if not line.startswith("-"):
+                new += f"{line[1:]}\n"
+        through = old[1] if digests else None
+        edit = Edit(path, old[0], new, inside, through=through, digests=digests)
+        found.append(replace(edit, **limits))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-from ..patch import AUTOGRAD_CACHE, Edit, Patch
+from ..patch import AUTOGRAD_CACHE, edits, Patch
 
 
 PATCH = Patch(
@@ -14,23 +14,17 @@ mistaken for a name.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_cache_key.py",
-    edits=(
-        Edit(
-            AUTOGRAD_CACHE,
-            anchor="        self.custom_estimator_solver_uuids = "
-            "_get_custom_estimator_solver_uuids(config)\n",
-            after="""\
-        self.estimator_solver_names = tuple(
-            choice if isinstance(choice, str) else None
-            for choice in (
-                config.activation_memory_budget_runtime_estimator,
-                config.activation_memory_budget_solver,
-            )
-        )
-""",
-            inside="__init__",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/_aot_autograd/autograd_cache.py __init__
+         self.custom_estimator_solver_uuids = _get_custom_estimator_solver_uuids(config)
++        self.estimator_solver_names = tuple(
++            choice if isinstance(choice, str) else None
++            for choice in (
++                config.activation_memory_budget_runtime_estimator,
++                config.activation_memory_budget_solver,
++            )
++        )
+"""),
     since=(2, 11),
     landed=((AUTOGRAD_CACHE, "self.estimator_solver_names = "),),
     risks="The first compile after the upgrade is cold.",

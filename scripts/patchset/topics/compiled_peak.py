@@ -1,7 +1,5 @@
-from ..patch import Edit, GRAPH_COMPILE, module_path, Patch
+from ..patch import edits, GRAPH_COMPILE, module_path, Patch
 
-
-_OUTPUT_CODE = "torch/_inductor/output_code.py"
 
 PATCH = Patch(
     name="compiled-peak",
@@ -18,30 +16,20 @@ anything has run. After four compiles the lowest is kept, with a warning.
     test="test/inductor/test_compiled_peak.py",
     sources=(module_path("compiled_peak"), "torch/_inductor/wrapper_memory.py"),
     needs=("peak-budget", "buffer-reuse"),
-    edits=(
-        Edit(
-            _OUTPUT_CODE,
-            anchor="from .runtime.autotune_cache import AutotuneCacheBundler\n",
-            after="from .wrapper_memory import wrapper_memory\n",
-        ),
-        Edit(
-            _OUTPUT_CODE,
-            anchor="        self.runnable_graph_str = runnable_graph_str\n",
-            before="        self.memory = "
-            'wrapper_memory(graph, getattr(self, "source_code", ""))\n',
-            inside="__init__",
-        ),
-        Edit(
-            GRAPH_COMPILE,
-            anchor="from .. import config\n",
-            after="from .._activation_checkpointing.compiled_peak import within_peak\n",
-        ),
-        Edit(
-            GRAPH_COMPILE,
-            anchor="def aot_stage2_autograd(\n",
-            before="@within_peak\n",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_inductor/output_code.py
+ from .runtime.autotune_cache import AutotuneCacheBundler
++from .wrapper_memory import wrapper_memory
+@@ torch/_inductor/output_code.py __init__
++        self.memory = wrapper_memory(graph, getattr(self, "source_code", ""))
+         self.runnable_graph_str = runnable_graph_str
+@@ torch/_functorch/_aot_autograd/graph_compile.py
+ from .. import config
++from .._activation_checkpointing.compiled_peak import within_peak
+@@ torch/_functorch/_aot_autograd/graph_compile.py
++@within_peak
+ def aot_stage2_autograd(
+"""),
     # Before, inductor's estimate leaves out what the forward returned.
     since=(2, 13),
     landed=((GRAPH_COMPILE, "@within_peak\n"),),

@@ -1,10 +1,5 @@
-from ..patch import Edit, Patch
+from ..patch import edits, Patch
 
-
-_GRAPH = "torch/_inductor/graph.py"
-_LIST = "                        need_fixed_layout = [\n"
-_NEXT = "                            torch.ops.aten.mm.default,\n"
-_NODE = "torch.ops.aten.convolution_backward.default"
 
 PATCH = Patch(
     name="conv-layout",
@@ -20,31 +15,23 @@ The layout is now left open, as it is for the convolution itself, unless layouts
 optimized. One channels-last argument then serves all.
 """,
     test="test/inductor/test_conv_layout.py",
-    edits=(
-        Edit(
-            _GRAPH,
-            anchor=f"{_LIST}                            {_NODE},\n{_NEXT}",
-            replacement=_LIST + _NEXT,
-            inside="run_node",
-        ),
-        Edit(
-            _GRAPH,
-            anchor="                            "
-            "need_fixed_layout.append(torch.ops.aten.convolution.default)\n",
-            replacement=f"""\
-                            need_fixed_layout.extend(
-                                [
-                                    torch.ops.aten.convolution.default,
-                                    {_NODE},
-                                ]
-                            )
-""",
-            inside="run_node",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_inductor/graph.py run_node
+                         need_fixed_layout = [
+-                            torch.ops.aten.convolution_backward.default,
+                             torch.ops.aten.mm.default,
+@@ torch/_inductor/graph.py run_node
+-                            need_fixed_layout.append(torch.ops.aten.convolution.default)
++                            need_fixed_layout.extend(
++                                [
++                                    torch.ops.aten.convolution.default,
++                                    torch.ops.aten.convolution_backward.default,
++                                ]
++                            )
+"""),
     since=(2, 13),
     trailers=("See also: #189239",),
-    landed=((_GRAPH, "need_fixed_layout.extend("),),
+    landed=(("torch/_inductor/graph.py", "need_fixed_layout.extend("),),
     risks="""\
 Kernels around convolutions may read and write other layouts, which changes the order
 of sums.

@@ -1,7 +1,5 @@
-from ..patch import Edit, Patch
+from ..patch import edits, Patch
 
-
-_DECOMPOSITION = "torch/_inductor/decomposition.py"
 
 PATCH = Patch(
     name="embedding-gradient",
@@ -16,30 +14,29 @@ Where the table has more rows than there are indices, CUDA devices now get ATen'
 operator: it sorts the indices, sums in fp32, and writes half precision.
 """,
     test="test/inductor/test_embedding_gradient.py",
-    edits=(
-        Edit(
-            _DECOMPOSITION,
-            anchor="    if grad_output.is_xpu:\n        return NotImplemented\n",
-            after="""\
-    # The table in a wider type is as large as all of its rows, ATen's scratch memory as
-    # the rows that are read.
-    if (
-        grad_output.is_cuda
-        and grad_output.dtype in (torch.half, torch.bfloat16)
-        and statically_known_true(num_weights > indices.numel())
-    ):
-        return NotImplemented
-""",
-            inside="_embedding_dense_backward",
-        ),
-        Edit(
-            "torch/_inductor/lowering.py",
-            anchor='        "aten::index_add",\n',
-            after='        "aten::embedding_dense_backward",\n',
+    edits=edits("""\
+@@ torch/_inductor/decomposition.py _embedding_dense_backward
+     if grad_output.is_xpu:
+         return NotImplemented
++    # The table in a wider type is as large as all of its rows, ATen's scratch memory as
++    # the rows that are read.
++    if (
++        grad_output.is_cuda
++        and grad_output.dtype in (torch.half, torch.bfloat16)
++        and statically_known_true(num_weights > indices.numel())
++    ):
++        return NotImplemented
+@@ torch/_inductor/lowering.py
+         "aten::index_add",
++        "aten::embedding_dense_backward",
+"""),
+    since=(2, 13),
+    landed=(
+        (
+            "torch/_inductor/decomposition.py",
+            "statically_known_true(num_weights > indices.numel())",
         ),
     ),
-    since=(2, 13),
-    landed=((_DECOMPOSITION, "statically_known_true(num_weights > indices.numel())"),),
     risks="""\
 Times were not measured on a GPU. Sums have another order than before, that of eager
 mode. Dynamic shapes keep the decomposition.

@@ -1,4 +1,4 @@
-from ..patch import CONFIG, Edit, GRAPH_COMPILE, module_path, Patch
+from ..patch import edits, GRAPH_COMPILE, module_path, Patch
 
 
 PATCH = Patch(
@@ -16,31 +16,20 @@ outputs depend on the values of which argument.
 """,
     test="test/functorch/test_ac_frozen_layers.py",
     sources=(module_path("frozen_layers"),),
-    edits=(
-        Edit(
-            CONFIG,
-            anchor="# By default, the partitioner is purely trying to optimize for "
-            "runtime (although\n",
-            before="""\
-# Give backward operators a stand-in for an argument of which they only use the shape
-# (the input of a frozen convolution, say), so that it need not be saved.
-drop_unread_arguments = True
-
-""",
-        ),
-        Edit(
-            GRAPH_COMPILE,
-            anchor="from .aot_autograd_result import",
-            before="from .._activation_checkpointing.frozen_layers import "
-            "without_unread_arguments\n",
-        ),
-        Edit(
-            GRAPH_COMPILE,
-            anchor="        inference_compiler = fw_compiler\n",
-            after="    partition_fn = without_unread_arguments(partition_fn)\n",
-            inside="aot_stage2_compile",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/config.py
++# Give backward operators a stand-in for an argument of which they only use the shape
++# (the input of a frozen convolution, say), so that it need not be saved.
++drop_unread_arguments = True
++
+ # By default, the partitioner is purely trying to optimize for runtime (although
+@@ torch/_functorch/_aot_autograd/graph_compile.py
++from .._activation_checkpointing.frozen_layers import without_unread_arguments
+ from .aot_autograd_result import GenericAOTAutogradResult, serialize_graph_module
+@@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile
+         inference_compiler = fw_compiler
++    partition_fn = without_unread_arguments(partition_fn)
+"""),
     since=(2, 11),
     landed=((GRAPH_COMPILE, "without_unread_arguments("),),
     risks="""\

@@ -1,9 +1,7 @@
 from dataclasses import replace
 
-from ..patch import CONFIG, Edit, module_path, PARTITIONERS, Patch
+from ..patch import edits, module_path, Patch
 
-
-_IMPORT = "from ._activation_checkpointing.knapsack_exact import exact_knapsack\n"
 
 _ADDITION = Patch(
     name="knapsack-exact",
@@ -33,35 +31,21 @@ PATCH = replace(
     _ADDITION,
     minimal=replace(
         _ADDITION,
-        edits=(
-            Edit(
-                PARTITIONERS,
-                anchor="    ilp_knapsack,\n)\n",
-                after=_IMPORT,
-                until=(2, 6),
-            ),
-            Edit(
-                PARTITIONERS,
-                anchor="from ._activation_checkpointing.knapsack_evaluator import "
-                "KnapsackEvaluator\n",
-                after=_IMPORT,
-                since=(2, 11),
-            ),
-            Edit(
-                PARTITIONERS,
-                anchor="        return dp_knapsack(memory, runtimes, max_memory)\n",
-                after="""\
-    elif SOLVER == "exact":
-        return exact_knapsack(memory, runtimes, max_memory)
-""",
-                inside="_optimize_runtime_with_given_memory",
-            ),
-            Edit(
-                CONFIG,
-                anchor='activation_memory_budget_solver = "dp"\n',
-                before='# "exact" is optimal on the true sizes and never over the '
-                "budget.\n",
-            ),
-        ),
+        edits=edits("""\
+@@ torch/_functorch/partitioners.py until 2.6
+     ilp_knapsack,
+ )
++from ._activation_checkpointing.knapsack_exact import exact_knapsack
+@@ torch/_functorch/partitioners.py since 2.11
+ from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator
++from ._activation_checkpointing.knapsack_exact import exact_knapsack
+@@ torch/_functorch/partitioners.py _optimize_runtime_with_given_memory
+         return dp_knapsack(memory, runtimes, max_memory)
++    elif SOLVER == "exact":
++        return exact_knapsack(memory, runtimes, max_memory)
+@@ torch/_functorch/config.py
++# "exact" is optimal on the true sizes and never over the budget.
+ activation_memory_budget_solver = "dp"
+"""),
     ),
 )

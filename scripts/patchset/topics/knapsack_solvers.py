@@ -1,4 +1,4 @@
-from ..patch import Edit, KNAPSACK, Patch
+from ..patch import edits, KNAPSACK, Patch
 
 
 _RISKS = """\
@@ -56,15 +56,11 @@ The right half now gets what the left half leaves of the true capacity.
         trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
         test="test/functorch/test_ac_knapsack_hirschberg.py",
         risks=_RISKS,
-        edits=(
-            Edit(
-                KNAPSACK,
-                anchor="        right_capacity = capacity - best_split\n",
-                replacement="        # The slices hold one cell more than the capacity.\n"
-                "        right_capacity = capacity - 1 - best_split\n",
-                inside="dp_knapsack_sliding_hirschberg",
-                since=(2, 11),
-            ),
-        ),
+        edits=edits("""\
+@@ torch/_functorch/_activation_checkpointing/knapsack.py dp_knapsack_sliding_hirschberg since 2.11
+-        right_capacity = capacity - best_split
++        # The slices hold one cell more than the capacity.
++        right_capacity = capacity - 1 - best_split
+"""),
     ),
 )

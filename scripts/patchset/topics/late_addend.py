@@ -1,7 +1,5 @@
-from ..patch import Edit, Patch
+from ..patch import edits, Patch
 
-
-_POST_GRAD = "torch/_inductor/fx_passes/post_grad.py"
 
 PATCH = Patch(
     name="late-addend",
@@ -16,38 +14,29 @@ Such a product stays one by itself, if what it alone reads is larger than its re
 sum is then a kernel of its own, or part of one.
 """,
     test="test/inductor/test_late_addend.py",
-    edits=(
-        Edit(
-            _POST_GRAD,
-            anchor="def is_valid_addmm_fusion(match):\n",
-            before='''\
-def _would_wait(product: torch.fx.Node, addend: torch.fx.Node) -> bool:
-    """Whether a product holds more until its addend is there than it is itself."""
-
-    def nbytes(node: torch.fx.Node) -> Any:
-        value = node.meta["val"]
-        return value.numel() * value.dtype.itemsize
-
-    held = sum(nbytes(arg) for arg in product.all_input_nodes if len(arg.users) == 1)
-    return product < addend and statically_known_true(held > nbytes(product))
-
-
-''',
-        ),
-        Edit(
-            _POST_GRAD,
-            anchor="        return False  # Shape mismatch\n",
-            after="""\
-
-    products = (node for node in match.nodes if node.target is aten.mm.default)
-    if any(_would_wait(product, inp) for product in products):
-        return False
-""",
-            inside="is_valid_addmm_fusion",
-        ),
-    ),
+    edits=edits('''\
+@@ torch/_inductor/fx_passes/post_grad.py
++def _would_wait(product: torch.fx.Node, addend: torch.fx.Node) -> bool:
++    """Whether a product holds more until its addend is there than it is itself."""
++
++    def nbytes(node: torch.fx.Node) -> Any:
++        value = node.meta["val"]
++        return value.numel() * value.dtype.itemsize
++
++    held = sum(nbytes(arg) for arg in product.all_input_nodes if len(arg.users) == 1)
++    return product < addend and statically_known_true(held > nbytes(product))
++
++
+ def is_valid_addmm_fusion(match):
+@@ torch/_inductor/fx_passes/post_grad.py is_valid_addmm_fusion
+         return False  # Shape mismatch
++
++    products = (node for node in match.nodes if node.target is aten.mm.default)
++    if any(_would_wait(product, inp) for product in products):
++        return False
+'''),
     since=(2, 13),
-    landed=((_POST_GRAD, "_would_wait(product, inp)"),),
+    landed=(("torch/_inductor/fx_passes/post_grad.py", "_would_wait(product, inp)"),),
     risks="""\
 One more kernel for each such sum. Biases and residual streams are there before their
 product, and do not change.

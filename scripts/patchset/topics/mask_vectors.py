@@ -1,7 +1,5 @@
-from ..patch import Edit, Patch
+from ..patch import edits, Patch
 
-
-_CPP = "torch/_inductor/codegen/cpp.py"
 
 PATCH = Patch(
     name="mask-vectors",
@@ -16,42 +14,33 @@ Where a mask is one vector, its lanes are now converted to bytes and back, for w
 at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
 """,
     test="test/inductor/test_mask_vectors.py",
-    edits=(
-        Edit(
-            _CPP,
-            anchor='        loadbuf = f"{var} + {cexpr_index(index)}" '
-            "if index != 0 else var\n",
-            after="""\
-        if dtype == torch.bool and self._get_num_vectors(torch.float) == 1:
-            # There are vector instructions for bytes, not for bools.
-            count = cexpr_index(self.num_elems)
-            loaded = f"at::vec::Vectorized<uint8_t>::loadu({loadbuf}, {count})"
-            zeros = "at::vec::Vectorized<float>(0)"
-            return (
-                f"{self._get_mask_type()}(at::vec::convert<float>({loaded}) != {zeros})"
-            )
-""",
-            inside="_get_vec_load_line",
-        ),
-        Edit(
-            _CPP,
-            anchor="            if dtype == torch.float and self.tail_size is None:\n"
-            '                code.writeline(f"{value}.store({var_expr});")\n',
-            before="""\
-            if (
-                isinstance(value, CppCSEVariable)
-                and value.dtype == dtype == torch.bool
-                and self._get_num_vectors(torch.int32) == 1
-            ):
-                # As in _get_vec_load_line.
-                numbers = f"{value}.template to<int32_t,1>()"
-                value = f"at::vec::convert<uint8_t,1,int32_t,1>({numbers})"
-""",
-            inside="_get_store_line",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_inductor/codegen/cpp.py _get_vec_load_line
+         loadbuf = f"{var} + {cexpr_index(index)}" if index != 0 else var
++        if dtype == torch.bool and self._get_num_vectors(torch.float) == 1:
++            # There are vector instructions for bytes, not for bools.
++            count = cexpr_index(self.num_elems)
++            loaded = f"at::vec::Vectorized<uint8_t>::loadu({loadbuf}, {count})"
++            zeros = "at::vec::Vectorized<float>(0)"
++            return (
++                f"{self._get_mask_type()}(at::vec::convert<float>({loaded}) != {zeros})"
++            )
+@@ torch/_inductor/codegen/cpp.py _get_store_line
++            if (
++                isinstance(value, CppCSEVariable)
++                and value.dtype == dtype == torch.bool
++                and self._get_num_vectors(torch.int32) == 1
++            ):
++                # As in _get_vec_load_line.
++                numbers = f"{value}.template to<int32_t,1>()"
++                value = f"at::vec::convert<uint8_t,1,int32_t,1>({numbers})"
+             if dtype == torch.float and self.tail_size is None:
+                 code.writeline(f"{value}.store({var_expr});")
+"""),
     since=(2, 11),
-    landed=((_CPP, "at::vec::convert<uint8_t,1,int32_t,1>("),),
+    landed=(
+        ("torch/_inductor/codegen/cpp.py", "at::vec::convert<uint8_t,1,int32_t,1>("),
+    ),
     risks="""\
 On instruction sets for which at::vec has no such conversion it falls back to a loop
 over the lanes, as quantized kernels do.

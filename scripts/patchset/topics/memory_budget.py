@@ -1,8 +1,5 @@
-from ..patch import CONFIG, Edit, module_path, PARTITIONERS, Patch
+from ..patch import edits, module_path, PARTITIONERS, Patch
 
-
-_PLACE = "from torch._functorch._activation_checkpointing"
-_PARTITION = "min_cut_rematerialization_partition"
 
 PATCH = Patch(
     name="memory-budget",
@@ -34,69 +31,45 @@ the bytes that recomputation moves as well as its FLOPs.
         module_path("liveness"),
         module_path("rerun_cost"),
     ),
-    edits=(
-        Edit(
-            CONFIG,
-            anchor="# NOTE: This *cannot* be treated as\n",
-            replacement="""\
-# It bounds the bytes that the forward leaves alive for the backward (whole storages,
-# without parameters and inputs) by low + budget * (high - low), where low and high are
-# what budgets 0 and 1 keep: see
-# torch/_functorch/_activation_checkpointing/memory_budget.py.
-""",
-        ),
-        Edit(
-            CONFIG,
-            anchor='# "testing": Returns 1 for everything\n',
-            before='# "roofline": FLOP or the bytes moved, whichever takes longer\n',
-        ),
-        Edit(
-            "torch/_inductor/custom_graph_pass.py",
-            anchor="    1) The __call__() method contains the implementation of the "
-            "knapsack solver.\n",
-            after="""\
-    A parameter named ``runtimes``, if there is one, gets the cost of recomputing each
-    item. The lists returned have to name every item once; see
-    torch/_functorch/_activation_checkpointing/memory_budget.py.
-""",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="    create_structured_trace_for_min_cut_info,\n)\n",
-            after=f"{_PLACE}.planning import decide, Request\n"
-            f"{_PLACE}.rerun_cost import is_costly\n",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="op_types.is_compute_intensive(node)",
-            after=" or is_costly(node)",
-            inside="should_ban_recomputation",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor='    compiler: str = "inductor",\n    *,\n',
-            after="""\
-    # What to plan for, if not what the config says.
-    request: Request | None = None,
-    # Whether inductor compiles the two graphs: then peaks are those of its kernels.
-    fused: bool = False,
-""",
-            inside=_PARTITION,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="    saved_values = choose_saved_values_set(\n",
-            through="    )\n",
-            digests=("2682dbbcfdd08e77",),
-            replacement="""\
-    decision = decide(
-        joint_graph, node_info, num_fwd_outputs, memory_budget, request, fused
-    )
-    saved_values = decision.saved_values
-""",
-            inside=_PARTITION,
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/config.py
+-# NOTE: This *cannot* be treated as
++# It bounds the bytes that the forward leaves alive for the backward (whole storages,
++# without parameters and inputs) by low + budget * (high - low), where low and high are
++# what budgets 0 and 1 keep: see
++# torch/_functorch/_activation_checkpointing/memory_budget.py.
+@@ torch/_functorch/config.py
++# "roofline": FLOP or the bytes moved, whichever takes longer
+ # "testing": Returns 1 for everything
+@@ torch/_inductor/custom_graph_pass.py
+     1) The __call__() method contains the implementation of the knapsack solver.
++    A parameter named ``runtimes``, if there is one, gets the cost of recomputing each
++    item. The lists returned have to name every item once; see
++    torch/_functorch/_activation_checkpointing/memory_budget.py.
+@@ torch/_functorch/partitioners.py
+     create_structured_trace_for_min_cut_info,
+ )
++from torch._functorch._activation_checkpointing.planning import decide, Request
++from torch._functorch._activation_checkpointing.rerun_cost import is_costly
+@@ torch/_functorch/partitioners.py should_ban_recomputation
+-            if op_types.is_compute_intensive(node):
++            if op_types.is_compute_intensive(node) or is_costly(node):
+@@ torch/_functorch/partitioners.py min_cut_rematerialization_partition
+     compiler: str = "inductor",
+     *,
++    # What to plan for, if not what the config says.
++    request: Request | None = None,
++    # Whether inductor compiles the two graphs: then peaks are those of its kernels.
++    fused: bool = False,
+@@ torch/_functorch/partitioners.py min_cut_rematerialization_partition
+-    saved_values = choose_saved_values_set(
+~2682dbbcfdd08e77
+-    )
++    decision = decide(
++        joint_graph, node_info, num_fwd_outputs, memory_budget, request, fused
++    )
++    saved_values = decision.saved_values
+"""),
     since=(2, 11),
     landed=((PARTITIONERS, "decision = decide("),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),

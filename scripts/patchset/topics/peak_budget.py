@@ -1,7 +1,5 @@
-from ..patch import CONFIG, Edit, module_path, Patch
+from ..patch import edits, module_path, Patch
 
-
-COMPILE_FX = "torch/_inductor/compile_fx.py"
 
 PATCH = Patch(
     name="peak-budget",
@@ -22,42 +20,34 @@ Where no plan can be made, a warning says why and the graph gets the plan for sa
     test="test/functorch/test_ac_peak_budget.py",
     sources=(module_path("fused_peak"), module_path("peak_budget")),
     needs=("saved-report",),
-    edits=(
-        Edit(
-            CONFIG,
-            anchor="activation_memory_budget = 1.0\n",
-            after="""
-# What the budget bounds. "saved": the bytes saved for the backward, from what must not
-# be recomputed (0) to the plan that runs fastest (1). "peak": the peak of live bytes
-# without parameters and inputs, from the lowest found (0) to the fastest plan's (1).
-activation_memory_budget_target = "saved"
-
-# Bound for the peak in bytes, without parameters and inputs; overrides the budget and
-# its target. A graph that cannot meet it gets the lowest peak found, and a warning.
-activation_memory_peak_bytes: int | None = None
-
-# Safety margin: fraction by which the real peak of inductor's kernels may exceed the
-# estimate. A plan is chosen that much below the bound.
-activation_memory_peak_margin = 0.05
-
-# How many calls of a graph wait for their backward at once, for the target "peak" and a
-# peak in bytes. None: one. Set it if each block of a model is compiled separately.
-activation_memory_graph_calls: int | None = None
-""",
-        ),
-        Edit(
-            COMPILE_FX,
-            anchor="""\
-                # pyrefly: ignore[bad-argument-type]
-                **kwargs,
-            )
-""",
-            before="                fused=True,\n",
-            inside="partition_fn",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/config.py
+ activation_memory_budget = 1.0
++
++# What the budget bounds. "saved": the bytes saved for the backward, from what must not
++# be recomputed (0) to the plan that runs fastest (1). "peak": the peak of live bytes
++# without parameters and inputs, from the lowest found (0) to the fastest plan's (1).
++activation_memory_budget_target = "saved"
++
++# Bound for the peak in bytes, without parameters and inputs; overrides the budget and
++# its target. A graph that cannot meet it gets the lowest peak found, and a warning.
++activation_memory_peak_bytes: int | None = None
++
++# Safety margin: fraction by which the real peak of inductor's kernels may exceed the
++# estimate. A plan is chosen that much below the bound.
++activation_memory_peak_margin = 0.05
++
++# How many calls of a graph wait for their backward at once, for the target "peak" and a
++# peak in bytes. None: one. Set it if each block of a model is compiled separately.
++activation_memory_graph_calls: int | None = None
+@@ torch/_inductor/compile_fx.py partition_fn
++                fused=True,
+                 # pyrefly: ignore[bad-argument-type]
+                 **kwargs,
+             )
+"""),
     since=(2, 11),
-    landed=((COMPILE_FX, "                fused=True,\n"),),
+    landed=(("torch/_inductor/compile_fx.py", "                fused=True,\n"),),
     risks="""\
 Opt-in: with the default target no plan changes. Peaks are exact for graphs that run op
 by op and estimates for inductor's kernels. Kernel workspaces are not counted.

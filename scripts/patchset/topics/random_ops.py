@@ -1,11 +1,5 @@
-from ..patch import Edit, module_path, PARTITIONERS, Patch
+from ..patch import edits, module_path, PARTITIONERS, Patch
 
-
-CHOOSE = "choose_saved_values_set"
-_NO_INPUTS_YET = """\
-            ban_if_not_in_allowlist=False,
-        )
-"""
 
 PATCH = Patch(
     name="random-ops",
@@ -30,78 +24,48 @@ an element, such as a ReLU's, may still be recomputed.
         module_path("random_ops"),
         "test/functorch/test_ac_decisions.py",
     ),
-    edits=(
-        Edit(
-            PARTITIONERS,
-            anchor="\nfrom . import config\n",
-            after="from ._activation_checkpointing import random_ops\n",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor='    return node.meta.get("recompute", None) in [\n',
-            through="    ]\n",
-            digests=("21f58ef922ca0f88",),
-            replacement="    return random_ops.is_replayed(node)\n",
-            inside="must_recompute",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor='        if node.meta.get("recompute", None) == '
-            "CheckpointPolicy.MUST_SAVE:\n",
-            replacement="        if random_ops.must_run_once(node):\n",
-            inside="should_ban_recomputation",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor='            return "marked MUST_SAVE"\n',
-            replacement='            return "must not run twice"\n',
-            inside="should_ban_recomputation",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="    # networkx blows up on graphs with no required backward nodes\n",
-            before="    random_ops.mark_decisions(joint_graph, "
-            "node_info.tangents_closure)\n\n",
-            inside="min_cut_rematerialization_partition",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="    if min_cut_options.ban_if_used_far_apart:\n",
-            before="    random_ops.draw_on_one_side(joint_graph, node_info, nx_graph)\n\n",
-            inside="solve_min_cut",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor=f"{_NO_INPUTS_YET}    if memory_budget == 0",
-            replacement=f"""\
-{_NO_INPUTS_YET}    if memory_budget == 0:
-        dont_ban = random_ops.recomputable_nodes(joint_graph)
-        if dont_ban is not None:
-            return solve_min_cut(joint_graph, node_info, min_cut_options, dont_ban)[0]
-    if memory_budget == 0""",
-            inside=CHOOSE,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="        i\n        for i in recomputable_banned_nodes\n"
-            '        if i.meta.get("recompute", False) == '
-            "CheckpointPolicy.MUST_SAVE\n",
-            replacement="        i for i in recomputable_banned_nodes "
-            "if random_ops.must_run_once(i)\n",
-            inside=CHOOSE,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="        return node_info.inputs + must_save_nodes\n",
-            replacement="""\
-        if must_save_nodes:
-            return aggressive_recomputation_saved_values
-        return node_info.inputs
-""",
-            inside=CHOOSE,
-            until=(2, 13),
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/partitioners.py
+
+ from . import config
++from ._activation_checkpointing import random_ops
+@@ torch/_functorch/partitioners.py must_recompute
+-    return node.meta.get("recompute", None) in [
+~21f58ef922ca0f88
+-    ]
++    return random_ops.is_replayed(node)
+@@ torch/_functorch/partitioners.py should_ban_recomputation
+-        if node.meta.get("recompute", None) == CheckpointPolicy.MUST_SAVE:
++        if random_ops.must_run_once(node):
+@@ torch/_functorch/partitioners.py should_ban_recomputation
+-            return "marked MUST_SAVE"
++            return "must not run twice"
+@@ torch/_functorch/partitioners.py min_cut_rematerialization_partition
++    random_ops.mark_decisions(joint_graph, node_info.tangents_closure)
++
+     # networkx blows up on graphs with no required backward nodes
+@@ torch/_functorch/partitioners.py solve_min_cut
++    random_ops.draw_on_one_side(joint_graph, node_info, nx_graph)
++
+     if min_cut_options.ban_if_used_far_apart:
+@@ torch/_functorch/partitioners.py choose_saved_values_set
+             ban_if_not_in_allowlist=False,
+         )
++    if memory_budget == 0:
++        dont_ban = random_ops.recomputable_nodes(joint_graph)
++        if dont_ban is not None:
++            return solve_min_cut(joint_graph, node_info, min_cut_options, dont_ban)[0]
+@@ torch/_functorch/partitioners.py choose_saved_values_set
+-        i
+-        for i in recomputable_banned_nodes
+-        if i.meta.get("recompute", False) == CheckpointPolicy.MUST_SAVE
++        i for i in recomputable_banned_nodes if random_ops.must_run_once(i)
+@@ torch/_functorch/partitioners.py choose_saved_values_set until 2.13
+-        return node_info.inputs + must_save_nodes
++        if must_save_nodes:
++            return aggressive_recomputation_saved_values
++        return node_info.inputs
+"""),
     since=(2, 11),
     landed=((PARTITIONERS, "random_ops.must_run_once("),),
     lacking="below budget 1, dropout gets wrong gradients there, as without the set "

@@ -1,61 +1,5 @@
-from dataclasses import replace
+from ..patch import edits, PARTITIONERS, Patch
 
-from ..patch import Edit, PARTITIONERS, Patch
-
-
-def _edits(
-    names: str, import_digest: str, last: str, digest: str, others: str
-) -> tuple[Edit, ...]:
-    dispatch = "_optimize_runtime_with_given_memory"
-    return (
-        Edit(
-            PARTITIONERS,
-            anchor="from ._activation_checkpointing.knapsack import (\n",
-            through="    ilp_knapsack,\n)\n",
-            digests=(import_digest,),
-            replacement=f"from ._activation_checkpointing.knapsack import {names}\n",
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor='    if SOLVER == "greedy":\n',
-            through=f"        return {last}(memory, runtimes, max_memory)\n",
-            digests=(digest,),
-            replacement="""\
-    if isinstance(SOLVER, str) and SOLVER in KNAPSACK_SOLVERS:
-        return KNAPSACK_SOLVERS[SOLVER](memory, runtimes, max_memory)
-""",
-            inside=dispatch,
-        ),
-        Edit(
-            PARTITIONERS,
-            anchor="        raise RuntimeError("
-            'f"Not aware of memory budget knapsack solver: {SOLVER}")\n',
-            replacement=f'''\
-        raise RuntimeError(
-            f"Unknown activation_memory_budget_solver {{SOLVER!r}}: known are "
-            f"{{', '.join(KNAPSACK_SOLVERS)}}, "
-            "{others}"
-        )
-''',
-            inside=dispatch,
-        ),
-    )
-
-
-_IN_2_6 = _edits(
-    "KNAPSACK_SOLVERS",
-    "a5a82a77df22275b",
-    "dp_knapsack",
-    "0a2098dfac5ac524",
-    "or one of your own",
-)
-_SINCE_2_11 = _edits(
-    "dp_knapsack, KNAPSACK_SOLVERS",
-    "1c723d8eb237fd0f",
-    "dp_knapsack_sliding_hirschberg",
-    "0012834c85af406d",
-    "dynamic_memory_budget_dp, or one of your own",
-)
 
 PATCH = Patch(
     name="solver-by-name",
@@ -68,10 +12,46 @@ included, and the error lists them.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_solver_by_name.py",
-    edits=(
-        *(replace(edit, until=(2, 6)) for edit in _IN_2_6),
-        *(replace(edit, since=(2, 11)) for edit in _SINCE_2_11),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/partitioners.py until 2.6
+-from ._activation_checkpointing.knapsack import (
+~a5a82a77df22275b
+-    ilp_knapsack,
+-)
++from ._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
+@@ torch/_functorch/partitioners.py _optimize_runtime_with_given_memory until 2.6
+-    if SOLVER == "greedy":
+~0a2098dfac5ac524
+-        return dp_knapsack(memory, runtimes, max_memory)
++    if isinstance(SOLVER, str) and SOLVER in KNAPSACK_SOLVERS:
++        return KNAPSACK_SOLVERS[SOLVER](memory, runtimes, max_memory)
+@@ torch/_functorch/partitioners.py _optimize_runtime_with_given_memory until 2.6
+-        raise RuntimeError(f"Not aware of memory budget knapsack solver: {SOLVER}")
++        raise RuntimeError(
++            f"Unknown activation_memory_budget_solver {SOLVER!r}: known are "
++            f"{', '.join(KNAPSACK_SOLVERS)}, "
++            "or one of your own"
++        )
+@@ torch/_functorch/partitioners.py since 2.11
+-from ._activation_checkpointing.knapsack import (
+~1c723d8eb237fd0f
+-    ilp_knapsack,
+-)
++from ._activation_checkpointing.knapsack import dp_knapsack, KNAPSACK_SOLVERS
+@@ torch/_functorch/partitioners.py _optimize_runtime_with_given_memory since 2.11
+-    if SOLVER == "greedy":
+~0012834c85af406d
+-        return dp_knapsack_sliding_hirschberg(memory, runtimes, max_memory)
++    if isinstance(SOLVER, str) and SOLVER in KNAPSACK_SOLVERS:
++        return KNAPSACK_SOLVERS[SOLVER](memory, runtimes, max_memory)
+@@ torch/_functorch/partitioners.py _optimize_runtime_with_given_memory since 2.11
+-        raise RuntimeError(f"Not aware of memory budget knapsack solver: {SOLVER}")
++        raise RuntimeError(
++            f"Unknown activation_memory_budget_solver {SOLVER!r}: known are "
++            f"{', '.join(KNAPSACK_SOLVERS)}, "
++            "dynamic_memory_budget_dp, or one of your own"
++        )
+"""),
     landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),
     needs=("knapsack-solvers",),
     risks="""\

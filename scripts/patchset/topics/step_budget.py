@@ -1,20 +1,4 @@
-from dataclasses import replace
-
-from ..patch import AUTOGRAD_CACHE, Edit, GRAPH_COMPILE, module_path, Patch
-
-
-_INDENT = " " * 16
-
-
-def _stage(indent: str) -> Edit:
-    """Where graphs that need gradients are compiled."""
-    return Edit(
-        GRAPH_COMPILE,
-        anchor=f"{indent}return aot_stage2_autograd(",
-        replacement=f"{indent}from .._activation_checkpointing.step_graph import for_step\n"
-        f"\n{indent}return for_step(aot_stage2_autograd)(",
-        inside="aot_stage2_compile",
-    )
+from ..patch import edits, GRAPH_COMPILE, module_path, Patch
 
 
 PATCH = Patch(
@@ -41,20 +25,25 @@ again from their joint graphs.
         module_path("graph_calls"),
     ),
     needs=("compiled-peak", "frozen-layers"),
-    edits=(
-        replace(_stage(" " * 8), until=(2, 14)),
-        replace(_stage(" " * 12), since=(2, 15)),
-        Edit(
-            AUTOGRAD_CACHE,
-            anchor=f"{_INDENT}compiled_fn = "
-            "entry.wrap_post_compile(args, aot_config, fx_config)\n",
-            after=f"{_INDENT}from torch._functorch._activation_checkpointing import graph_calls\n\n"
-            f"{_INDENT}compiled_fn = graph_calls.with_warnings(\n"
-            f"{_INDENT}    compiled_fn, args, entry.runtime_metadata\n"
-            f"{_INDENT})\n",
-            inside="try_load",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
+-        return aot_stage2_autograd(
++        from .._activation_checkpointing.step_graph import for_step
++
++        return for_step(aot_stage2_autograd)(
+@@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
+-            return aot_stage2_autograd(
++            from .._activation_checkpointing.step_graph import for_step
++
++            return for_step(aot_stage2_autograd)(
+@@ torch/_functorch/_aot_autograd/autograd_cache.py try_load
+                 compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
++                from torch._functorch._activation_checkpointing import graph_calls
++
++                compiled_fn = graph_calls.with_warnings(
++                    compiled_fn, args, entry.runtime_metadata
++                )
+"""),
     since=(2, 13),
     landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
     risks="""\
