@@ -166,7 +166,7 @@ def _prepare(target: Target, changes: Sequence[Change], folder: Path) -> Journal
     for change in changes:
         place = target.root / change.path
         if change.before is None:
-            mode = _usual_mode(place)
+            mode = 0o644
             missing = (p for p in place.parents if not p.exists())
             new = [str(p.relative_to(target.root)) for p in missing]
             folders += [p for p in reversed(new) if p not in folders]
@@ -270,12 +270,6 @@ def _forget(target: Target, journal: Journal) -> None:
             place.rmdir()
     os.replace(target.state, gone)
     shutil.rmtree(gone)
-
-
-def _usual_mode(place: Path) -> int:
-    """The mode of a new file: its neighbour's, or what the folder lets read."""
-    neighbour = next(iter(sorted(place.parent.glob("*.py"))), None)
-    return (neighbour.stat().st_mode & 0o777) if neighbour else 0o644
 
 
 def _write_journal(folder: Path, journal: Journal) -> None:

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from .upstream_checks import new_findings
 
@@ -25,12 +25,8 @@ from .upstream_checks import new_findings
 FINDING = re.compile(r"^([^:\n]+):(\d+):(?:\d+:)? ?(.+)$", re.MULTILINE)
 
 
-class Finding(NamedTuple):
-    """Where ``path`` is None, the linter could not do its work."""
-
-    path: Optional[str]
-    line: Optional[int]
-    words: str
+# Path, line and words. Without a path, the linter could not do its work.
+Finding = tuple[Optional[str], Optional[int], str]
 
 
 def run(tool: str, paths: list[str]) -> list[Finding]:
@@ -39,18 +35,18 @@ def run(tool: str, paths: list[str]) -> list[Finding]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     matches = FINDING.findall(done.stdout)
     if done.returncode and not matches:
-        return [Finding(None, None, done.stdout + done.stderr)]
-    return [Finding(path, int(line), words) for path, line, words in matches]
+        return [(None, None, done.stdout + done.stderr)]
+    return [(path, int(line), words) for path, line, words in matches]
 
 
 def search(pattern: str, words: str, paths: list[str]) -> list[Finding]:
-    found = []
+    found: list[Finding] = []
     for path in paths:
         # Not as text, which would hide a carriage return.
         text = Path(path).read_bytes().decode()
         for match in re.finditer(pattern, text, re.MULTILINE):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Finding(path, line, words))
+            found.append((path, line, words))
     return found
 
 
@@ -58,7 +54,7 @@ def upstream(paths: list[str]) -> list[Finding]:
     """usort, ruff and its format by upstream's settings."""
     files = {os.path.relpath(path): Path(path).read_text() for path in paths}
     found = (finding.partition(": ") for finding in new_findings({}, files))
-    return [Finding(path, None, words) for path, _, words in found]
+    return [(path, None, words) for path, _, words in found]
 
 
 def main() -> int:

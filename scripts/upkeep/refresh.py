@@ -45,12 +45,9 @@ Row = dict[str, dict[str, Any]]
 BUILD = REPOSITORY / "build"
 RESULTS = REPOSITORY / "results" / "releases.json"
 EPILOG = """\
-A release's environment is made for it and deleted afterwards (up to 8 GB), unless it was
-there before. What was stored of the very same files is not run again, so that a call
-that was stopped goes on where it was.
-
-exit codes: 0 taken in, or all as it was; 1 a person must decide, nothing was
-written; 2 bad call, or the release cannot be had
+What was stored of the very same files is not run again, so that a call that was stopped
+goes on where it was. exit codes: 0 taken in, or all as it was; 1 a person must decide,
+nothing was written; 2 bad call, or the release cannot be had
 """
 
 WORDS = {None: "-", True: "passes", False: "fails"}
@@ -196,18 +193,17 @@ def isolated(
 def by_text(release: str) -> list[Finding]:
     """Every form of every patch against the release's text, in the series' order."""
     target = find(str(tree(release)))
-    of = {s.patch.name: s for s in survey(target, release=release).patches}
     findings = []
     for name, patch in FORMS.items():
         steps = survey(target, series=stack(patch), release=release).patches
-        state = of.get(name) or steps[-1]
+        top = steps[-1]
         tested = hashlib.sha256()
         # A wheel's tree has no tests.
         run = [Change(path, None, overlay(path)) for path in patch.tests]
         for change in (*run, *(change for step in steps for change in step.changes)):
             tested.update(change.path.encode() + b"\0" + (change.after or b"") + b"\0")
         digest = tested.hexdigest()[:16]
-        findings.append(Finding(name, patch, state.state, state.detail, tree=digest))
+        findings.append(Finding(name, patch, top.state, top.detail, tree=digest))
     return findings
 
 
@@ -292,7 +288,6 @@ def main(arguments: Optional[list[str]] = None) -> int:
         "every edit, runs each patch's own test with and without the patch, and, where "
         "nobody has to decide anything, writes patches/ and the manifest.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("release", nargs="?", metavar="VERSION", help="such as 2.15.0")
     parser.add_argument(

@@ -7,18 +7,15 @@ PATCH = Patch(
     why="""\
 Plans of choose_saved_values_set may be over their budget (a U-Net keeps 0.593 at 0.5),
 as the min cut after the knapsack saves other values than the solver chose. A budget of
-NaN is accepted. Operators without a FLOP formula are recomputed first, however long
-they take. A custom solver's answer is not checked. The Pareto plot and the knee search
-of dynamic_memory_budget_dp solve hundreds of knapsacks one by one.
+NaN is accepted, a custom solver's answer is not checked, and operators without a FLOP
+formula are recomputed first, however long they take.
 
 planning.decide takes a request and returns a decision: what to save, what decided it,
-the range, the knapsack and the bytes kept. choose_saved_values_set stays, for graphs
-that cannot be modelled. A model of the graph's storages tells what each plan keeps and
-recomputes; if the cut's is over the budget, or recomputes more, only the solver's items
-are saved. The budget is filled exactly; ties go to the smaller plan. Operators that no
-compiler fuses cost at least the bytes they move. Options are checked before the first
-cut. The knee search solves all its budgets in one call. The estimator "roofline" counts
-the bytes that recomputation moves as well as its FLOPs.
+the range, the knapsack and the bytes kept. A model of the graph's storages tells what
+each plan keeps and recomputes; if the cut's is over the budget, or recomputes more, only
+the solver's items are saved. Operators that no compiler fuses cost at least the bytes
+they move. Options are checked before the first cut. choose_saved_values_set stays, for
+graphs that cannot be modelled.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_memory_budget.py",

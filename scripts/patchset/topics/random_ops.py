@@ -8,15 +8,13 @@ PATCH = Patch(
 At any budget below 1, and with aggressive_recomputation at every budget, the
 backward draws new random numbers: the gradients of a net with dropout are off by
 more than their own norm, and nothing says so. Where inductor rounds a recomputed value
-differently, a top-k, a sort or a comparison that becomes an index reads other elements
-than the forward did: a recomputed router sends some tokens to other experts.
+differently, a recomputed router sends some tokens to other experts.
 
 Random operators are now known by their tag, in subgraphs of higher-order operators
 too, and no cut may recompute them; it saves dropout's mask, or inductor's seed, not the
 noise. Effectful ops and MUST_SAVE tags, which budget 0 ignored, are kept in the same
-way. A decision is recognized by what the graph does with the integers and masks that it
-makes of floats. The integers are saved; a mask that only selects between two values of
-an element, such as a ReLU's, may still be recomputed.
+way, and so are decisions: integers that a graph makes of floats, and masks that do more
+than select between two values of an element.
 """,
     trailers=("Fixes: #190758", "Fixes: #190717", "See also: #186572"),
     test="test/functorch/test_ac_random_ops.py",
