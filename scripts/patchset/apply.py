@@ -269,15 +269,11 @@ def _reverse(report: Report, target: Target, options: argparse.Namespace) -> Non
     journal = read_journal(target)
     result = survey(target, journal)
     report.release, report.in_manifest = result.release, result.in_manifest
-    here = [p.patch.name for p in result.patches if p.state == APPLIED]
     if journal is not None:
         undo(target, journal)
         report.files = list(journal.files)
-        report.patches = [
-            {"name": name, "state": "taken off", "detail": ""} for name in here
-        ]
         report.messages.append("reversed; every file is as it was before")
-    elif here:
+    elif any(step.state == APPLIED for step in result.patches):
         raise Conflict(
             "the patch set is there, but was not applied by this script (git am? a "
             "copied tree?): undo it the way it came (git revert, or reinstall torch)"

@@ -100,12 +100,14 @@ def survey(
     current = {path: target.read(path) for path in series_paths(target, series)}
     base = _base(current, journal)
     known = release or _known_release(base)
-    if known is None and journal is None and _is_dropped(target.version):
-        raise BadCall(f"the set is not for PyTorch {target.version}. {NEEDS}")
     candidates = sorted(RELEASES, key=minor, reverse=True)
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
-        candidates.sort(key=lambda r: minor(r) != minor(target.version))
+        here = minor(target.version)
+        offered = [minor(candidate) for candidate in candidates]
+        if not known and not journal and here not in offered and here < offered[0]:
+            raise BadCall(f"the set is not for PyTorch {target.version}. {NEEDS}")
+        candidates.sort(key=lambda r: minor(r) != here)
     nearest: Optional[Survey] = None
     for candidate in [known] if known else candidates:
         states = []
@@ -119,13 +121,6 @@ def survey(
         nearest = nearest or result
     assert nearest is not None
     return nearest
-
-
-def _is_dropped(version: str) -> bool:
-    offered = {minor(release) for release in RELEASES}
-    with contextlib.suppress(ValueError):
-        return minor(version) not in offered and minor(version) < max(offered)
-    return False
 
 
 def _base(current: View, journal: Optional[Journal]) -> View:

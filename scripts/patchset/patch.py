@@ -149,7 +149,7 @@ class Patch:
     trailers: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
-    since: tuple[int, int] = (2, 6)
+    since: tuple[int, int] = (2, 11)
     lacking: str = ""
     landed: tuple[tuple[str, str], ...] = ()
     faults: tuple[tuple[str, str], ...] = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 from .files import naming
-from .patch import CONFIG, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
+from .patch import CONFIG, KNAPSACK, PARTITIONERS, RELEASES
 
 
 class BadCall(Exception):
@@ -46,14 +46,6 @@ NEEDS = (
     f"{', '.join(RELEASES)} or main), or use --installed [--python PY] for an installed "
     "torch"
 )
-
-
-def callers_path() -> list[str]:
-    """The folders in the PYTHONPATH of whoever called the script."""
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folders[0] == str(REPOSITORY / "scripts"):
-        del folders[0]  # run_patchset put it there.
-    return [os.path.abspath(folder) for folder in folders if folders != [""]]
 
 
 def run_python(python: str, code: str, *path: object) -> str:
@@ -211,8 +203,10 @@ def find_installed(python: str) -> Target:
         "import importlib.util as u, json; s = u.find_spec('torch'); "
         "print(json.dumps(list(s and s.submodule_search_locations or [])))"
     )
+    # That of whoever called the script; what the script put there has no torch.
+    path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     try:
-        folders = json.loads(run_python(python, code, *callers_path()))
+        folders = json.loads(run_python(python, code, *map(os.path.abspath, path)))
     except (OSError, RuntimeError, ValueError) as error:
         raise BadCall(f"--python {python}: cannot be run: {error}") from None
     if not folders:

@@ -102,11 +102,6 @@ def read_journal(target: Target) -> Optional[Journal]:
     place = target.state / JOURNAL
     if not os.path.lexists(target.state):
         return None
-    if not target.state.is_dir():
-        raise Conflict(
-            f"{target.state}: in the way of the backups and the journal, which go "
-            "there; move it away and run this again"
-        )
     try:
         data: dict[str, Any] = json.loads(place.read_bytes())
         if data.pop("format") != FORMAT:

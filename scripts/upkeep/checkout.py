@@ -50,20 +50,16 @@ MARKER = ".linked_from_wheel.json"
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One line of a RECORD: urlsafe base64 of the sha256, and the size in bytes."""
-
-    sha256: str
-    size: int
-
-
-@dataclass(frozen=True)
 class Wheel:
-    """The torch distribution installed for this Python."""
+    """The torch distribution installed for this Python.
+
+    ``files`` maps a path to what its RECORD says: urlsafe base64 of the sha256, and the
+    size in bytes.
+    """
 
     version: str
     root: Path
-    files: dict[str, Recorded]
+    files: dict[str, tuple[str, int]]
 
     @property
     def release(self) -> str:
@@ -72,7 +68,7 @@ class Wheel:
 
     def digest(self) -> str:
         """Identify the installed contents, wherever they are installed."""
-        lines = (f"{path} {entry.sha256}\n" for path, entry in self.files.items())
+        lines = (f"{path} {sha256}\n" for path, (sha256, _) in self.files.items())
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -89,8 +85,7 @@ def installed_wheel() -> Wheel:
     record = torch.read_text("RECORD") or ""
     for path, algorithm_and_hash, size in csv.reader(record.splitlines()):
         if path.startswith(tuple(f"{p}/" for p in PACKAGES)) and path[-4:] != ".pyc":
-            sha256 = algorithm_and_hash.removeprefix("sha256=")
-            files[path] = Recorded(sha256, int(size or 0))
+            files[path] = algorithm_and_hash.removeprefix("sha256="), int(size or 0)
     if "torch/__init__.py" not in files:
         raise BadCall(
             f"torch {torch.version} in {root} was not installed from a wheel: no RECORD "
@@ -99,11 +94,11 @@ def installed_wheel() -> Wheel:
     return Wheel(torch.version, root, dict(sorted(files.items())))
 
 
-def is_source(path: str, entry: Recorded) -> bool:
+def is_source(path: str, size: int) -> bool:
     """Whether somebody may want to edit the file, by its place, name and size."""
     if path.startswith(BUILD_OUTPUT) or path.endswith((".so", ".pyd")):
         return False
-    return path.endswith(PYTHON) or entry.size <= LARGEST_TEXT
+    return path.endswith(PYTHON) or size <= LARGEST_TEXT
 
 
 def is_altered(wheel: Wheel, path: str) -> bool:
@@ -111,8 +106,8 @@ def is_altered(wheel: Wheel, path: str) -> bool:
     if not (wheel.root / path).is_file():
         return True
     digest = hashlib.sha256((wheel.root / path).read_bytes()).digest()
-    recorded = wheel.files[path].sha256
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != recorded
+    found = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    return found != wheel.files[path][0]
 
 
 # -------------------------------------------------------------------- links
@@ -247,7 +242,7 @@ def assemble(wheel: Wheel, destination: Path) -> str:
                 )
             link(destination, wheel)
             return f"{destination} is already assembled from torch {wheel.version}"
-        sources = [path for path in wheel.files if is_source(path, wheel.files[path])]
+        sources = [p for p, (_, size) in wheel.files.items() if is_source(p, size)]
         altered = [path for path in sources if is_altered(wheel, path)]
         if altered:
             raise BadCall(

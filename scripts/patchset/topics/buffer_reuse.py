@@ -51,7 +51,6 @@ it leaves out buffers that only their own kernel reads.
 +    _count_what_is_stored(buf_info_list)
      return buf_info_list, node_to_step, buf_to_snode_last_use
 '''),
-    since=(2, 11),
     landed=(("torch/_inductor/memory.py", "_count_what_is_stored("),),
     risks="""\
 Fewer buffers are kept for long, so a graph may allocate more often. Kernels may run in

@@ -25,7 +25,6 @@ mistaken for a name.
 +            )
 +        )
 """),
-    since=(2, 11),
     landed=((AUTOGRAD_CACHE, "self.estimator_solver_names = "),),
     risks="The first compile after the upgrade is cold.",
 )

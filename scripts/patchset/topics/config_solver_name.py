@@ -18,7 +18,6 @@ plain string, so both spellings select the same solver.
 +# For code that writes config.dp_knapsack_sliding_hirschberg instead of the string.
 +dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
 """),
-    since=(2, 11),
     landed=((CONFIG, "\ndp_knapsack_sliding_hirschberg = "),),
     risks="One more entry in the config: the first compile after the upgrade is cold.",
 )

@@ -22,6 +22,7 @@ default alone, so that it can be left out.
 +# scipy).
 +activation_memory_budget_solver = "exact"
 """),
+    since=(2, 6),
     landed=((CONFIG, 'activation_memory_budget_solver = "exact"'),),
     needs=("solver-by-name",),
     risks="""\

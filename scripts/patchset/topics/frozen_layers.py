@@ -30,7 +30,6 @@ outputs depend on the values of which argument.
          inference_compiler = fw_compiler
 +    partition_fn = without_unread_arguments(partition_fn)
 """),
-    since=(2, 11),
     landed=((GRAPH_COMPILE, "without_unread_arguments("),),
     risks="""\
 A kernel that did read the values of such an argument would give wrong gradients

@@ -19,6 +19,7 @@ be from it), and depends on nothing but the arguments.
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_knapsack_exact.py",
     sources=(module_path("knapsack_exact"),),
+    since=(2, 6),
     landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
     risks="""\
 Used only where the config asks for "exact". A cap on states, not on time, bounds its

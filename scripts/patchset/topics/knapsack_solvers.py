@@ -57,7 +57,7 @@ The right half now gets what the left half leaves of the true capacity.
         test="test/functorch/test_ac_knapsack_hirschberg.py",
         risks=_RISKS,
         edits=edits("""\
-@@ torch/_functorch/_activation_checkpointing/knapsack.py dp_knapsack_sliding_hirschberg since 2.11
+@@ torch/_functorch/_activation_checkpointing/knapsack.py dp_knapsack_sliding_hirschberg
 -        right_capacity = capacity - best_split
 +        # The slices hold one cell more than the capacity.
 +        right_capacity = capacity - 1 - best_split

@@ -37,7 +37,6 @@ at::vec has instructions. The layout in memory stays: a byte per bool, 0 or 1.
              if dtype == torch.float and self.tail_size is None:
                  code.writeline(f"{value}.store({var_expr});")
 """),
-    since=(2, 11),
     landed=(
         ("torch/_inductor/codegen/cpp.py", "at::vec::convert<uint8_t,1,int32_t,1>("),
     ),

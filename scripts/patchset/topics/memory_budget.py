@@ -67,7 +67,6 @@ graphs that cannot be modelled.
 +    )
 +    saved_values = decision.saved_values
 """),
-    since=(2, 11),
     landed=((PARTITIONERS, "decision = decide("),),
     needs=("solver-by-name", "random-ops", "knapsack-exact"),
     risks="""\

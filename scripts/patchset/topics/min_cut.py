@@ -40,6 +40,7 @@ traverse. The cut is the same: the one nearest to the sink, whichever flow leads
             until=(2, 14),
         ),
     ),
+    since=(2, 6),
     landed=((PARTITIONERS, "min_cut import minimum_cut"),),
     risks="""\
 No plan changes: the tests compare cuts with networkx's, on graphs of the partitioner

@@ -46,7 +46,6 @@ Where no plan can be made, a warning says why and the graph gets the plan for sa
                  **kwargs,
              )
 """),
-    since=(2, 11),
     landed=(("torch/_inductor/compile_fx.py", "                fused=True,\n"),),
     risks="""\
 Opt-in: with the default target no plan changes. Peaks are exact for graphs that run op

@@ -64,7 +64,6 @@ than select between two values of an element.
 +            return aggressive_recomputation_saved_values
 +        return node_info.inputs
 """),
-    since=(2, 11),
     landed=((PARTITIONERS, "random_ops.must_run_once("),),
     lacking="below budget 1, dropout gets wrong gradients there, as without the set "
     "(pytorch/pytorch#190758)",

@@ -44,7 +44,6 @@ trace have the same as data. They go into the compile cache with the graph.
 +
 +                saved_report.recall_plan(entry.runtime_metadata)
 """),
-    since=(2, 11),
     landed=((PARTITIONERS, "saved_report.attach_plan("),),
     risks="""\
 Every partitioned graph leaves a record of names and numbers, of the last few graphs

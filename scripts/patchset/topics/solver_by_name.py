@@ -52,6 +52,7 @@ included, and the error lists them.
 +            "dynamic_memory_budget_dp, or one of your own"
 +        )
 """),
+    since=(2, 6),
     landed=((PARTITIONERS, "KNAPSACK_SOLVERS[SOLVER]("),),
     needs=("knapsack-solvers",),
     risks="""\
