@@ -8,14 +8,13 @@ import sys
 import sysconfig
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from conftest import edit, git, lay, PATHS, refuses, run, snapshot
 from patchset import apply, images, transaction
 from patchset.patch import CONFIG, KNAPSACK, KNOWN, OVERLAY, PARTITIONERS, REPOSITORY
 from patchset.series import SERIES, stack
-from patchset.target import find, run_python, STATE_NAME
+from patchset.target import find, STATE_NAME
 
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
@@ -138,16 +137,6 @@ def test_second_process(root):
     assert run(root).code == 0
 
 
-def test_mixed_releases(checkout, release_tree):
-    """An upgrade under an applied set that stopped half way."""
-    root = checkout("2.6.0")
-    assert run(root).code == 0
-    (root / CONFIG).unlink()
-    os.link(release_tree("2.13.0") / CONFIG, root / CONFIG)
-    result = refuses(1, "mixes files of different releases", root, tree=root)
-    assert "2.6.0" in result.text and "2.13.0" in result.text
-
-
 def test_reverse_refuses(root):
     assert run(root).code == 0
     text = (root / CONFIG).read_text()
@@ -178,7 +167,7 @@ def test_files_of_a_known_release_whatever_the_version(root):
     assert result.report["release"] == "2.13.0"
 
 
-@pytest.mark.parametrize("version", ["2.9.1", "2.8.0a0+git1", "2.5.1"])
+@pytest.mark.parametrize("version", ["2.9.1", "2.5.1"])
 def test_a_release_that_is_not_offered(root, version):
     (root / "version.txt").write_text(version + "\n")
     edit(root / PARTITIONERS, "import os\n", "import os  # a local change\n")
@@ -187,7 +176,7 @@ def test_a_release_that_is_not_offered(root, version):
         refuses(2, words, *action, root, tree=root)
 
 
-@pytest.mark.parametrize("version", ["2.13.0a0", "2.6.0a0", "2.99.0a0"])
+@pytest.mark.parametrize("version", ["2.6.0a0", "2.99.0a0"])
 def test_unknown_base_is_checked_by_structure(root, version):
     """Where the version misleads, as on main, the edits that fit are taken."""
     (root / "version.txt").write_text(version + "\n")
@@ -224,19 +213,17 @@ def test_landed_upstream(checkout):
 # ---------------------------------------------------------- leaving one out
 
 
-def test_without_one_patch(repository):
-    root, name = repository, "exact-by-default"
+def test_without_one_patch(root):
+    name = "exact-by-default"
     pristine = snapshot(root / "torch")
-    result = run("--commit", "--without", name, root)
-    assert result.code == 0 and len(result.report["commits"]) == len(SERIES) - 1
+    result = run("--without", name, root)
+    assert result.code == 0
     assert result.states[name] == images.LEFT_OUT
     assert 'budget_solver = "dp"\n' in (root / CONFIG).read_text()
-    assert run("--status", root).states[name] == images.APPLIES
-    assert run("--reverse", root).code == 0
-    assert snapshot(root / "torch") == pristine
+    assert run(root).code == 0
+    assert set(run("--status", root).states.values()) == {images.APPLIED}
 
     # On an applied set, leaving some out takes those off, whole files included.
-    assert run(root).code == 0
     without = []
     for patch in SERIES:
         if CONFIG in patch.paths():
@@ -244,8 +231,6 @@ def test_without_one_patch(repository):
     assert run(*without, root).code == 0
     assert snapshot(root / "torch")[CONFIG[6:]] == pristine[CONFIG[6:]]
     assert "already applied" in run(*without, root).text
-    assert run(root).code == 0
-    assert set(run("--status", root).states.values()) == {images.APPLIED}
 
 
 def test_what_needs_a_patch_is_left_out_with_it(release_tree):
@@ -315,10 +300,8 @@ def test_kill_at_every_step(root, steps, monkeypatch, action):
     assert step > 25
 
 
-def test_status_of_an_interrupted_call(root, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(transaction, "replace", Mock(side_effect=KeyboardInterrupt))
-        run(root)
+def test_status_of_an_interrupted_call(root, steps):
+    assert not steps.run(200, lambda: run(root))
     before = snapshot(root)
     assert "was interrupted" in run("--status", root).text
     assert run("--check", root).code == 0
@@ -417,11 +400,6 @@ def test_installed(installation, monkeypatch):
     assert result.report["target"] == str(packages)
     assert result.report["installed"] and not (packages / "test").exists()
     assert int((packages / PARTITIONERS).stat().st_mtime) > old_time
-    code = (
-        "import torch._functorch.config as c; print(c.dp_knapsack_sliding_hirschberg)"
-    )
-    assert run_python(str(python), code) == "dp_knapsack_sliding_hirschberg"
-
     result = run("--reverse", "--installed", "--python", python)
     assert result.code == 0, result.text
     assert snapshot(packages / "torch/_functorch") == before
