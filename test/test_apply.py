@@ -43,8 +43,7 @@ def test_round_trip(checkout, release_tree, release):
     assert warned == (release == "2.6.0") == ("too old for cache-key" in result.text)
     assert (root / KNAPSACK).read_bytes() == (OVERLAY / KNAPSACK).read_bytes()
     for path in (PARTITIONERS, CONFIG):
-        after = snapshot(root)[path][1]
-        assert after == KNOWN[release][path]["after"]
+        assert snapshot(root)[path][1] == KNOWN[release][path]["after"]
     # The clone's files were hard links; what they linked to is as it was.
     assert snapshot(release_tree(release) / "torch/_functorch") == shared
     applied = snapshot(root)
@@ -77,7 +76,6 @@ def test_bad_calls(root, tmp_path, capsys):
     refuses(2, "not allowed with", "--reverse", "--commit", root)
     assert SERIES[0].name in refuses(2, "--without", "--without", "typo", root).text
     refuses(2, "--chek", "--chek", root)
-    assert "not allowed with" in refuses(2, "--check", "--status", "--check", root).text
     assert apply.main(["--status", "--check"]) == 2
     assert "apply_patch.sh --help tells more" in capsys.readouterr().err
     (root / "version.txt").unlink()

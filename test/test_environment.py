@@ -50,19 +50,9 @@ def machine(tmp_path, monkeypatch):
 def called(machine, words):
     """environment.sh's status and words of an install into a folder."""
     script = f"set -e; source scripts/environment.sh; PYTHON=$1; {words}"
-    done = subprocess.run(
-        [
-            "bash",
-            "-c",
-            f"{script} --target {machine / 'there'}",
-            "bash",
-            sys.executable,
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["bash", "-c", f"{script} --target {machine / 'there'}", "bash"]
+    command.append(sys.executable)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 

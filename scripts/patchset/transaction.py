@@ -48,11 +48,11 @@ def digest(content: Optional[bytes]) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """One file: its bytes before and after, None where there is no file."""
+    """One file: its bytes before, None where there is no file, and after."""
 
     path: str
     before: Optional[bytes]
-    after: Optional[bytes]
+    after: bytes
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def commit(target: Target, changes: Sequence[Change]) -> Journal:
             (target.root / folder).mkdir()
         for change in changes:
             mode = journal.files[change.path]["mode"]
-            replace_file(target.root / change.path, change.after or b"", mode)
+            replace_file(target.root / change.path, change.after, mode)
         for change in changes:
             with naming(target.root / change.path):
                 if target.read(change.path) != change.after:

@@ -77,10 +77,7 @@ def installed_wheel() -> Wheel:
     try:
         torch = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise BadCall(
-            f"{sys.executable} has no torch installed.\n"
-            f"Install one first, say: {sys.executable} -m pip install torch==2.13.0"
-        ) from None
+        raise BadCall(f"{sys.executable} has no torch installed") from None
     root, files = Path(str(torch.locate_file(""))).resolve(), {}
     record = torch.read_text("RECORD") or ""
     for path, algorithm_and_hash, size in csv.reader(record.splitlines()):

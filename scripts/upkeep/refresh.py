@@ -39,9 +39,6 @@ from .releases import tree
 from .upstream_checks import run_test
 
 
-# What is stored of a release: a cell per form, as ``Finding.cell`` gives it.
-Row = dict[str, dict[str, Any]]
-
 BUILD = REPOSITORY / "build"
 RESULTS = REPOSITORY / "results" / "releases.json"
 EPILOG = """\
@@ -172,7 +169,7 @@ def isolated(
             replace_file(place, content)
 
         for change in (change for step in below for change in step.changes):
-            lay(change.path, change.after or b"")
+            lay(change.path, change.after)
         # The test alone: what it imports is there or it is not.
         lay(patch.test, overlay(patch.test))
         stop = "--failfast"
@@ -180,7 +177,7 @@ def isolated(
         if top.state == CONFLICTS:
             return without, None
         for change in top.changes:
-            lay(change.path, change.after or b"")
+            lay(change.path, change.after)
         for test in patch.tests:
             done = run_test([test], target.root, python)
             if done.returncode:
@@ -201,18 +198,14 @@ def by_text(release: str) -> list[Finding]:
         # A wheel's tree has no tests.
         run = [Change(path, None, overlay(path)) for path in patch.tests]
         for change in (*run, *(change for step in steps for change in step.changes)):
-            tested.update(change.path.encode() + b"\0" + (change.after or b"") + b"\0")
+            tested.update(change.path.encode() + b"\0" + change.after + b"\0")
         digest = tested.hexdigest()[:16]
         findings.append(Finding(name, patch, top.state, top.detail, tree=digest))
     return findings
 
 
-def examine(release: str, findings: Sequence[Finding]) -> Iterator[Finding]:
+def examine(release: str, wanted: Sequence[Finding]) -> Iterator[Finding]:
     """The findings with what the release's own torch makes of them, as each is known."""
-    wanted = [f for f in findings if f.state != ABSENT]
-    if not wanted:
-        return
-
     # Each test is one process of one thread.
     pool = ThreadPoolExecutor(os.cpu_count())
     with environment(release) as (python, checkout), pool:
@@ -240,16 +233,13 @@ def take_in(release: str, findings: Sequence[Finding]) -> int:
     generate.write(changes)
     for place in changes:
         print(f"wrote {place.relative_to(REPOSITORY)}")
-    print(
-        f"torch {release} is "
-        + ("as it was" if not changes else "taken in; commit the files above")
-    )
+    said = "taken in; commit the files above" if changes else "as it was"
+    print(f"torch {release} is {said}")
     return 0
 
 
-def recalled(finding: Finding, row: Row) -> Finding:
+def recalled(finding: Finding, cell: dict[str, Any]) -> Finding:
     """The finding with what is stored of it, unless its files changed or it failed."""
-    cell = row.get(finding.name, {})
     if cell.get("tree") != finding.tree or not cell["with"]:
         return finding
     return replace(finding, without=cell["without"], with_it=True, date=cell["date"])
@@ -261,8 +251,9 @@ def check(release: str) -> list[Finding]:
     Of a known release each finding is stored at once.
     """
     stored = json.loads(RESULTS.read_text()).get(release, {})
-    row = {f.name: recalled(f, stored) for f in by_text(release)}
-    for finding in examine(release, [f for f in row.values() if not f.date]):
+    row = {f.name: recalled(f, stored.get(f.name, {})) for f in by_text(release)}
+    wanted = [f for f in row.values() if not f.date and f.state != ABSENT]
+    for finding in examine(release, wanted) if wanted else ():
         row[finding.name] = finding
         if release in RELEASES:
             store(release, [*row.values()])

@@ -22,10 +22,7 @@ a config string may select.
 """,
     trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
     test="test/functorch/test_ac_knapsack_solvers.py",
-    sources=(
-        KNAPSACK,
-        "test/functorch/test_ac_knapsack_hirschberg.py",
-    ),
+    sources=(KNAPSACK, "test/functorch/test_ac_knapsack_hirschberg.py"),
     landed=((KNAPSACK, "def dp_knapsack_sliding_hirschberg("),),
     faults=(
         (

@@ -18,10 +18,7 @@ than select between two values of an element.
 """,
     trailers=("Fixes: #190758", "Fixes: #190717", "See also: #186572"),
     test="test/functorch/test_ac_random_ops.py",
-    sources=(
-        module_path("random_ops"),
-        "test/functorch/test_ac_decisions.py",
-    ),
+    sources=(module_path("random_ops"), "test/functorch/test_ac_decisions.py"),
     edits=edits("""\
 @@ torch/_functorch/partitioners.py
 
