@@ -52,7 +52,7 @@ def test_branch_and_text(repository, bodies, tmp_path, topic):
 
 
 def test_no_topic_brings_upstreams_linters_a_finding(release_tree):
-    """The series and the smallest forms, on the newest release; lintrunner has the rest."""
+    """The series and the smallest forms; lintrunner looks at whole files."""
     newest = RELEASES[-1]
     target = find(str(release_tree(newest)))
     forms = {"all": SERIES, **{p.name: stack(p.minimal) for p in SERIES if p.minimal}}

@@ -233,7 +233,7 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
         names = ", ".join(patch.name for patch in lacks)
         warnings = (f"; {patch.lacking}" for patch in lacks if patch.lacking)
         report.messages.append(
-            f"PyTorch {result.release} is too old for {names}{''.join(warnings)}"
+            f"not for PyTorch {result.release}: {names}{''.join(warnings)}"
         )
     if options.commit:
         check_committable(target, result.changes)

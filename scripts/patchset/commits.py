@@ -42,7 +42,7 @@ def git(
 
 
 def check_committable(target: Target, changes: Iterable[Change]) -> None:
-    """Before anything is written: git knows an author, HEAD holds what we start from."""
+    """Before a write: git knows an author, and HEAD holds what we start from."""
     git(target, "var", "GIT_AUTHOR_IDENT")
     for change in changes:
         known = (change.before, change.after)

@@ -85,8 +85,8 @@ def installed_wheel() -> Wheel:
             files[path] = algorithm_and_hash.removeprefix("sha256="), int(size or 0)
     if "torch/__init__.py" not in files:
         raise BadCall(
-            f"torch {torch.version} in {root} was not installed from a wheel: no RECORD "
-            "names its files"
+            f"torch {torch.version} in {root} was not installed from a wheel: "
+            "no RECORD names its files"
         )
     return Wheel(torch.version, root, dict(sorted(files.items())))
 

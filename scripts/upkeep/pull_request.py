@@ -96,8 +96,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run on the branch usort and ruff by upstream's settings, and the test, which "
-        "needs the torch of the checkout's version in this project's environment",
+        help="run on the branch usort and ruff by upstream's settings, and the test; "
+        "that needs the torch of the checkout's version in this project's environment",
     )
     options = parser.parse_args(arguments)
     return exit_status(lambda: write_branch(options))

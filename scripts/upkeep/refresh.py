@@ -113,12 +113,13 @@ class Finding:
         }
 
 
-# The Python of a release's environment, and a checkout of that torch as it was released.
+# The Python of a release's environment, and a checkout of its torch as it came out.
 SET_UP = """\
 source scripts/environment.sh
 ensure_environment
-echo "$PYTHON" "$REPO/build/untouched-pytorch-$TORCH_VERSION"
-run_module "$PYTHON" upkeep.checkout assemble "build/untouched-pytorch-$TORCH_VERSION" >&2
+untouched=$REPO/build/untouched-pytorch-$TORCH_VERSION
+echo "$PYTHON" "$untouched"
+run_module "$PYTHON" upkeep.checkout assemble "$untouched" >&2
 """
 
 

@@ -8,7 +8,7 @@ PATCH = Patch(
 Inductor makes one addmm of a product and what it is added to. Where that is computed
 later, the product waits for it, and its arguments stay with it. In a model whose head is
 tied to its embedding, the gradient of the logits waits from the start of the backward
-nearly to its end: 825 of 1,403 MB at the peak of an encoder with a vocabulary of 50,368.
+nearly to its end: 825 of 1,403 MB at the peak of an encoder with 50,368 words.
 
 Such a product stays one by itself, if what it alone reads is larger than its result. The
 sum is then a kernel of its own, or part of one.

@@ -14,7 +14,7 @@ floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a nu
 of bytes. A model of live bytes evaluates some hundred plans: checkpoints by dynamic
 programming, expensive operators saved as well where there is room, and the min cuts'
 own plans. The cheapest that fits is used, so a smaller budget never has a higher peak.
-Where no plan can be made, a warning says why and the graph gets the plan for saved bytes.
+Where no plan can be made, a warning says why and the plan is that for saved bytes.
 """,
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",

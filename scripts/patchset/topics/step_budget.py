@@ -47,7 +47,7 @@ again from their joint graphs.
     since=(2, 13),
     landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
     risks="""\
-Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op
-by op and estimates for inductor's kernels. Workspaces and fragmentation are not counted.
+Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op by
+op, else estimates. Workspaces and fragmentation are not counted.
 """,
 )
