@@ -90,15 +90,9 @@ class Report:
         lines = []
         if self.target is not None:
             kind = "installed torch" if self.installed else "checkout"
-            known = (
-                f"every file as in {self.release}"
-                if self.in_manifest
-                else f"no known release; edits for {self.release}"
-            )
-            lines.append(
-                f"{self.target}: {kind}, PyTorch {self.version}"
-                + (f" ({known})" if self.release else "")
-            )
+            known = "every file as in" if self.in_manifest else "no release; edits for"
+            release = f" ({known} {self.release})" if self.release else ""
+            lines.append(f"{self.target}: {kind}, PyTorch {self.version}{release}")
         verb = WROTE.get(self.action, "")
         if verbose or self.action == "status":
             for patch in self.patches:

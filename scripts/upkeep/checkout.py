@@ -204,10 +204,8 @@ def remove_links(checkout: Path) -> int:
         for name, _, _ in os.walk(checkout / package, topdown=False):
             folder = Path(name)
             # Running the checkout leaves bytecode beside the linked files.
-            if folder.exists() and {p.name for p in folder.iterdir()} <= {
-                "__pycache__"
-            }:
-                shutil.rmtree(folder)
+            if all(place.name == "__pycache__" for place in folder.glob("*")):
+                shutil.rmtree(folder, ignore_errors=True)
     return len(links)
 
 

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -160,27 +159,27 @@ def isolated(
     """
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         # Files are shared by hard links: they are replaced, never written into.
-        copy = partial(shutil.copytree, symlinks=True, copy_function=os.link)
-        target = find(str(copy(checkout, Path(folder) / "pytorch")))
+        root = Path(folder) / "pytorch"
+        shutil.copytree(checkout, root, symlinks=True, copy_function=os.link)
+        target = find(str(root))
         *below, top = survey(target, series=stack(patch), release=release).patches
 
         def lay(path: str, content: bytes) -> None:
-            place = target.root / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(place, content)
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            replace_file(root / path, content)
 
         for change in (change for step in below for change in step.changes):
             lay(change.path, change.after)
         # The test alone: what it imports is there or it is not.
         lay(patch.test, overlay(patch.test))
         stop = "--failfast"
-        without = run_test([patch.test, stop], target.root, python).returncode == 0
+        without = run_test([patch.test, stop], root, python).returncode == 0
         if top.state == CONFLICTS:
             return without, None
         for change in top.changes:
             lay(change.path, change.after)
         for test in patch.tests:
-            done = run_test([test], target.root, python)
+            done = run_test([test], root, python)
             if done.returncode:
                 last = done.stdout.strip().splitlines()[-20:]
                 print(f"{test} fails on torch {release}:", *last, sep="\n    ")
