@@ -12,8 +12,6 @@ from .target import Conflict, Target
 from .transaction import Change
 
 
-REASON = "activation memory budget patch set"
-
 # What one commit says, and what it changes.
 Step = tuple[str, Sequence[Change]]
 
@@ -99,5 +97,6 @@ def _commits(target: Target, reference: str, steps: Sequence[Step]) -> list[str]
             commit = ("commit-tree", tree, "-p", head, "-F", "-")
             head = git(target, *commit, content=words.encode()).decode().strip()
             made.append(f"{head} {words.partition(chr(10))[0]}")
-    git(target, "update-ref", "-m", REASON, reference, head, expected)
+    reason = "activation memory budget patch set"
+    git(target, "update-ref", "-m", reason, reference, head, expected)
     return made

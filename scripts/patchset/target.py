@@ -130,10 +130,7 @@ class Target:
         try:
             content.decode()
         except UnicodeDecodeError as error:
-            raise Conflict(
-                f"{path}: no UTF-8 text ({error.reason} at byte {error.start}); get "
-                "upstream's back"
-            ) from None
+            raise Conflict(f"{path}: {error}; get upstream's back") from None
         return content
 
     def check_writable(self, *paths: str) -> None:
@@ -191,10 +188,8 @@ def find(place: str) -> Target:
             f"{place}: neither version.txt nor torch/version.py says which PyTorch "
             f"this is. {NEEDS}"
         ) from None
-    installed = (
-        not (root / "version.txt").is_file() and not (root / "setup.py").is_file()
-    )
-    return Target(root, version, installed, None if installed else git_dir(root))
+    sources = any((root / name).is_file() for name in ("version.txt", "setup.py"))
+    return Target(root, version, not sources, git_dir(root) if sources else None)
 
 
 def find_installed(python: str) -> Target:

@@ -5,12 +5,11 @@ PATCH = Patch(
     name="buffer-reuse",
     subject="Keep inductor's buffer reuse and kernel order from raising the peak",
     why="""\
-Inductor keeps a freed buffer for a later one of its size if there is room for it below
-the peak of the graph in between. Its estimate of that peak counts buffers that a fused
-kernel keeps in registers, and both buffers where a kernel writes its result over an
-argument. Freed buffers are then kept through the real peak: a GPT-2 training step peaks
-at 170 MB instead of 160. The same estimate picks one of four kernel orders, and a worse
-one: 1,171 MB instead of 874 by the schedule of a ResNet-50 for an H100.
+Inductor's estimate of a graph's peak counts buffers that a fused kernel keeps in
+registers, and both buffers where a kernel writes its result over an argument. By it
+freed buffers are kept through the real peak: a GPT-2 training step peaks at 170 MB
+instead of 160. It also picks a worse one of four kernel orders: 1,171 MB instead of 874
+by the schedule of a ResNet-50 for an H100.
 
 The estimate now counts what the generated kernels store. Before kernels are generated,
 it leaves out buffers that only their own kernel reads.

@@ -7,8 +7,7 @@ PATCH = Patch(
     why="""\
 In half precision, inductor scatters the gradient of an embedding into a table of fp32
 and casts that, while all other gradients are there. With a large vocabulary this is the
-peak of a step, whatever is saved or recomputed: 5,948 MB for four layers of a
-Llama-3-8B, of which the two tables are 3,152.
+peak of a step: 5,948 MB for four layers of a Llama-3-8B, 3,152 of them the two tables.
 
 Where the table has more rows than there are indices, CUDA devices now get ATen's
 operator: it sorts the indices, sums in fp32, and writes half precision.

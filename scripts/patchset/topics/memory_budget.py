@@ -13,9 +13,8 @@ formula are recomputed first, however long they take.
 planning.decide takes a request and returns a decision: what to save, what decided it,
 the range, the knapsack and the bytes kept. A model of the graph's storages tells what
 each plan keeps and recomputes; if the cut's is over the budget, or recomputes more,
-only the solver's items are saved. Operators that no compiler fuses cost at least the
-bytes they move. Options are checked before the first cut. choose_saved_values_set stays, for
-graphs that cannot be modelled.
+only the solver's items are saved. Options are checked before the first cut.
+choose_saved_values_set stays, for graphs that cannot be modelled.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_memory_budget.py",

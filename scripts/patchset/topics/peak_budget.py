@@ -11,9 +11,8 @@ at once: a small budget has a higher peak than no budget.
 
 With activation_memory_budget_target = "peak", budget b bounds the peak by
 floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a number
-of bytes. A model of live bytes evaluates some hundred plans: checkpoints by dynamic
-programming, expensive operators saved as well where there is room, and the min cuts'
-own plans. The cheapest that fits is used, so a smaller budget never has a higher peak.
+of bytes. A model of live bytes evaluates some hundred plans; the cheapest that fits is
+used, so a smaller budget never has a higher peak.
 Where no plan can be made, a warning says why and the plan is that for saved bytes.
 """,
     trailers=("Fixes: #197838",),

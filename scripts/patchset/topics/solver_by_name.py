@@ -5,10 +5,9 @@ PATCH = Patch(
     name="solver-by-name",
     subject="Look the knapsack solver up by name and list the known ones",
     why="""\
-The dispatch repeats one branch per solver, and the error for a misspelt name does
-not list the valid ones. Looking the name up in KNAPSACK_SOLVERS
-makes every solver of the module selectable, the sliding Hirschberg one on 2.6
-included, and the error lists them.
+The dispatch repeats one branch per solver, and the error for a misspelt name does not
+list the valid ones. Looking the name up in KNAPSACK_SOLVERS makes every solver of the
+module selectable, and the error lists them.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_solver_by_name.py",

@@ -10,10 +10,9 @@ stacks compile each block separately, or break the graph: whatever the calls kee
 up, and a plan for the peak of one block makes the step's peak worse.
 
 StepBudget is a context manager around a training step. The first step runs by lean
-plans and is recorded: the calls of each graph, and what eager code holds between
-them. Then one or two plans are chosen for each graph, so that the step's peak stays
-within the bound and little is recomputed, and the graphs are partitioned and compiled
-again from their joint graphs.
+plans and is recorded. Then one or two plans are chosen for each graph, so that the
+step's peak stays within the bound and little is recomputed, and the graphs are
+partitioned and compiled again from their joint graphs.
 """,
     test="test/functorch/test_ac_step_budget.py",
     sources=(
