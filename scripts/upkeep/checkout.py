@@ -270,9 +270,6 @@ def assemble(wheel: Wheel, destination: Path) -> str:
     )
 
 
-# ---------------------------------------------------------------------- CLI
-
-
 def run(arguments: argparse.Namespace) -> None:
     checkout = arguments.checkout.resolve()
     if arguments.command == "assemble":
