@@ -5,12 +5,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 usage() {
   cat <<'END'
-usage: scripts/link_build.sh [--remove] [--python PY] CHECKOUT
+usage: scripts/link_build.sh [--remove] CHECKOUT
 
 Links the binaries of the torch installed in the .venv into CHECKOUT, so that its Python
 tree runs without compiling PyTorch; --remove takes the links out again. The .venv is
 set up first where it is missing. CHECKOUT must be of the same major.minor release: for
-another one than the default, set TORCH_VERSION or give a Python of your own.
+another one than the default, set TORCH_VERSION, or TORCH_VERSION=installed for the torch
+of APPLY_PYTHON or python3.
 
 Run the checkout with PYTHONPATH=CHECKOUT in front; its scripts and tests would import
 the installed torch otherwise.
@@ -28,4 +29,4 @@ case ${1:-} in
 esac
 
 ensure_environment
-run_module "$PYTHON" upkeep.checkout link --python "$PYTHON" "$@"
+run_module "$PYTHON" upkeep.checkout link "$@"

@@ -8,15 +8,13 @@ import sys
 import sysconfig
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from conftest import edit, git, lay, PATHS, refuses, rewrite, run, snapshot
 from patchset import apply, images, transaction
-from patchset.files import clone
 from patchset.patch import CONFIG, KNAPSACK, KNOWN, OVERLAY, PARTITIONERS, REPOSITORY
 from patchset.series import SERIES, stack
-from patchset.target import find, run_python, STATE_NAME
+from patchset.target import find, STATE_NAME
 
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
@@ -42,11 +40,10 @@ def test_round_trip(checkout, release_tree, release):
     result = run(root)
     assert result.code == 0
     warned = "dropout gets wrong gradients there" in result.text
-    assert warned == (release == "2.6.0") == ("too old for cache-key" in result.text)
+    assert warned == (release == "2.6.0") == ("2.6.0: cache-key" in result.text)
     assert (root / KNAPSACK).read_bytes() == (OVERLAY / KNAPSACK).read_bytes()
     for path in (PARTITIONERS, CONFIG):
-        after = snapshot(root)[path][1]
-        assert after == KNOWN[release][path]["after"]
+        assert snapshot(root)[path][1] == KNOWN[release][path]["after"]
     # The clone's files were hard links; what they linked to is as it was.
     assert snapshot(release_tree(release) / "torch/_functorch") == shared
     applied = snapshot(root)
@@ -76,14 +73,22 @@ def test_bad_calls(root, tmp_path, capsys):
     refuses(2, "--python goes with --installed", "--python", "python3", root)
     refuses(2, "cannot be run", "--installed", "--python", tmp_path / "no-python")
     refuses(2, "is not a git checkout", "--commit", root, tree=root)
+    refuses(2, "not allowed with", "--reverse", "--commit", root)
     assert SERIES[0].name in refuses(2, "--without", "--without", "typo", root).text
     refuses(2, "--chek", "--chek", root)
-    assert "not allowed with" in refuses(2, "--check", "--status", "--check", root).text
     assert apply.main(["--status", "--check"]) == 2
     assert "apply_patch.sh --help tells more" in capsys.readouterr().err
     (root / "version.txt").unlink()
     (root / "torch/version.py").unlink()
     refuses(2, "neither version.txt nor torch/version.py", root, tree=root)
+
+
+ANCHOR = "from ._activation_checkpointing.knapsack import (\n"
+SOLVE = "def _optimize_runtime_with_given_memory"
+
+
+def edited(old, new):
+    return partial(edit, old=old, new=new)
 
 
 def to_link(place):
@@ -96,39 +101,20 @@ def to_read_only(place):
     place.chmod(0o444)
 
 
-def to_second_anchor(place):
-    anchor = "from ._activation_checkpointing.knapsack import (\n"
-    edit(place, anchor, anchor + anchor)
-
-
-def to_unknown_lines(place):
-    known = '    elif SOLVER == "ilp":\n'
-    edit(place, known, '    elif SOLVER == "x":\n        return x()\n' + known)
-
-
-def to_renamed_function(place):
-    edit(place, "def _optimize_runtime_with_given_memory(", "def _renamed(")
-
-
-def to_windows(place):
-    rewrite(place, lambda content: content.replace(b"\n", b"\r\n"))
-
-
-def to_newer(place):
-    edit(place, "import torch\n", "import torch\n\n\ndef newer(x): ...\n")
-
-
 @pytest.mark.parametrize(
     "path, change, words",
     [
         (CONFIG, to_link, "is a symbolic link"),
         ("torch/_functorch", to_link, "is a symbolic link"),
         (CONFIG, to_read_only, f"{CONFIG}: read-only"),
-        (CONFIG, to_windows, f"{CONFIG}: has CRLF line ends"),
-        (PARTITIONERS, to_second_anchor, "occurs 2 times, not once"),
-        (PARTITIONERS, to_unknown_lines, "have digest"),
-        (PARTITIONERS, to_renamed_function, "the edit is inside _renamed"),
-        (KNAPSACK, to_newer, "defines newer, which the replacement lacks"),
+        (PARTITIONERS, edited(ANCHOR, ANCHOR + ANCHOR), "occurs 2 times, not once"),
+        (PARTITIONERS, edited('SOLVER == "ilp"', "SOLVER == 0"), "have digest"),
+        (PARTITIONERS, edited(SOLVE, "def _renamed"), "the edit is inside _renamed"),
+        (
+            KNAPSACK,
+            edited("import torch\n", "def newer(): ..."),
+            "defines newer, which",
+        ),
         (TEST, lambda place: place.write_text("# theirs\n"), "not ours is in the way"),
     ],
 )
@@ -143,29 +129,12 @@ def test_second_process(root):
     assert run(root).code == 0
 
 
-def test_mixed_releases(checkout, release_tree):
-    """An upgrade under an applied set that stopped half way."""
-    root = checkout("2.6.0")
-    assert run(root).code == 0
-    (root / CONFIG).unlink()
-    os.link(release_tree("2.13.0") / CONFIG, root / CONFIG)
-    result = refuses(1, "mixes files of different releases", root, tree=root)
-    assert "2.6.0" in result.text and "2.13.0" in result.text
-
-
 def test_reverse_refuses(root):
     assert run(root).code == 0
     text = (root / CONFIG).read_text()
     edit(root / CONFIG, "import os", "import os  # mine")
     refuses(1, f"{CONFIG}: changed since", "--reverse", root, tree=root)
-
-    # What upstream does not have has no backup.
     (root / CONFIG).write_text(text)
-    new = images.OVERLAY / TEST
-    (root / TEST).write_text("# mine\n")
-    result = refuses(1, f"{TEST}: changed since", "--reverse", root, tree=root)
-    assert "or delete the file" in result.text and "backups" not in result.text
-    (root / TEST).write_bytes(new.read_bytes())
 
     # A copied tree: nothing says what was there before.
     shutil.rmtree(root / STATE_NAME)
@@ -183,7 +152,7 @@ def test_files_of_a_known_release_whatever_the_version(root):
     assert result.report["release"] == "2.13.0"
 
 
-@pytest.mark.parametrize("version", ["2.9.1", "2.8.0a0+git1", "2.5.1"])
+@pytest.mark.parametrize("version", ["2.9.1", "2.5.1"])
 def test_a_release_that_is_not_offered(root, version):
     (root / "version.txt").write_text(version + "\n")
     edit(root / PARTITIONERS, "import os\n", "import os  # a local change\n")
@@ -192,7 +161,7 @@ def test_a_release_that_is_not_offered(root, version):
         refuses(2, words, *action, root, tree=root)
 
 
-@pytest.mark.parametrize("version", ["2.13.0a0", "2.6.0a0", "2.99.0a0"])
+@pytest.mark.parametrize("version", ["2.6.0a0", "2.99.0a0"])
 def test_unknown_base_is_checked_by_structure(root, version):
     """Where the version misleads, as on main, the edits that fit are taken."""
     (root / "version.txt").write_text(version + "\n")
@@ -229,20 +198,17 @@ def test_landed_upstream(checkout):
 # ---------------------------------------------------------- leaving one out
 
 
-def test_without_one_patch(repository):
-    root, name = repository, "exact-by-default"
+def test_without_one_patch(root):
+    name = "exact-by-default"
     pristine = snapshot(root / "torch")
-    result = run("--commit", "--without", name, root)
-    assert result.code == 0 and len(result.report["commits"]) == len(SERIES) - 1
+    result = run("--without", name, root)
+    assert result.code == 0
     assert result.states[name] == images.LEFT_OUT
     assert 'budget_solver = "dp"\n' in (root / CONFIG).read_text()
-    assert run("--status", root).states[name] == images.APPLIES
-    result = run("--reverse", "--commit", root)
-    assert result.code == 0 and len(result.report["commits"]) == len(SERIES) - 1
-    assert snapshot(root / "torch") == pristine
+    assert run(root).code == 0
+    assert set(run("--status", root).states.values()) == {images.APPLIED}
 
     # On an applied set, leaving some out takes those off, whole files included.
-    assert run(root).code == 0
     without = []
     for patch in SERIES:
         if CONFIG in patch.paths():
@@ -250,20 +216,13 @@ def test_without_one_patch(repository):
     assert run(*without, root).code == 0
     assert snapshot(root / "torch")[CONFIG[6:]] == pristine[CONFIG[6:]]
     assert "already applied" in run(*without, root).text
-    assert run(root).code == 0
-    assert set(run("--status", root).states.values()) == {images.APPLIED}
 
 
-def test_what_needs_a_patch_is_left_out_with_it(release_tree):
-    target = find(str(release_tree("2.13.0")))
-    result = images.survey(target, None, without=["random-ops"])
-    details = {
-        p.patch.name: p.detail for p in result.patches if p.state == images.LEFT_OUT
-    }
-    assert details["memory-budget"] == "it needs random-ops"
-    assert details["step-budget"] == "it needs compiled-peak"
-    assert "cache-key" not in details
-    assert not result.conflicts
+def test_what_needs_a_patch_is_left_out_with_it(root):
+    status = run("--status", "--without", "random-ops", root)
+    assert status.code == 0 and status.states["cache-key"] == images.APPLIES
+    assert status.details["memory-budget"] == "it needs random-ops"
+    assert status.details["step-budget"] == "it needs compiled-peak"
 
 
 # -------------------------------------------------------- kills at every step
@@ -321,10 +280,8 @@ def test_kill_at_every_step(root, steps, monkeypatch, action):
     assert step > 25
 
 
-def test_status_of_an_interrupted_call(root, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(transaction, "replace", Mock(side_effect=KeyboardInterrupt))
-        run(root)
+def test_status_of_an_interrupted_call(root, steps):
+    assert not steps.run(200, lambda: run(root))
     before = snapshot(root)
     assert "was interrupted" in run("--status", root).text
     assert run("--check", root).code == 0
@@ -371,10 +328,9 @@ def test_commit_and_revert(repository):
     assert "Fixes: #197871" in git(repository, "log", "--format=%B")
     assert run("--commit", repository).report["commits"] == []
 
-    result = run("--reverse", "--commit", repository)
-    assert result.code == 0 and len(result.report["commits"]) == len(SERIES)
+    assert run("--reverse", repository).code == 0
+    git(repository, "commit", "--quiet", "-m", "revert", *PATHS)
     assert git(repository, "rev-parse", "HEAD^{tree}") == base
-    assert git(repository, "status", "--porcelain") == "A  mine.txt\n"
 
 
 def test_commit_refuses_uncommitted_changes(repository):
@@ -385,72 +341,48 @@ def test_commit_refuses_uncommitted_changes(repository):
 # ------------------------------------------------- a real installed torch
 
 
-@pytest.fixture(scope="module")
-def installation(tmp_path_factory):
+def test_installed(tmp_path, monkeypatch):
     """A virtual environment that shares its torch with ours by links.
 
     It stands inside a git repository that is not PyTorch's, as a project's own
     environment does.
     """
-    project = tmp_path_factory.mktemp("project")
-    git(project, "init", "--quiet")
-    python = project / ".venv/bin/python"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True
-    )
-    packages = Path(sysconfig.get_path("purelib"))
-    here = next((project / ".venv/lib").glob("python*/site-packages"))
-    clone(packages, here, [path for path in PATHS if path.startswith("torch/")])
-    functorch = packages / "torch/_functorch"
-    known = snapshot(functorch)
-    monkeypatch = pytest.MonkeyPatch()
+    git(tmp_path, "init", "--quiet")
+    venv, ours = tmp_path / ".venv", Path(sysconfig.get_path("purelib"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    packages = next((venv / "lib").glob("python*/site-packages"))
+    shutil.copytree(ours / "torch", packages / "torch", copy_function=os.link)
+    # What torch needs, but for torch.
+    (packages / "needed.pth").write_text(f"{ours}\n")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    yield python, here
-    monkeypatch.undo()
-    assert snapshot(functorch) == known
-    shutil.rmtree(project)
+    monkeypatch.chdir(venv / "bin")
+    functorch = packages / "torch/_functorch"
+    pristine, old_time = snapshot(functorch), (packages / PARTITIONERS).stat().st_mtime
 
-
-def test_installed(installation, monkeypatch):
-    python, packages = installation
+    # A result that does not import is undone.
+    place = functorch / "_activation_checkpointing/__init__.py"
+    text = place.read_bytes()
+    forbids = (
+        b"import pathlib\n"
+        b"source = pathlib.Path(__file__).with_name('knapsack.py').read_text()\n"
+        b"assert 'KNAPSACK_SOLVERS' not in source, 'this tree forbids it'\n"
+    )
+    rewrite(place, lambda text: forbids)
     before = snapshot(packages / "torch/_functorch")
-    old_time = int((packages / PARTITIONERS).stat().st_mtime)
+    result = run("--installed", "--python", "./python")
+    assert result.code == 1 and "this tree forbids it" in result.text
+    assert before == snapshot(packages / "torch/_functorch")
+    rewrite(place, lambda forbids: text)
 
-    monkeypatch.chdir(Path(python).parent)
     result = run("--installed", "--python", "./python")
     assert result.code == 0 and "an import by" in result.text, result.text
     assert result.report["target"] == str(packages)
     assert result.report["installed"] and not (packages / "test").exists()
-    assert int((packages / PARTITIONERS).stat().st_mtime) > old_time
-    code = (
-        "import torch._functorch.config as c; print(c.dp_knapsack_sliding_hirschberg)"
-    )
-    assert run_python(str(python), code) == "dp_knapsack_sliding_hirschberg"
-
-    result = run("--reverse", "--installed", "--python", python)
-    assert result.code == 0, result.text
-    assert snapshot(packages / "torch/_functorch") == before
+    assert int((packages / PARTITIONERS).stat().st_mtime) > int(old_time)
+    assert run("--reverse", "--installed", "--python", "./python").code == 0
+    assert snapshot(functorch) == pristine == snapshot(ours / "torch/_functorch")
     assert not list(packages.glob(STATE_NAME + "*"))
-
-
-def test_a_result_that_does_not_import_is_undone(installation):
-    python, packages = installation
-    place = packages / "torch/_functorch/_activation_checkpointing/__init__.py"
-    text = place.read_text()
-    place.unlink()
-    place.write_text(
-        "import pathlib\n"
-        "source = pathlib.Path(__file__).with_name('knapsack.py').read_text()\n"
-        "assert 'KNAPSACK_SOLVERS' not in source, 'this tree forbids it'\n"
-    )
-    try:
-        before = snapshot(packages / "torch/_functorch")
-        result = run("--installed", "--python", python)
-        assert result.code == 1 and "this tree forbids it" in result.text
-        assert before == snapshot(packages / "torch/_functorch")
-        assert not list(packages.glob(STATE_NAME + "*"))
-    finally:
-        place.write_text(text)
+    shutil.rmtree(venv)
 
 
 def test_no_suitable_python(tmp_path):

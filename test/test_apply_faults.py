@@ -6,110 +6,42 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import git, lay, refuses, rewrite, run, snapshot
-from patchset import apply, images
-from patchset.patch import CONFIG, KNAPSACK, PARTITIONERS, REPOSITORY
+from patchset import images
+from patchset.patch import CONFIG, REPOSITORY
 from patchset.series import SERIES, stack
 from patchset.target import STATE_NAME
 
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
-PAGE = 4096
 # Enough patches for files that are new, and edited by several.
 _KEPT = stack(next(p for p in SERIES if p.name == "solver-by-name"))
 FEW = [word for p in SERIES if p not in _KEPT for word in ("--without", p.name)]
 
 
-class Disk:
-    """A file system of its own, of 16 MiB."""
-
-    def __init__(self, place):
-        self.place = place
-        self.ballast = place / "ballast"
-
-    def mount(self, *options):
-        subprocess.run(
-            ["mount", "-t", "tmpfs", *options, "tmpfs", self.place],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-
-    def remount(self, access):
-        self.mount("-o", f"remount,{access}")
-
-    def leave(self, pages=None):
-        """Fill the disk but for so many pages; None: do not."""
-        shutil.rmtree(self.ballast, ignore_errors=True)
-        self.ballast.mkdir()
-        if pages is not None:
-            free = os.statvfs(self.place).f_bavail
-            (self.ballast / "pages").write_bytes(bytes(PAGE * (free - pages)))
+def mount(place, *options):
+    command = ["mount", "-t", "tmpfs", *options, "tmpfs", place]
+    subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
-def disk(tmp_path):
+def root_on_disk(root, tmp_path):
+    """On a file system of its own."""
     place = tmp_path / "disk"
     place.mkdir()
-    disk = Disk(place)
     try:
-        disk.mount("-o", "size=16m")
+        mount(place, "-o", "size=16m")
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no file system can be mounted here: {error}")
-    yield disk
+    yield shutil.copytree(root, place / "pytorch", symlinks=True)
     subprocess.run(["umount", place], check=True)
 
 
-@pytest.fixture
-def root_on_disk(disk, root):
-    return shutil.copytree(root, disk.place / "pytorch", symlinks=True)
-
-
 # ------------------------------------------------------------- a full disk
-
-
-def test_space_is_checked_before_the_first_write(disk, root_on_disk, steps):
-    root = root_on_disk
-    disk.leave(pages=40)
-    assert "would apply, but not as things are" in run("--check", root).text
-    # The first write would be seen.
-    result = steps.run(
-        0, lambda: refuses(1, "KiB are free; free some", root, tree=root)
-    )
-    assert result
-    disk.leave(pages=2000)
-    assert run(root).code == 0
-
-
-def test_full_at_every_write(disk, root_on_disk, monkeypatch):
-    """Somebody else fills the disk once its space was checked."""
-    root = root_on_disk
-    monkeypatch.setattr(apply, "check_can_write", lambda target, changes: None)
-    before = snapshot(root)
-    named = set()
-    for left in range(400):
-        disk.leave(left)
-        result = run(*FEW, root)
-        if result.code == 0:
-            break
-        assert result.code == 1 and "free some space" in result.text
-        named.add(result.text.partition(": No space left")[0].rpartition(" ")[2])
-        assert snapshot(root) == before, left
-        assert run("--status", root).code == 0
-    assert result.code == 0 and left > 10
-    backups = root / f"{STATE_NAME}.new" / "backups"
-    # What is replaced gives its space back: not every file can take the last of it.
-    assert {str(root / KNAPSACK), str(backups / PARTITIONERS)} <= named
-    assert str(root / f"{STATE_NAME}.new" / "journal.json") in named
-
-    disk.leave(0)
-    assert run("--reverse", root).code == 0
-    assert snapshot(root) == before
 
 
 def no_space(place):
@@ -119,7 +51,6 @@ def no_space(place):
 @pytest.mark.parametrize(
     "action, lasting, codes",
     [
-        ("apply", False, {0, 1}),  # What one fault stops is undone.
         ("apply", True, {0, 1, 4}),
         ("reverse", False, {0, 4}),
         ("update", True, {0, 4}),
@@ -163,40 +94,29 @@ def test_fault_at_every_step(
     assert {result.code for result in results} == codes
 
 
-def test_backups_on_another_file_system(disk, root_on_disk, tmp_path):
+def test_backups_on_another_file_system(root_on_disk, tmp_path):
     """They cannot be moved into place there."""
     root = root_on_disk
     git(root, "init", "--quiet", "--separate-git-dir", tmp_path / "elsewhere")
     before = snapshot(root)
     assert run(root).code == 0
     assert (tmp_path / "elsewhere" / STATE_NAME).is_dir()
-    disk.leave(pages=3)
-    result = run("--reverse", root)
-    assert result.code == 4 and "No space left" in result.text
-    disk.leave()
     assert run("--reverse", root).code == 0
     assert snapshot(root) == before
 
 
-# ------------------------------------------------- what cannot be written
-
-
-def test_read_only_tree(disk, root_on_disk):
+def test_read_only_tree(root_on_disk):
     root = root_on_disk
-    disk.remount("ro")
-    assert set(run("--status", root).states.values()) <= {images.APPLIES, images.FAULTY}
-    result = run("--check", root)
-    assert result.code == 0 and len(result.report["files"]) > 40
-    assert "not as things are" in result.text and "is not writable" in result.text
-    refuses(1, f"the folder {root} is not writable", root, tree=root)
-    assert run("--reverse", root).code == 0
-
-    disk.remount("rw")
     assert run(root).code == 0
-    disk.remount("ro")
+    mount(root.parent, "-o", "remount,ro")
     assert set(run("--status", root).states.values()) == {images.APPLIED}
     assert "already applied" in run("--check", root).text
     refuses(1, "is not writable", "--reverse", root, tree=root)
+    mount(root.parent, "-o", "remount,rw")
+    assert run("--reverse", root).code == 0
+    mount(root.parent, "-o", "remount,ro")
+    for action in ([], ["--check"]):
+        refuses(1, f"the folder {root} is not writable", *action, root, tree=root)
 
 
 # --------------------------------------------------- journals and backups
@@ -216,10 +136,7 @@ def cut(content):
         cut,
         lambda content: b"{}",
         lambda content: b"[]",
-        lambda content: content.replace(b'"torch/', b'"../torch/', 1),
-        lambda content: content.replace(b'"applied"', b'"?"'),
-        lambda content: content.replace(b'"mode": ', b'"mode": "x", "m": ', 1),
-        lambda content: content.replace(b'"after"', b'"since"', 1),
+        lambda content: content.replace(b'"format": 1', b'"format": 2'),
     ],
 )
 def test_damaged_journal(root, damage):
@@ -260,56 +177,33 @@ def test_missing_or_damaged_backup(root, gone):
 # --------------------------------------------------- an installed torch
 
 
-@pytest.fixture
-def bare(tmp_path, monkeypatch):
-    """A Python of its own without a torch, and its site-packages."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    place = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
-    return place / "bin/python", next((place / "lib").glob("python*/site-packages"))
-
-
 def test_torch_is_uninstalled_under_the_set(root, release_tree):
     """As pip does it, which takes away what it knows of, and folders that are empty."""
     (root / "version.txt").unlink()
     shutil.rmtree(root / "test")
     pristine = snapshot(root)
 
-    def uninstall():
-        for path in sorted(pristine, reverse=True):
-            if not (root / path).is_dir():
-                (root / path).unlink()
-            elif not any((root / path).iterdir()):
-                (root / path).rmdir()
-
     result = run(root)
     assert result.code == 0 and result.report["installed"]
-    written = snapshot(root)
-    uninstall()
+    for path in sorted(pristine, reverse=True):
+        if not (root / path).is_dir():
+            (root / path).unlink()
+        elif not any((root / path).iterdir()):
+            (root / path).rmdir()
     for action in ACTIONS:
         result = refuses(2, "torch was uninstalled", *action, root, tree=root)
         assert f"Delete {root / 'torch'} and {root / STATE_NAME}" in result.text
 
     lay(release_tree("2.13.0"), root)
     shutil.rmtree(root / "test", ignore_errors=True)
-    status = run("--status", root)
-    assert images.LEFT_OVER in status.states.values()
-    assert images.APPLIED not in status.states.values()
-    assert "left over from before torch was installed again" in status.text
-    assert run(root).code == 0
-    assert snapshot(root).keys() == written.keys()
-    uninstall()
-    lay(release_tree("2.13.0"), root)
-    shutil.rmtree(root / "test", ignore_errors=True)
-    result = run("--reverse", root)
-    assert result.code == 0 and "left over" not in str(result.report)
+    assert run("--reverse", root).code == 0
     assert snapshot(root) == pristine
 
 
-def test_the_torch_that_pythonpath_has(bare, root, monkeypatch):
+def test_the_torch_that_pythonpath_has(root, monkeypatch):
     monkeypatch.chdir(root.parent)
     monkeypatch.setenv("PYTHONPATH", root.name)
-    command = [SCRIPT, "--status", "--json", "--installed", "--python", bare[0]]
+    command = [SCRIPT, "--status", "--json", "--installed"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f'"target": "{root}"' in done.stdout
@@ -318,21 +212,13 @@ def test_the_torch_that_pythonpath_has(bare, root, monkeypatch):
 # ------------------------------------------------------- an older Python
 
 
-@pytest.fixture
-def old_python():
-    """A Python 3.9, which cannot read PyTorch 2.13."""
-    places = [shutil.which("python3.9")]
-    places += sorted(Path.home().glob(".pyenv/versions/3.9.*/bin/python3.9"))
-    code = "import sys; sys.exit(sys.version_info[:2] != (3, 9))"
-    for place in filter(None, places):
-        command = [place, "-c", code]
-        if not subprocess.run(command, check=False, capture_output=True).returncode:
-            return Path(place)
-    pytest.skip("no Python 3.9 is here")
-
-
-def test_a_python_that_cannot_read_the_tree(checkout, old_python, monkeypatch):
-    monkeypatch.setenv("APPLY_PYTHON", str(old_python))
+def test_a_python_that_cannot_read_the_tree(checkout, monkeypatch):
+    """Python 3.9, for PyTorch 2.13."""
+    places = sorted(Path.home().glob(".pyenv/versions/3.9.*/bin/python3.9"))
+    python = next(iter(places), None) or shutil.which("python3.9")
+    if python is None:
+        pytest.skip("no Python 3.9 is here")
+    monkeypatch.setenv("APPLY_PYTHON", str(python))
 
     def call(*arguments):
         command = [SCRIPT, *arguments]
@@ -355,11 +241,10 @@ def test_a_python_that_cannot_read_the_tree(checkout, old_python, monkeypatch):
 def test_commits_that_cannot_be_made(repository):
     """The files are written by then: the next call goes on from there."""
     lock = repository / ".git/index.lock"
-    for action, few in ([], FEW), (["--reverse"], []):
-        lock.touch()
-        result = run(*action, "--commit", *few, repository)
-        assert result.code == 4 and "index.lock" in result.text
-        lock.unlink()
-        result = run(*action, "--commit", *few, repository)
-        assert len(result.report["commits"]) == len(_KEPT), result.text
-        assert git(repository, "status", "--porcelain") == ""
+    lock.touch()
+    result = run("--commit", *FEW, repository)
+    assert result.code == 4 and "index.lock" in result.text
+    lock.unlink()
+    result = run("--commit", *FEW, repository)
+    assert len(result.report["commits"]) == len(_KEPT), result.text
+    assert git(repository, "status", "--porcelain") == ""

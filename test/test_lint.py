@@ -23,10 +23,7 @@ FAULTS = {
     "NEWLINE": ("docs/end.md", "one\n\n"),
     "SPACES": ("docs/spaces.md", "one \n"),
     "TABS": ("docs/tabs.md", "one\ttwo\n"),
-    "TYPEIGNORE": ("scripts/ignore.py", "x = 1  # type: " + "ignore\n"),
-    "NOQA": ("scripts/noqa.py", "x = 1  # no" + "qa\n"),
     "COPYRIGHT": ("docs/owned.md", "Confidential and " + "proprietary\n"),
-    "EXEC": ("docs/script.md", "#!/bin/sh\n"),
     "TESTOWNERS": (
         "torch_overlay/test/test_lost.py",
         'if __name__ == "__main__":\n    run_tests()\n',

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import edit, lay, snapshot, TRIED
-from patchset import series
+from patchset import images, series
 from patchset.patch import CONFIG, Edit, KNAPSACK, KNOWN, RELEASES, REPOSITORY
 from patchset.series import SERIES
 from upkeep import refresh
@@ -56,13 +56,7 @@ def test_what_upstream_changed_is_for_a_person(
         ("applies", True, True, "landed upstream", "its text is not there"),
         ("applies", False, False, "applies", "its test fails"),
         ("landed upstream", True, True, "landed upstream", None),
-        (
-            "landed upstream",
-            False,
-            True,
-            "landed upstream but still faulty",
-            "`faults`",
-        ),
+        ("landed upstream", False, True, images.FAULTY, "`faults`"),
         ("conflicts", False, None, "conflicts", "`until`"),
         ("conflicts", True, None, "landed upstream", "its text is not there"),
         ("not for this release", None, None, "not for this release", None),

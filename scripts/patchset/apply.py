@@ -10,11 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Optional
+from typing import NoReturn, Optional
 
-from .commits import check_committable, commit_on_head, Step
+from .commits import check_committable, commit_on_head
 from .files import fault
-from .images import APPLIED, LEFT_OVER, Survey, survey
+from .images import ABSENT, APPLIED, Survey, survey
 from .mailbox import message
 from .series import SERIES
 from .target import (
@@ -29,14 +29,12 @@ from .target import (
 )
 from .transaction import (
     Change,
-    check_can_write,
     commit,
     digest,
     Journal,
     lock,
     read_journal,
     recover,
-    restorable,
     take_back,
     undo,
     WRITING,
@@ -47,21 +45,13 @@ DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST, UNFINISHED = range(5)
 
 EPILOG = """\
 exit codes:
-  0  done, or already in the wanted state: every file that the set touches was, to
-     the byte, as in a known release
-  1  conflict: nothing was written, or what was is undone; the message names the file,
-     the reason and the way on
-  2  bad call, or TARGET is no PyTorch tree, or of a release that the set is not for,
-     or the Python that runs this cannot read that release
+  0  done, or nothing to do: every file was, to the byte, as in a known release
+  1  conflict: nothing was written, or what was is undone; the message has the way on
+  2  bad call, no PyTorch tree, a release that the set is not for, or a Python that
+     cannot read it
   3  applied (or, with --check, would apply) to any other tree, such as a commit of
      main: verified by structure only, not by checksum
   4  could not finish, nor undo it: run the command that the message names
-
-examples:
-  scripts/apply_patch.sh --status ~/pytorch        what each patch would do
-  scripts/apply_patch.sh --commit ~/pytorch        one git commit per patch
-  scripts/apply_patch.sh --installed               the torch that python3 imports
-  scripts/apply_patch.sh --reverse --installed     take it off, byte for byte
 """
 
 
@@ -74,7 +64,9 @@ class Report:
     """What one call did, for people and, with --json, for programs."""
 
     action: str
-    target: Optional[Target] = None
+    target: Optional[str] = None
+    version: Optional[str] = None
+    installed: Optional[bool] = None
     release: Optional[str] = None
     in_manifest: Optional[bool] = None
     patches: list[dict[str, str]] = field(default_factory=list)
@@ -94,30 +86,13 @@ class Report:
             for p in result.patches
         ]
 
-    def as_json(self) -> str:
-        place: dict[str, Any] = {}
-        if self.target is not None:
-            place = {
-                "target": str(self.target.root),
-                "version": self.target.version,
-                "installed": self.target.installed,
-            }
-        rest = {k: v for k, v in vars(self).items() if k not in ("target", "action")}
-        return json.dumps({"action": self.action, **place, **rest}, indent=1)
-
     def as_text(self, verbose: bool) -> str:
         lines = []
         if self.target is not None:
-            kind = "installed torch" if self.target.installed else "checkout"
-            known = (
-                f"every file as in {self.release}"
-                if self.in_manifest
-                else f"no known release; edits for {self.release}"
-            )
-            lines.append(
-                f"{self.target.root}: {kind}, PyTorch {self.target.version}"
-                + (f" ({known})" if self.release else "")
-            )
+            kind = "installed torch" if self.installed else "checkout"
+            known = "every file as in" if self.in_manifest else "no release; edits for"
+            release = f" ({known} {self.release})" if self.release else ""
+            lines.append(f"{self.target}: {kind}, PyTorch {self.version}{release}")
         verb = WROTE.get(self.action, "")
         if verbose or self.action == "status":
             for patch in self.patches:
@@ -152,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--check", action="store_true", help="say, but do not write")
     mode.add_argument("--reverse", action="store_true", help="restore every file")
     mode.add_argument("--status", action="store_true", help="classify every patch")
-    parser.add_argument(
+    mode.add_argument(
         "--commit", action="store_true", help="git checkouts: one commit per patch"
     )
     add_without(parser)
@@ -171,13 +146,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # As given, for a bad call has no options.
     report = Report(next((a for a in ACTIONS if f"--{a}" in arguments), "apply"))
-    verbose = False
     try:
         options = _parser().parse_args(arguments)
-        verbose = options.verbose
-        report.target = _find(options)
-        with lock(report.target):
-            ACTIONS[report.action](report, report.target, options)
+        target = _find(options)
+        report.target, report.version = str(target.root), target.version
+        report.installed = target.installed
+        with lock(target):
+            ACTIONS[report.action](report, target, options)
     except BadCall as error:
         report.fail(BAD_CALL, f"error: {error}")
     except Conflict as error:
@@ -193,10 +168,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     # All is done by now: a reader that has gone away must not change the exit code.
     with contextlib.suppress(BrokenPipeError):
         if "--json" in arguments:
-            print(report.as_json(), flush=True)
+            print(json.dumps(vars(report), indent=1), flush=True)
         else:
-            stream = sys.stderr if failed else sys.stdout
-            print(report.as_text(verbose), file=stream, flush=True)
+            text = report.as_text(verbose={"-v", "--verbose"} & {*arguments} != set())
+            print(text, file=sys.stderr if failed else sys.stdout, flush=True)
     return report.exit_code
 
 
@@ -222,8 +197,6 @@ def _find(options: argparse.Namespace) -> Target:
         raise BadCall(f"no TARGET. {NEEDS}")
     else:
         target = find(options.target)
-    if options.commit and options.status + options.check:
-        raise BadCall("--commit goes with applying and --reverse only")
     if options.commit and target.git_dir is None:
         raise BadCall(f"--commit: {target.root} is not a git checkout")
     return target
@@ -233,12 +206,6 @@ def _status(report: Report, target: Target, options: argparse.Namespace) -> None
     journal = read_journal(target)
     result = survey(target, journal, options.without)
     report.take(result)
-    if result.leftovers:
-        report.messages.append(
-            f"{len(result.leftovers)} files are left over from before torch was "
-            "installed again, and nothing uses them: apply the set again, or take them "
-            "away with --reverse"
-        )
     if journal is not None and journal.phase == WRITING:
         report.messages.append(
             "an earlier call was interrupted; the next apply or --reverse cleans up"
@@ -255,11 +222,12 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     report.take(result)
     if result.conflicts:
         raise Conflict("\nconflict: ".join(result.conflicts))
-    if result.lacks:
-        names = ", ".join(patch.name for patch in result.lacks)
-        warnings = (f"; {patch.lacking}" for patch in result.lacks if patch.lacking)
+    lacks = [step.patch for step in result.patches if step.state == ABSENT]
+    if lacks:
+        names = ", ".join(patch.name for patch in lacks)
+        warnings = (f"; {patch.lacking}" for patch in lacks if patch.lacking)
         report.messages.append(
-            f"PyTorch {result.release} is too old for {names}{''.join(warnings)}"
+            f"not for PyTorch {result.release}: {names}{''.join(warnings)}"
         )
     if options.commit:
         check_committable(target, result.changes)
@@ -270,35 +238,23 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
             "not a known release: every edit finds its place and the "
             "result compiles, but no checksum vouches for the base"
         )
-    if not pending:
-        report.messages.append("already applied")
-    elif options.check:
+    if pending:
+        target.check_writable(*pending)
+        words = "would apply"
+        if not options.check:
+            words = _write(target, journal, result.changes)
         report.files = pending
-        report.messages.append("would apply" + _obstacle(target, result.changes))
+        report.messages.append(words)
     else:
-        check_can_write(target, result.changes)
-        report.messages.append(_write(target, journal, result.changes))
-        report.files = [change.path for change in result.changes]
+        report.messages.append("already applied")
     if options.commit:
         steps = [(message(s.patch), s.changes) for s in result.patches if s.changes]
-        report.commits = _commit(target, steps)
+        try:
+            report.commits = commit_on_head(target, steps)
+        except (Conflict, OSError) as error:
+            raise Unfinished(f"not committed: {fault(error)}") from None
     if not options.check:
         report.take(survey(target, read_journal(target), options.without))
-
-
-def _obstacle(target: Target, changes: Sequence[Change]) -> str:
-    try:
-        check_can_write(target, changes)
-    except Conflict as error:
-        return f", but not as things are: {error}"
-    return ""
-
-
-def _commit(target: Target, steps: Sequence[Step]) -> list[str]:
-    try:
-        return commit_on_head(target, steps)
-    except (Conflict, OSError) as error:
-        raise Unfinished(f"not committed: {fault(error)}") from None
 
 
 def _reverse(report: Report, target: Target, options: argparse.Namespace) -> None:
@@ -307,45 +263,17 @@ def _reverse(report: Report, target: Target, options: argparse.Namespace) -> Non
     journal = read_journal(target)
     result = survey(target, journal)
     report.release, report.in_manifest = result.release, result.in_manifest
-    here = [p.patch.name for p in result.patches if p.state in (APPLIED, LEFT_OVER)]
     if journal is not None:
-        restorable(target, journal)
-        if options.commit:
-            # First: with the journal gone, the next call could not go on.
-            report.commits = _commit_reversal(target, journal, here)
         undo(target, journal)
         report.files = list(journal.files)
-        report.patches = [
-            {"name": name, "state": "taken off", "detail": ""} for name in here
-        ]
         report.messages.append("reversed; every file is as it was before")
-    elif result.leftovers:
-        raise Conflict(
-            "files of the patch set are left over, and no journal tells since when: "
-            f"delete {', '.join(result.leftovers)} in {target.root}"
-        )
-    elif here:
+    elif any(step.state == APPLIED for step in result.patches):
         raise Conflict(
             "the patch set is there, but was not applied by this script (git am? a "
             "copied tree?): undo it the way it came (git revert, or reinstall torch)"
         )
     else:
         report.messages.append("not applied; nothing to do")
-
-
-def _commit_reversal(target: Target, journal: Journal, applied: list[str]) -> list[str]:
-    missing = [patch.name for patch in SERIES if patch.name not in applied]
-    result = survey(target, journal, missing)
-    check_committable(target, result.changes)
-    steps = [
-        (
-            f"Revert: {message(step.patch)}",
-            tuple(Change(c.path, c.after, c.before) for c in step.changes),
-        )
-        for step in reversed(result.patches)
-        if step.changes
-    ]
-    return _commit(target, steps)
 
 
 ACTIONS = {"status": _status, "check": _apply, "apply": _apply, "reverse": _reverse}

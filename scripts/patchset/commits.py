@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -12,8 +11,6 @@ from typing import Optional
 from .target import Conflict, Target
 from .transaction import Change
 
-
-REASON = "activation memory budget patch set"
 
 # What one commit says, and what it changes.
 Step = tuple[str, Sequence[Change]]
@@ -43,9 +40,7 @@ def git(
 
 
 def check_committable(target: Target, changes: Iterable[Change]) -> None:
-    """Before anything is written: git is there and HEAD holds what we start from."""
-    if shutil.which("git") is None:
-        raise Conflict("commits need git, which is not on the PATH")
+    """Before a write: git knows an author, and HEAD holds what we start from."""
     git(target, "var", "GIT_AUTHOR_IDENT")
     for change in changes:
         known = (change.before, change.after)
@@ -73,8 +68,7 @@ def commit_on_head(target: Target, steps: Sequence[Step]) -> list[str]:
     if all(head_content(target, path) == content for path, content in final.items()):
         return []
     # First, so that a call that failed here can be run again.
-    for path, content in final.items():
-        _stage(target, Change(path, None, content), None)
+    git(target, "update-index", "--add", "--", *final)
     return _commits(target, "HEAD", steps)
 
 
@@ -96,19 +90,13 @@ def _commits(target: Target, reference: str, steps: Sequence[Step]) -> list[str]
         git(target, "read-tree", head, index=index)
         for words, changes in steps:
             for change in changes:
-                _stage(target, change, index)
+                blob = git(target, "hash-object", "-w", "--stdin", content=change.after)
+                entry = f"100644,{blob.decode().strip()},{change.path}"
+                git(target, "update-index", "--add", "--cacheinfo", entry, index=index)
             tree = git(target, "write-tree", index=index).decode().strip()
             commit = ("commit-tree", tree, "-p", head, "-F", "-")
             head = git(target, *commit, content=words.encode()).decode().strip()
             made.append(f"{head} {words.partition(chr(10))[0]}")
-    git(target, "update-ref", "-m", REASON, reference, head, expected)
+    reason = "activation memory budget patch set"
+    git(target, "update-ref", "-m", reason, reference, head, expected)
     return made
-
-
-def _stage(target: Target, change: Change, index: Optional[str]) -> None:
-    if change.after is None:
-        git(target, "update-index", "--force-remove", "--", change.path, index=index)
-        return
-    blob = git(target, "hash-object", "-w", "--stdin", content=change.after)
-    entry = f"100644,{blob.decode().strip()},{change.path}"
-    git(target, "update-index", "--add", "--cacheinfo", entry, index=index)

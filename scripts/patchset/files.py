@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Optional
 
 
@@ -74,25 +73,6 @@ def move_over(fresh: Path, place: Path, mode: Optional[int] = None) -> None:
         os.chown(fresh, owner.st_uid, owner.st_gid)
     os.replace(fresh, place)
     sync_folder(place.parent)
-
-
-def clone(source: Path, destination: Path, paths: Iterable[str]) -> Path:
-    """A copy for changes at ``paths``: other folders are links to the source's.
-
-    Files are shared by hard links: replace them, never write into them.
-    """
-    folders = {parent for path in paths for parent in PurePath(path).parents}
-    for folder in sorted(folders):
-        (destination / folder).mkdir(parents=True, exist_ok=True)
-        for entry in (source / folder).glob("*"):
-            place = destination / folder / entry.name
-            if not entry.is_dir():
-                os.link(entry, place, follow_symlinks=False)
-            elif entry.name == "__pycache__":
-                shutil.copytree(entry, place, copy_function=os.link)
-            elif folder / entry.name not in folders:
-                os.symlink(entry, place)
-    return destination
 
 
 @contextmanager

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Optional
 
-from .patch import (
-    Edit,
-    grammar,
-    KNOWN,
-    Manifest,
-    minor,
-    OVERLAY,
-    Patch,
-    RELEASES,
-)
+from .patch import Edit, grammar, KNOWN, minor, OVERLAY, Patch, RELEASES
 from .series import SERIES
-from .target import BadCall, Conflict, NEEDS, Target
+from .target import BadCall, NEEDS, Target
 from .transaction import Change, digest, Journal
 
 
@@ -36,21 +28,8 @@ FAULTY = "landed upstream but still faulty"
 CONFLICTS = "conflicts"
 ABSENT = "not for this release"
 LEFT_OUT = "left out"
-LEFT_OVER = "left over"
 
 View = dict[str, Optional[bytes]]
-
-
-@dataclass(frozen=True)
-class _Case:
-    """What a classification looks at: the files without the set, and as they are."""
-
-    series: Sequence[Patch]
-    release: str
-    known: Manifest
-    base: View
-    current: View
-    without: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -68,26 +47,18 @@ class Survey:
     """The whole series against the tree at hand.
 
     ``release`` is the one whose edits were used, ``in_manifest`` whether the tree
-    is known to be that release's to the byte. ``leftovers`` are the set's own files
-    where nothing of upstream's uses them: torch was installed again.
+    is known to be that release's to the byte.
     """
 
     release: str
     in_manifest: bool
     patches: tuple[PatchState, ...]
-    leftovers: tuple[str, ...] = ()
 
     @property
     def conflicts(self) -> list[str]:
         return [
             f"{p.patch.name}: {p.detail}" for p in self.patches if p.state == CONFLICTS
         ]
-
-    @property
-    def lacks(self) -> list[Patch]:
-        """The patches that are for newer releases only."""
-        patches = (p.patch for p in self.patches)
-        return [patch for patch in patches if patch.begins_after(self.release)]
 
     @property
     def changes(self) -> list[Change]:
@@ -107,10 +78,6 @@ def overlay(path: str) -> bytes:
     return (OVERLAY / path).read_bytes()
 
 
-def _is_ours(path: str, content: Optional[bytes]) -> bool:
-    return (OVERLAY / path).is_file() and content == overlay(path)
-
-
 def series_paths(target: Target, series: Sequence[Patch] = SERIES) -> list[str]:
     paths = dict.fromkeys(path for patch in series for path in patch.paths())
     return [path for path in paths if target.wants(path)]
@@ -118,91 +85,42 @@ def series_paths(target: Target, series: Sequence[Patch] = SERIES) -> list[str]:
 
 def survey(
     target: Target,
-    journal: Optional[Journal],
+    journal: Optional[Journal] = None,
     without: Collection[str] = (),
     series: Sequence[Patch] = SERIES,
+    release: Optional[str] = None,
 ) -> Survey:
     """Classify every patch; Conflict where a file may not be touched at all.
 
     BadCall for a release before the newest known that is not offered, unless the set
     is there already. Otherwise an unknown tree is tried with every release's edits.
     ``without`` names patches to leave out, ``series`` may be another form of some of
-    them.
+    them. A tree of which ``release`` is given is taken for it, known or not.
     """
     current = {path: target.read(path) for path in series_paths(target, series)}
-    case = _Case(series, "", KNOWN, _base(current, journal), current, without)
-    result = _survey(target, case, journal)
-    if journal is None and not target.installed:
-        return result
-    left = _leftovers(case, result)
-    if not left:
-        return result
-    case = replace(case, base={**case.base, **dict.fromkeys(left)})
-    result = _survey(target, case, journal)
-    states = (
-        replace(step, state=LEFT_OVER) if step.state == APPLIED else step
-        for step in result.patches
-    )
-    return replace(result, patches=tuple(states), leftovers=tuple(left))
-
-
-def _survey(target: Target, case: _Case, journal: Optional[Journal]) -> Survey:
-    release = _known_release(case.base, case.known)
-    if release is not None:
-        case = replace(case, release=release)
-        return Survey(release, True, tuple(_classify(case)))
-    if journal is None and _is_dropped(target.version):
-        raise BadCall(f"the set is not for PyTorch {target.version}. {NEEDS}")
+    base = _base(current, journal)
+    known = release or _known_release(base)
     candidates = sorted(RELEASES, key=minor, reverse=True)
     # With an unreadable version the newest release's edits come first.
     with contextlib.suppress(ValueError):
-        candidates.sort(key=lambda r: minor(r) != minor(target.version))
+        here = minor(target.version)
+        offered = [minor(candidate) for candidate in candidates]
+        if not known and not journal and here not in offered and here < offered[0]:
+            raise BadCall(f"the set is not for PyTorch {target.version}. {NEEDS}")
+        candidates.sort(key=lambda r: minor(r) != here)
     nearest: Optional[Survey] = None
-    for release in candidates:
+    for candidate in [known] if known else candidates:
         states = []
-        for state in _classify(replace(case, release=release)):
+        for state in _classify(series, candidate, base, current, without):
             states.append(state)
             if nearest is not None and state.state == CONFLICTS:
                 break  # Of the nearest release alone all conflicts are shown.
-        result = Survey(release, False, tuple(states))
+        result = Survey(candidate, known is not None, tuple(states))
         if not result.conflicts:
             return result
         nearest = nearest or result
     assert nearest is not None
     return nearest
-
-
-def survey_untouched(
-    target: Target, release: str, series: Sequence[Patch] = SERIES
-) -> Survey:
-    """Classify every patch against a tree taken for ``release`` as it came out.
-
-    The release need not be in the manifest.
-    """
-    files = {path: target.read(path) for path in series_paths(target, series)}
-    case = _Case(series, release, {}, files, files, ())
-    return Survey(release, False, tuple(_classify(case)))
-
-
-def _leftovers(case: _Case, found: Survey) -> list[str]:
-    """The set's own files, where none of upstream's is as the set makes it."""
-    row = case.known[found.release]
-    new = {path for path in case.current if not row.get(path, {}).get("before")}
-    replaced = {path for path, now in case.current.items() if now != case.base[path]}
-    for step in found.patches:
-        if step.state == APPLIED:
-            replaced.update(case.current.keys() & step.patch.paths())
-    if not replaced <= new:
-        return []
-    ours = {path for path in new if _is_ours(path, case.current[path])}
-    return sorted(replaced | ours)
-
-
-def _is_dropped(version: str) -> bool:
-    offered = {minor(release) for release in RELEASES}
-    with contextlib.suppress(ValueError):
-        return minor(version) not in offered and minor(version) < max(offered)
-    return False
 
 
 def _base(current: View, journal: Optional[Journal]) -> View:
@@ -212,93 +130,74 @@ def _base(current: View, journal: Optional[Journal]) -> View:
     Any other is taken as it stands: torch was reinstalled or upgraded, a commit
     was checked out, somebody edited it.
     """
-    base: View = {}
-    for path, content in current.items():
-        if (
-            journal is not None
-            and path in journal.files
-            and content is not None
-            and digest(content) == journal.files[path]["after"]
-        ):
-            base[path] = journal.backup(path)
-        else:
-            base[path] = content
+    base = dict(current)
+    if journal is not None:
+        for path, known in journal.files.items():
+            if path in base and digest(base[path]) == known["after"]:
+                base[path] = journal.backup(path)
     return base
 
 
-def _known_release(base: View, known: Manifest) -> Optional[str]:
-    """The release that these files are of to the byte, before or after patching.
+def _known_release(base: View) -> Optional[str]:
+    """The release that these files are of to the byte, before or after patching."""
 
-    Conflict where files of different releases are mixed: an upgrade or a merge
-    stopped half way, and patching it would make that harder to see.
-    """
-    # A whole file of ours may have come over any release: it tells nothing.
-    upstream = [
-        path
-        for path in base
-        if any(files.get(path, {}).get("before") for files in known.values())
-        and not _is_ours(path, base[path])
-    ]
-    origins: dict[str, set[str]] = {}
-    for path in upstream:
-        matches = {
-            release
-            for release, files in known.items()
-            if digest(base[path]) in files[path].values()
-        }
-        if matches:
-            origins[path] = matches
-    if not origins:
-        return None
-    common = set.intersection(*origins.values())
-    if not common:
-        places = "; ".join(
-            f"{path} is of {', '.join(sorted(releases, key=minor))}"
-            for path, releases in origins.items()
-        )
-        raise Conflict(
-            f"the tree mixes files of different releases: {places}. "
-            "Reinstall torch or finish the checkout"
-        )
-    return min(common, key=RELEASES.index) if len(origins) == len(upstream) else None
+    def is_of(path: str, files: dict[str, dict[str, Optional[str]]]) -> bool:
+        # A whole file of ours may have come over any release: it tells nothing.
+        ours = (OVERLAY / path).is_file() and base[path] == overlay(path)
+        return ours or digest(base[path]) in files[path].values()
+
+    for release, files in KNOWN.items():
+        known = [path for path in base if files.get(path, {}).get("before")]
+        if known and all(is_of(path, files) for path in known):
+            return release
+    return None
 
 
-def _classify(case: _Case) -> Iterator[PatchState]:
-    view = dict(case.base)
+def _classify(
+    series: Sequence[Patch],
+    release: str,
+    base: View,
+    current: View,
+    without: Collection[str],
+) -> Iterator[PatchState]:
+    """Every patch's state, from the files without the set and as they are."""
+    view = dict(base)
     missing: set[str] = set()
-    for patch in case.series:
-        state = _classify_one(patch, case, view, missing)
-        if state.state == LEFT_OUT:
+    for patch in series:
+        lacks = [name for name in patch.needs if name in missing]
+        if patch.name in without or (lacks and patch.fits(release)):
             missing.add(patch.name)
-        view.update((change.path, change.after) for change in state.changes)
-        yield state
+            detail = f"it needs {', '.join(lacks)}" if lacks else ""
+            yield PatchState(patch, LEFT_OUT, detail)
+        else:
+            state = _classify_one(patch, release, base, current, view)
+            view.update((change.path, change.after) for change in state.changes)
+            yield state
 
 
 def _classify_one(
-    patch: Patch, case: _Case, view: View, missing: Collection[str]
+    patch: Patch, release: str, base: View, current: View, view: View
 ) -> PatchState:
-    """The patch's state; ``missing`` names those before it that are left out."""
+    """The state of one patch, on top of ``view``."""
+    if not patch.fits(release):
+        return PatchState(patch, ABSENT, f"nothing to change in {release}")
     files = [path for path in patch.files if path in view]
-    edits = patch.edits_for(case.release)
-    if patch.name in case.without:
-        return PatchState(patch, LEFT_OUT, "")
-    if not patch.fits(case.release):
-        return PatchState(patch, ABSENT, f"nothing to change in {case.release}")
-    lacks = [name for name in patch.needs if name in missing]
-    if lacks:
-        return PatchState(patch, LEFT_OUT, f"it needs {', '.join(lacks)}")
-    done = all(case.current[path] == overlay(path) for path in files) and all(
-        _has(case.current[edit.path], edit) for edit in edits
+    edits = patch.edits_for(release)
+    done = all(current[path] == overlay(path) for path in files) and all(
+        _has(current[edit.path], edit) for edit in edits
     )
-    texts = {path: _text(case.base[path]) for path in patch.paths() if path in view}
     landed = bool(patch.landed) and all(
-        text in texts.get(path, "") for path, text in patch.landed
+        text in _text(base.get(path)) for path, text in patch.landed
     )
-    faults = [fault.what for fault in patch.faults if fault.found(texts[fault.path])]
+    faults = [
+        what
+        for what, found in patch.faults
+        if re.search(found, _text(base[patch.landed[0][0]]))
+    ]
     if landed and not faults and not done:
         return PatchState(patch, LANDED, "upstream has it; nothing is changed")
     try:
-        changes = _changes(files, edits, case, view)
+        changes = _changes(files, edits, release, view)
     except (LookupError, SyntaxError, ValueError) as error:
         return PatchState(patch, CONFLICTS, str(error))
     if done:
@@ -309,10 +208,7 @@ def _classify_one(
 
 
 def _changes(
-    files: Sequence[str],
-    edits: Sequence[Edit],
-    case: _Case,
-    view: View,
+    files: Sequence[str], edits: Sequence[Edit], release: str, view: View
 ) -> tuple[Change, ...]:
     """The patch's changes to ``view``.
 
@@ -321,7 +217,7 @@ def _changes(
     after: dict[str, bytes] = {}
     for path in files:
         after[path] = overlay(path)
-        _check_replaces(path, view[path], after[path], case.known)
+        _check_replaces(path, view[path], after[path])
     for edit in edits:
         before = after.get(edit.path, view[edit.path])
         if before is None:
@@ -334,7 +230,7 @@ def _changes(
         after[edit.path] = (text[:start] + edit.replacement + text[end:]).encode()
     for path, content in after.items():
         here = tuple(edit for edit in edits if edit.path == path)
-        _check_syntax(path, content, case.release, here)
+        _check_syntax(path, content, release, here)
     return tuple(
         Change(path, view[path], content)
         for path, content in after.items()
@@ -351,18 +247,16 @@ def _text(content: Optional[bytes]) -> str:
     return "" if content is None else content.decode()
 
 
-def _check_replaces(
-    path: str, before: Optional[bytes], after: bytes, known: Manifest
-) -> None:
+def _check_replaces(path: str, before: Optional[bytes], after: bytes) -> None:
     """LookupError where a whole file would take away something that is needed."""
     if before is None or before == after:
         return
-    released = [files.get(path, {}).get("before") for files in known.values()]
+    released = [files.get(path, {}).get("before") for files in KNOWN.values()]
     if digest(before) in released:
         return
-    if released and not any(released):
+    if not any(released):
         raise LookupError(f"{path}: a file of this name that is not ours is in the way")
-    lost = _public_names(before.decode()) - _public_names(after.decode())
+    lost = _public_names(before) - _public_names(after)
     if lost:
         raise LookupError(
             f"{path}: the file here defines {', '.join(sorted(lost))}, which the "
@@ -370,7 +264,7 @@ def _check_replaces(
         )
 
 
-def _public_names(source: str) -> set[str]:
+def _public_names(source: bytes) -> set[str]:
     return {
         node.name
         for node in ast.parse(source).body
@@ -391,8 +285,6 @@ def _check_syntax(
             f"{sys.version.split()[0]}; name one in APPLY_PYTHON"
         )
     text = content.decode()
-    if "\0" in text:
-        raise ValueError(f"{path}: source code cannot contain null bytes")
     tree = ast.parse(text, filename=path, feature_version=grammar(release))
     compile(text, path, "exec", dont_inherit=True)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]

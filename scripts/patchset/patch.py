@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
@@ -34,8 +35,6 @@ CONFIG = "torch/_functorch/config.py"
 KNAPSACK = module_path("knapsack")
 GRAPH_COMPILE = "torch/_functorch/_aot_autograd/graph_compile.py"
 AUTOGRAD_CACHE = "torch/_functorch/_aot_autograd/autograd_cache.py"
-SOLVER_CLASS = "torch/_inductor/custom_graph_pass.py"
-REPORT = module_path("saved_report")
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -97,23 +96,33 @@ class Edit:
         return start, end
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong with upstream's own version, and how its text shows it.
+def edits(diff: str) -> tuple[Edit, ...]:
+    """The edits that a diff tells.
 
-    The fault is there when all of ``texts`` are in the file, or when ``missing``
-    is not.
+    Each begins with ``@@ PATH [FUNCTION] [since RELEASE] [until RELEASE]``. Lines stay,
+    or with a ``-`` go, or with a ``+`` come. A ``~`` stands for lines that go and are
+    not shown, with the digests of all that go.
     """
-
-    what: str
-    path: str
-    texts: tuple[str, ...] = ()
-    missing: Optional[str] = None
-
-    def found(self, text: str) -> bool:
-        if self.missing is not None:
-            return self.missing not in text
-        return all(part in text for part in self.texts)
+    found = []
+    for hunk in re.split("^@@ ", diff, flags=re.MULTILINE)[1:]:
+        head, *lines = hunk.splitlines()
+        path, *words = head.split()
+        inside = words.pop(0) if len(words) % 2 else None
+        limits = dict(zip(words[::2], map(minor, words[1::2])))
+        old, new, digests = [""], "", ()
+        for line in lines:
+            if line.startswith("~"):
+                old.append("")
+                digests = tuple(line[1:].split())
+                continue
+            if not line.startswith("+"):
+                old[-1] += f"{line[1:]}\n"
+            if not line.startswith("-"):
+                new += f"{line[1:]}\n"
+        through = old[1] if digests else None
+        edit = Edit(path, old[0], new, inside, through=through, digests=digests)
+        found.append(replace(edit, **limits))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -121,16 +130,15 @@ class Patch:
     """One topic: whole files of the overlay, edits, and the words for a reviewer.
 
     ``landed`` lists (path, text) pairs that are all present where upstream
-    already has the feature; ``faults`` is what may still be wrong with it there.
+    already has the feature. ``faults`` is what may still be wrong with it there, each
+    with a regular expression that finds it in the first of these files.
     A patch is for releases from ``since`` on, and where it has edits, for theirs.
     ``lacking`` warns of what goes wrong on those before. ``test``, one of the files,
     fails without the patch; ``sources`` are the others.
 
-    For the pull request: ``needs`` names the patches that it builds on,
-    ``evidence`` the stored results that belong into its text, each as the name of
-    the result and how its rows begin, ``risks`` what a reviewer should look at, and
-    ``kind`` is the topic of the release notes. ``minimal`` is the same topic in
-    upstream's own text, where that is smaller than what the set does.
+    For the pull request: ``needs`` names the patches that it builds on, and ``risks``
+    what a reviewer should look at. ``minimal`` is the same topic in upstream's own
+    text, where that is smaller than what the set does.
     """
 
     name: str
@@ -141,13 +149,11 @@ class Patch:
     trailers: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
-    since: tuple[int, int] = (2, 6)
+    since: tuple[int, int] = (2, 11)
     lacking: str = ""
     landed: tuple[tuple[str, str], ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[tuple[str, str], ...] = ()
     needs: tuple[str, ...] = ()
-    evidence: tuple[tuple[str, str], ...] = ()
-    kind: str = "bug fixes"
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:
@@ -160,11 +166,6 @@ class Patch:
             if max(edit.since, self.since) <= minor(release)
             and (edit.until is None or minor(release) <= edit.until)
         ]
-
-    def begins_after(self, release: str) -> bool:
-        """Whether every edit is for later releases only."""
-        begins = [max(edit.since, self.since) for edit in self.edits]
-        return bool(begins) and minor(release) < min(begins)
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -5,53 +5,34 @@ To change what is patched, change its topic and run ``scripts/generate_patches.s
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from .patch import Patch
-from .topics import (
-    buffer_reuse,
-    cache_key,
-    compiled_peak,
-    config_solver_name,
-    conv_layout,
-    embedding_gradient,
-    exact_by_default,
-    frozen_layers,
-    knapsack_exact,
-    knapsack_solvers,
-    late_addend,
-    mask_vectors,
-    memory_budget,
-    min_cut,
-    peak_budget,
-    random_ops,
-    saved_report,
-    solver_by_name,
-    step_budget,
+
+
+TOPICS = (
+    "knapsack_exact",
+    "knapsack_solvers",
+    "solver_by_name",
+    "cache_key",
+    "min_cut",
+    "random_ops",
+    "memory_budget",
+    "saved_report",
+    "frozen_layers",
+    "mask_vectors",
+    "buffer_reuse",
+    "conv_layout",
+    "embedding_gradient",
+    "late_addend",
+    "peak_budget",
+    "compiled_peak",
+    "step_budget",
+    "exact_by_default",
+    "config_solver_name",
 )
-
-
-SERIES = tuple(
-    topic.PATCH
-    for topic in (
-        knapsack_exact,
-        knapsack_solvers,
-        solver_by_name,
-        cache_key,
-        min_cut,
-        random_ops,
-        memory_budget,
-        saved_report,
-        frozen_layers,
-        mask_vectors,
-        buffer_reuse,
-        conv_layout,
-        embedding_gradient,
-        late_addend,
-        peak_budget,
-        compiled_peak,
-        step_budget,
-        exact_by_default,
-        config_solver_name,
-    )
+SERIES: tuple[Patch, ...] = tuple(
+    import_module(f".topics.{topic}", __package__).PATCH for topic in TOPICS
 )
 
 # What a pull request can hold: every patch, and its smallest form where it has one.

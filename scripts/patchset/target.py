@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 from .files import naming
-from .patch import CONFIG, KNAPSACK, PARTITIONERS, RELEASES, REPOSITORY
+from .patch import CONFIG, KNAPSACK, PARTITIONERS, RELEASES
 
 
 class BadCall(Exception):
@@ -46,14 +46,6 @@ NEEDS = (
     f"{', '.join(RELEASES)} or main), or use --installed [--python PY] for an installed "
     "torch"
 )
-
-
-def callers_path() -> list[str]:
-    """The folders in the PYTHONPATH of whoever called the script."""
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folders[0] == str(REPOSITORY / "scripts"):
-        del folders[0]  # run_patchset put it there.
-    return [os.path.abspath(folder) for folder in folders if folders != [""]]
 
 
 def run_python(python: str, code: str, *path: object) -> str:
@@ -118,8 +110,8 @@ class Target:
     def read(self, path: str) -> Optional[bytes]:
         """The file's bytes, or None where there is none.
 
-        Raises Conflict for what must not be replaced: a link, a file with CRLF
-        line ends or of no text, anything that is no plain file.
+        Raises Conflict for what must not be replaced: a link, a file of no text,
+        anything that is no plain file.
         """
         here = self.root
         for part in Path(path).parts:
@@ -135,20 +127,10 @@ class Target:
             raise Conflict(f"{path}: not a plain file")
         with naming(here):
             content = here.read_bytes()
-        if path.endswith(".py"):
-            if b"\r\n" in content:
-                raise Conflict(
-                    f"{path}: has CRLF line ends (core.autocrlf?); check the tree out "
-                    "with LF line ends"
-                )
-            try:
-                content.decode()
-            except UnicodeDecodeError as error:
-                raise Conflict(
-                    f"{path}: no UTF-8 text ({error.reason} at byte {error.start}); get "
-                    "upstream's back (with git, or by installing or unpacking torch "
-                    "again)"
-                ) from None
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            raise Conflict(f"{path}: {error}; get upstream's back") from None
         return content
 
     def check_writable(self, *paths: str) -> None:
@@ -206,10 +188,8 @@ def find(place: str) -> Target:
             f"{place}: neither version.txt nor torch/version.py says which PyTorch "
             f"this is. {NEEDS}"
         ) from None
-    installed = (
-        not (root / "version.txt").is_file() and not (root / "setup.py").is_file()
-    )
-    return Target(root, version, installed, None if installed else git_dir(root))
+    sources = any((root / name).is_file() for name in ("version.txt", "setup.py"))
+    return Target(root, version, not sources, git_dir(root) if sources else None)
 
 
 def find_installed(python: str) -> Target:
@@ -218,8 +198,10 @@ def find_installed(python: str) -> Target:
         "import importlib.util as u, json; s = u.find_spec('torch'); "
         "print(json.dumps(list(s and s.submodule_search_locations or [])))"
     )
+    # That of whoever called the script; what the script put there has no torch.
+    path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     try:
-        folders = json.loads(run_python(python, code, *callers_path()))
+        folders = json.loads(run_python(python, code, *map(os.path.abspath, path)))
     except (OSError, RuntimeError, ValueError) as error:
         raise BadCall(f"--python {python}: cannot be run: {error}") from None
     if not folders:

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from .files import (
@@ -40,8 +40,6 @@ from .target import Conflict, Target, Unfinished
 JOURNAL = "journal.json"
 FORMAT = 1
 WRITING, WRITTEN = "writing", "applied"
-# What a file may take beyond its bytes, in its backup and its new form together.
-_SLACK = 3 * 4096
 
 
 def digest(content: Optional[bytes]) -> Optional[str]:
@@ -50,11 +48,11 @@ def digest(content: Optional[bytes]) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """One file: its bytes before and after, None where there is no file."""
+    """One file: its bytes before, None where there is no file, and after."""
 
     path: str
     before: Optional[bytes]
-    after: Optional[bytes]
+    after: bytes
 
 
 @dataclass(frozen=True)
@@ -69,19 +67,6 @@ class Journal:
     phase: str
     files: dict[str, dict[str, Any]]
     folders: list[str]
-
-    def __post_init__(self) -> None:
-        """ValueError, TypeError or AttributeError where this is no journal of ours."""
-        for path in (*self.files, *self.folders):
-            if PurePath(path).is_absolute() or ".." in PurePath(path).parts:
-                raise ValueError(f"{path} is outside of the tree")
-        for path, known in self.files.items():
-            if known.keys() != {"before", "after", "mode"}:
-                raise ValueError(f"{path} has {', '.join(known)}")
-            if not isinstance(known["mode"], int):
-                raise ValueError(f"{path} has the mode {known['mode']!r}")
-        if self.phase not in (WRITING, WRITTEN):
-            raise ValueError(f"phase {self.phase}")
 
     def backup(self, path: str) -> Optional[bytes]:
         """The file's bytes before, None for no file; Conflict without a sound backup."""
@@ -117,19 +102,11 @@ def read_journal(target: Target) -> Optional[Journal]:
     place = target.state / JOURNAL
     if not os.path.lexists(target.state):
         return None
-    if not target.state.is_dir():
-        raise Conflict(
-            f"{target.state}: in the way of the backups and the journal, which go "
-            "there; move it away and run this again"
-        )
     try:
         data: dict[str, Any] = json.loads(place.read_bytes())
-        if data["format"] != FORMAT:
-            raise Conflict(
-                f"{place}: written by another version of these scripts (format "
-                f"{data['format']}); reverse with that version first"
-            )
-        return Journal(target.state, data["phase"], data["files"], data["folders"])
+        if data.pop("format") != FORMAT:
+            raise ValueError("written by another version of these scripts")
+        return Journal(target.state, **data)
     except FileNotFoundError:
         problem = "missing"
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -139,22 +116,6 @@ def read_journal(target: Target) -> Optional[Journal]:
         "back (with git, or by installing or unpacking torch again), delete "
         f"{target.state} and run this again"
     )
-
-
-def check_can_write(target: Target, changes: Sequence[Change]) -> None:
-    """Conflict where a file cannot be written, or there is no space for all of them."""
-    target.check_writable(*(change.path for change in changes))
-    needed = sum(
-        len(change.before or b"") + len(change.after or b"") + _SLACK
-        for change in changes
-    )
-    for folder in (target.root, target.state.parent):
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise Conflict(
-                f"{folder}: {needed // 1024} KiB are needed there and {free // 1024} KiB "
-                "are free; free some space and run this again"
-            )
 
 
 def commit(target: Target, changes: Sequence[Change]) -> Journal:
@@ -180,7 +141,7 @@ def commit(target: Target, changes: Sequence[Change]) -> Journal:
             (target.root / folder).mkdir()
         for change in changes:
             mode = journal.files[change.path]["mode"]
-            replace_file(target.root / change.path, change.after or b"", mode)
+            replace_file(target.root / change.path, change.after, mode)
         for change in changes:
             with naming(target.root / change.path):
                 if target.read(change.path) != change.after:
@@ -200,7 +161,7 @@ def _prepare(target: Target, changes: Sequence[Change], folder: Path) -> Journal
     for change in changes:
         place = target.root / change.path
         if change.before is None:
-            mode = _usual_mode(place)
+            mode = 0o644
             missing = (p for p in place.parents if not p.exists())
             new = [str(p.relative_to(target.root)) for p in missing]
             folders += [p for p in reversed(new) if p not in folders]
@@ -306,20 +267,7 @@ def _forget(target: Target, journal: Journal) -> None:
     shutil.rmtree(gone)
 
 
-def _usual_mode(place: Path) -> int:
-    """The mode of a new file: its neighbour's, or what the folder lets read."""
-    neighbour = next(iter(sorted(place.parent.glob("*.py"))), None)
-    return (neighbour.stat().st_mode & 0o777) if neighbour else 0o644
-
-
 def _write_journal(folder: Path, journal: Journal) -> None:
-    text = json.dumps(
-        {
-            "format": FORMAT,
-            "phase": journal.phase,
-            "files": journal.files,
-            "folders": journal.folders,
-        },
-        indent=1,
-    )
-    replace_file(folder / JOURNAL, text.encode())
+    data = {"format": FORMAT, **vars(journal)}
+    del data["folder"]
+    replace_file(folder / JOURNAL, json.dumps(data, indent=1).encode())

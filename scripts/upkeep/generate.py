@@ -34,7 +34,7 @@ def derived(
     holds their digest from before only: the overlay itself says what comes after.
     """
     target = find(str(tree(release)))
-    result = images.survey_untouched(target, release)
+    result = images.survey(target, release=release)
     if result.conflicts:
         raise SystemExit(f"{release}: {'; '.join(result.conflicts)}")
     edited = {edit.path for patch in SERIES for edit in patch.edits}

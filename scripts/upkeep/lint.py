@@ -3,7 +3,7 @@
     PYTHONPATH=scripts python -m upkeep.lint CODE [--tool COMMAND | --pattern REGEX] [PATH | @LIST] ...
 
 ``--tool`` runs a command of the environment that this runs in. A file with a match of
-``--pattern`` is wrong, or with ``--wanted`` one without. Where neither is given, CODE names a check of this module.
+``--pattern`` is wrong. Where neither is given, upstream's linters run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from .upstream_checks import new_findings
 
@@ -25,12 +25,8 @@ from .upstream_checks import new_findings
 FINDING = re.compile(r"^([^:\n]+):(\d+):(?:\d+:)? ?(.+)$", re.MULTILINE)
 
 
-class Finding(NamedTuple):
-    """Where ``path`` is None, the linter could not do its work."""
-
-    path: Optional[str]
-    line: Optional[int]
-    words: str
+# Path, line and words. Without a path, the linter could not do its work.
+Finding = tuple[Optional[str], Optional[int], str]
 
 
 def run(tool: str, paths: list[str]) -> list[Finding]:
@@ -39,21 +35,18 @@ def run(tool: str, paths: list[str]) -> list[Finding]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     matches = FINDING.findall(done.stdout)
     if done.returncode and not matches:
-        return [Finding(None, None, done.stdout + done.stderr)]
-    return [Finding(path, int(line), words) for path, line, words in matches]
+        return [(None, None, done.stdout + done.stderr)]
+    return [(path, int(line), words) for path, line, words in matches]
 
 
-def search(pattern: str, wanted: bool, words: str, paths: list[str]) -> list[Finding]:
-    found = []
+def search(pattern: str, words: str, paths: list[str]) -> list[Finding]:
+    found: list[Finding] = []
     for path in paths:
         # Not as text, which would hide a carriage return.
         text = Path(path).read_bytes().decode()
-        matches = list(re.finditer(pattern, text, re.MULTILINE))
-        if wanted and not matches:
-            found.append(Finding(path, None, f"{words} is missing"))
-        for match in () if wanted else matches:
+        for match in re.finditer(pattern, text, re.MULTILINE):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Finding(path, line, words))
+            found.append((path, line, words))
     return found
 
 
@@ -61,20 +54,7 @@ def upstream(paths: list[str]) -> list[Finding]:
     """usort, ruff and its format by upstream's settings."""
     files = {os.path.relpath(path): Path(path).read_text() for path in paths}
     found = (finding.partition(": ") for finding in new_findings({}, files))
-    return [Finding(path, None, words) for path, _, words in found]
-
-
-def executable(paths: list[str]) -> list[Finding]:
-    found = []
-    for path in map(Path, paths):
-        script, can = path.read_bytes()[:2] == b"#!", path.stat().st_mode & 0o111
-        if script != bool(can):
-            words = "executable, without #!" if can else "#!, but not executable"
-            found.append(Finding(str(path), None, words))
-    return found
-
-
-OWN = {"EXEC": executable, "UPSTREAM": upstream}
+    return [(path, None, words) for path, _, words in found]
 
 
 def main() -> int:
@@ -83,16 +63,14 @@ def main() -> int:
     parser.add_argument("paths", metavar="PATH", nargs="*")
     parser.add_argument("--tool", metavar="COMMAND")
     parser.add_argument("--pattern", metavar="REGEX")
-    parser.add_argument("--wanted", action="store_true")
-    parser.add_argument("--words", help="for what is wrong or missing")
+    parser.add_argument("--words", help="for what is wrong")
     options = parser.parse_intermixed_args()
     if options.tool:
         found = run(options.tool, options.paths)
     elif options.pattern:
-        words, paths = options.words, options.paths
-        found = search(options.pattern, options.wanted, words, paths)
+        found = search(options.pattern, options.words, options.paths)
     else:
-        found = OWN[options.code](options.paths)
+        found = upstream(options.paths)
     unused = dict.fromkeys(("char", "original", "replacement"))
     for path, line, words in found:
         name = {"path": path, "line": line, "code": options.code, "name": options.code}

@@ -26,37 +26,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from patchset.files import clone, replace_file
-from patchset.images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey_untouched
+from patchset.files import replace_file
+from patchset.images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey
 from patchset.patch import minor, Patch, RELEASES, REPOSITORY
 from patchset.series import FORMS, stack
 from patchset.target import find
 from patchset.transaction import Change
-from rich.console import Console
-from rich.progress import track
 
 from . import generate
 from .releases import tree
 from .upstream_checks import run_test
 
 
-# What is stored of a release: a cell per form, as ``Finding.cell`` gives it.
-Row = dict[str, dict[str, Any]]
-
 BUILD = REPOSITORY / "build"
 RESULTS = REPOSITORY / "results" / "releases.json"
 EPILOG = """\
-A release's environment is made for it and deleted afterwards (up to 8 GB), unless it was
-there before. What was stored of the very same files is not run again, so that a call
-that was stopped goes on where it was.
-
-exit codes: 0 taken in, or all as it was; 1 a person must decide, nothing was
-written; 2 bad call, or the release cannot be had
+What was stored of the very same files is not run again, so that a call that was stopped
+goes on where it was. exit codes: 0 taken in, or all as it was; 1 a person must decide,
+nothing was written; 2 bad call, or the release cannot be had
 """
 
 WORDS = {None: "-", True: "passes", False: "fails"}
-
-console = Console()
 
 
 @dataclass(frozen=True)
@@ -122,47 +112,41 @@ class Finding:
         }
 
 
+# The Python of a release's environment, and a checkout of its torch as it came out.
+SET_UP = """\
+source scripts/environment.sh
+ensure_environment
+untouched=$REPO/build/untouched-pytorch-$TORCH_VERSION
+echo "$PYTHON" "$untouched"
+run_module "$PYTHON" upkeep.checkout assemble "$untouched" >&2
+"""
+
+
 @contextmanager
-def environment(release: str) -> Iterator[str]:
-    """The Python of an environment with that torch, deleted again if it was made here.
+def environment(release: str) -> Iterator[tuple[str, Path]]:
+    """What ``SET_UP`` makes, deleted again if the environment was made here.
 
     With its libraries for GPUs it takes up to 8 GB. RuntimeError where it cannot be had.
     """
-    command = "source scripts/environment.sh && ensure_environment && echo $VENV"
-    here = {**os.environ, "TORCH_VERSION": release}
     made = not (REPOSITORY / f".venv-{release}" / ".complete").is_file()
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-ec", SET_UP],
         cwd=REPOSITORY,
-        env=here,
+        env={**os.environ, "TORCH_VERSION": release},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"no environment with torch {release}; pip says why above")
-    folder = Path(done.stdout.strip())
+        raise RuntimeError(f"no environment with torch {release}: see above")
+    python, checkout = map(Path, done.stdout.split())
     try:
-        yield str(folder / "bin" / "python")
+        yield str(python), checkout
     finally:
+        folder = python.parents[1]
         if made and folder.name != ".venv":
             shutil.rmtree(folder)
-            shutil.rmtree(BUILD / f"untouched-pytorch-{release}", ignore_errors=True)
-
-
-def untouched(release: str, python: str) -> Path:
-    """A checkout of the torch that ``python`` has, as it was released."""
-    place = BUILD / f"untouched-pytorch-{release}"
-    done = subprocess.run(
-        [python, "-m", "upkeep.checkout", "assemble", str(place)],
-        cwd=REPOSITORY / "scripts",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError((done.stderr or done.stdout).strip()[-500:])
-    return place
+            shutil.rmtree(checkout)
 
 
 def isolated(
@@ -174,28 +158,28 @@ def isolated(
     None where the patch has a conflict there. Without it ``patch.test`` alone is run.
     """
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        patches = stack(patch)
-        paths = [path for patch in patches for path in patch.paths()]
-        target = find(str(clone(checkout, Path(folder) / "pytorch", paths)))
-        *below, top = survey_untouched(target, release, patches).patches
+        # Files are shared by hard links: they are replaced, never written into.
+        root = Path(folder) / "pytorch"
+        shutil.copytree(checkout, root, symlinks=True, copy_function=os.link)
+        target = find(str(root))
+        *below, top = survey(target, series=stack(patch), release=release).patches
 
         def lay(path: str, content: bytes) -> None:
-            place = target.root / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(place, content)
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            replace_file(root / path, content)
 
         for change in (change for step in below for change in step.changes):
-            lay(change.path, change.after or b"")
+            lay(change.path, change.after)
         # The test alone: what it imports is there or it is not.
         lay(patch.test, overlay(patch.test))
         stop = "--failfast"
-        without = run_test([patch.test, stop], target.root, python).returncode == 0
+        without = run_test([patch.test, stop], root, python).returncode == 0
         if top.state == CONFLICTS:
             return without, None
         for change in top.changes:
-            lay(change.path, change.after or b"")
+            lay(change.path, change.after)
         for test in patch.tests:
-            done = run_test([test], target.root, python)
+            done = run_test([test], root, python)
             if done.returncode:
                 last = done.stdout.strip().splitlines()[-20:]
                 print(f"{test} fails on torch {release}:", *last, sep="\n    ")
@@ -206,69 +190,56 @@ def isolated(
 def by_text(release: str) -> list[Finding]:
     """Every form of every patch against the release's text, in the series' order."""
     target = find(str(tree(release)))
-    of = {s.patch.name: s for s in survey_untouched(target, release).patches}
     findings = []
     for name, patch in FORMS.items():
-        steps = survey_untouched(target, release, stack(patch)).patches
-        state = of.get(name) or steps[-1]
+        steps = survey(target, series=stack(patch), release=release).patches
+        top = steps[-1]
         tested = hashlib.sha256()
         # A wheel's tree has no tests.
         run = [Change(path, None, overlay(path)) for path in patch.tests]
         for change in (*run, *(change for step in steps for change in step.changes)):
-            tested.update(change.path.encode() + b"\0" + (change.after or b"") + b"\0")
+            tested.update(change.path.encode() + b"\0" + change.after + b"\0")
         digest = tested.hexdigest()[:16]
-        findings.append(Finding(name, patch, state.state, state.detail, tree=digest))
+        findings.append(Finding(name, patch, top.state, top.detail, tree=digest))
     return findings
 
 
-def examine(release: str, findings: Sequence[Finding]) -> Iterator[Finding]:
+def examine(release: str, wanted: Sequence[Finding]) -> Iterator[Finding]:
     """The findings with what the release's own torch makes of them, as each is known."""
-    wanted = [f for f in findings if f.state != ABSENT]
-    if not wanted:
-        return
-
-    with environment(release) as python:
-        checkout = untouched(release, python)
+    # Each test is one process of one thread.
+    pool = ThreadPoolExecutor(os.cpu_count())
+    with environment(release) as (python, checkout), pool:
 
         def tried(finding: Finding) -> Finding:
             without, with_it = isolated(finding.patch, checkout, release, python)
             date = datetime.date.today().isoformat()
             return replace(finding, without=without, with_it=with_it, date=date)
 
-        # Each test is one process of one thread.
-        pool = ThreadPoolExecutor(os.cpu_count())
-        try:
-            runs = pool.map(tried, wanted)
-            for f in track(runs, f"torch {release}", len(wanted), console=console):
-                said = f"{WORDS[f.without]} without, {WORDS[f.with_it]} with"
-                console.print(f"{f.name}: {f.verdict}; test {said}")
-                yield f
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for found in pool.map(tried, wanted):
+            said = f"{WORDS[found.without]} without, {WORDS[found.with_it]} with"
+            print(f"{found.name}: {found.verdict}; test {said}", flush=True)
+            yield found
 
 
 def take_in(release: str, findings: Sequence[Finding]) -> int:
     """Write the release's patches and manifest row, unless a person must decide."""
     questions = [f.question for f in findings if f.question]
     for question in questions:
-        console.print(f"a person must decide: {question}", soft_wrap=True)
+        print(f"a person must decide: {question}")
     if questions:
         return 1
     releases = sorted({*RELEASES, release}, key=lambda r: (minor(r), r))
     changes = generate.differences(releases)
     generate.write(changes)
     for place in changes:
-        console.print(f"wrote {place.relative_to(REPOSITORY)}", soft_wrap=True)
-    console.print(
-        f"torch {release} is "
-        + ("as it was" if not changes else "taken in; commit the files above")
-    )
+        print(f"wrote {place.relative_to(REPOSITORY)}")
+    said = "taken in; commit the files above" if changes else "as it was"
+    print(f"torch {release} is {said}")
     return 0
 
 
-def recalled(finding: Finding, row: Row) -> Finding:
+def recalled(finding: Finding, cell: dict[str, Any]) -> Finding:
     """The finding with what is stored of it, unless its files changed or it failed."""
-    cell = row.get(finding.name, {})
     if cell.get("tree") != finding.tree or not cell["with"]:
         return finding
     return replace(finding, without=cell["without"], with_it=True, date=cell["date"])
@@ -280,8 +251,9 @@ def check(release: str) -> list[Finding]:
     Of a known release each finding is stored at once.
     """
     stored = json.loads(RESULTS.read_text()).get(release, {})
-    row = {f.name: recalled(f, stored) for f in by_text(release)}
-    for finding in examine(release, [f for f in row.values() if not f.date]):
+    row = {f.name: recalled(f, stored.get(f.name, {})) for f in by_text(release)}
+    wanted = [f for f in row.values() if not f.date and f.state != ABSENT]
+    for finding in examine(release, wanted) if wanted else ():
         row[finding.name] = finding
         if release in RELEASES:
             store(release, [*row.values()])
@@ -307,7 +279,6 @@ def main(arguments: Optional[list[str]] = None) -> int:
         "every edit, runs each patch's own test with and without the patch, and, where "
         "nobody has to decide anything, writes patches/ and the manifest.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("release", nargs="?", metavar="VERSION", help="such as 2.15.0")
     parser.add_argument(

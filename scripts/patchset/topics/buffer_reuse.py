@@ -1,79 +1,58 @@
-from __future__ import annotations
+from ..patch import edits, Patch
 
-from ..patch import Edit, Patch
-
-
-_MEMORY = "torch/_inductor/memory.py"
-_TIMELINE = "def compute_memory_timeline(\n"
-_RETURN = "    return buf_info_list, node_to_step, buf_to_snode_last_use\n"
 
 PATCH = Patch(
     name="buffer-reuse",
     subject="Keep inductor's buffer reuse and kernel order from raising the peak",
     why="""\
-Inductor keeps a freed buffer for a later one of its size if there is room for it below
-the peak of the graph in between. That peak is an estimate from the schedule, and too
-high once kernels are generated: it counts buffers that a fused kernel keeps in
-registers, and both buffers where a kernel writes its result over an argument. Freed
-buffers are then kept through the real peak. A GPT-2 training step peaks at
-170 MB instead of 160, a mixture of experts at 196 instead of 179.
-
-The same estimate picks one of four kernel orders, and picks a worse one: a ResNet-50
-for an H100 (bf16, 64 images, planned for the lowest peak) peaks at 1,171 MB by
-inductor's schedule, 874 in the order it would have run in without that pass.
+Inductor's estimate of a graph's peak counts buffers that a fused kernel keeps in
+registers, and both buffers where a kernel writes its result over an argument. By it
+freed buffers are kept through the real peak: a GPT-2 training step peaks at 170 MB
+instead of 160. It also picks a worse one of four kernel orders: 1,171 MB instead of 874
+by the schedule of a ResNet-50 for an H100.
 
 The estimate now counts what the generated kernels store. Before kernels are generated,
 it leaves out buffers that only their own kernel reads.
 """,
     test="test/inductor/test_buffer_reuse.py",
-    edits=(
-        Edit(
-            _MEMORY,
-            anchor=_TIMELINE,
-            replacement="""\
-def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
-    \"\"\"
-    A buffer that only its own kernel reads stays in registers and takes no memory.
-    Once kernels are generated, count what they do: a removed buffer takes none, an
-    allocated one does, and a result written over an argument takes the argument's.
-    \"\"\"
-    from .scheduler import SchedulerNode
-
-    wrapper = V.graph.wrapper_code
-    written_over = wrapper.reuses if wrapper is not None else {}
-    allocated = wrapper.allocated if wrapper is not None else ()
-    arguments = OrderedSet(written_over.values())
-    for info in buf_info_list:
-        name = info.buffer.get_name()
-        defining_op = getattr(info.buffer, "defining_op", None)
-        is_local = (
-            isinstance(defining_op, SchedulerNode)
-            and info.start_step == info.end_step
-            and name not in allocated
-        )
-        if is_local or name in V.graph.removed_buffers:
-            info.size_alloc = info.size_free = 0
-        if name in written_over:
-            info.size_alloc = 0
-        if name in arguments:
-            info.size_free = 0
-
-
-"""
-            + _TIMELINE,
-        ),
-        Edit(
-            _MEMORY,
-            anchor=_RETURN,
-            replacement="    _count_what_is_stored(buf_info_list)\n" + _RETURN,
-            inside="compute_memory_timeline",
-        ),
-    ),
-    since=(2, 11),
-    landed=((_MEMORY, "_count_what_is_stored("),),
+    edits=edits('''\
+@@ torch/_inductor/memory.py
++def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
++    """
++    A buffer that only its own kernel reads stays in registers and takes no memory.
++    Once kernels are generated, count what they do: a removed buffer takes none, an
++    allocated one does, and a result written over an argument takes the argument's.
++    """
++    from .scheduler import SchedulerNode
++
++    wrapper = V.graph.wrapper_code
++    written_over = wrapper.reuses if wrapper is not None else {}
++    allocated = wrapper.allocated if wrapper is not None else ()
++    arguments = OrderedSet(written_over.values())
++    for info in buf_info_list:
++        name = info.buffer.get_name()
++        defining_op = getattr(info.buffer, "defining_op", None)
++        is_local = (
++            isinstance(defining_op, SchedulerNode)
++            and info.start_step == info.end_step
++            and name not in allocated
++        )
++        if is_local or name in V.graph.removed_buffers:
++            info.size_alloc = info.size_free = 0
++        if name in written_over:
++            info.size_alloc = 0
++        if name in arguments:
++            info.size_free = 0
++
++
+ def compute_memory_timeline(
+@@ torch/_inductor/memory.py compute_memory_timeline
++    _count_what_is_stored(buf_info_list)
+     return buf_info_list, node_to_step, buf_to_snode_last_use
+'''),
+    landed=(("torch/_inductor/memory.py", "_count_what_is_stored("),),
     risks="""\
-The estimate decides which buffers are kept and in which order kernels run; the kernels
-and their arguments stay the same. Fewer buffers are kept for long, so a graph may
-allocate more often.
+Fewer buffers are kept for long, so a graph may allocate more often. Kernels may run in
+another order; they and their arguments stay the same.
 """,
 )

@@ -1,50 +1,30 @@
-from __future__ import annotations
+from ..patch import AUTOGRAD_CACHE, edits, Patch
 
-from ..patch import AUTOGRAD_CACHE, Edit, Patch
-
-
-_UUIDS = (
-    "        self.custom_estimator_solver_uuids = "
-    "_get_custom_estimator_solver_uuids(config)\n"
-)
 
 PATCH = Patch(
     name="cache-key",
     subject="Put the names of knapsack solver and runtime estimator in the cache key",
     why="""\
-activation_memory_budget_solver and activation_memory_budget_runtime_estimator are
-left out of the saved config, because an instance of a custom class cannot always
-be pickled, and only such an instance adds something to the key of AOTAutograd's
-cache: its uuid. Names add nothing. A process that asks for "greedy" after one
-that asked for "dp" is a cache hit and runs the plan of "dp".
+Only a custom solver or estimator adds something to the key of AOTAutograd's cache:
+its uuid. A process that asks for "greedy" after one that asked for "dp" is a cache
+hit and runs the plan of "dp".
 
-The names are now in the key beside the uuids, in a field of their own, so that
-no uuid can be mistaken for a name. An instance without a uuid still bypasses the
-cache.
+The names are now in the key as well, in a field of their own, so that no uuid can be
+mistaken for a name.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_cache_key.py",
-    edits=(
-        Edit(
-            AUTOGRAD_CACHE,
-            anchor=_UUIDS,
-            replacement=_UUIDS
-            + """\
-        self.estimator_solver_names = tuple(
-            choice if isinstance(choice, str) else None
-            for choice in (
-                config.activation_memory_budget_runtime_estimator,
-                config.activation_memory_budget_solver,
-            )
-        )
-""",
-            inside="__init__",
-        ),
-    ),
-    since=(2, 11),
+    edits=edits("""\
+@@ torch/_functorch/_aot_autograd/autograd_cache.py __init__
+         self.custom_estimator_solver_uuids = _get_custom_estimator_solver_uuids(config)
++        self.estimator_solver_names = tuple(
++            choice if isinstance(choice, str) else None
++            for choice in (
++                config.activation_memory_budget_runtime_estimator,
++                config.activation_memory_budget_solver,
++            )
++        )
+"""),
     landed=((AUTOGRAD_CACHE, "self.estimator_solver_names = "),),
-    risks="""\
-Cached plans of earlier versions are not found again: the first compile after the
-upgrade is cold. Nothing else changes.
-""",
+    risks="The first compile after the upgrade is cold.",
 )

@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from ..patch import CONFIG, Edit, Patch
+from ..patch import CONFIG, edits, Patch
 
 
 PATCH = Patch(
@@ -13,23 +11,13 @@ plain string, so both spellings select the same solver.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_config_solver_name.py",
-    edits=(
-        Edit(
-            CONFIG,
-            anchor='activation_memory_budget_runtime_estimator = "flops"\n',
-            replacement="""\
-activation_memory_budget_runtime_estimator = "flops"
-
-# For code that writes config.dp_knapsack_sliding_hirschberg instead of the string.
-dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
-""",
-        ),
-    ),
-    since=(2, 11),
+    edits=edits("""\
+@@ torch/_functorch/config.py
+ activation_memory_budget_runtime_estimator = "flops"
++
++# For code that writes config.dp_knapsack_sliding_hirschberg instead of the string.
++dp_knapsack_sliding_hirschberg = "dp_knapsack_sliding_hirschberg"
+"""),
     landed=((CONFIG, "\ndp_knapsack_sliding_hirschberg = "),),
-    risks="""\
-One more entry in the config, a constant. Like every entry it is part of the cache key
-of compiled graphs, so the first compile after the upgrade is cold.
-""",
-    kind="improvements",
+    risks="One more entry in the config: the first compile after the upgrade is cold.",
 )

@@ -1,15 +1,5 @@
-from __future__ import annotations
+from ..patch import edits, Patch
 
-from ..patch import Edit, Patch
-
-
-_DECOMPOSITION = "torch/_inductor/decomposition.py"
-_LOWERING = "torch/_inductor/lowering.py"
-_ALLOWED = '        "aten::index_add",\n'
-_FALLBACK = """\
-    if grad_output.is_xpu:
-        return NotImplemented
-"""
 
 PATCH = Patch(
     name="embedding-gradient",
@@ -17,43 +7,37 @@ PATCH = Patch(
     why="""\
 In half precision, inductor scatters the gradient of an embedding into a table of fp32
 and casts that, while all other gradients are there. With a large vocabulary this is the
-peak of a step, whatever is saved or recomputed: 5,948 MB for four layers of a
-Llama-3-8B, of which the two tables are 3,152.
+peak of a step: 5,948 MB for four layers of a Llama-3-8B, 3,152 of them the two tables.
 
 Where the table has more rows than there are indices, CUDA devices now get ATen's
-operator: it sorts the indices, sums in fp32, and writes half precision. Its scratch
-memory is one fp32 row an index at most, and it is deterministic, which atomic additions
-to the table are not.
+operator: it sorts the indices, sums in fp32, and writes half precision.
 """,
     test="test/inductor/test_embedding_gradient.py",
-    edits=(
-        Edit(
-            _DECOMPOSITION,
-            anchor=_FALLBACK,
-            replacement=_FALLBACK
-            + """\
-    # The table in a wider type is as large as all of its rows, ATen's scratch memory as
-    # the rows that are read.
-    if (
-        grad_output.is_cuda
-        and grad_output.dtype in (torch.half, torch.bfloat16)
-        and statically_known_true(num_weights > indices.numel())
-    ):
-        return NotImplemented
-""",
-            inside="_embedding_dense_backward",
-        ),
-        Edit(
-            _LOWERING,
-            anchor=_ALLOWED,
-            replacement=_ALLOWED + '        "aten::embedding_dense_backward",\n',
+    edits=edits("""\
+@@ torch/_inductor/decomposition.py _embedding_dense_backward
+     if grad_output.is_xpu:
+         return NotImplemented
++    # The table in a wider type is as large as all of its rows, ATen's scratch memory as
++    # the rows that are read.
++    if (
++        grad_output.is_cuda
++        and grad_output.dtype in (torch.half, torch.bfloat16)
++        and statically_known_true(num_weights > indices.numel())
++    ):
++        return NotImplemented
+@@ torch/_inductor/lowering.py
+         "aten::index_add",
++        "aten::embedding_dense_backward",
+"""),
+    since=(2, 13),
+    landed=(
+        (
+            "torch/_inductor/decomposition.py",
+            "statically_known_true(num_weights > indices.numel())",
         ),
     ),
-    since=(2, 13),
-    landed=((_DECOMPOSITION, "statically_known_true(num_weights > indices.numel())"),),
     risks="""\
-Times were not measured on a GPU. By the bytes that are moved the operator is faster: the
-table is neither filled nor cast in fp32. Other digits than before, as sums have another
-order; those of eager mode. Shapes that are dynamic keep the decomposition.
+Times were not measured on a GPU. Sums have another order than before, that of eager
+mode. Dynamic shapes keep the decomposition.
 """,
 )

@@ -1,14 +1,7 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
-from ..patch import CONFIG, Edit, module_path, PARTITIONERS, Patch
+from ..patch import edits, module_path, Patch
 
-
-_EVALUATOR_IMPORT = (
-    "from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator\n"
-)
-_IMPORT = "from ._activation_checkpointing.knapsack_exact import exact_knapsack\n"
 
 _ADDITION = Patch(
     name="knapsack-exact",
@@ -16,30 +9,22 @@ _ADDITION = Patch(
     why="""\
 Every existing solver either overspends the budget or loses runtime: dp rounds
 sizes to 1/10000 of the range, so that on real joint graphs it ends up to 19 %
-over, rounding up instead gives away up to 23 % of the value, and greedy has no
-bound. Real graphs repeat their layers, so their hundreds of items are copies of
-5 to 60 distinct ones, and the problem on the true sizes is small.
+over, and greedy has no bound. Real graphs repeat their layers, so their hundreds of
+items are copies of 5 to 60 distinct ones, and the problem on the true sizes is small.
 
-The new module solves it: integers without loss, Dantzig's bound, Pareto states
-pruned by a bound on every completion. The answer never weighs more than the
-budget, is the proven optimum (or says how far it can be from it), and depends on
-nothing but the arguments. Many budgets share one preparation.
+The new module solves it by Pareto states, pruned by a bound on every completion. The
+answer never weighs more than the budget, is the proven optimum (or says how far it can
+be from it), and depends on nothing but the arguments.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_knapsack_exact.py",
     sources=(module_path("knapsack_exact"),),
+    since=(2, 6),
     landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
-    evidence=(
-        ("solvers", "corpus:"),
-        ("solvers", "dp / exact"),
-    ),
     risks="""\
-The solver is new code, used only where the config asks for "exact". A cap on states,
-not on time, bounds its work: at the cap it returns the best set found, no worse than
-greedy's, with an upper bound, and marks it as not proven. Hard instances of
-the literature take seconds; joint graphs take about a millisecond.
+Used only where the config asks for "exact". A cap on states, not on time, bounds its
+work: at the cap it returns the best set found, no worse than greedy's.
 """,
-    kind="new features",
 )
 
 # The set lists it in KNAPSACK_SOLVERS; by itself it needs a branch of the dispatch.
@@ -47,37 +32,21 @@ PATCH = replace(
     _ADDITION,
     minimal=replace(
         _ADDITION,
-        edits=(
-            Edit(
-                PARTITIONERS,
-                anchor="    ilp_knapsack,\n)\n",
-                replacement=f"    ilp_knapsack,\n)\n{_IMPORT}",
-                until=(2, 6),
-            ),
-            Edit(
-                PARTITIONERS,
-                anchor=_EVALUATOR_IMPORT,
-                replacement=f"{_EVALUATOR_IMPORT}{_IMPORT}",
-                since=(2, 11),
-            ),
-            Edit(
-                PARTITIONERS,
-                anchor="        return dp_knapsack(memory, runtimes, max_memory)\n",
-                replacement="""\
-        return dp_knapsack(memory, runtimes, max_memory)
-    elif SOLVER == "exact":
-        return exact_knapsack(memory, runtimes, max_memory)
-""",
-                inside="_optimize_runtime_with_given_memory",
-            ),
-            Edit(
-                CONFIG,
-                anchor='activation_memory_budget_solver = "dp"\n',
-                replacement="""\
-# "exact" is optimal on the true sizes and never over the budget.
-activation_memory_budget_solver = "dp"
-""",
-            ),
-        ),
+        edits=edits("""\
+@@ torch/_functorch/partitioners.py until 2.6
+     ilp_knapsack,
+ )
++from ._activation_checkpointing.knapsack_exact import exact_knapsack
+@@ torch/_functorch/partitioners.py since 2.11
+ from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator
++from ._activation_checkpointing.knapsack_exact import exact_knapsack
+@@ torch/_functorch/partitioners.py _optimize_runtime_with_given_memory
+         return dp_knapsack(memory, runtimes, max_memory)
++    elif SOLVER == "exact":
++        return exact_knapsack(memory, runtimes, max_memory)
+@@ torch/_functorch/config.py
++# "exact" is optimal on the true sizes and never over the budget.
+ activation_memory_budget_solver = "dp"
+"""),
     ),
 )

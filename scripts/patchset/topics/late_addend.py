@@ -1,11 +1,5 @@
-from __future__ import annotations
+from ..patch import edits, Patch
 
-from ..patch import Edit, Patch
-
-
-_POST_GRAD = "torch/_inductor/fx_passes/post_grad.py"
-_DEFINED = "def is_valid_addmm_fusion(match):\n"
-_MISMATCH = "        return False  # Shape mismatch\n"
 
 PATCH = Patch(
     name="late-addend",
@@ -13,50 +7,38 @@ PATCH = Patch(
     why="""\
 Inductor makes one addmm of a product and what it is added to. Where that is computed
 later, the product waits for it, and its arguments stay with it. In a model whose head is
-tied to its embedding, the gradient of the logits waits for that of the embedding, from
-the start of the backward nearly to its end: 825 of 1,403 MB at the peak of an encoder
-with a vocabulary of 50,368.
+tied to its embedding, the gradient of the logits waits from the start of the backward
+nearly to its end: 825 of 1,403 MB at the peak of an encoder with 50,368 words.
 
 Such a product stays one by itself, if what it alone reads is larger than its result. The
 sum is then a kernel of its own, or part of one.
 """,
     test="test/inductor/test_late_addend.py",
-    edits=(
-        Edit(
-            _POST_GRAD,
-            anchor=_DEFINED,
-            replacement='''\
-def _would_wait(product: torch.fx.Node, addend: torch.fx.Node) -> bool:
-    """Whether a product holds more until its addend is there than it is itself."""
-
-    def nbytes(node: torch.fx.Node) -> Any:
-        value = node.meta["val"]
-        return value.numel() * value.dtype.itemsize
-
-    held = sum(nbytes(arg) for arg in product.all_input_nodes if len(arg.users) == 1)
-    return product < addend and statically_known_true(held > nbytes(product))
-
-
-'''
-            + _DEFINED,
-        ),
-        Edit(
-            _POST_GRAD,
-            anchor=_MISMATCH,
-            replacement=_MISMATCH
-            + """\
-
-    products = (node for node in match.nodes if node.target is aten.mm.default)
-    if any(_would_wait(product, inp) for product in products):
-        return False
-""",
-            inside="is_valid_addmm_fusion",
-        ),
-    ),
+    edits=edits('''\
+@@ torch/_inductor/fx_passes/post_grad.py
++def _would_wait(product: torch.fx.Node, addend: torch.fx.Node) -> bool:
++    """Whether a product holds more until its addend is there than it is itself."""
++
++    def nbytes(node: torch.fx.Node) -> Any:
++        value = node.meta["val"]
++        return value.numel() * value.dtype.itemsize
++
++    held = sum(nbytes(arg) for arg in product.all_input_nodes if len(arg.users) == 1)
++    return product < addend and statically_known_true(held > nbytes(product))
++
++
+ def is_valid_addmm_fusion(match):
+@@ torch/_inductor/fx_passes/post_grad.py is_valid_addmm_fusion
+         return False  # Shape mismatch
++
++    products = (node for node in match.nodes if node.target is aten.mm.default)
++    if any(_would_wait(product, inp) for product in products):
++        return False
+'''),
     since=(2, 13),
-    landed=((_POST_GRAD, "_would_wait(product, inp)"),),
+    landed=(("torch/_inductor/fx_passes/post_grad.py", "_would_wait(product, inp)"),),
     risks="""\
-One more kernel for each such sum: it reads the product once more, and writes it. Biases
-and residual streams are there before their product, and do not change.
+One more kernel for each such sum. Biases and residual streams are there before their
+product, and do not change.
 """,
 )

@@ -40,10 +40,10 @@ traverse. The cut is the same: the one nearest to the sink, whichever flow leads
             until=(2, 14),
         ),
     ),
+    since=(2, 6),
     landed=((PARTITIONERS, "min_cut import minimum_cut"),),
     risks="""\
 No plan changes: the tests compare cuts with networkx's, on graphs of the partitioner
 and on random ones. networkx still builds the graph, and draws one that has no cut.
 """,
-    kind="improvements",
 )

@@ -1,20 +1,5 @@
-from __future__ import annotations
+from ..patch import edits, module_path, Patch
 
-from ..patch import (
-    CONFIG,
-    Edit,
-    module_path,
-    Patch,
-)
-
-
-_BUDGET = "activation_memory_budget = 1.0\n"
-COMPILE_FX = "torch/_inductor/compile_fx.py"
-_KWARGS = """\
-                # pyrefly: ignore[bad-argument-type]
-                **kwargs,
-            )
-"""
 
 PATCH = Patch(
     name="peak-budget",
@@ -26,64 +11,43 @@ at once: a small budget has a higher peak than no budget.
 
 With activation_memory_budget_target = "peak", budget b bounds the peak by
 floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a number
-of bytes. A model of live bytes, exact when the two graphs run op by op and an
-estimate when inductor compiles them, evaluates some hundred plans: checkpoints by
-dynamic programming, expensive operators saved as well where there is room, and the
-min cuts' own plans. The cheapest that fits is used, so a smaller budget never has a
-higher peak. Estimates have a safety margin of 5 %, activation_memory_peak_margin.
-
-The default target, "saved", keeps today's meaning. Where no plan can be made, a
-warning says why and the graph gets upstream's plan for saved bytes.
+of bytes. A model of live bytes evaluates some hundred plans; the cheapest that fits is
+used, so a smaller budget never has a higher peak.
+Where no plan can be made, a warning says why and the plan is that for saved bytes.
 """,
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",
-    sources=(
-        module_path("fused_peak"),
-        module_path("peak_budget"),
-    ),
+    sources=(module_path("fused_peak"), module_path("peak_budget")),
     needs=("saved-report",),
-    evidence=(
-        ("peak", "predicted / measured"),
-        ("peak", "peak /"),
-        ("peak", "gradients"),
-    ),
-    edits=(
-        Edit(
-            CONFIG,
-            anchor=_BUDGET,
-            replacement=_BUDGET
-            + """
-# What the budget bounds. "saved": the bytes saved for the backward, from what must not
-# be recomputed (0) to the plan that runs fastest (1). "peak": the peak of live bytes
-# without parameters and inputs, from the lowest found (0) to the fastest plan's (1).
-activation_memory_budget_target = "saved"
-
-# Bound for the peak in bytes, without parameters and inputs; overrides the budget and
-# its target. A graph that cannot meet it gets the lowest peak found, and a warning.
-activation_memory_peak_bytes: int | None = None
-
-# Safety margin: fraction by which the real peak of inductor's kernels may exceed the
-# estimate. A plan is chosen that much below the bound.
-activation_memory_peak_margin = 0.05
-
-# How many calls of a graph wait for their backward at once, for the target "peak" and a
-# peak in bytes. None: one. Set it if each block of a model is compiled separately.
-activation_memory_graph_calls: int | None = None
-""",
-        ),
-        Edit(
-            COMPILE_FX,
-            anchor=_KWARGS,
-            replacement="                fused=True,\n" + _KWARGS,
-            inside="partition_fn",
-        ),
-    ),
-    since=(2, 11),
-    landed=((COMPILE_FX, "                fused=True,\n"),),
+    edits=edits("""\
+@@ torch/_functorch/config.py
+ activation_memory_budget = 1.0
++
++# What the budget bounds. "saved": the bytes saved for the backward, from what must not
++# be recomputed (0) to the plan that runs fastest (1). "peak": the peak of live bytes
++# without parameters and inputs, from the lowest found (0) to the fastest plan's (1).
++activation_memory_budget_target = "saved"
++
++# Bound for the peak in bytes, without parameters and inputs; overrides the budget and
++# its target. A graph that cannot meet it gets the lowest peak found, and a warning.
++activation_memory_peak_bytes: int | None = None
++
++# Safety margin: fraction by which the real peak of inductor's kernels may exceed the
++# estimate. A plan is chosen that much below the bound.
++activation_memory_peak_margin = 0.05
++
++# How many calls of a graph wait for their backward at once, for the target "peak" and a
++# peak in bytes. None: one. Set it if each block of a model is compiled separately.
++activation_memory_graph_calls: int | None = None
+@@ torch/_inductor/compile_fx.py partition_fn
++                fused=True,
+                 # pyrefly: ignore[bad-argument-type]
+                 **kwargs,
+             )
+"""),
+    landed=(("torch/_inductor/compile_fx.py", "                fused=True,\n"),),
     risks="""\
-Opt-in: with the default target no plan changes, bit for bit. Peaks are exact for
-graphs that run op by op and estimates for inductor's kernels. Kernel workspaces are
-not counted.
+Opt-in: with the default target no plan changes. Peaks are exact for graphs that run op
+by op and estimates for inductor's kernels. Kernel workspaces are not counted.
 """,
-    kind="new features",
 )

@@ -1,37 +1,4 @@
-from __future__ import annotations
-
-from typing import Optional
-
-from ..patch import (
-    AUTOGRAD_CACHE,
-    Edit,
-    GRAPH_COMPILE,
-    module_path,
-    Patch,
-)
-
-
-_INDENT = " " * 16
-_LOADED = (
-    f"{_INDENT}compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)\n"
-)
-
-
-def _stage(
-    indent: str,
-    since: tuple[int, int] = (2, 13),
-    until: Optional[tuple[int, int]] = None,
-) -> Edit:
-    """Where graphs that need gradients are compiled."""
-    return Edit(
-        GRAPH_COMPILE,
-        anchor=f"{indent}return aot_stage2_autograd(",
-        replacement=f"{indent}from .._activation_checkpointing.step_graph import for_step\n"
-        f"\n{indent}return for_step(aot_stage2_autograd)(",
-        inside="aot_stage2_compile",
-        since=since,
-        until=until,
-    )
+from ..patch import edits, GRAPH_COMPILE, module_path, Patch
 
 
 PATCH = Patch(
@@ -43,50 +10,44 @@ stacks compile each block separately, or break the graph: whatever the calls kee
 up, and a plan for the peak of one block makes the step's peak worse.
 
 StepBudget is a context manager around a training step. The first step runs by lean
-plans and is recorded: the calls of each graph, and what eager code holds between
-them. Then one or two plans are chosen for each graph, so that the step's peak stays
-within the bound and little is recomputed, and the graphs are partitioned and compiled
-again from their joint graphs. Steps may have fewer or smaller calls; for larger ones
-new plans are made before they run, and other ones are recorded.
+plans and is recorded. Then one or two plans are chosen for each graph, so that the
+step's peak stays within the bound and little is recomputed, and the graphs are
+partitioned and compiled again from their joint graphs.
 """,
     test="test/functorch/test_ac_step_budget.py",
-    sources=tuple(
-        module_path(name)
-        for name in (
-            "step_backward",
-            "step_budget",
-            "step_graph",
-            "step_plan",
-            "step_recorder",
-            "step_report",
-            "graph_calls",
-        )
+    sources=(
+        module_path("step_backward"),
+        module_path("step_budget"),
+        module_path("step_graph"),
+        module_path("step_plan"),
+        module_path("step_recorder"),
+        module_path("step_report"),
+        module_path("graph_calls"),
     ),
     needs=("compiled-peak", "frozen-layers"),
-    edits=(
-        _stage(" " * 8, until=(2, 14)),
-        _stage(" " * 12, since=(2, 15)),
-        Edit(
-            AUTOGRAD_CACHE,
-            anchor=_LOADED,
-            replacement=f"{_LOADED}"
-            f"{_INDENT}from torch._functorch._activation_checkpointing import graph_calls\n\n"
-            f"{_INDENT}compiled_fn = graph_calls.with_warnings(\n"
-            f"{_INDENT}    compiled_fn, args, entry.runtime_metadata\n"
-            f"{_INDENT})\n",
-            inside="try_load",
-        ),
-    ),
+    edits=edits("""\
+@@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
+-        return aot_stage2_autograd(
++        from .._activation_checkpointing.step_graph import for_step
++
++        return for_step(aot_stage2_autograd)(
+@@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
+-            return aot_stage2_autograd(
++            from .._activation_checkpointing.step_graph import for_step
++
++            return for_step(aot_stage2_autograd)(
+@@ torch/_functorch/_aot_autograd/autograd_cache.py try_load
+                 compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
++                from torch._functorch._activation_checkpointing import graph_calls
++
++                compiled_fn = graph_calls.with_warnings(
++                    compiled_fn, args, entry.runtime_metadata
++                )
+"""),
     since=(2, 13),
     landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
     risks="""\
-Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op
-by op and estimates for inductor's kernels. Workspaces and fragmentation are not
-counted.
+Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op by
+op, else estimates. Workspaces and fragmentation are not counted.
 """,
-    evidence=(
-        ("step", "peak /"),
-        ("step", "gradients"),
-    ),
-    kind="new features",
 )
