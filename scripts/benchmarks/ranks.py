@@ -1,138 +1,31 @@
-"""Programs that train by a StepBudget in their own loops: trainers and two ranks.
-
-What each step may take is what the budget says itself: `steps_told` holds its steps
-against that.
-"""
+"""Two ranks that train by a StepBudget in torch's parallel ways, by gloo."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from torch import nn, Tensor
 from torch._functorch import config
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import models, nets
+from benchmarks import nets
 from benchmarks.architectures import ClassicShape
 from benchmarks.meters import gradients
 from benchmarks.pages import Row
 from benchmarks.turns import budget_of, SHARE, summed_up, watched
-from benchmarks.ways import blocks_of, compiled, OPERATORS, Training
+from benchmarks.ways import compiled, OPERATORS, Training
 
 
-def steps_told(found: Sequence[Row]) -> Row:
-    """The peaks of steps, over what is allowed once there is a plan."""
-    # Buffers that the first step makes may have the second one recorded, too.
-    plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
-    if not plans:
-        raise RuntimeError(f"no plan in {len(found)} steps")
-    ratios = {
-        "first": [(found[0]["peak"] / plans[-1][1]["floor"], "step 1")],
-        "bound": [
-            (now["peak"] / now["allowed"], f"step {at + 1}")
-            for at, now in plans
-            if not now["recorded"]
-        ],
-    }
-    return summed_up(found, ratios)
-
-
-# ------------------------------------------------------------------ trainer
-
-
-ROWS, LENGTH, STEPS = 8, 128, 12
-SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 3},
-    "checkpointing": {"gradient_checkpointing": True},
-}
-
-
-class Watched(transformers.TrainerCallback):  # type: ignore[misc]
-    """Each step of a Trainer within a budget."""
-
-    def __init__(self) -> None:
-        self.budget = budget_of(SHARE)
-        self.found: list[Row] = []
-        self.step = ExitStack()
-
-    def on_step_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-        states = [v for state in optimizer.state.values() for v in state.values()]
-        there = [*model.parameters(), *model.buffers(), *states]
-        there += [p.grad for p in model.parameters()]
-        self.found.append(self.step.enter_context(watched(self.budget, there)))
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.step.close()
-
-
-def compiled_by_operators() -> Any:
-    """Whatever backend the libraries ask for."""
-    compile_any = torch.compile
-
-    def compile_this(*args: Any, **options: Any) -> Any:
-        return compile_any(*args, **{**options, "backend": OPERATORS})
-
-    return mock.patch.object(torch, "compile", compile_this)
-
-
-def trained(loop: str, way: str) -> Row:
-    """A Trainer's steps, with blocks, regions of accelerate's, or the model compiled."""
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}
-    torch.manual_seed(nets.SEED)
-    name = "lora" if loop == "peft" else "llama"
-    model, _ = models.make(name, **sizes, **heads)
-    for layer in blocks_of(model) if way == "blocks" else ():
-        layer.compile(backend=OPERATORS)
-    count = 4 * ROWS - (3 if loop == "last batch" else 0)
-    tokens = torch.randint(512, (count, LENGTH))
-    data = [{"input_ids": each, "labels": each} for each in tokens]
-    steps, regional = Watched(), {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1"}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        compiled_by_operators(),
-        mock.patch.dict(os.environ, regional if way == "regional" else {}),
-    ):
-        arguments = transformers.TrainingArguments(
-            folder,
-            per_device_train_batch_size=ROWS,
-            max_steps=STEPS,
-            torch_compile=way != "blocks",
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            **SETTINGS.get(loop, {}),
-        )
-        transformers.Trainer(
-            model,
-            arguments,
-            train_dataset=data,
-            eval_dataset=data[: ROWS // 2],
-            callbacks=[steps],
-        ).train()
-    return steps_told(steps.found)
-
-
-# -------------------------------------------------------------------- ranks
-
-
-RANKS = 2
+RANKS, ROWS, LENGTH, STEPS = 2, 8, 128, 12
 NET = nets.classic("ranks", ClassicShape(width=128, layers=4, tokens=128), ROWS)
 
 
@@ -172,7 +65,7 @@ def rank(number: int, place: str, loop: str, way: str) -> Row:
             found.append(row)
     dist.barrier()
     dist.destroy_process_group()
-    return steps_told(found)
+    return summed_up(found)
 
 
 Step = tuple[Callable[[], Any], list[Tensor]]
@@ -236,4 +129,3 @@ PARALLEL: dict[str, Callable[[Training, int, str], Step]] = {
     "tensor parallel": split_by_columns,
     "pipeline": piped,
 }
-MEASURED = {"hf-trainer": trained, "two ranks": in_ranks}
