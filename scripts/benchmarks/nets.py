@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn, Tensor
@@ -106,20 +106,25 @@ def as_fake(tensor: Tensor) -> Tensor:
 class LossOf(nn.Module):
     """Wraps a model that takes its inputs by name, or returns more than its loss.
 
-    The loss is the attribute ``loss`` of what ``module`` returns (as the models of
-    the Hugging Face library have it), else its first element, else all of it.
+    The loss is what ``find`` makes of the model and its inputs; without that the
+    attribute ``loss`` of what ``module`` returns (as the models of the Hugging Face
+    library have it), else its first element, else all of it.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        find: Optional[Callable[..., Tensor]] = None,
+    ) -> None:
         super().__init__()
-        self.module = module
-        self.names = names
+        self.module, self.names, self.find = module, names, find
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        if self.names:
-            result = self.module(**dict(zip(self.names, inputs)))
-        else:
-            result = self.module(*inputs)
+        named = dict(zip(self.names, inputs))
+        if self.find is not None:
+            return self.find(self.module, **named)
+        result = self.module(**named) if named else self.module(*inputs)
         loss = getattr(result, "loss", result)
         if isinstance(loss, (tuple, list)):
             loss = loss[0]
@@ -171,12 +176,29 @@ def classic(
     return Net(name, build, dtype)
 
 
-def hugging_face(model: str, dtype: torch.dtype, name: str = "", **sizes: Any) -> Net:
-    def build() -> Built:
-        module, inputs = models.make(model, **sizes)
-        return LossOf(module.train(), tuple(inputs)), tuple(inputs.values())
+def hugging_face(
+    name: str,
+    kind: str,
+    *batch: int,
+    dtype: torch.dtype = BF16,
+    adapted: Callable[[nn.Module], nn.Module] = lambda model: model,
+    held_out: bool = False,
+    **sizes: Any,
+) -> Net:
+    """A model of transformers, by its class; its batch, and the length of its text."""
 
-    return Net(f"hf-{name or model}", build, dtype)
+    def build() -> Built:
+        model, inputs = models.with_inputs(kind, *batch, **sizes)
+        return LossOf(adapted(model), tuple(inputs)), tuple(inputs.values())
+
+    return Net(name, build, dtype, held_out)
+
+
+def sized(width: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    """By the names that most configurations have for them."""
+    names = ("hidden_size", "intermediate_size")
+    names += ("num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (width, mlp, layers, heads)))
 
 
 SMALL_LLAMA: dict[str, Any] = {
@@ -198,11 +220,33 @@ SMALL = (
     Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
     Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
 )
+LLAMA = {**sized(2048, 8192, 4, 32), "num_key_value_heads": 8, "vocab_size": 32000}
+T5 = {"decoder_start_token_id": 0, "num_layers": 2}
+WHISPER = {"encoder_layers": 2, "decoder_layers": 2}
+MIXTRAL = {**sized(1024, 3584, 2, 16), "num_key_value_heads": 4}
+in_float = functools.partial(hugging_face, dtype=torch.float32)
+# Few layers, most of them at the widths of a published model.
 HUGGING_FACE = (
-    *(hugging_face(name, BF16) for name in ("llama", "lora")),
-    *(hugging_face(n, torch.float32) for n in ("gpt2", "bert", "t5", "whisper")),
-    hugging_face("mixtral", BF16),
-    *(hugging_face(n, torch.float32) for n in ("mamba", "convnext", "swin")),
+    hugging_face("hf-llama", "LlamaForCausalLM", 2, 1024, **LLAMA),
+    hugging_face(
+        *("hf-lora", "LlamaForCausalLM", 2, 1024), adapted=models.with_lora, **LLAMA
+    ),
+    in_float("hf-gpt2", "GPT2LMHeadModel", 4, 512, n_layer=4),
+    in_float("hf-bert", "BertForMaskedLM", 8, 256, num_hidden_layers=4),
+    in_float("hf-t5", "T5ForConditionalGeneration", 4, 256, **T5),
+    in_float("hf-whisper", "WhisperForConditionalGeneration", 2, 128, **WHISPER),
+    hugging_face(
+        *("hf-mixtral", "MixtralForCausalLM", 2, 512),
+        experts_implementation="grouped_mm",
+        **MIXTRAL,
+    ),
+    in_float("hf-mamba", "MambaForCausalLM", 2, 16, num_hidden_layers=2),
+    in_float("hf-convnext", "ConvNextForImageClassification", 8, num_labels=100),
+    in_float(
+        *("hf-swin", "SwinForImageClassification", 8),
+        num_labels=100,
+        depths=[2, 2, 2, 2],
+    ),
 )
 
 LLAMA3_8B = Shape(4096, 32, 8, 14336, 32, 128256, batch=2, tokens=4096, rotary=True)
@@ -214,7 +258,8 @@ GPT2_XL = ClassicShape(
 )
 BERT_LARGE = ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False)
 VIT_LARGE = ClassicShape(1024, 16, 4096, 24, 1000, 196)
-T5_LARGE = {"batch": 8, "length": 512, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
+T5_LARGE = {**T5, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
+T5_24 = {**T5_LARGE, "num_layers": 24, "dropout_rate": 0}
 # Four layers each, but for what has no like layers, and one of sixteen.
 AT_SIZE = (
     decoder("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),
@@ -234,7 +279,7 @@ AT_SIZE = (
         BF16,
     ),
     Net("unet-256", lambda: (UNet(64, 4, 21), images(8, 256, 21, (256, 256))), BF16),
-    hugging_face("t5", BF16, "t5_large", **T5_LARGE),
+    hugging_face("hf-t5_large", "T5ForConditionalGeneration", 8, 512, **T5_LARGE),
 )
 SHARDED = decoder("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
 # All layers, for whole steps. Without dropout: a checkpoint of random operators wants
@@ -242,7 +287,7 @@ SHARDED = decoder("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
 WHOLE = (
     decoder("llama-2048-16", LLAMA_2048, BF16),
     classic("gpt2-xl", replace(GPT2_XL, dropout=0.0), 8, BF16),
-    hugging_face("t5", BF16, "t5_24", **T5_LARGE, num_layers=24, dropout_rate=0),
+    hugging_face("hf-t5_24", "T5ForConditionalGeneration", 8, 512, **T5_24),
     SHARDED,
 )
 NETS: dict[str, Net] = {
@@ -251,7 +296,11 @@ NETS: dict[str, Net] = {
         *SMALL,
         *HUGGING_FACE,
         # With all its 32,128 ids the loss would need more than the blocks.
-        hugging_face("t5", torch.float32, "t5_small", batch=8, vocab_size=512),
+        in_float(
+            *("hf-t5_small", "T5ForConditionalGeneration", 8, 256),
+            vocab_size=512,
+            **T5,
+        ),
         *AT_SIZE,
         *WHOLE,
         decoder("llama3-70b", LLAMA3_70B, BF16),
@@ -287,7 +336,7 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     try:
         function = getattr(importlib.import_module(place), name)
         if place == "transformers":
-            function = functools.partial(models.by_class, function, **settings)
+            function = functools.partial(models.with_inputs, name, **settings)
         inspect.signature(function).bind(*sizes)
     except Exception as error:
         raise ValueError(f"{spec}: {type(error).__name__}: {error}") from error
