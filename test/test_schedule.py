@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import blocks, nets, replay, schedule
+from benchmarks import nets, replay, schedule, sharding
 from benchmarks.architectures import Shape
 from benchmarks.ways import compiled, Training
 
@@ -100,11 +100,11 @@ def test_a_step_of_sharded_blocks(monkeypatch):
     small = nets.decoder(nets.SHARDED.name, Shape(layers=2, tokens=512))
     monkeypatch.setitem(nets.NETS, small.name, small)
     task = {"net": small.name, "kind": "blocks", "device": "cpu", "budgets": (0.0,)}
-    (found,) = blocks.measure(task)["steps"]
+    (found,) = schedule.measure(task)["steps"]
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.05)
-    with blocks.fake_ranks(blocks.RANKS):
+    with sharding.fake_ranks(schedule.RANKS):
         way = compiled("aot_eager")
-        training = blocks.sharded(Training(small, blocks=way, fake=True))
+        training = sharding.sharded(Training(small, blocks=way, fake=True))
         given = sum(each.to_local().nbytes for each in training.parameters)
     whole = sum(each.nbytes for each in small.make()[0].parameters())
-    assert given == pytest.approx(whole / blocks.RANKS, rel=0.01)
+    assert given == pytest.approx(whole / schedule.RANKS, rel=0.01)

@@ -12,8 +12,7 @@ A benchmark is a module. Its docstring is its --help, and it has
     judged(rows)      the marks
     page(data)        what is printed
 
-and where it wants to FACTS and PACKAGES, for the environment that is stored, CHECK, the
---help of --check, plot(data, result), and NEEDS_CUDA.
+and where it wants to CHECK, the --help of --check.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
         "--json",
         type=in_a_folder,
         metavar="FILE",
-        help="write what was measured here, and a figure (.svg), if any, beside it",
+        help="write what was measured here",
     )
     return parser
 
@@ -108,19 +107,15 @@ def main(name: str, *words: str) -> int:
     benchmark: Any = importlib.import_module(f"benchmarks.{name}")
     parser = options(name, benchmark)
     arguments = parser.parse_args(words)
-    needs_cuda = getattr(arguments, "device", None) in GPUS
-    needs_cuda |= getattr(benchmark, "NEEDS_CUDA", False)
-    if needs_cuda and torch.version.cuda is None:
+    if getattr(arguments, "device", None) in GPUS and torch.version.cuda is None:
         parser.error(
             f"torch {torch.__version__} was built without CUDA, which schedules for a "
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
         )
     rows = found_by(benchmark, arguments)
     marks = list(benchmark.judged(rows))
-    facts = environment(*getattr(benchmark, "PACKAGES", ()))
-    facts.update(getattr(benchmark, "FACTS", {}))
     data = {
-        "environment": facts,
+        "environment": environment(),
         "measured": rows,
         # What a pull request quotes.
         "rows": [mark._asdict() for mark in marks],
@@ -128,8 +123,6 @@ def main(name: str, *words: str) -> int:
     show(benchmark.page(data))
     if arguments.json is not None:
         store(arguments.json, data)
-        if hasattr(benchmark, "plot"):
-            benchmark.plot(data, arguments.json)
     return int(failed(marks) or any("error" in row for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""Knapsack instances: test/corpus, with proven optima, and random ones.
+"""Knapsack instances: test/corpus, with proven optima.
 
 The corpus was captured from the joint graphs of real architectures (``synth_*``: built
 by hand for scale): bytes and flops per item, in the partitioner's own order.
@@ -8,7 +8,6 @@ import functools
 import gzip
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,14 +57,6 @@ def optima() -> dict[tuple[str, float], int]:
         (name, float(budget)): value
         for (name, budget), value in zip(by_place, known.values())
     }
-
-
-def unnormalised(n: int, seed: int) -> tuple[list[float], list[float], float]:
-    """An instance as pytorch#160914 measured: (sizes, runtimes, budget), far above 1."""
-    r = random.Random(f"{n}-{seed}")
-    sizes = [r.uniform(0.1, 10) for _ in range(n)]
-    runtimes = [r.uniform(0.1, 10) for _ in range(n)]
-    return sizes, runtimes, r.uniform(0.2, 0.8) * sum(sizes)
 
 
 def used(memory: Sequence[float], saved: Sequence[int]) -> float:

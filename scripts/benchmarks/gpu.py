@@ -106,7 +106,7 @@ class Run(plans.Plans):
             return [self.by_budget(budget, whole=whole)]
         if kind == "graph":
             return [self.by_peak(budget)]
-        return [*self.of_steps(kind, [{"share": budget}])]
+        return [*self.asked(kind, [{"share": budget}])]
 
     def found(self, training: Training) -> Row:
         times = [self.seconds(training) for _ in range(STEPS)]

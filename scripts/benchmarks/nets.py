@@ -196,9 +196,12 @@ def hugging_face(
 
 def sized(width: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
     """By the names that most configurations have for them."""
-    names = ("hidden_size", "intermediate_size")
-    names += ("num_hidden_layers", "num_attention_heads")
-    return dict(zip(names, (width, mlp, layers, heads)))
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
 
 
 SMALL_LLAMA: dict[str, Any] = {
@@ -220,10 +223,10 @@ SMALL = (
     Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
     Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
 )
-LLAMA = {**sized(2048, 8192, 4, 32), "num_key_value_heads": 8, "vocab_size": 32000}
-T5 = {"decoder_start_token_id": 0, "num_layers": 2}
-WHISPER = {"encoder_layers": 2, "decoder_layers": 2}
-MIXTRAL = {**sized(1024, 3584, 2, 16), "num_key_value_heads": 4}
+LLAMA: Any = {**sized(2048, 8192, 4, 32), "num_key_value_heads": 8, "vocab_size": 32000}
+T5: Any = {"decoder_start_token_id": 0, "num_layers": 2}
+WHISPER: Any = {"encoder_layers": 2, "decoder_layers": 2}
+MIXTRAL: Any = {**sized(1024, 3584, 2, 16), "num_key_value_heads": 4}
 in_float = functools.partial(hugging_face, dtype=torch.float32)
 # Few layers, most of them at the widths of a published model.
 HUGGING_FACE = (
@@ -258,8 +261,8 @@ GPT2_XL = ClassicShape(
 )
 BERT_LARGE = ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False)
 VIT_LARGE = ClassicShape(1024, 16, 4096, 24, 1000, 196)
-T5_LARGE = {**T5, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
-T5_24 = {**T5_LARGE, "num_layers": 24, "dropout_rate": 0}
+T5_LARGE: Any = {**T5, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
+T5_24: Any = {**T5_LARGE, "num_layers": 24, "dropout_rate": 0}
 # Four layers each, but for what has no like layers, and one of sixteen.
 AT_SIZE = (
     decoder("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),

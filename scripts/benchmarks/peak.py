@@ -14,33 +14,20 @@ exit status is 1 only if a peak, a prediction or a gradient is off.
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional
 from unittest import mock
 
-import torch._functorch.config as config
-from torch._functorch import partitioners
-
 from benchmarks import bounds, fresh, nets, plans, sweep
-from benchmarks.pages import columns, good, Row
-from benchmarks.tracing import Joint, overlay
-from benchmarks.upstream import untouched_partitioners
-from benchmarks.ways import budgeted
+from benchmarks.pages import Row
+from benchmarks.tracing import overlay
 
 
 NETS = tuple(net.name for net in nets.SMALL)
 BUDGETS = (1.0, 0.8, 0.5, 0.2, 0.1, 0.05, 0.0)
-PLANNED = ("gpt2", "llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
-PLANNED_BUDGETS = (0.1, 0.5)
-CHECK = "a small net, no times; as CI does"
-REPEATS = 3
-FACTS = {"repeats": REPEATS}
+CHECK = "a small net, as CI does"
 KIND, KEY = plans.KIND, plans.KEY
 LIMITS = fresh.Limits(seconds=7200, gigabytes=12)
 
@@ -53,17 +40,12 @@ def tasks(
         # One with dropout is in test_peak.py.
         kinds = {"graph": (1.0, 0.5, 0.2, 0.0)}
     yield from plans.tasks(names or (("vit",) if check else NETS), kinds, plans.RUN)
-    if not check:
-        planned = {"planning": PLANNED_BUDGETS}
-        yield from plans.tasks(names or PLANNED, planned, plans.RUN)
 
 
 # -------------------------------------------------------------- in a process
 
 
 def measure(task: fresh.Task) -> Row:
-    if task["kind"] == "planning":
-        return measure_planning(nets.find(task["net"]), task["budgets"])
     found: Row = {}
     with curve_noted(found):
         row = plans.measure(task)
@@ -90,64 +72,7 @@ def curve_noted(row: Row) -> Iterator[None]:
         yield
 
 
-def measure_planning(net: nets.Net, budgets: Sequence[float]) -> Row:
-    """CPU seconds of the whole partitioner, by upstream's algorithm and by ours."""
-    joint = Joint(*net.fake())
-    nodes = len(joint.graph.graph.nodes)
-    # As inductor asks.
-    ours: Any = ("peak", "exact", partitioners, {"fused": True})
-    theirs: Any = ("saved", "dp", untouched_partitioners(), {})
-    steps = []
-    for budget in budgets:
-        times: dict[str, list[float]] = {}
-        for target, solver, module, more in (theirs, ours) * REPEATS:
-            split = functools.partial(
-                module.min_cut_rematerialization_partition,
-                copy.deepcopy(joint.graph),
-                joint.inputs,
-                **joint.options,
-                **more,
-            )
-            choice = config.patch(activation_memory_budget_solver=solver)
-            with budgeted(budget, target), choice:
-                times.setdefault(target, []).append(timed(split))
-        medians = {target: statistics.median(found) for target, found in times.items()}
-        steps.append({"budget": budget, **medians})
-    return {"nodes": nodes, "steps": steps}
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """CPU seconds; as in timeit, no collection of all that torch holds is in them."""
-    gc.collect()
-    gc.disable()
-    start = time.process_time()
-    call()
-    gc.enable()
-    return time.process_time() - start
-
-
 # ------------------------------------------------------------------- report
 
 
-judged, plot = bounds.judged, bounds.plot
-
-
-def page(data: dict[str, Any]) -> str:
-    text = bounds.page(data)
-    planned = good(data["measured"], kind="planning")
-    if planned:
-        cells: dict[str, Any] = {
-            "net": lambda row: row["net"],
-            "nodes": lambda row: f"{row['nodes']:,}",
-        }
-        for at, budget in enumerate(PLANNED_BUDGETS):
-            cells[f"budget {budget:g}"] = lambda row, at=at: "{:.2f}".format(
-                row["steps"][at]["peak"] / row["steps"][at]["saved"]
-            )
-        text += (
-            "\n### What does planning cost?\n\nCPU time of the whole partition by target "
-            '"peak" divided by that of upstream\'s, medians of '
-            f"{data['environment']['repeats']} interleaved runs.\n\n"
-            + columns(planned, cells)
-        )
-    return text
+judged, page = bounds.judged, bounds.page

@@ -98,11 +98,8 @@ def as_it_is(training: Training) -> Training:
 
 
 def measure(
-    task: fresh.Task,
-    prepare: Callable[[Training], Training] = as_it_is,
-    draw: Sequence[float] = (),
+    task: fresh.Task, prepare: Callable[[Training], Training] = as_it_is
 ) -> Row:
-    """The row of a task; plans of the budgets ``draw`` have their live bytes in it."""
     torch.set_num_threads(1)
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
     gpu, net = GPUS.get(device), nets.find(task["net"])
@@ -119,7 +116,7 @@ def measure(
         elif kind in CHECKPOINTS:
             steps = [plans.checkpointed(2 if " " in kind else 0)]
         elif kind == "graph":
-            steps = [plans.by_peak(b, b in draw) for b in budgets]
+            steps = [plans.by_peak(budget) for budget in budgets]
         elif kind == "bytes":
             peaks = [plans.by_peak(budget)["peak"] for budget in (0.0, 1.0)]
             steps = [{"budget": HALF, **plans.within(sum(peaks) // 2)}]
@@ -128,9 +125,9 @@ def measure(
             steps = [{"share": share, **plans.within(peak)} for share, peak in held]
         elif kind == "held":
             asked = [{"peak_bytes": step["peak"]} for step in task["_steps"]]
-            steps = [*plans.of_steps(kind, asked)]
+            steps = [*plans.asked(kind, asked)]
         else:
-            steps = [*plans.of_steps(kind, [{"share": share} for share in budgets])]
+            steps = [*plans.asked(kind, [{"share": share} for share in budgets])]
     return {"steps": steps}
 
 
@@ -165,36 +162,26 @@ class Plans:
     def graph(self) -> Training:
         return self.training(whole=compiled(self.backend, fullgraph=True))
 
-    def measured(
-        self, training: Training, steps: int = 1, is_drawn: bool = False
-    ) -> Row:
+    def measured(self, training: Training, steps: int = 1) -> Row:
         """A plan that so many steps compile, and whether it is said to be over."""
         with warnings_noted() as said:
             start = time.process_time()
             training.warmed(steps)
             seconds = time.process_time() - start
         row = self.found(training)
-        if not is_drawn:
-            row.pop("curve", None)
         row["warned"] = any("allowed" in text for text in said)
         return {**row, "compile_s": round(seconds, 2)}
 
     def found(self, training: Training) -> Row:
         """Of one more step, its peak and what it takes."""
         if self.device != RUN:
-            return self.replayed(training)
+            return replay(training, GPUS.get(self.device))
         step = training.measured()
         row: Row = {"peak": step.own_peak, "given": step.given, "flops": step.flops}
         if not self.fake:
             self.first = self.first or step.gradients
             row["off_budget_1"] = relative_error(step.gradients, self.first)
         return row
-
-    def replayed(self, training: Training) -> Row:
-        found = replay(training, GPUS.get(self.device))
-        entries = ("peak", "given", "phase", "flops", "seconds", "curve")
-        row = {entry: getattr(found, entry) for entry in entries}
-        return {entry: value for entry, value in row.items() if value is not None}
 
     def upstreams(self, budgets: Sequence[float], in_blocks: bool) -> list[Row]:
         """By their own budgets; gradients are compared with those of the largest."""
@@ -206,14 +193,14 @@ class Plans:
         with budgeted(budget):
             return {"budget": budget, **self.measured(self.training(**ways))}
 
-    def by_peak(self, budget: float, is_drawn: bool = False) -> Row:
+    def by_peak(self, budget: float) -> Row:
         # Each plan that is compiled until one is within the peak is a decision.
         decide = mock.Mock(wraps=vars(partitioners)["decide"])
         with (
             budgeted(budget, "peak"),
             mock.patch.object(partitioners, "decide", decide),
         ):
-            row = {"budget": budget, **self.measured(self.graph(), is_drawn=is_drawn)}
+            row = {"budget": budget, **self.measured(self.graph())}
         return {**row, **bound(), "compiled": decide.call_count}
 
     def within(self, nbytes: int) -> Row:
@@ -234,8 +221,14 @@ class Plans:
         ways = ways[::-1] if self.device == RUN else ways
         return self.measured(self.training(blocks=ways))
 
-    def of_steps(self, kind: str, asked: Sequence[Row]) -> Iterator[Row]:
-        """A StepBudget's plans, of blocks or of the whole net; no blocks, no plans."""
+    def asked(self, kind: str, asked: Sequence[Row]) -> Iterator[Row]:
+        """By shares or bytes: of a graph, or a StepBudget's; no blocks, no plans."""
+        if kind == "graph":
+            for each in asked:
+                by_bytes = "peak_bytes" in each
+                plan = self.within if by_bytes else self.by_peak
+                yield {**each, **plan(*each.values())}
+            return
         is_whole = kind == "whole"
         if not is_whole:
             try:

@@ -45,7 +45,6 @@ NETS = ("llama-4",)
 KIND, KEY = plans.KIND, plans.KEY
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 REPEATS = 5
-FACTS = {"repeats": REPEATS}
 KINDS = {"eager": (1.0,), "upstream": sweep.BUDGETS, "graph": (0.2, 0.0)}
 
 
@@ -164,7 +163,7 @@ def page(data: dict[str, Any]) -> str:
         text
         + f"\nNet {rows[0]['net']}, operator by operator; upstream: one graph by its "
         'own budgets, graph: by target "peak", blocks: each compiled, by a StepBudget. '
-        f"Medians of {facts['repeats']} interleaved steps, CPU times. "
+        f"Medians of {REPEATS} interleaved steps, CPU times. "
         "saved: what the forward leaves alive for the backward. recomputed: flops beyond "
         "eager mode's, as a share of the forward's. gradient error: relative to eager "
         f"mode's. {sweep.HOW} {measured_on(facts)}"

@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import quickstart, schedule
+from benchmarks import bounds, quickstart, schedule
 from benchmarks.pages import markdown, marks_table
 
 
@@ -57,10 +57,10 @@ def summary(data: dict[str, Any]) -> str:
 
 
 BENCHMARKS = (
-    *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
-    *("loops", "fits"),
+    *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "loops"),
+    "fits",
 )
-FIGURES = ("peak", "step", "schedule", "blocks")
+FIGURES = ("peak", "step", "blocks")
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", quickstart.headline),
@@ -69,6 +69,7 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step_summary": ("step", summary),
     "releases": ("releases", releases),
     "schedule_cpu": ("schedule_cpu", schedule.page),
+    "blocks": ("blocks", schedule.page),
 }
 
 
@@ -116,7 +117,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
     for name in FIGURES:
         stored = RESULTS / f"{name}.svg"
         with tempfile.TemporaryDirectory() as folder:
-            benchmark(name).plot(load(name), Path(folder, f"{name}.json"))
+            bounds.plot(load(name), Path(folder, f"{name}.json"))
             drawn = Path(folder, stored.name).read_text()
         if not stored.exists() or drawn != stored.read_text():
             stale[stored] = drawn

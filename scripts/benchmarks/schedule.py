@@ -3,6 +3,7 @@
     scripts/benchmark.sh schedule                       all nets (hours)
     scripts/benchmark.sh schedule --check               a small one, as CI does
     scripts/benchmark.sh schedule --device cpu --net vit --kind upstream graph
+    scripts/benchmark.sh schedule --steps               whole steps, for an H100 (hours)
     scripts/benchmark.sh schedule --net my_module:my_function
 
 Forward and backward of fake tensors are compiled up to their kernels, and the generated
@@ -16,27 +17,24 @@ Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph 
 target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
 bytes (a limit in bytes), and allocator (on the CPU, beside what its allocator notes). The
 exit status is 1 if that differs, or a plan is over what is allowed without a warning.
+
+With --steps each block and the loss are compiled by themselves. The last net is trained as
+torchtitan trains it: FSDP2 over 8 ranks, of which one is looked at, bf16 where it computes,
+AdamW, 2 x 8,192 tokens. Beside the StepBudget's plans stand each block's own budgets,
+which are upstream's, and checkpoints around each block: full ones, and selective ones that
+save attention and every second product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch._inductor import config as inductor_config
 
-from benchmarks import bounds, fresh, nets, plans, second_set
-from benchmarks.pages import (
-    at_most,
-    good,
-    Mark,
-    marks_table,
-    panels,
-    Row,
-    SIMULATED,
-)
+from benchmarks import bounds, fresh, nets, plans, second_set, sharding, step, sweep
+from benchmarks.pages import at_most, good, Mark, marks_table, Row
 from benchmarks.replay import GPUS
 from benchmarks.tracing import cpu_attention_counted
 from benchmarks.ways import budgeted, compiled, Training
@@ -46,26 +44,41 @@ NETS = tuple(net.name for net in (*nets.AT_SIZE, *nets.SMALL, *second_set.NETS))
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 SHARES = (1.0, 0.5, 0.2, 0.0)
 OURS = {"graph": BUDGETS, "blocks": SHARES, "whole": SHARES, "bytes": (plans.HALF,)}
+STEPS: dict[str, Sequence[float]] = {
+    "saved": sweep.BUDGETS,
+    **dict.fromkeys(plans.CHECKPOINTS, ()),
+    "blocks": step.SHARES,
+    "held": (),
+}
 CHECKED = {"graph": (plans.HALF, 0.0), "blocks": (plans.HALF, 0.0)}
 CHECK = "a small net, two budgets; as CI does"
 ON_CPU = ("mlp-dropout", "vit")
 CPU_BUDGET = 0.2
-DRAWN, DRAWN_AT = "gpt2-xl-4", (1.0, 0.2, 0.0)
 OPTIONS = {
     "device": {
         "choices": ("cpu", *sorted(GPUS)),
         "default": "h100" if torch.version.cuda else "cpu",
-    }
+    },
+    "steps": {"action": "store_true", "help": "whole steps of all layers"},
 }
 KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=7200, gigabytes=12)
+LIMITS = fresh.Limits(seconds=7200, gigabytes=14)
+RANKS = 8
 # Scalars, such as the loss, which the allocator rounds up.
 SCALARS = 64
 
 
 def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row], device: str
+    names: Optional[Sequence[str]],
+    check: bool,
+    rows: Sequence[Row],
+    device: str,
+    steps: bool,
 ) -> Iterator[fresh.Task]:
+    if steps:
+        whole = [net.name for net in nets.WHOLE]
+        yield from plans.tasks(names or whole, STEPS, device, rows)
+        return
     device = "cpu" if check else device
     project = nets.SMALL if device == "cpu" else nets.AT_SIZE
     by = 32 if device == "cpu" else 16
@@ -89,18 +102,21 @@ def tasks(
 def measure(task: fresh.Task) -> Row:
     if task["kind"] == "allocator":
         return beside_allocator(task)
-    return plans.measure(task, draw=DRAWN_AT if task["net"] == DRAWN else ())
+    if task["net"] != nets.SHARDED.name:
+        return plans.measure(task)
+    with sharding.fake_ranks(RANKS):
+        return plans.measure(task, sharding.sharded)
 
 
 def beside_allocator(task: fresh.Task) -> Row:
     """The peak of a step by inductor on the CPU, and that which its allocator notes."""
     graph = {**task, "kind": "graph", "budgets": (CPU_BUDGET,)}
-    (step,) = plans.measure(graph)["steps"]
+    (found,) = plans.measure(graph)["steps"]
     caches = inductor_config.patch(force_disable_caches=True)
     with cpu_attention_counted(), budgeted(CPU_BUDGET, "peak"), caches:
         training = Training(nets.find(task["net"]), whole=compiled("inductor"))
         noted = training.warmed().measured(allocator=True).own_peak
-    return {"replayed": step["peak"], "allocated": noted}
+    return {"replayed": found["peak"], "allocated": noted}
 
 
 # ------------------------------------------------------------------- report
@@ -125,20 +141,3 @@ def judged_replay(rows: Sequence[Row]) -> Iterator[Mark]:
 def page(data: dict[str, Any]) -> str:
     own = [mark._asdict() for mark in judged_replay(data["measured"])]
     return (marks_table(own) + "\n" if own else "") + bounds.page(data)
-
-
-def plot(data: dict[str, Any], result: Path) -> None:
-    """Live bytes over the step, under three budgets; written beside ``result``."""
-    for row in good(data["measured"], kind="graph"):
-        drawn = []
-        for step in row["steps"]:
-            curve = [nbytes / 1e6 for nbytes in step.get("curve", ())]
-            points = [(at / len(curve), size) for at, size in enumerate(curve)]
-            if points:
-                drawn.append((f"budget {step['budget']:g}", "-", points))
-        if drawn:
-            net = f"{row['net']}, inductor's schedule"
-            x = "allocations of forward and backward, from first to last"
-            y = "live MB, without parameters and inputs"
-            panels(result, data["environment"], {net: drawn}, x, y, SIMULATED)
-            return

@@ -15,8 +15,7 @@ import itertools
 import math
 import statistics
 import time
-import tracemalloc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Optional
 
@@ -24,7 +23,6 @@ import torch
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks import corpus, fresh
-from benchmarks.meters import allocations
 from benchmarks.pages import Mark, marks_page, Row, stored_marks
 from benchmarks.tracing import overlay
 from benchmarks.upstream import untouched_knapsack
@@ -32,10 +30,7 @@ from benchmarks.upstream import untouched_knapsack
 
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
-# Items -> runs. Upstream's dp needs a table of gigabytes for the last two.
-PR_GRID = {1: 1000, 5: 1000, 10: 1000, 20: 200, 50: 20, 100: 10}
 REPEATS = 5
-FACTS = {"repeats": REPEATS}
 CHECK = "only the counts"
 NETS: tuple[str, ...] = ()
 KIND, KEY = "part", ("part",)
@@ -65,28 +60,11 @@ def seconds(call: Call) -> float:
     return time.process_time() - start
 
 
-def ratio(pairs: Iterable[Sequence[Call]]) -> float:
-    """Median time of the first ones over that of the others, interleaved.
-
-    The first pair does not count.
-    """
-    times = [[*map(seconds, calls)] for calls in pairs]
-    first, other = map(statistics.median, zip(*times[1:]))
-    return float(first / other)
-
-
 def repeated(call: Call, reference: Call) -> float:
-    return ratio([(call, reference)] * (REPEATS + 1))
-
-
-def peak_bytes(call: Call) -> int:
-    """Peak of what Python allocates, and of what torch does."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1] + allocations(call).peak
-    finally:
-        tracemalloc.stop()
+    """Median time of a call over that of another, interleaved; the first does not count."""
+    pairs = [(seconds(call), seconds(reference)) for _ in range(REPEATS + 1)]
+    first, other = map(statistics.median, zip(*pairs[1:]))
+    return float(first / other)
 
 
 def greedy_floor(memory: list[float], runtimes: list[int], budget: float) -> int:
@@ -151,32 +129,7 @@ def times() -> Iterator[Mark]:
     yield Mark(what, text, "2.0", median <= 2, False)
 
 
-def hirschberg() -> Iterator[Mark]:
-    """What answers to that name against upstream's dp, on real nets and the PR's grid."""
-    solvers = ours.dp_knapsack_sliding_hirschberg, upstream.dp_knapsack
-    found: dict[str, list[tuple[float, str]]] = {"faster": [], "less memory": []}
-    large = [net for net in corpus.instances() if len(net.memory) >= 400]
-    for where, case, _ in timed([n for n in large if not n.name.startswith("synth")]):
-        calls = [partial(solver, *case) for solver in solvers]
-        found["faster"].append((1 / repeated(*calls), where))
-        less = allocations(calls[1]).peak / peak_bytes(calls[0])
-        found["less memory"].append((less, where))
-    for unit, mark in (("faster", 10), ("less memory", 20)):
-        worst, where = min(found[unit])
-        mean = statistics.geometric_mean(factor for factor, _ in found[unit])
-        what = f"Hirschberg, times {unit} than dp, real nets of 400 items or more"
-        text = f"{worst:.1f} ({where}); geometric mean {mean:.1f}"
-        yield Mark(f"{what}, worst", text, str(mark), worst >= mark, False)
-    for n, runs in PR_GRID.items():
-        drawn = (corpus.unnormalised(n, max(run, 0)) for run in range(-1, runs))
-        less = 1 - ratio([partial(s, *case) for s in solvers] for case in drawn)
-        what = (
-            f"Hirschberg, less time than dp, unnormalised sizes, n = {n}, {runs} runs"
-        )
-        yield Mark(what, f"{less:.1%}", "37.25%", less >= 0.3725, False)
-
-
-PARTS = {"counts": counts, "times": times, "hirschberg": hirschberg}
+PARTS = {"counts": counts, "times": times}
 judged, page = stored_marks, marks_page
 
 

@@ -42,4 +42,4 @@ def tasks(
 
 
 measure, judged = plans.measure, bounds.judged
-page, plot = bounds.page, bounds.plot
+page = bounds.page

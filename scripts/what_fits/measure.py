@@ -4,7 +4,6 @@ A task has a ``batch``, a ``length``, what the command was ``_asked``, and a ``w
 
     upstream    the untouched wheel, by budgets of saved bytes; the first is none at all
     this set    by shares of the way from the lowest peak to that, and by ``memory``
-    checkpoint, saving products    around each block, which is compiled
 
 Each step of its row is of a plan: ``given`` bytes are there when a step starts
 (parameters, inputs, what the optimizer keeps), and ``peak`` more are live at once while it
@@ -14,21 +13,16 @@ runs, gradients and the optimizer's own steps included. Tensors are fakes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
-from benchmarks import blocks, fresh, nets, plans
+from benchmarks import fresh, nets, plans, sharding
 from benchmarks.pages import Row
 from benchmarks.ways import Training
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 UPSTREAM, OURS = "upstream", "this set"
-# Attention and one of so many products is saved.
-CHECKPOINTS = {"checkpoint": 0, "saving products": 1}
 BUDGETS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.0)
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.0)
 
@@ -45,7 +39,7 @@ def net_of(task: fresh.Task) -> nets.Net:
 def prepared(asked: Row, training: Training) -> Training:
     """With its optimizer, and sharded, where it is to be."""
     if asked["fsdp"]:
-        training = blocks.sharded(training)
+        training = sharding.sharded(training)
     # As torch chooses where parameters are on a GPU.
     options = {"foreach": True} if asked["gpu"] and not asked["fsdp"] else {}
     make = getattr(torch.optim, asked["optimizer"])
@@ -55,30 +49,7 @@ def prepared(asked: Row, training: Training) -> Training:
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    is_random = task["way"] == UPSTREAM and draws(net_of(task))
-    return {"steps": steps_of(task), "random": is_random}
-
-
-class _Draws(TorchDispatchMode):
-    """Whether an operator draws random numbers; attention says so even without dropout."""
-
-    seen: bool = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        is_seeded = torch.Tag.nondeterministic_seeded in func.tags
-        self.seen |= is_seeded and "attention" not in func.__name__
-        return func(*args, **(kwargs or {}))
-
-
-def draws(net: nets.Net) -> bool:
-    """Whether its forward draws random numbers: upstream's plans may draw them twice."""
-    mode, module, inputs = net.fake()
-    found = _Draws()  # type: ignore[no-untyped-call]
-    with mode, found:
-        module(*inputs)
-    return found.seen
+    return {"steps": steps_of(task)}
 
 
 def steps_of(task: fresh.Task, kind: type[plans.Plans] = plans.Plans) -> list[Row]:
@@ -87,7 +58,7 @@ def steps_of(task: fresh.Task, kind: type[plans.Plans] = plans.Plans) -> list[Ro
     device, in_blocks = asked["gpu"] or plans.RUN, asked["blocks"] is not None
     with ExitStack() as stack:
         if asked["fsdp"]:
-            stack.enter_context(blocks.fake_ranks(asked["fsdp"]))
+            stack.enter_context(sharding.fake_ranks(asked["fsdp"]))
         backend = stack.enter_context(plans.backend_of(device))
         if asked["compile_loss"]:
             stack.enter_context(plans.compiled_loss(backend))
@@ -96,23 +67,9 @@ def steps_of(task: fresh.Task, kind: type[plans.Plans] = plans.Plans) -> list[Ro
         found = kind(net_of(task), device, backend, is_fake, prepare)
         if task["way"] == UPSTREAM:
             return found.upstreams(BUDGETS, in_blocks)
-        if task["way"] in CHECKPOINTS:
-            return [found.checkpointed(CHECKPOINTS[task["way"]])]
-        return [*by_this_set(found, asked["memory"] or 0, in_blocks)]
-
-
-def by_this_set(found: plans.Plans, memory: int, in_blocks: bool) -> Iterator[Row]:
-    shares: list[Row] = [{"share": share} for share in SHARES]
-    if in_blocks:
-        steps = [*found.of_steps("blocks", shares)]
-    else:
-        steps = [{**each, **found.by_peak(each["share"])} for each in shares]
-    yield from steps
-    left = memory - steps[0]["given"]
-    if left <= 0:
-        return
-    if in_blocks:
-        steps = [*found.of_steps("blocks", [{"peak_bytes": left}])]
-    else:
-        steps = [{"peak_bytes": left, **found.within(left)}]
-    yield from steps
+        kind = "blocks" if in_blocks else "graph"
+        steps = [*found.asked(kind, [{"share": share} for share in SHARES])]
+        left = (asked["memory"] or 0) - steps[0]["given"]
+        if left > 0:
+            steps += found.asked(kind, [{"peak_bytes": left}])
+        return steps

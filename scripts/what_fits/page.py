@@ -1,14 +1,12 @@
-"""What is printed and drawn of what was measured: see `measure` for its rows."""
+"""What is printed of what was measured: see `measure` for its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Optional
 
-from benchmarks import plans
-from benchmarks.pages import columns, good, Line, measured_on, panels, Row, SIMULATED
+from benchmarks.pages import columns, good, measured_on, Row, SIMULATED
 from benchmarks.replay import GPUS
 from benchmarks.tracing import overlay
 
@@ -21,8 +19,8 @@ NOTES = (
     "Peaks with all that is fixed: parameters, inputs, what the optimizer keeps; gradients "
     "are in the peaks. This set's by share of the way from the floor to no budget, with "
     "flops beyond those of no budget / on a GPU, time likewise, of its roofline. "
-    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; those with a star may give "
-    "wrong gradients, as random numbers are drawn again. Not counted: fragmentation, "
+    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; with dropout, those below 1 "
+    "may give wrong gradients, as its masks are drawn again. Not counted: fragmentation, "
     "workspaces of kernels and of communication, and the driver's own memory."
 )
 GRAPH = """\
@@ -59,8 +57,6 @@ class Size:
     upstream: list[Row]
     ours: list[Row]
     memory: Optional[int]
-    # Whether upstream's plans may draw random numbers twice, and gradients be wrong.
-    random: bool = False
 
     @property
     def base(self) -> Row:
@@ -87,10 +83,7 @@ class Size:
             return "does not fit"
         entries = [entry for entry in ("flops", "seconds") if entry in step]
         more = " / ".join(f"{step[e] / self.base[e] - 1:+.1%}" for e in entries)
-        return more + self.star(step)
-
-    def star(self, step: Row) -> str:
-        return "*" if self.random and step in self.upstream[1:] else ""
+        return more
 
 
 def total(step: Row) -> int:
@@ -110,10 +103,7 @@ def sizes_of(data: dict[str, Any]) -> tuple[str, list[Size]]:
     for row in rows:
         found.setdefault(row[what] or 1, {})[row["way"]] = row
     return what, [
-        Size(
-            *(name, ways[UPSTREAM]["steps"], ways[OURS]["steps"], asked["memory"]),
-            random=ways[UPSTREAM]["random"],
-        )
+        Size(name, ways[UPSTREAM]["steps"], ways[OURS]["steps"], asked["memory"])
         for name, ways in found.items()
         if len(ways) == 2
     ]
@@ -150,8 +140,7 @@ def view(asked: dict[str, Any]) -> str:
 def summary(what: str, sizes: Sequence[Size]) -> str:
     def least(size: Size) -> str:
         step = lowest(size.upstream)
-        found = f"{format_bytes(total(step))} at {step['budget']:g}"
-        return found + size.star(step)
+        return f"{format_bytes(total(step))} at {step['budget']:g}"
 
     cells: dict[str, Any] = {
         what: lambda size: f"{size.name}",
@@ -170,8 +159,7 @@ def largest(what: str, sizes: Sequence[Size]) -> str:
     def most(name: str, steps: Any) -> str:
         best = "none"
         for size in sizes:
-            step = size.within(steps(size))
-            best = f"{size.name}{size.star(step)}" if step else best
+            best = f"{size.name}" if size.within(steps(size)) else best
         return f"{name} {best}"
 
     found = (
@@ -209,25 +197,3 @@ def paste(asked: dict[str, Any], sizes: Sequence[Size]) -> str:
         code = BLOCKS.format(LOSS * asked["compile_loss"], asked["memory"])
     name = fit[-1].name
     return f"\n\nWith the set installed, for {name}:\n\n```python\n{code}```\n"
-
-
-def plot(data: dict[str, Any], result: Path) -> None:
-    """Memory over the batch, or the length; written beside ``result``."""
-    asked = data["asked"]
-    what, sizes = sizes_of(data)
-    if not sizes:
-        return
-
-    def line(label: str, style: str, find: Any) -> Line:
-        return label, style, [(size.name, find(size) / 2**30) for size in sizes]
-
-    drawn = [
-        line("no budget", "C1s-", lambda size: total(size.base)),
-        line("upstream's lowest", "C2x-", lambda s: total(lowest(s.upstream))),
-        line("this set's floor", "C0o-", lambda s: total(lowest(s.ours))),
-        line("fixed", "k:", lambda size: size.base["given"]),
-    ]
-    if asked["memory"]:
-        drawn.append(line("memory", "r--", lambda size: asked["memory"]))
-    title = f"{asked['model']}, {asked['gpu'] or plans.RUN}"
-    panels(result, data["environment"], {title: drawn}, what, "GiB", SIMULATED)

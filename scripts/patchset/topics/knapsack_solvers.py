@@ -51,7 +51,6 @@ a config string may select.
         Fault("no table of solvers by name", KNAPSACK, missing="KNAPSACK_SOLVERS"),
     ),
     needs=("knapsack-exact",),
-    evidence=(("solvers", "Hirschberg"),),
     risks=_RISKS,
     minimal=Patch(
         name="knapsack-solvers",

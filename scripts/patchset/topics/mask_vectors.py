@@ -66,6 +66,5 @@ Quantized kernels use the same conversions; on instruction sets for which at::ve
 none of its own they fall back to a loop over the lanes. The tests compare
 with eager mode for several dtypes, sizes that leave a tail, and strided tensors.
 """,
-    evidence=(("frozen", "frozen 1x1 convolutions with ReLU"),),
     kind="performance",
 )
