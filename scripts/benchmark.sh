@@ -30,7 +30,7 @@ $usage
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   fits         what what_fits.sh tells, beside torch's allocator (an hour)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
-               has, beside that torch as it is (eight minutes)
+               has, beside that torch as it is (minutes)
 
 Each has --help, and --json FILE, to store what it prints. All but gpu have --check, for the
 counts that must hold.

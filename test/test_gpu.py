@@ -9,20 +9,17 @@ from benchmarks.pages import environment
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def rows_of(net, seconds, **budgets):
-    rows = []
-    for kind, (budget, *others) in budgets.items():
-        task = {"set": "project", "net": net, "kind": kind, "device": "cpu"}
-        task.update(budgets=(budget, *others), _seconds=seconds)
-        rows.append({**task, **gpu.measure(task)})
-    return rows
-
-
 def test_what_runs_is_what_was_told(monkeypatch):
     net = nets.decoder("x", Shape(layers=1, tokens=256))
     monkeypatch.setitem(nets.NETS, net.name, net)
-    rows = rows_of(net.name, 300, upstream=[1.0], graph=[1.0, 0.0], blocks=[0.0])
-    rows += rows_of(net.name, 0, whole=[0.5])
+    rows = []
+    for kind, budgets in {
+        "upstream": [1.0],
+        "graph": [1.0, 0.0],
+        "blocks": [0.0],
+    }.items():
+        task = {"set": "project", "net": net.name, "kind": kind, "device": "cpu"}
+        rows.append({**task, **gpu.measure({**task, "budgets": budgets})})
     wrong = [mark for mark in gpu.judged(rows) if mark.enforced and not mark.passed]
     assert not wrong
     lowest = rows[1]["steps"][1]
@@ -31,7 +28,6 @@ def test_what_runs_is_what_was_told(monkeypatch):
     lowest["peak"] *= 2
     assert not all(mark.passed for mark in gpu.judged(rows))
     page = gpu.page({"environment": environment(), "measured": rows})
-    assert "No time was left for x, whole: 0.5." in page
     assert "Run on a CPU" in page
 
 

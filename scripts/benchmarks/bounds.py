@@ -128,8 +128,6 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
     yield from judged_as_one_graph(rows)
-    if not exact:
-        yield from compile_times(rows)
 
 
 def predictions(rows: Sequence[Row], exact: bool) -> Iterator[Mark]:
@@ -224,33 +222,6 @@ def judged_as_one_graph(rows: Sequence[Row]) -> Iterator[Mark]:
         if whole["peak"] <= 1.001 * step["peak"]
     )
     yield from at_most("flops / those of one graph at the same peak", flops, 1.03)
-
-
-def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:
-    """Of graphs at budgets below 1, where the process has compiled before."""
-    theirs = {
-        (row["net"], budget): step["compile_s"]
-        for row in good(rows, kind="upstream")
-        for step in row["steps"]
-        for budget in asked(step)
-        if "compile_s" in step
-    }
-    for which, again in (("first plan kept", False), ("replaced", True)):
-        ratios = [
-            (step["compile_s"] / theirs[row["net"], step["budget"]], told(row, step))
-            for row in good(rows, kind="graph")
-            for step in row["steps"]
-            if "compile_s" in step and (step["compiled"] > 1) == again
-            if step["budget"] < 1 and (row["net"], step["budget"]) in theirs
-        ]
-        if ratios:
-            median = statistics.median(ratio for ratio, _ in ratios)
-            shown = "{:.2f} at most ({})".format(*max(ratios))
-            yield Mark(
-                f"compile time / upstream's at the same budget, {which}",
-                f"{median:.2f} in the median, {shown}, {len(ratios)} plans",
-                *("", True, False),
-            )
 
 
 # ------------------------------------------------------------------- report

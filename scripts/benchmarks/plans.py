@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,6 @@ import torch
 import torch._functorch.config as config
 import torch.nn.functional as F
 from torch import Tensor
-from torch._functorch import partitioners
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -165,12 +163,10 @@ class Plans:
     def measured(self, training: Training, steps: int = 1) -> Row:
         """A plan that so many steps compile, and whether it is said to be over."""
         with warnings_noted() as said:
-            start = time.process_time()
             training.warmed(steps)
-            seconds = time.process_time() - start
         row = self.found(training)
         row["warned"] = any("allowed" in text for text in said)
-        return {**row, "compile_s": round(seconds, 2)}
+        return row
 
     def found(self, training: Training) -> Row:
         """Of one more step, its peak and what it takes."""
@@ -194,14 +190,9 @@ class Plans:
             return {"budget": budget, **self.measured(self.training(**ways))}
 
     def by_peak(self, budget: float) -> Row:
-        # Each plan that is compiled until one is within the peak is a decision.
-        decide = mock.Mock(wraps=vars(partitioners)["decide"])
-        with (
-            budgeted(budget, "peak"),
-            mock.patch.object(partitioners, "decide", decide),
-        ):
+        with budgeted(budget, "peak"):
             row = {"budget": budget, **self.measured(self.graph())}
-        return {**row, **bound(), "compiled": decide.call_count}
+        return {**row, **bound()}
 
     def within(self, nbytes: int) -> Row:
         with config.patch(activation_memory_peak_bytes=nbytes):

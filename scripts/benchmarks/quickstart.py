@@ -17,7 +17,6 @@ upstream's; 2 bad call, or torch without the patches.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
@@ -78,13 +77,10 @@ def measure(task: fresh.Task) -> Row:
 def training(net: nets.Net, kind: str, budget: float, beside: bool = False) -> Training:
     """One whose graphs are compiled."""
     in_graphs = compiled(OPERATORS)
-    ways: dict[str, Any] = {"eager": {}, "blocks": {"blocks": in_graphs}}
-    result = Training(
-        net,
-        beside=beside,
-        optimizer=functools.partial(torch.optim.AdamW, lr=0.0),
-        **ways.get(kind, {"whole": in_graphs}),
-    )
+    ways: Any = {"eager": {}, "blocks": {"blocks": in_graphs}}
+    ways = ways.get(kind, {"whole": in_graphs})
+    result = Training(net, beside=beside, **ways)
+    result.optimizer = torch.optim.AdamW(result.parameters, lr=0.0)
     if kind == "blocks":
         result.within = overlay("step_budget").StepBudget(share=budget)
         # It makes its plan of the first step, or of the second.
@@ -113,17 +109,21 @@ def timed(net: nets.Net, kind: str, budget: float) -> Row:
 # ------------------------------------------------------------------- report
 
 
-def shown(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """What was timed."""
-    pairs = ((row, step) for row in good(rows) for step in row["steps"])
+def shown(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """The kinds and steps that were timed."""
+    pairs = ((row["kind"], step) for row in good(rows) for step in row["steps"])
     return [pair for pair in pairs if "off_eager" in pair[1]]
+
+
+def lowest(rows: Sequence[Row], kind: str) -> Row:
+    return sweep.lowest([step for name, step in shown(rows) if name == kind])
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold with the patch set applied."""
     yield from at_most(
         "gradients, off from eager mode's",
-        ((step["off_eager"], row["kind"]) for row, step in shown(rows)),
+        ((step["off_eager"], kind) for kind, step in shown(rows)),
         *(TOLERANCE, f"at most {TOLERANCE:.0e}", "{:.1e} ({})", True),
     )
     if good(rows, kind="graph") and good(rows, kind="upstream"):
@@ -132,31 +132,24 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         yield Mark(what, f"{ours / theirs:.2f}", "below 1", ours < theirs)
 
 
-def lowest(rows: Sequence[Row], kind: str) -> Row:
-    steps = [step for row in good(rows, kind=kind) for step in row["steps"]]
-    return sweep.lowest([step for step in steps if "off_eager" in step])
+def budget_of(step: Row) -> str:
+    if "budgets" in step:
+        return f"{sweep.told(step['budgets'])}, the lowest"
+    return f"{step['budget']:g}" if "budget" in step else ""
 
 
 def page(data: dict[str, Any]) -> str:
-    rows, facts = data["measured"], data["environment"]
-
-    def budget(row: Row, step: Row) -> str:
-        if "budgets" not in step:
-            return f"{step['budget']:g}" if "budget" in step else ""
-        return (
-            f"{sweep.told(step['budgets'])}, the lowest of {sweep.count(row['steps'])}"
-        )
-
+    rows = data["measured"]
     text = columns(
         shown(rows),
         {
-            "plans": lambda row, step: row["kind"],
-            "budget": budget,
-            "peak MB": lambda row, step: megabytes(step["peak"]),
-            "saved MB": lambda row, step: megabytes(step["saved"]),
-            "step / eager": lambda row, step: f"{step['step_over_eager']:.2f}",
-            "recomputed": lambda row, step: f"{step['recomputed']:.0%}",
-            "gradient error": lambda row, step: f"{step['off_eager']:.0e}",
+            "plans": lambda kind, _: kind,
+            "budget": lambda _, step: budget_of(step),
+            "peak MB": lambda _, step: megabytes(step["peak"]),
+            "saved MB": lambda _, step: megabytes(step["saved"]),
+            "step / eager": lambda _, step: f"{step['step_over_eager']:.2f}",
+            "recomputed": lambda _, step: f"{step['recomputed']:.0%}",
+            "gradient error": lambda _, step: f"{step['off_eager']:.0e}",
         },
     )
     return (
@@ -166,26 +159,25 @@ def page(data: dict[str, Any]) -> str:
         f"Medians of {REPEATS} interleaved steps, CPU times. "
         "saved: what the forward leaves alive for the backward. recomputed: flops beyond "
         "eager mode's, as a share of the forward's. gradient error: relative to eager "
-        f"mode's. {sweep.HOW} {measured_on(facts)}"
+        f"mode's. {sweep.HOW} {measured_on(data['environment'])}"
     )
 
 
 def headline(data: dict[str, Any]) -> str:
     """The README's table: eager mode, the lowest peak of upstream's, and of ours."""
-    eager, upstream, ours = (
-        lowest(data["measured"], kind) for kind in ("eager", "upstream", "graph")
-    )
+    rows = data["measured"]
     names = {
-        "eager mode": eager,
-        "stock torch.compile, at the budget with the lowest peak "
-        f"({sweep.told(upstream['budgets'])})": upstream,
-        f'**torch.compile with this set, target `"peak"`, budget {ours["budget"]:g}**': ours,
+        "eager": "eager mode",
+        "upstream": "stock torch.compile, at the budget with the lowest peak ({})",
+        "graph": '**torch.compile with this set, target `"peak"`, budget {}**',
     }
     lines = []
-    for name, step in names.items():
-        bold = "**" if step is ours else ""
+    for kind, name in names.items():
+        step = lowest(rows, kind)
+        bold = "**" * (kind == "graph")
+        budget = sweep.told(step.get("budgets") or [step.get("budget", 1)])
         cells = f"{step['peak'] / 1e6:,.0f} MB", f"{step['step_over_eager']:.2f}"
-        lines.append([name, *(f"{bold}{cell}{bold}" for cell in cells)])
+        lines.append([name.format(budget), *(f"{bold}{cell}{bold}" for cell in cells)])
     shape = nets.LLAMA_8
     return markdown(
         ["one training step", "peak memory", "step time, relative to eager mode"], lines

@@ -27,7 +27,7 @@ def measured(measure: Callable[[float], Row], budgets: Sequence[float]) -> list[
 
     def plan(found: tuple[float, Row]) -> tuple[Any, ...]:
         step = found[1]
-        return step["peak"], step["flops"], len(right([step]))
+        return step["peak"], step.get("flops"), len(right([step]))
 
     steps = []
     for _, group in groupby(((b, measure(b)) for b in budgets), plan):
@@ -50,8 +50,3 @@ def told(budgets: Sequence[float]) -> str:
     """The budgets of one plan, as text."""
     least, most = min(budgets), max(budgets)
     return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
-
-
-def count(steps: Sequence[Row]) -> int:
-    """How many budgets were tried."""
-    return sum(len(step.get("budgets", ())) for step in steps)

@@ -89,7 +89,6 @@ class Training:
         fake: bool = False,
         beside: bool = False,
         device: str = "cpu",
-        optimizer: Optional[Callable[..., torch.optim.Optimizer]] = None,
     ) -> None:
         if not beside:
             torch._dynamo.reset()
@@ -104,7 +103,7 @@ class Training:
         for block in self.blocks:
             block.forward = put_to_work(block.forward, blocks)
         self.forward = put_to_work(self.module, whole)
-        self.optimizer = optimizer and optimizer(self.parameters)
+        self.optimizer: Optional[torch.optim.Optimizer] = None
         self.within: AbstractContextManager[Any] = nullcontext()
 
     def loss(self) -> Tensor:

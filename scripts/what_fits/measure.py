@@ -52,7 +52,7 @@ def measure(task: fresh.Task) -> Row:
     return {"steps": steps_of(task)}
 
 
-def steps_of(task: fresh.Task, kind: type[plans.Plans] = plans.Plans) -> list[Row]:
+def steps_of(task: fresh.Task, of: type[plans.Plans] = plans.Plans) -> list[Row]:
     """Of plans on fake tensors, or of another kind with values."""
     asked = task["_asked"]
     device, in_blocks = asked["gpu"] or plans.RUN, asked["blocks"] is not None
@@ -63,8 +63,8 @@ def steps_of(task: fresh.Task, kind: type[plans.Plans] = plans.Plans) -> list[Ro
         if asked["compile_loss"]:
             stack.enter_context(plans.compiled_loss(backend))
         prepare = functools.partial(prepared, asked)
-        is_fake = kind is plans.Plans
-        found = kind(net_of(task), device, backend, is_fake, prepare)
+        is_fake = of is plans.Plans
+        found = of(net_of(task), device, backend, is_fake, prepare)
         if task["way"] == UPSTREAM:
             return found.upstreams(BUDGETS, in_blocks)
         kind = "blocks" if in_blocks else "graph"
