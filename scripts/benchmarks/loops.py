@@ -18,34 +18,213 @@ that are there when a step starts, over what the budget says is allowed.
     accumulation        over one to four micro-batches
     skipped             a batch without a backward, and a step without a batch
     gan, heads, curriculum    two models, halves of one, and two sizes take turns
-
-"two ranks" are programs of their own: DDP, FSDP2, tensor parallelism and a pipeline.
 """
 
 from __future__ import annotations
 
+import gc
+import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Optional
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._dynamo import config as dynamo_config
-from torch._functorch import config
+from torch._functorch import config, partitioners
 
-from benchmarks import fresh, nets, ranks, second_set
-from benchmarks.pages import at_most, columns, good, Mark, marks_table, measured_on, Row
-from benchmarks.tracing import cpu_attention_counted
-from benchmarks.turns import LOOPS, SHARE, taken
+from benchmarks import fresh, nets, second_set
+from benchmarks.architectures import ClassicShape
+from benchmarks.meters import CountedFlops, CountedStorages, gradients
+from benchmarks.pages import (
+    at_most,
+    columns,
+    good,
+    Mark,
+    marks_table,
+    measured_on,
+    Named,
+    Row,
+)
+from benchmarks.plans import warnings_noted
+from benchmarks.tracing import cpu_attention_counted, overlay
+from benchmarks.ways import compiled, OPERATORS, Training
 
 
+SHARE = 0.2
+# What takes turns with a net.
+PARTNER = nets.classic("partner", ClassicShape(layers=2, tokens=128), 8)
+
+
+# -------------------------------------------------------------------- loops
+
+
+# Rows of a batch, and eighths of the length that its text may have.
+Size = tuple[int, int]
+SIZES: tuple[Size, ...] = (
+    *((5, 6), (7, 5), (2, 8), (8, 4)),
+    *((4, 7), (6, 8), (3, 6), (9, 8)),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step of a loop: micro-batches of a size, and what is trained, all if nothing."""
+
+    size: Size = SIZES[0]
+    batches: int = 1
+    trained: str = ""
+    # What happens before that, or instead.
+    also: str = ""
+
+
+def lengths() -> list[Turn]:
+    """Larger sizes come later."""
+    order = random.Random(nets.SEED)
+    seen = (4,) * 10 + (6,) * 10 + (8,) * 20
+    return [Turn(SIZES[order.randrange(most)]) for most in seen]
+
+
+LARGEST = Turn(SIZES[-1])
+ACCUMULATED = [Turn(batches=count) for count in (2, 4, 1, 3)]
+HALVES = [Turn(trained="first half"), Turn(trained="second half")]
+# Each with whether sizes are known to vary, as torch.compile has it.
+LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
+    "lengths, dynamic": (lengths(), True),
+    "lengths, automatic": (lengths(), None),
+    "lengths, buckets": (lengths(), False),
+    "last batch": ([LARGEST, LARGEST, LARGEST, Turn()] * 4, None),
+    "evaluation": ([Turn(), Turn(), Turn(also="evaluation")] * 4, None),
+    "accumulation": (ACCUMULATED * 4, None),
+    "skipped": ([Turn(), Turn(), Turn(also="skipped"), Turn(also="empty")] * 4, None),
+    "gan": ([Turn(), Turn(trained="partner")] * 8, None),
+    "heads": (HALVES * 8, None),
+    "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
+}
 PROJECT = ("llama-4", "bert", "vit")
 HELD_OUT = tuple(net.name for net in second_set.SMALL)
-RANKS = "two ranks"
-NETS = (*PROJECT, *HELD_OUT, RANKS)
+NETS = (*PROJECT, *HELD_OUT)
 CHECK = "one loop of one net, as CI does"
 KIND, KEY = "loop", ("net", "loop", "way", "share")
 LIMITS = fresh.Limits(seconds=900, gigabytes=14)
 WAYS = ("blocks", "whole")
+
+
+# --------------------------------------------------------------------- runs
+
+
+def cut(inputs: Sequence[Tensor], size: Size) -> tuple[Tensor, ...]:
+    """So many rows of a batch, repeated where it has fewer, and of text so much."""
+    rows, eighths = size
+
+    def part(values: Tensor) -> Tensor:
+        values = values[torch.arange(rows) % len(values)]
+        if values.ndim == 2 and not values.is_floating_point():
+            values = values[:, : values.shape[1] * eighths // 8]
+        return values.contiguous()
+
+    return tuple(map(part, inputs))
+
+
+class Loop:
+    """A net, its partner, and a budget, if any, that both are trained by."""
+
+    def __init__(
+        self, net: nets.Net, way: str, dynamic: Optional[bool] = False
+    ) -> None:
+        ways: dict[str, Any] = {}
+        if way != "eager":
+            ways[way] = compiled(OPERATORS, dynamic=dynamic)
+        self.net = Training(net, **ways)
+        self.partner = Training(PARTNER, **ways, beside=True)
+        self.budget: Any = nullcontext()
+
+    def take(self, turn: Turn) -> Row:
+        """A step: its peak and flops, and what it did to the plans."""
+        training = self.partner if turn.trained == "partner" else self.net
+        all_inputs = training.inputs
+        training.inputs = cut(all_inputs, turn.size)
+        if turn.also == "evaluation":
+            with torch.no_grad():
+                training.module.eval()
+                training.loss()
+                training.module.train()
+        torch.manual_seed(nets.SEED)
+        there = [*training.inputs]
+        for each in (self.net, self.partner):
+            there += [*each.parameters, *each.module.buffers()]
+        with half_trained(training.parameters, turn.trained):
+            with watched(self.budget, there) as row:
+                train(turn, training)
+            gradients(training.parameters)
+        training.inputs = all_inputs
+        return row
+
+
+@contextmanager
+def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
+    """A step within a budget: its peak and flops, and what it did to the plans."""
+    decide = mock.Mock(wraps=vars(partitioners)["decide"])
+    gc.collect()
+    row: Row = {}
+    with (
+        warnings_noted() as said,
+        mock.patch.object(partitioners, "decide", decide),
+        budget,
+    ):
+        step = overlay("step_recorder").running_step()
+        row["recorded"] = step is not None and step.recorder is not None
+        with CountedFlops() as counter, CountedStorages(there) as storages:
+            yield row
+    plan = getattr(budget, "plan", None)
+    row.update(peak=storages.peak, flops=counter.flops, warnings=said)
+    is_new = row["recorded"] or bool(decide.call_count)
+    row.update(compiled=bool(decide.call_count), learned=is_new or plan is None)
+    if plan is not None:
+        row.update(allowed=plan.allowed, floor=plan.floor)
+
+
+def train(turn: Turn, training: Training) -> None:
+    if turn.also == "skipped":
+        training.loss()
+    elif turn.also != "empty":
+        for _ in range(turn.batches):
+            training.loss().backward()
+
+
+@contextmanager
+def half_trained(parameters: Sequence[Tensor], trained: str) -> Iterator[None]:
+    """The other half of the parameters is frozen, if one is named."""
+    middle = len(parameters) // 2
+    halves = {"first half": parameters[middle:], "second half": parameters[:middle]}
+    frozen = halves.get(trained, ())
+    for each in frozen:
+        each.requires_grad_(False)
+    yield
+    for each in frozen:
+        each.requires_grad_(True)
+
+
+def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
+    """A loop; at share 1 its steps have to compute what those of eager mode do."""
+    turns, dynamic = LOOPS[loop]
+    eager, needed = Loop(net, "eager"), {}
+    if share == 1:
+        needed = {turn: eager.take(turn)["flops"] for turn in {*turns}}
+    training = Loop(net, way, dynamic)
+    training.budget = overlay("step_budget").StepBudget(share=share)
+    found = [training.take(turn) for turn in turns]
+    row = summed_up(found)
+    flops = [
+        (now["flops"] / needed[turn], f"step {at + 1}")
+        for at, (turn, now) in enumerate(zip(turns, found))
+        if needed.get(turn) and not now["learned"]
+    ]
+    if flops:
+        row["worst"]["flops"] = max(flops)
+    return {**row, "again": again(turns, found, dynamic)}
 
 
 def tasks(
@@ -53,61 +232,88 @@ def tasks(
 ) -> Iterator[fresh.Task]:
     for net in names or (PROJECT[:1] if check else NETS):
         task = {"net": net, "share": SHARE, "held_out": net in HELD_OUT}
-        if net == RANKS:
-            yield {**task, "loop": "ddp", "way": "whole"}
-            for loop in ranks.PARALLEL:
-                yield {**task, "loop": loop, "way": "blocks"}
-            continue
         for way in WAYS[:1] if check else WAYS:
             for loop in ("last batch",) if check else LOOPS:
                 yield {**task, "way": way, "loop": loop}
-                if group_of(loop) == "lengths":
+                if loop.startswith("lengths"):
                     yield {**task, "way": way, "loop": loop, "share": 1.0}
 
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    net, loop, way = task["net"], task["loop"], task["way"]
-    if net == RANKS:
-        return ranks.in_ranks(loop, way)
     limits = {"recompile_limit": 64, "accumulated_recompile_limit": 512}
     with (
         config.patch(enable_autograd_cache=False),
         dynamo_config.patch(limits),
         cpu_attention_counted(),
     ):
-        in_float = replace(nets.find(net), dtype=torch.float32)
-        return taken(in_float, loop, way, task["share"])
+        net = replace(nets.find(task["net"]), dtype=torch.float32)
+        return taken(net, task["loop"], task["way"], task["share"])
 
 
-# -------------------------------------------------------------------- marks
+# ------------------------------------------------------------------- judged
 
 
-QUESTIONS = {
-    "lengths": "Steps of eight sizes, larger ones later",
-    "others": "A smaller last batch, evaluation, accumulation, skipped batches",
-    "alternating": "Two programs that take turns",
-    "programs": "Parallel training",
-}
+def dues(turns: Sequence[Turn], dynamic: Optional[bool]) -> Iterator[bool]:
+    """Of each step whether plans have to change in it.
+
+    They do where what is trained is new, or larger than before, or has to be compiled
+    anew: each size, or the second, of which graphs for all sizes are made.
+    """
+    before: dict[str, int] = {}
+    known: dict[str, set[Size]] = {}
+    for turn in turns:
+        rows, eighths = turn.size
+        size, most = rows * eighths * turn.batches, before.get(turn.trained, 0)
+        seen = known.setdefault(turn.trained, set())
+        is_compiled = dynamic is False or (dynamic is None and len(seen) < 2)
+        yield size > most or (is_compiled and turn.size not in seen)
+        seen.add(turn.size)
+        before[turn.trained] = max(size, most)
 
 
-def group_of(loop: str) -> str:
-    """The question that a loop answers."""
-    if loop in ranks.PARALLEL:
-        return "programs"
-    if loop in ("gan", "heads", "curriculum"):
-        return "alternating"
-    return "lengths" if loop.startswith("lengths") else "others"
+def again(turns: Sequence[Turn], found: Sequence[Row], dynamic: Optional[bool]) -> int:
+    """Steps that changed plans without need.
+
+    Plans may be made in a step that has to change them, and when the next one starts.
+    """
+    due = [False, *dues(turns, dynamic)]
+    allowed = map(any, zip(due, due[1:]))
+    return sum(now["learned"] and not may for now, may in zip(found, allowed))
 
 
-def parts(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """The rows of each set of nets, by question."""
+def summed_up(found: Sequence[Row]) -> Row:
+    """The worst peaks over what the budget says, and what each step did to the plans."""
+    # Buffers that the first step makes may have the second one recorded, too.
+    plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
+    if not plans:
+        raise RuntimeError(f"no plan in {len(found)} steps")
+    bound: list[Named] = [
+        (now["peak"] / now["allowed"], f"step {at + 1}")
+        for at, now in plans
+        if not now["recorded"]
+    ]
+    first = found[0]["peak"] / plans[0][1]["floor"], "step 1"
+
+    def letter(now: Row) -> str:
+        did = "R" if now["recorded"] else "C" if now["compiled"] else "."
+        return did + "w" * bool(now["warnings"])
+
+    warnings = [text for now in found for text in now["warnings"]]
+    return {
+        "worst": {"first": first, "bound": max(bound)},
+        "trace": "".join(map(letter, found)),
+        "warned": len(warnings),
+        "warnings": [*dict.fromkeys(warnings)],
+    }
+
+
+def parts(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each set of nets."""
     for name, held_out in ("Nets of the project", False), ("Held out", True):
-        for group in QUESTIONS:
-            mine = [row for row in rows if group_of(row["loop"]) == group]
-            mine = good(mine, held_out=held_out)
-            if mine:
-                yield name, group, mine
+        mine = good(rows, held_out=held_out)
+        if mine:
+            yield name, mine
 
 
 def told(row: Row) -> str:
@@ -115,30 +321,22 @@ def told(row: Row) -> str:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    for name, group, mine in parts(rows):
-        for mark in judged_steps(mine, warnings=int(group == "lengths")):
-            yield mark._replace(what=f"{name}, {group}: {mark.what}")
-
-
-def judged_steps(rows: Sequence[Row], warnings: int) -> Iterator[Mark]:
-    for what, entry, most in (
-        ("steps learned again", "again", 0),
-        ("warnings", "warned", warnings),
-    ):
-        # Of programs that are not ours it is not known how many there have to be.
-        found = [(row[entry], told(row)) for row in rows if "again" in row]
-        yield from at_most(what, found, most, "", "{:.0f} ({})")
-    for what, entry, limit in (
-        ("first step's peak / floor", "first", 1.05),
-        ("peaks / allowed", "bound", 1.005),
-        ("flops at share 1 / those without a budget", "flops", 1.0),
-    ):
-        pairs = [
-            (row["worst"][entry][0], f"{told(row)}, {row['worst'][entry][1]}")
-            for row in rows
-            if entry in row["worst"]
-        ]
-        yield from at_most(what, pairs, limit, enforced=entry == "bound")
+    for name, mine in parts(rows):
+        for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
+            found = [(row[entry], told(row)) for row in mine]
+            yield from at_most(f"{name}: {what}", found, 0, "", "{:.0f} ({})")
+        for what, entry, limit in (
+            ("first step's peak / floor", "first", 1.05),
+            ("peaks / allowed", "bound", 1.005),
+            ("flops at share 1 / those without a budget", "flops", 1.0),
+        ):
+            pairs = [
+                (row["worst"][entry][0], f"{told(row)}, {row['worst'][entry][1]}")
+                for row in mine
+                if entry in row["worst"]
+            ]
+            is_enforced = entry == "bound"
+            yield from at_most(f"{name}: {what}", pairs, limit, enforced=is_enforced)
 
 
 # ------------------------------------------------------------------- report
@@ -158,7 +356,7 @@ def table(rows: Sequence[Row]) -> str:
         "first / floor": ratio("first"),
         "peaks / allowed": ratio("bound"),
         "flops / needed": ratio("flops"),
-        "learned again": lambda row: str(row.get("again", "")),
+        "learned again": lambda row: str(row["again"]),
         "warnings": lambda row: str(row["warned"]),
         "steps": lambda row: f"`{row['trace']}`",
     }
@@ -168,6 +366,6 @@ def table(rows: Sequence[Row]) -> str:
 def page(data: dict[str, Any]) -> str:
     rows = data["measured"]
     text = marks_table(mark._asdict() for mark in judged(rows))
-    for name, group, mine in parts(rows):
-        text += f"\n{name}. {QUESTIONS[group]}:\n\n{table(mine)}"
+    for name, mine in parts(rows):
+        text += f"\n{name}:\n\n{table(mine)}"
     return f"{text}\n{measured_on(data['environment'], 'Run, operator by operator,')}"
