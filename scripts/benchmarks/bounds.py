@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sweep
 from benchmarks.pages import (
     at_most,
     columns,
@@ -30,7 +29,14 @@ from benchmarks.pages import (
     share_within,
     SIMULATED,
 )
-from benchmarks.plans import CHECKPOINTS, IN_BLOCKS, ON_THE_WHEEL
+from benchmarks.plans import (
+    CHECKPOINTS,
+    IN_BLOCKS,
+    lowest,
+    ON_THE_WHEEL,
+    right,
+    told_budgets,
+)
 from benchmarks.plans import RUN as OPERATORS
 from benchmarks.replay import GPUS
 
@@ -53,7 +59,7 @@ def told(row: Row, step: Row) -> str:
     budgets = asked(step)
     if "peak_bytes" in step:
         return f"{row['net']} held to {megabytes(step['peak_bytes'])} MB"
-    where = f" at {sweep.told(budgets)}" if budgets else ""
+    where = f" at {told_budgets(budgets)}" if budgets else ""
     return f"{row['net']}{where}, {row['kind']}"
 
 
@@ -107,7 +113,19 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         inside = [each[:2] for each in bound]
         show = "{} of {}; {:+.2%} at most ({})"
         yield from share_within("plans within the allowed", inside, 0.0, 11 / 12, show)
-    yield from predictions(rows, exact)
+    # Of inductor's graphs plans are chosen by estimates: only a StepBudget predicts.
+    apart = [
+        (abs(step["predicted"] / step["peak"] - 1), at)
+        for at, step in every(rows, *(BOUND if exact else ("blocks", "whole", "held")))
+        if step.get("predicted")
+    ]
+    what = "predicted / measured peak"
+    if exact:
+        show = f"off by {{:.3%}} at most ({{}}), {len(apart)} plans"
+        of_graphs = not good(rows, kind="blocks")
+        yield from at_most(what, apart, 0.005, "0.5 %", show, of_graphs)
+    else:
+        yield from share_within(f"{what}, within 2% of it", apart, 0.02, 1.0)
     for kind in OURS:
         yield from at_most(
             f"peak / at the next larger budget, {kind}",
@@ -128,23 +146,6 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
     yield from judged_as_one_graph(rows)
-
-
-def predictions(rows: Sequence[Row], exact: bool) -> Iterator[Mark]:
-    """Of inductor's graphs, plans are chosen by estimates: only a StepBudget predicts."""
-    kinds = BOUND if exact else ("blocks", "whole", "held")
-    apart = [
-        (abs(step["predicted"] / step["peak"] - 1), at)
-        for at, step in every(rows, *kinds)
-        if step.get("predicted")
-    ]
-    what = "predicted / measured peak"
-    if exact:
-        show = f"off by {{:.3%}} at most ({{}}), {len(apart)} plans"
-        of_graphs = not good(rows, kind="blocks")
-        yield from at_most(what, apart, 0.005, "0.5 %", show, of_graphs)
-    else:
-        yield from share_within(f"{what}, within 2% of it", apart, 0.02, 1.0)
 
 
 def rising(rows: Iterable[Row]) -> Iterator[Named]:
@@ -169,24 +170,20 @@ def no_higher(rows: Iterable[Row], net: str, kind: str, peak: float) -> list[Row
 def judged_beside(rows: Sequence[Row], theirs: str, ours: str) -> Iterator[Mark]:
     """Plans of ours beside all others of nets that have both."""
     exact = rows[0]["device"] == OPERATORS
-    mine = {row["net"]: row for row in good(rows, kind=ours) if row["steps"]}
+    mine = {row["net"]: row["steps"] for row in good(rows, kind=ours) if row["steps"]}
     both = [row for row in good(rows, kind=theirs) if row["net"] in mine]
     named = f"{ours} / {theirs}"
-    is_mean = theirs == "upstream" and not exact
+    least = [
+        (lowest(mine[row["net"]])["peak"] / lowest(row["steps"])["peak"], row["net"])
+        for row in both
+    ]
     yield from at_most(
-        f"lowest peak, {named}",
-        (
-            (
-                sweep.lowest(mine[row["net"]]["steps"])["peak"]
-                / sweep.lowest(row["steps"])["peak"],
-                row["net"],
-            )
-            for row in both
-        ),
-        *(RISES, "at most 1", f"{{:.3f}} at most ({{}}), {len(both)} nets"),
+        *(f"lowest peak, {named}", least, RISES, "at most 1"),
+        f"{{:.3f}} at most ({{}}), {len(both)} nets",
         enforced=exact and ours == "graph",
     )
-    plans = [(row, step) for row in both for step in sweep.right(row["steps"])]
+    plans = [(row, step) for row in both for step in right(row["steps"])]
+    is_mean = theirs == "upstream" and not exact
     for what, entry in ("flops", "flops"), ("roofline time", "seconds"):
         ratios = []
         for row, step in plans:
@@ -194,17 +191,14 @@ def judged_beside(rows: Sequence[Row], theirs: str, ours: str) -> Iterator[Mark]
             costs = [plan[entry] for plan in low if entry in plan]
             if entry in step and costs:
                 ratios.append((min(costs) / step[entry], told(row, step)))
-        if ratios:
-            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
-            worst = max(ratios)
-            yield Mark(
-                f"{what} at no higher peak, {named}",
-                f"{mean:.3f} on average; {worst[0]:.3f} at most ({worst[1]}), "
-                f"{len(ratios)} of {len(plans)} plans",
-                "1 on average" if is_mean else "at most 1",
-                mean <= 1 if is_mean else worst[0] <= RISES,
-                False,
-            )
+        mean = statistics.geometric_mean([ratio for ratio, _ in ratios] or [1])
+        for mark in at_most(
+            *(f"{what} at no higher peak, {named}", ratios, RISES),
+            "1 on average" if is_mean else "at most 1",
+            f"{mean:.3f} on average; {{:.3f}} at most ({{}}), "
+            f"{len(ratios)} of {len(plans)} plans",
+        ):
+            yield mark._replace(passed=mean <= 1) if is_mean else mark
 
 
 def judged_as_one_graph(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -280,18 +274,18 @@ def table(rows: Sequence[Row]) -> str:
             text += f" (**{step['peak'] / step['allowed'] - 1:+.1%}**)"
         return text + (" w" if step.get("warned") else "") + cost(row, step)
 
-    def lowest(row: Row) -> str:
-        least = sweep.lowest(row["steps"])
+    def at_lowest(row: Row) -> str:
+        least = lowest(row["steps"])
         if not asked(least):
             return cell(row, least)
         count = sum(len(asked(step)) for step in row["steps"])
-        return f"{cell(row, least)} at {sweep.told(asked(least))} (of {count})"
+        return f"{cell(row, least)} at {told_budgets(asked(least))} (of {count})"
 
     def ours(row: Row) -> str:
         if row["kind"] not in THEIRS:
             return ""
         kind = "blocks" if row["kind"] in IN_BLOCKS else "graph"
-        peak = sweep.lowest(row["steps"])["peak"]
+        peak = lowest(row["steps"])["peak"]
         low = no_higher(rows, row["net"], kind, peak)
         # Of a real run no flops are counted.
         cost = "flops" if all("flops" in plan for plan in low) else "seconds"
@@ -300,7 +294,7 @@ def table(rows: Sequence[Row]) -> str:
     def bound(row: Row) -> str:
         return megabytes(row["lower_bound"]) if "lower_bound" in row else ""
 
-    more: dict[str, Any] = {"lowest": lowest, "ours, no higher": ours}
+    more: dict[str, Any] = {"lowest": at_lowest, "ours, no higher": ours}
     if any("lower_bound" in row for row in rows):
         more["no plan below"] = bound
     return by_budget(in_order(rows), cell, **more)

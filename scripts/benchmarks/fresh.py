@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.pages import progress, Row
+from benchmarks.pages import Row
 
 
 # A task whose ``torch`` is this runs on the wheel that the checkout was made from.
@@ -92,8 +92,8 @@ def measured(module: str, task: Task, limits: Limits) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    with progress(describe(task)):
-        found = measure_in_child(module, task, limits)
+    print(f"{describe(task)} ...", file=sys.stderr, flush=True)
+    found = measure_in_child(module, task, limits)
     if "error" in found:
         print(f"{describe(task)}: {found['error']}", file=sys.stderr)
     row = {**task, **found}

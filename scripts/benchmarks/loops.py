@@ -35,7 +35,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config, partitioners
 
-from benchmarks import fresh, nets, second_set
+from benchmarks import fresh, nets
 from benchmarks.architectures import ClassicShape
 from benchmarks.meters import CountedFlops, CountedStorages, gradients
 from benchmarks.pages import (
@@ -103,9 +103,7 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "heads": (HALVES * 8, None),
     "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
 }
-PROJECT = ("llama-4", "bert", "vit")
-HELD_OUT = tuple(net.name for net in second_set.SMALL)
-NETS = (*PROJECT, *HELD_OUT)
+NETS = ("llama-4", "bert", "vit")
 CHECK = "one loop of one net, as CI does"
 KIND, KEY = "loop", ("net", "loop", "way", "share")
 LIMITS = fresh.Limits(seconds=900, gigabytes=14)
@@ -230,8 +228,8 @@ def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
 def tasks(
     names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
 ) -> Iterator[fresh.Task]:
-    for net in names or (PROJECT[:1] if check else NETS):
-        task = {"net": net, "share": SHARE, "held_out": net in HELD_OUT}
+    for net in names or (NETS[:1] if check else NETS):
+        task = {"net": net, "share": SHARE}
         for way in WAYS[:1] if check else WAYS:
             for loop in ("last batch",) if check else LOOPS:
                 yield {**task, "way": way, "loop": loop}
@@ -308,41 +306,32 @@ def summed_up(found: Sequence[Row]) -> Row:
     }
 
 
-def parts(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each set of nets."""
-    for name, held_out in ("Nets of the project", False), ("Held out", True):
-        mine = good(rows, held_out=held_out)
-        if mine:
-            yield name, mine
-
-
 def told(row: Row) -> str:
     return f"{row['net']}, {row['loop']}, {row['way']}, share {row['share']:g}"
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    for name, mine in parts(rows):
-        for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
-            found = [(row[entry], told(row)) for row in mine]
-            yield from at_most(f"{name}: {what}", found, 0, "", "{:.0f} ({})")
-        for what, entry, limit in (
-            ("first step's peak / floor", "first", 1.05),
-            ("peaks / allowed", "bound", 1.005),
-            ("flops at share 1 / those without a budget", "flops", 1.0),
-        ):
-            pairs = [
-                (row["worst"][entry][0], f"{told(row)}, {row['worst'][entry][1]}")
-                for row in mine
-                if entry in row["worst"]
-            ]
-            is_enforced = entry == "bound"
-            yield from at_most(f"{name}: {what}", pairs, limit, enforced=is_enforced)
+    rows = good(rows)
+    for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
+        found = [(row[entry], told(row)) for row in rows]
+        yield from at_most(what, found, 0, "", "{:.0f} ({})")
+    for what, entry, limit in (
+        ("first step's peak / floor", "first", 1.05),
+        ("peaks / allowed", "bound", 1.005),
+        ("flops at share 1 / those without a budget", "flops", 1.0),
+    ):
+        pairs = [
+            (row["worst"][entry][0], f"{told(row)}, {row['worst'][entry][1]}")
+            for row in rows
+            if entry in row["worst"]
+        ]
+        yield from at_most(what, pairs, limit, enforced=entry == "bound")
 
 
 # ------------------------------------------------------------------- report
 
 
-def table(rows: Sequence[Row]) -> str:
+def page(data: dict[str, Any]) -> str:
     """What came of each loop; the worst of its steps."""
 
     def ratio(entry: str) -> Callable[[Row], str]:
@@ -360,12 +349,6 @@ def table(rows: Sequence[Row]) -> str:
         "warnings": lambda row: str(row["warned"]),
         "steps": lambda row: f"`{row['trace']}`",
     }
-    return columns(rows, cells)
-
-
-def page(data: dict[str, Any]) -> str:
-    rows = data["measured"]
-    text = marks_table(mark._asdict() for mark in judged(rows))
-    for name, mine in parts(rows):
-        text += f"\n{name}:\n\n{table(mine)}"
-    return f"{text}\n{measured_on(data['environment'], 'Run, operator by operator,')}"
+    table = columns(good(data["measured"]), cells)
+    origin = measured_on(data["environment"], "Run, operator by operator,")
+    return f"{marks_table(data['rows'])}\n{table}\n{origin}"

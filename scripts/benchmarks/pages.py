@@ -7,9 +7,7 @@ import json
 import math
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,16 +169,6 @@ def show(text: str, least_width: int = 140) -> None:
 
     console = Console()
     Console(width=max(console.width, least_width)).print(Markdown(text))
-
-
-def progress(text: str) -> AbstractContextManager[Any]:
-    """Shows what is being done meanwhile."""
-    if importlib.util.find_spec("rich") is None:
-        print(text, file=sys.stderr, flush=True)
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
 
 
 # ------------------------------------------------------------------ figures

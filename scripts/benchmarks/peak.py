@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Optional
 from unittest import mock
 
-from benchmarks import bounds, fresh, nets, plans, sweep
+from benchmarks import bounds, fresh, nets, plans
 from benchmarks.pages import Row
 from benchmarks.tracing import overlay
 
@@ -35,7 +35,7 @@ LIMITS = fresh.Limits(seconds=7200, gigabytes=12)
 def tasks(
     names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
 ) -> Iterator[fresh.Task]:
-    kinds: dict[str, Sequence[float]] = {"upstream": sweep.BUDGETS, "graph": BUDGETS}
+    kinds: dict[str, Sequence[float]] = {"upstream": plans.SWEEP, "graph": BUDGETS}
     if check:
         # One with dropout is in test_peak.py.
         kinds = {"graph": (1.0, 0.5, 0.2, 0.0)}

@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks import fresh, nets, sweep
+from benchmarks import fresh, nets
 from benchmarks.meters import relative_error
 from benchmarks.pages import good, Row
 from benchmarks.replay import compiled_for, GPUS, replay
@@ -65,6 +66,15 @@ ATTENTION = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 )
 
+# Upstream's budgets.
+SWEEP = tuple(n / 32 for n in range(32, -1, -1))
+# Gradients of the same operators differ by less.
+SAME = 1e-5
+HOW_SWEPT = (
+    "Upstream's lowest: over budgets from 0 to 1 in steps of 1/32 or finer, without plans "
+    "that give wrong gradients."
+)
+
 
 def tasks(
     names: Iterable[str],
@@ -82,7 +92,7 @@ def tasks(
                 {name: step[name] for name in ("share", "peak") if name in step}
                 for row in others
                 if row["kind"] in HELD.get(kind, ())
-                for step in sweep.right(row["steps"])
+                for step in right(row["steps"])
                 if step.get("share") != 1
             ]
             yield {**task, "budgets": budgets, "_steps": steps}
@@ -183,7 +193,7 @@ class Plans:
         """By their own budgets; gradients are compared with those of the largest."""
         way: Any = compiled(self.backend, fullgraph=not in_blocks)
         ways = {"blocks" if in_blocks else "whole": way}
-        return sweep.measured(functools.partial(self.by_budget, **ways), budgets)
+        return swept(functools.partial(self.by_budget, **ways), budgets)
 
     def by_budget(self, budget: float, **ways: Any) -> Row:
         with budgeted(budget):
@@ -301,3 +311,36 @@ def saving_products(every: int) -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+# ----------------------------------------------------------- upstream's budgets
+
+
+def swept(measure: Callable[[float], Row], budgets: Sequence[float]) -> list[Row]:
+    """What is found by the first of neighbouring ``budgets`` of one peak and flops."""
+
+    def plan(found: tuple[float, Row]) -> tuple[Any, ...]:
+        step = found[1]
+        return step["peak"], step.get("flops"), len(right([step]))
+
+    steps = []
+    for _, group in groupby(((b, measure(b)) for b in budgets), plan):
+        same = list(group)
+        steps.append({"budgets": [budget for budget, _ in same], **same[0][1]})
+    return steps
+
+
+def right(steps: Sequence[Row]) -> list[Row]:
+    """Those without wrong gradients: a dropout's mask drawn again costs nothing."""
+    return [step for step in steps if step.get("off_budget_1", 0) <= SAME]
+
+
+def lowest(steps: Sequence[Row]) -> Row:
+    """The right one of the lowest peak."""
+    return min(right(steps), key=lambda step: step["peak"])
+
+
+def told_budgets(budgets: Sequence[float]) -> str:
+    """The budgets of one plan, as text."""
+    least, most = min(budgets), max(budgets)
+    return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"

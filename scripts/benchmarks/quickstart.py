@@ -24,7 +24,7 @@ from typing import Any, Optional
 import torch
 import torch._functorch.config as config
 
-from benchmarks import fresh, nets, plans, sweep
+from benchmarks import fresh, nets, plans
 from benchmarks.meters import relative_error, TOLERANCE
 from benchmarks.pages import (
     at_most,
@@ -44,7 +44,7 @@ NETS = ("llama-4",)
 KIND, KEY = plans.KIND, plans.KEY
 LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 REPEATS = 5
-KINDS = {"eager": (1.0,), "upstream": sweep.BUDGETS, "graph": (0.2, 0.0)}
+KINDS = {"eager": (1.0,), "upstream": plans.SWEEP, "graph": (0.2, 0.0)}
 
 
 def tasks(
@@ -68,8 +68,8 @@ def measure(task: fresh.Task) -> Row:
             step = training(net, kind, budget).measured()
             return {"peak": step.peak, "flops": step.flops}
 
-        steps = sweep.measured(by_budget, budgets)
-        least = sweep.lowest(steps)
+        steps = plans.swept(by_budget, budgets)
+        least = plans.lowest(steps)
         least.update(timed(net, kind, least["budgets"][0]))
         return {"steps": steps}
 
@@ -116,7 +116,7 @@ def shown(rows: Sequence[Row]) -> list[tuple[str, Row]]:
 
 
 def lowest(rows: Sequence[Row], kind: str) -> Row:
-    return sweep.lowest([step for name, step in shown(rows) if name == kind])
+    return plans.lowest([step for name, step in shown(rows) if name == kind])
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -134,7 +134,7 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
 
 def budget_of(step: Row) -> str:
     if "budgets" in step:
-        return f"{sweep.told(step['budgets'])}, the lowest"
+        return f"{plans.told_budgets(step['budgets'])}, the lowest"
     return f"{step['budget']:g}" if "budget" in step else ""
 
 
@@ -159,7 +159,7 @@ def page(data: dict[str, Any]) -> str:
         f"Medians of {REPEATS} interleaved steps, CPU times. "
         "saved: what the forward leaves alive for the backward. recomputed: flops beyond "
         "eager mode's, as a share of the forward's. gradient error: relative to eager "
-        f"mode's. {sweep.HOW} {measured_on(data['environment'])}"
+        f"mode's. {plans.HOW_SWEPT} {measured_on(data['environment'])}"
     )
 
 
@@ -175,7 +175,7 @@ def headline(data: dict[str, Any]) -> str:
     for kind, name in names.items():
         step = lowest(rows, kind)
         bold = "**" * (kind == "graph")
-        budget = sweep.told(step.get("budgets") or [step.get("budget", 1)])
+        budget = plans.told_budgets(step.get("budgets") or [step.get("budget", 1)])
         cells = f"{step['peak'] / 1e6:,.0f} MB", f"{step['step_over_eager']:.2f}"
         lines.append([name.format(budget), *(f"{bold}{cell}{bold}" for cell in cells)])
     shape = nets.LLAMA_8
@@ -185,5 +185,5 @@ def headline(data: dict[str, Any]) -> str:
         f"\nLlama-like, {shape.layers} layers of width {shape.width}, batch "
         f"{shape.batch} x {shape.tokens} tokens, fp32, AdamW; one graph, operator by "
         "operator. Peaks count everything live: parameters, optimizer states, gradients "
-        f"and activations. {sweep.HOW} {measured_on(data['environment'])}"
+        f"and activations. {plans.HOW_SWEPT} {measured_on(data['environment'])}"
     )

@@ -33,7 +33,7 @@ from typing import Any, Optional
 import torch
 from torch._inductor import config as inductor_config
 
-from benchmarks import bounds, fresh, nets, plans, second_set, sharding, step, sweep
+from benchmarks import bounds, fresh, nets, plans, second_set, sharding, step
 from benchmarks.pages import at_most, good, Mark, marks_table, Row
 from benchmarks.replay import GPUS
 from benchmarks.tracing import cpu_attention_counted
@@ -45,7 +45,7 @@ BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 SHARES = (1.0, 0.5, 0.2, 0.0)
 OURS = {"graph": BUDGETS, "blocks": SHARES, "whole": SHARES, "bytes": (plans.HALF,)}
 STEPS: dict[str, Sequence[float]] = {
-    "saved": sweep.BUDGETS,
+    "saved": plans.SWEEP,
     **dict.fromkeys(plans.CHECKPOINTS, ()),
     "blocks": step.SHARES,
     "held": (),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from benchmarks import bounds, fresh, plans, sweep
+from benchmarks import bounds, fresh, plans
 from benchmarks.pages import Row
 
 
@@ -35,7 +35,7 @@ def tasks(
     names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
 ) -> Iterator[fresh.Task]:
     names = names or (("vit",) if check else NETS)
-    shares, saved = ((1.0, 0.5, 0.0), (0.5,)) if check else (SHARES, sweep.BUDGETS)
+    shares, saved = ((1.0, 0.5, 0.0), (0.5,)) if check else (SHARES, plans.SWEEP)
     kinds = {"saved": saved, "checkpoint": (), "blocks": shares}
     kinds.update({"held": (), "one graph": ()})
     yield from plans.tasks(names, kinds, plans.RUN, rows)

@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 import torch
 from benchmarks import fresh, nets, ways
-from benchmarks.pages import environment, Row, show, store
+from benchmarks.pages import environment, show, store
 from benchmarks.replay import GPUS
 
 from what_fits import measure, page
@@ -138,11 +138,8 @@ def main(words: Optional[list[str]] = None) -> int:
     parser = options()
     asked = parser.parse_args(words)
     checked(parser, asked)
-    rows: list[Row] = []
     todo = [*tasks({**vars(asked), "json": None})]
-    for at, task in enumerate(todo):
-        print(f"{at + 1} of {len(todo)}: {fresh.describe(task)} ...", file=sys.stderr)
-        rows.append(fresh.measured(measure.__name__, task, LIMITS))
+    rows = [fresh.measured(measure.__name__, task, LIMITS) for task in todo]
     data = {"environment": environment(), "asked": todo[0]["_asked"], "measured": rows}
     show(page.page(data))
     if asked.json is not None:

@@ -62,7 +62,6 @@ with NaN and compare bit for bit, on CPU and, where there is a GPU, on CUDA. The
 leaves other devices alone, and config.drop_unread_arguments turns it off.
 """,
     evidence=(
-        ("frozen", "convolution, none trainable"),
         ("frozen", "ResNet-50-like"),
         ("frozen", "U-Net"),
     ),
