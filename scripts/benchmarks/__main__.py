@@ -2,9 +2,7 @@
 
 A benchmark is a module. Its docstring is its --help, and it has
 
-    NETS, KIND        the nets, and the entry of a task that --kind chooses by
-    KEY               the entries that tell its rows apart
-    LIMITS            what one task may take
+    NETS              the nets
     tasks(nets, check, rows)    the tasks, see `fresh.measured`; with check those that CI
                       runs. ``rows`` are those found so far. It also gets what OPTIONS, by
                       name for add_argument, were given
@@ -12,7 +10,8 @@ A benchmark is a module. Its docstring is its --help, and it has
     judged(rows)      the marks
     page(data)        what is printed
 
-and where it wants to CHECK, the --help of --check.
+and where it wants to CHECK, the --help of --check; KIND, the entry of a task that --kind
+chooses by, and KEY, those that tell its rows apart.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
     add(
         "--kind",
         nargs="+",
-        help=f"by their {benchmark.KIND}: these alone, likewise",
+        help="these kinds alone, likewise",
     )
     for option, described in getattr(benchmark, "OPTIONS", {}).items():
         add(f"--{option}", **described)
@@ -84,10 +83,12 @@ def found_by(benchmark: Any, arguments: argparse.Namespace) -> list[Row]:
         rows += json.loads(path.read_text())["measured"]
     own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
     check = getattr(arguments, "check", False)
+    kind = getattr(benchmark, "KIND", "kind")
+    key = getattr(benchmark, "KEY", ("net", "kind", "device"))
     for task in benchmark.tasks(arguments.nets, check, rows, **own):
-        if not arguments.kind or str(task[benchmark.KIND]) in arguments.kind:
-            row = fresh.measured(benchmark.__name__, task, benchmark.LIMITS)
-            put(rows, row, benchmark.KEY)
+        if not arguments.kind or str(task[kind]) in arguments.kind:
+            row = fresh.measured(benchmark.__name__, task)
+            put(rows, row, key)
     return rows
 
 

@@ -30,9 +30,7 @@ from benchmarks.ways import Training
 
 
 NETS = ("llama-8", "vit", "bert")
-KIND, KEY = "kind", ("net", "kind")
 CHECK = "a small net, as CI does"
-LIMITS = fresh.Limits(seconds=7200)
 HOW = """
 Told: what fake tensors hold at the peak, with all that is fixed, by shares. Found: what the
 allocator notes of the same plans in real training.

@@ -26,8 +26,6 @@ from benchmarks.ways import compiled, OPERATORS, Training
 
 
 CHECK = "the same, as CI calls it"
-KIND, KEY = "net", ("net",)
-LIMITS = fresh.Limits(seconds=900, gigabytes=8)
 
 
 # --------------------------------------------------------------------- cases

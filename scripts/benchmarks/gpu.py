@@ -48,8 +48,6 @@ KINDS = {
     "blocks": (0.2, 0.0),
 }
 OPTIONS = {"device": {"choices": ("cpu", "cuda"), "default": "cuda"}}
-KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=1800)
 STEPS = 7
 # bf16 rounds to three digits.
 ROUNDING = 0.05

@@ -40,8 +40,6 @@ from benchmarks.upstream import untouched_partitioners
 NETS = tuple(net.name for net in (*nets.SMALL, *nets.HUGGING_FACE))
 BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
 CHECK = "one model, two budgets, as CI does"
-KIND, KEY = "net", ("net",)
-LIMITS = fresh.Limits(seconds=1200, gigabytes=12)
 
 
 def tasks(

@@ -106,7 +106,6 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
 NETS = ("llama-4", "bert", "vit")
 CHECK = "one loop of one net, as CI does"
 KIND, KEY = "loop", ("net", "loop", "way", "share")
-LIMITS = fresh.Limits(seconds=900, gigabytes=14)
 WAYS = ("blocks", "whole")
 
 

@@ -323,7 +323,7 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     """
     # It is made of what is above.
     second = importlib.import_module("benchmarks.second_set")
-    known = {**NETS, **{net.name: net for net in second.NETS}}
+    known: dict[str, Net] = {**NETS, **{net.name: net for net in second.NETS}}
     if spec in known:
         if sizes:
             raise ValueError(f"{spec} has a batch of its own")

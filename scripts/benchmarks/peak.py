@@ -28,8 +28,6 @@ from benchmarks.tracing import overlay
 NETS = tuple(net.name for net in nets.SMALL)
 BUDGETS = (1.0, 0.8, 0.5, 0.2, 0.1, 0.05, 0.0)
 CHECK = "a small net, as CI does"
-KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=7200, gigabytes=12)
 
 
 def tasks(

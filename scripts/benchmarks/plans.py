@@ -53,7 +53,6 @@ from benchmarks.ways import (
 
 
 RUN = "operators"
-KIND, KEY = "kind", ("net", "kind", "device")
 ON_THE_WHEEL = ("upstream", "saved")
 CHECKPOINTS = ("checkpoint", "selective checkpoint")
 IN_BLOCKS = ("saved", *CHECKPOINTS, "blocks", "held")
@@ -122,7 +121,7 @@ def measure(
         if kind in ON_THE_WHEEL:
             steps = plans.upstreams(budgets, kind == "saved")
         elif kind in CHECKPOINTS:
-            steps = [plans.checkpointed(2 if " " in kind else 0)]
+            steps = [plans.checkpointed(is_selective=" " in kind)]
         elif kind == "graph":
             steps = [plans.by_peak(budget) for budget in budgets]
         elif kind == "bytes":
@@ -209,16 +208,10 @@ class Plans:
             row = self.measured(self.graph())
         return {**row, **bound(), "allowed": nbytes}
 
-    def checkpointed(self, every: int) -> Row:
-        """A checkpoint of each block; inductor makes its plan inside the graph.
-
-        Attention and one of ``every`` so many products are saved; of 0 nothing is.
-        """
-        save = functools.partial(saving_products, every)
-        ways = (
-            checkpointed(**{"context_fn": save} if every else {}),
-            compiled(self.backend),
-        )
+    def checkpointed(self, is_selective: bool) -> Row:
+        """A checkpoint of each block; inductor makes its plan inside the graph."""
+        saving = {"context_fn": saving_products} if is_selective else {}
+        ways = checkpointed(**saving), compiled(self.backend)
         ways = ways[::-1] if self.device == RUN else ways
         return self.measured(self.training(blocks=ways))
 
@@ -296,8 +289,8 @@ def compiled_loss(backend: Any) -> Iterator[None]:
         yield
 
 
-def saving_products(every: int) -> Any:
-    """Contexts of a checkpoint that saves attention and one of so many products."""
+def saving_products() -> Any:
+    """Contexts of a checkpoint that saves attention and every second product."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -305,7 +298,7 @@ def saving_products(every: int) -> Any:
         if operator in PRODUCTS:
             again = context.is_recompute
             products[again] += 1
-            is_saved = products[again] % every == 1 % every
+            is_saved = products[again] % 2 == 1
         if is_saved:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -41,8 +41,6 @@ from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 
 
 NETS = ("llama-4",)
-KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 REPEATS = 5
 KINDS = {"eager": (1.0,), "upstream": plans.SWEEP, "graph": (0.2, 0.0)}
 

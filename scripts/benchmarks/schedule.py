@@ -61,8 +61,6 @@ OPTIONS = {
     },
     "steps": {"action": "store_true", "help": "whole steps of all layers"},
 }
-KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=7200, gigabytes=14)
 RANKS = 8
 # Scalars, such as the loss, which the allocator rounds up.
 SCALARS = 64

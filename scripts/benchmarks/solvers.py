@@ -34,7 +34,6 @@ REPEATS = 5
 CHECK = "only the counts"
 NETS: tuple[str, ...] = ()
 KIND, KEY = "part", ("part",)
-LIMITS = fresh.Limits(seconds=1800, gigabytes=12)
 
 upstream = untouched_knapsack()
 ours: Any = knapsack  # with more in it than the one that mypy finds

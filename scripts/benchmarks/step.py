@@ -27,8 +27,6 @@ from benchmarks.pages import Row
 NETS = ("llama-8", "gpt2", "bert", "vit", "moe", "hf-t5_small")
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 CHECK = "one net, three shares, as CI does"
-KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=6000, gigabytes=14)
 
 
 def tasks(

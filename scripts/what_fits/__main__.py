@@ -30,7 +30,6 @@ from benchmarks.replay import GPUS
 from what_fits import measure, page
 
 
-LIMITS = fresh.Limits(seconds=7200)
 UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -139,7 +138,7 @@ def main(words: Optional[list[str]] = None) -> int:
     asked = parser.parse_args(words)
     checked(parser, asked)
     todo = [*tasks({**vars(asked), "json": None})]
-    rows = [fresh.measured(measure.__name__, task, LIMITS) for task in todo]
+    rows = [fresh.measured(measure.__name__, task) for task in todo]
     data = {"environment": environment(), "asked": todo[0]["_asked"], "measured": rows}
     show(page.page(data))
     if asked.json is not None:
