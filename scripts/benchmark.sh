@@ -5,10 +5,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|fits|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | peak | step | loops | schedule | fits) ;;
+  solvers | kept | frozen | loops | schedule | fits) ;;
+  peak) set -- schedule --device operators "${@:2}" ;;
+  step) set -- schedule --device operators --steps "${@:2}" ;;
   gpu)
     use_torch installed
     export TORCH_VERSION
+    set -- schedule --device cuda "${@:2}"
     ;;
   -h | --help)
     cat <<EOF2

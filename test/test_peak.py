@@ -3,18 +3,18 @@
 import copy
 
 import pytest
-from benchmarks import peak, plans
+from benchmarks import plans, schedule
 
 
 @pytest.fixture(scope="module")
 def rows():
     """A net's steps, ours at three budgets."""
     task = {"net": "mlp-dropout", "kind": "graph", "device": plans.RUN}
-    return [{**task, **peak.measure({**task, "budgets": (1.0, 0.3, 0.0)})}]
+    return [{**task, **schedule.measure({**task, "budgets": (1.0, 0.3, 0.0)})}]
 
 
 def verdicts(rows):
-    return {mark.what: mark.passed for mark in peak.judged(rows)}
+    return {mark.what: mark.passed for mark in schedule.judged(rows)}
 
 
 def test_a_small_net_reaches_its_marks(rows):

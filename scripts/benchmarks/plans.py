@@ -3,7 +3,8 @@
 A row is of a net, a device and a kind of plans; its ``steps`` are what was found of each
 plan. On the device ``operators`` steps run on a CPU, operator by operator. On the others,
 ``cpu`` and those of `GPUS`, inductor compiles forward and backward of fake tensors up to
-their kernels, and what its wrappers allocate is followed; no kernel runs. Peaks are bytes
+their kernels, and what its wrappers allocate is followed; no kernel runs. They do on those
+of `DEVICES`, whose allocators are asked. Peaks are bytes
 beyond parameters, inputs and what else is there when a step starts.
 
     upstream                a graph by budgets of saved bytes, on the untouched wheel
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -38,7 +40,7 @@ from torch.utils.checkpoint import (
 )
 
 from benchmarks import fresh, nets
-from benchmarks.meters import relative_error
+from benchmarks.meters import device_peak, gradients, relative_error
 from benchmarks.pages import good, Row
 from benchmarks.replay import compiled_for, GPUS, replay
 from benchmarks.tracing import cpu_attention_counted, overlay
@@ -53,6 +55,9 @@ from benchmarks.ways import (
 
 
 RUN = "operators"
+# Where inductor's kernels run.
+DEVICES = {"inductor": "cpu", "cuda": "cuda"}
+RUNS = 7
 ON_THE_WHEEL = ("upstream", "saved")
 CHECKPOINTS = ("checkpoint", "selective checkpoint")
 IN_BLOCKS = ("saved", *CHECKPOINTS, "blocks", "held")
@@ -111,11 +116,12 @@ def measure(
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
     gpu, net = GPUS.get(device), nets.find(task["net"])
     # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.
-    fake = device != RUN or (kind == "upstream" and "dropout" not in net.name)
-    if gpu is None:
+    fake = kind == "upstream" and "dropout" not in net.name
+    fake = device not in DEVICES and (device != RUN or fake)
+    if gpu is None and device not in DEVICES:
         net = replace(net, dtype=torch.float32)
     with backend_of(device) as backend, ExitStack() as stack:
-        if device != RUN and kind in IN_BLOCKS:
+        if device not in (RUN, *DEVICES) and kind in IN_BLOCKS:
             stack.enter_context(compiled_loss(backend))
         plans = Plans(net, device, backend, fake, prepare)
         if kind in ON_THE_WHEEL:
@@ -142,6 +148,9 @@ def measure(
 def backend_of(device: str) -> Iterator[Any]:
     """What compiles for a device."""
     gpu = GPUS.get(device)
+    if device in DEVICES:
+        yield "inductor"
+        return
     with ExitStack() as stack:
         stack.enter_context(config.patch(enable_autograd_cache=False))
         if gpu is None:
@@ -164,7 +173,9 @@ class Plans:
     first: list[Tensor] = field(default_factory=list)
 
     def training(self, **ways: Any) -> Training:
-        return self.prepare(Training(self.net, fake=self.fake, **ways))
+        device = DEVICES.get(self.device, "cpu")
+        training = Training(self.net, fake=self.fake, device=device, **ways)
+        return self.prepare(training)
 
     def graph(self) -> Training:
         return self.training(whole=compiled(self.backend, fullgraph=True))
@@ -179,6 +190,8 @@ class Plans:
 
     def found(self, training: Training) -> Row:
         """Of one more step, its peak and what it takes."""
+        if self.device in DEVICES:
+            return self.run(training, DEVICES[self.device])
         if self.device != RUN:
             return replay(training, GPUS.get(self.device))
         step = training.measured()
@@ -187,6 +200,18 @@ class Plans:
             self.first = self.first or step.gradients
             row["off_budget_1"] = relative_error(step.gradients, self.first)
         return row
+
+    def run(self, training: Training, device: str) -> Row:
+        """By inductor's kernels; the time is one thread's of the CPU, or the GPU's."""
+        times = [training.seconds(device) for _ in range(RUNS)]
+        peak = device_peak(training.step, device)
+        torch.manual_seed(nets.SEED)
+        with training.within:
+            training.loss().backward()
+        found = [each.float().cpu() for each in gradients(training.parameters)]
+        self.first = self.first or found
+        off = relative_error(found, self.first)
+        return {"peak": peak, "seconds": median(times), "gradients_off": off}
 
     def upstreams(self, budgets: Sequence[float], in_blocks: bool) -> list[Row]:
         """By their own budgets; gradients are compared with those of the largest."""
@@ -270,6 +295,24 @@ def warnings_noted() -> Iterator[list[str]]:
         yield found
     finally:
         logger.removeHandler(handler)
+
+
+@contextmanager
+def curve_noted() -> Iterator[Row]:
+    """Notes the peaks and costs of the plans that are found meanwhile."""
+    row: Row = {}
+    module = overlay("peak_budget")
+    build_curve = module.build_curve
+
+    @functools.wraps(build_curve)
+    def note(*arguments: Any) -> Any:
+        model, found = build_curve(*arguments)
+        row["curve"] = [(plan.peak, plan.cost) for plan in found.plans]
+        row["lower_bound"] = overlay("liveness").lower_bound(model)
+        return model, found
+
+    with mock.patch.object(module, build_curve.__name__, note):
+        yield row
 
 
 @contextmanager

@@ -36,8 +36,8 @@ from benchmarks.pages import (
     megabytes,
     Row,
 )
-from benchmarks.tracing import cpu_attention_counted, overlay
-from benchmarks.ways import budgeted, compiled, OPERATORS, Training
+from benchmarks.tracing import cpu_attention_counted
+from benchmarks.ways import OPERATORS, Training
 
 
 NETS = ("llama-4",)
@@ -56,59 +56,53 @@ def tasks(
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    net, kind, budgets = nets.find(task["net"]), task["kind"], task["budgets"]
+    kind, budgets = task["kind"], task["budgets"]
     # Or budgets would mean another thing on a CPU than on a GPU.
     with config.patch(enable_autograd_cache=False), cpu_attention_counted():
-        if kind != "upstream":
-            return {"steps": [{"budget": b, **timed(net, kind, b)} for b in budgets]}
-
-        def by_budget(budget: float) -> Row:
-            step = training(net, kind, budget).measured()
-            return {"peak": step.peak, "flops": step.flops}
-
-        steps = plans.swept(by_budget, budgets)
-        least = plans.lowest(steps)
-        least.update(timed(net, kind, least["budgets"][0]))
-        return {"steps": steps}
-
-
-def training(net: nets.Net, kind: str, budget: float, beside: bool = False) -> Training:
-    """One whose graphs are compiled."""
-    in_graphs = compiled(OPERATORS)
-    ways: Any = {"eager": {}, "blocks": {"blocks": in_graphs}}
-    ways = ways.get(kind, {"whole": in_graphs})
-    result = Training(net, beside=beside, **ways)
-    result.optimizer = torch.optim.AdamW(result.parameters, lr=0.0)
-    if kind == "blocks":
-        result.within = overlay("step_budget").StepBudget(share=budget)
-        # It makes its plan of the first step, or of the second.
-        return result.warmed(3)
-    with budgeted(budget, "peak" if kind == "graph" else "saved"):
-        return result.warmed()
+        net = nets.find(task["net"])
+        run = Timed(net, plans.RUN, OPERATORS, fake=False, prepare=with_optimizer)
+        if kind == "eager":
+            return {"steps": [run.measured(run.training())]}
+        if kind == "upstream":
+            steps = run.upstreams(budgets, in_blocks=False)
+            least = plans.lowest(steps)
+            told = ("budgets", "peak", "flops")
+            return {
+                "steps": [s if s is least else {e: s[e] for e in told} for s in steps]
+            }
+        asked = run.asked(kind, [{"share": budget} for budget in budgets])
+        return {"steps": [{**step, "budget": step["share"]} for step in asked]}
 
 
-def timed(net: nets.Net, kind: str, budget: float) -> Row:
-    """A step, and what eager mode's takes."""
-    mine = training(net, kind, budget)
-    step = mine.measured()
-    plain = training(net, "eager", 1.0, beside=True)
-    eager = plain.measured()
-    pairs = [(mine.seconds(), plain.seconds()) for _ in range(REPEATS)]
-    step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
-    return {
-        "peak": step.peak,
-        "saved": step.saved_bytes,
-        "recomputed": (step.flops - eager.flops) / eager.forward_flops,
-        "off_eager": relative_error(step.gradients, eager.gradients),
-        "step_over_eager": step_s / eager_s,
-    }
+def with_optimizer(training: Training) -> Training:
+    training.optimizer = torch.optim.AdamW(training.parameters, lr=0.0)
+    return training
+
+
+class Timed(plans.Plans):
+    """Plans of steps that run, beside a step in eager mode."""
+
+    def found(self, training: Training) -> Row:
+        step = training.measured()
+        plain = with_optimizer(Training(self.net, beside=True)).warmed()
+        eager = plain.measured()
+        pairs = [(training.seconds(), plain.seconds()) for _ in range(REPEATS)]
+        step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
+        return {
+            "peak": step.peak,
+            "saved": step.saved_bytes,
+            "flops": step.flops,
+            "recomputed": (step.flops - eager.flops) / eager.forward_flops,
+            "off_eager": relative_error(step.gradients, eager.gradients),
+            "step_over_eager": step_s / eager_s,
+        }
 
 
 # ------------------------------------------------------------------- report
 
 
 def shown(rows: Sequence[Row]) -> list[tuple[str, Row]]:
-    """The kinds and steps that were timed."""
+    """The kinds and steps to show: of upstream's sweep it is the lowest."""
     pairs = ((row["kind"], step) for row in good(rows) for step in row["steps"])
     return [pair for pair in pairs if "off_eager" in pair[1]]
 

@@ -57,10 +57,11 @@ def summary(data: dict[str, Any]) -> str:
 
 
 BENCHMARKS = (
-    *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "loops"),
-    "fits",
+    *("quickstart", "solvers", "kept", "frozen", "schedule", "loops", "fits"),
 )
 FIGURES = ("peak", "step", "blocks")
+# Those of one command, by its options.
+PLANS = ("peak", "step", "schedule_cpu", "blocks", "gpu")
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", quickstart.headline),
@@ -68,8 +69,7 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "peak_summary": ("peak", summary),
     "step_summary": ("step", summary),
     "releases": ("releases", releases),
-    "schedule_cpu": ("schedule_cpu", schedule.page),
-    "blocks": ("blocks", schedule.page),
+    **{name: (name, schedule.page) for name in PLANS},
 }
 
 
