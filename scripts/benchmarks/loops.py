@@ -37,7 +37,7 @@ from torch._functorch import config, partitioners
 
 from benchmarks import fresh, nets
 from benchmarks.architectures import ClassicShape
-from benchmarks.meters import CountedFlops, CountedStorages, gradients
+from benchmarks.meters import CountedStorages, gradients
 from benchmarks.pages import (
     at_most,
     columns,
@@ -173,10 +173,10 @@ def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
     ):
         step = overlay("step_recorder").running_step()
         row["recorded"] = step is not None and step.recorder is not None
-        with CountedFlops() as counter, CountedStorages(there) as storages:
+        with CountedStorages(there) as counted:
             yield row
     plan = getattr(budget, "plan", None)
-    row.update(peak=storages.peak, flops=counter.flops, warnings=said)
+    row.update(peak=counted.peak, flops=counted.flops, warnings=said)
     is_new = row["recorded"] or bool(decide.call_count)
     row.update(compiled=bool(decide.call_count), learned=is_new or plan is None)
     if plan is not None:

@@ -47,16 +47,16 @@ class CountedStorages(TorchDispatchMode):
 
     ``given`` are the bytes that were there before: those of the tensors ``there``, and
     of every storage that is first met as an argument. ``risen`` is how much more (or
-    less) is live now, ``peak`` the most that it ever was. Costs some microseconds per
-    operator. Of a higher-order operator (a random one within a compiled checkpoint) it
-    sees what goes in and what comes out.
+    less) is live now, ``peak`` the most that it ever was, and ``flops`` are those of all
+    operators. Costs some microseconds per operator. Of a higher-order operator (a random
+    one within a compiled checkpoint) it sees what goes in and what comes out.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, there: Iterable[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.given = self.risen = self.peak = 0
+        self.given = self.risen = self.peak = self.flops = 0
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._meet(there)
 
@@ -75,6 +75,9 @@ class CountedStorages(TorchDispatchMode):
         result = func(*args, **kwargs)
         for storage in storages(tree_leaves(result)):
             self._follow(storage)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
     def _meet(self, tensors: Iterable[Any]) -> None:
@@ -159,32 +162,6 @@ def device_peak(call: Callable[[], Any], device: str) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-class CountedFlops(TorchDispatchMode):
-    """Adds up the flops of all operators that run, in compiled graphs as well.
-
-    But for those within higher-order operators.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
 class Step(NamedTuple):
     """A training step, in bytes and flops, and its gradients.
 
@@ -235,11 +212,11 @@ def record_step(
         given = sum({s._cdata: s.nbytes() for s in storages(there)}.values())
         forward_flops = flops = 0
     else:
-        with CountedFlops() as counter, CountedStorages(there) as recorder:
+        with CountedStorages(there) as recorder:
             loss = forward()
-            kept, forward_flops = recorder.risen, counter.flops
+            kept, forward_flops = recorder.risen, recorder.flops
             finish(loss)
-        given, peak, flops = recorder.given, recorder.peak, counter.flops
+        given, peak, flops = recorder.given, recorder.peak, recorder.flops
     saved = kept - loss.untyped_storage().nbytes()
     return Step(saved, given, peak, forward_flops, flops, found)
 

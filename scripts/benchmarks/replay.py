@@ -41,7 +41,7 @@ from torch.utils import _triton
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.meters import CountedFlops, CountedStorages, gradients
+from benchmarks.meters import CountedStorages, gradients
 from benchmarks.pages import Row
 from benchmarks.tracing import CUDAAttention
 from benchmarks.ways import Training
@@ -156,14 +156,16 @@ def _move(module: fx.GraphModule) -> None:
             node.meta["val"] = tree_map(moved, node.meta["val"])
 
 
-class _Roofline(CountedFlops):
+class _Roofline(CountedStorages):
     """Seconds, too: of each kernel those of its flops or of its bytes, the larger.
 
     What several arguments of a kernel share counts once, as does what it overwrites.
     """
 
-    def __init__(self, gpu: Optional[SimpleNamespace]) -> None:
-        super().__init__()
+    def __init__(
+        self, gpu: Optional[SimpleNamespace], there: Sequence[Any] = ()
+    ) -> None:
+        super().__init__(there)
         self.gpu, self.seconds = gpu, 0.0
 
     def __torch_dispatch__(
@@ -216,17 +218,12 @@ def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Row:
     module = training.module
     there = [*module.parameters(), *module.buffers(), *training.inputs]
     gc.collect()
-    with (
-        training.mode,
-        training.within,
-        _Roofline(gpu) as meter,
-        CountedStorages(there) as recorder,
-    ):
+    with training.mode, training.within, _Roofline(gpu, there) as meter:
         training.loss().backward()
         seconds = {} if gpu is None else {"seconds": meter.seconds}
         if training.optimizer is not None:
             training.optimizer.step()
-        held = {"peak": recorder.peak, "given": recorder.given}
+        held = {"peak": meter.peak, "given": meter.given}
         gradients(training.parameters)
     return {**held, "flops": meter.flops, **seconds}
 

@@ -25,8 +25,8 @@ medians of several steps, and gradients are compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
 target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
-bytes (a limit in bytes), and allocator (on the CPU, beside what its allocator notes). The
-exit status is 1 if that differs, or a plan is over what is allowed without a warning.
+and bytes (a limit in bytes). The exit status is 1 if a plan is over what is allowed without
+a warning.
 
 Of whole steps each block is compiled by itself, at real size also the loss. Beside the
 StepBudget's plans stand each block's own budgets, which are upstream's; checkpoints around
@@ -40,17 +40,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import torch
-from torch._inductor import config as inductor_config
 
 from benchmarks import bounds, fresh, nets, plans, second_set, sharding
-from benchmarks.pages import at_most, good, Mark, marks_table, Row
+from benchmarks.pages import Row
 from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 from benchmarks.replay import GPUS
-from benchmarks.tracing import cpu_attention_counted
-from benchmarks.ways import budgeted, compiled, Training
 
 
 NETS = tuple(net.name for net in (*nets.AT_SIZE, *nets.SMALL, *second_set.NETS))
@@ -81,7 +78,6 @@ ON_DEVICE: Kinds = {
 CHECKED: Kinds = {"graph": (1.0, plans.HALF, 0.0), "blocks": (plans.HALF, 0.0)}
 CHECKED_STEPS: Kinds = {"saved": (plans.HALF,), "blocks": (1.0, 0.0), "held": ()}
 CHECK = "a small net, a few budgets; as CI does"
-CPU_BUDGET = 0.2
 OPTIONS = {
     "device": {
         "choices": (RUN, *plans.DEVICES, "cpu", *sorted(GPUS)),
@@ -91,8 +87,6 @@ OPTIONS = {
     "steps": {"action": "store_true", "help": "whole steps of all layers"},
 }
 RANKS = 8
-# Scalars, such as the loss, which the allocator rounds up.
-SCALARS = 64
 
 
 def asked(device: str, steps: bool) -> tuple[Sequence[str], Kinds]:
@@ -129,9 +123,6 @@ def tasks(
     every_net, kinds = asked(device, steps)
     if check:
         every_net, kinds = ON_CPU[1:], CHECKED_STEPS if steps else CHECKED
-    has_allocator = device == "cpu" and not (names or steps)
-    for net in ON_CPU[check:] if has_allocator else ():
-        yield {"set": "project", "net": net, "kind": "allocator", "device": device}
     for task in plans.tasks(names or every_net, kinds, device, rows):
         held_out = nets.find(task["net"]).held_out
         yield {"set": "second" if held_out else "project", **task}
@@ -141,8 +132,6 @@ def tasks(
 
 
 def measure(task: fresh.Task) -> Row:
-    if task["kind"] == "allocator":
-        return beside_allocator(task)
     if task["net"] == nets.SHARDED.name:
         with sharding.fake_ranks(RANKS):
             return plans.measure(task, sharding.sharded)
@@ -156,36 +145,4 @@ def measure(task: fresh.Task) -> Row:
     return {**row, **found}
 
 
-def beside_allocator(task: fresh.Task) -> Row:
-    """The peak of a step by inductor on the CPU, and that which its allocator notes."""
-    graph = {**task, "kind": "graph", "budgets": (CPU_BUDGET,)}
-    (found,) = plans.measure(graph)["steps"]
-    caches = inductor_config.patch(force_disable_caches=True)
-    with cpu_attention_counted(), budgeted(CPU_BUDGET, "peak"), caches:
-        training = Training(nets.find(task["net"]), whole=compiled("inductor"))
-        noted = training.warmed().measured(allocator=True).own_peak
-    return {"replayed": found["peak"], "allocated": noted}
-
-
-# ------------------------------------------------------------------- report
-
-
-def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    yield from judged_replay(rows)
-    yield from bounds.judged(rows)
-
-
-def judged_replay(rows: Sequence[Row]) -> Iterator[Mark]:
-    cpu = good(rows, kind="allocator")
-    yield from at_most(
-        "replay of the CPU's wrapper against its allocator, inductor",
-        ((abs(row["allocated"] - row["replayed"]), row["net"]) for row in cpu),
-        *(SCALARS, f"{SCALARS} bytes, as scalars"),
-        f"{{}} bytes apart at most ({{}}), {len(cpu)} nets",
-        enforced=True,
-    )
-
-
-def page(data: dict[str, Any]) -> str:
-    own = [mark._asdict() for mark in judged_replay(data["measured"])]
-    return (marks_table(own) + "\n" if own else "") + bounds.page(data)
+judged, page = bounds.judged, bounds.page
