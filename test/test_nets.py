@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import models, nets, second_set
+from benchmarks import nets, second_set
 from benchmarks.tracing import Joint, overlay
 from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 
@@ -30,7 +30,7 @@ def test_net_of_real_size_has_its_parameters(name, parameters):
 
 
 NARROW = {"vocab_size": 128, **nets.sized(64, 160, 2, 4)}
-LORA = {"adapted": models.with_lora, "num_key_value_heads": 2}
+LORA = {"adapted": nets.with_lora, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(

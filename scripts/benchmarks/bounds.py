@@ -8,6 +8,7 @@ bound; and what it was asked for: a ``budget`` or a ``share``, or, of upstream's
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,13 +18,11 @@ from benchmarks.pages import (
     at_most,
     columns,
     good,
-    Line,
     Mark,
     marks_table,
     measured_on,
     megabytes,
     Named,
-    panels,
     Row,
     RUN,
     share_within,
@@ -343,16 +342,32 @@ def page(data: dict[str, Any]) -> str:
 
 def plot(data: dict[str, Any], result: Path) -> None:
     """Peak against recomputation, a panel for each net; written beside ``result``."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     rows = in_order(good(data["measured"]))
-    bases = base_of(rows)
-    lines: dict[str, list[Line]] = {}
+    names = [*dict.fromkeys(row["net"] for row in rows)]
+    bases, axes = base_of(rows), {}
+    across = min(4, len(names))
+    down = math.ceil(len(names) / across)
+    figure = Figure(figsize=(2.9 * across, 2.6 * down + 0.8))
+    for at, net in enumerate(names):
+        axes[net] = figure.add_subplot(down, across, at + 1)
+        axes[net].set_title(net, fontsize=9)
+        axes[net].tick_params(labelsize=7)
     styles = dict(zip((*THEIRS, *OURS), ("C1s", "C1s", "C3v", "C4^", "C0o", "C0o")))
     for row in rows:
-        base = bases[row["net"]]["flops"]
+        kind, base = row["kind"], bases[row["net"]]["flops"]
         plans = [(s["flops"] / base, s["peak"] / 1e6) for s in row["steps"]]
         plans += [(flops / base, peak / 1e6) for peak, flops in row.get("curve", ())]
-        style = styles.get(row["kind"], "C2x") + "-"
-        drawn = (row["kind"], style, sorted(plans))
-        lines.setdefault(row["net"], []).append(drawn)
-    x = "flops / those of budget 1"
-    panels(result, data["environment"], lines, x, "peak, MB", how_found(rows))
+        drawn = *zip(*sorted(plans)), styles.get(kind, "C2x") + "-"
+        axes[row["net"]].plot(*drawn, label=kind, markersize=3, linewidth=1)
+    figure.axes[0].legend(fontsize=7)
+    figure.supxlabel("flops / those of budget 1", fontsize=8, y=0.03)
+    figure.supylabel("peak, MB", fontsize=8)
+    origin = measured_on(data["environment"], how_found(rows)).strip()
+    figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    # Or the names of clip paths would be random.
+    with matplotlib.rc_context({"svg.hashsalt": result.stem}):
+        figure.savefig(result.with_suffix(".svg"), metadata={"Date": None})

@@ -33,8 +33,7 @@ from benchmarks.pages import (
     PLANNED,
     Row,
 )
-from benchmarks.tracing import Joint, overlay
-from benchmarks.upstream import untouched_partitioners
+from benchmarks.tracing import Joint, overlay, untouched_partitioners
 
 
 NETS = tuple(net.name for net in (*nets.SMALL, *nets.HUGGING_FACE))

@@ -21,7 +21,6 @@ import torch
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import models
 from benchmarks.architectures import (
     ClassicShape,
     Language,
@@ -176,6 +175,53 @@ def classic(
     return Net(name, build, dtype)
 
 
+# Of the Hugging Face libraries: random weights, no download, and their own dropout.
+
+
+def by_class(kind: str, **sizes: Any) -> nn.Module:
+    """A model of transformers, or one of diffusers, by the name of its class."""
+    is_diffusers = "2D" in kind or "3D" in kind
+    library = importlib.import_module("diffusers" if is_diffusers else "transformers")
+    found = getattr(library, kind)
+    model: Any = found(**sizes) if is_diffusers else found(found.config_class(**sizes))
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # Or it warns, which no graph may contain.
+    trained: nn.Module = model.train()
+    return trained
+
+
+def with_inputs(
+    kind: str, batch: int = 1, length: int = 1024, **sizes: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model by the defaults of its configuration, which ``sizes`` override."""
+    defaults = getattr(importlib.import_module("transformers"), kind).config_class()
+    cached = {"use_cache": False} if hasattr(defaults, "use_cache") else {}
+    model: Any = by_class(kind, **{**cached, **sizes})
+    config, takes = model.config, model.main_input_name
+    if takes == "pixel_values":
+        side = getattr(config, "image_size", 224)
+        pixels = torch.randn(batch, config.num_channels, side, side)
+        labels = torch.randint(config.num_labels, (batch,))
+        return model, {"pixel_values": pixels, "labels": labels}
+    ids = torch.randint(config.get_text_config().vocab_size, (batch, length))
+    if takes == "input_ids":
+        return model, {"input_ids": ids, "labels": ids.clone()}
+    if not hasattr(config, "num_mel_bins") or not hasattr(model, "proj_out"):
+        raise ValueError(
+            f"{kind} takes {takes}; write a function that returns it with its inputs"
+        )
+    shape = batch, config.num_mel_bins, 2 * config.max_source_positions
+    return model, {"input_features": torch.randn(shape), "labels": ids}
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    library = importlib.import_module("peft")
+    kinds = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = library.LoraConfig(r=16, lora_dropout=0.05, target_modules=kinds)
+    adapted: nn.Module = library.get_peft_model(model, config)
+    return adapted
+
+
 def hugging_face(
     name: str,
     kind: str,
@@ -188,7 +234,7 @@ def hugging_face(
     """A model of transformers, by its class; its batch, and the length of its text."""
 
     def build() -> Built:
-        model, inputs = models.with_inputs(kind, *batch, **sizes)
+        model, inputs = with_inputs(kind, *batch, **sizes)
         return LossOf(adapted(model), tuple(inputs)), tuple(inputs.values())
 
     return Net(name, build, dtype, held_out)
@@ -231,9 +277,7 @@ in_float = functools.partial(hugging_face, dtype=torch.float32)
 # Few layers, most of them at the widths of a published model.
 HUGGING_FACE = (
     hugging_face("hf-llama", "LlamaForCausalLM", 2, 1024, **LLAMA),
-    hugging_face(
-        *("hf-lora", "LlamaForCausalLM", 2, 1024), adapted=models.with_lora, **LLAMA
-    ),
+    hugging_face(*("hf-lora", "LlamaForCausalLM", 2, 1024), adapted=with_lora, **LLAMA),
     in_float("hf-gpt2", "GPT2LMHeadModel", 4, 512, n_layer=4),
     in_float("hf-bert", "BertForMaskedLM", 8, 256, num_hidden_layers=4),
     in_float("hf-t5", "T5ForConditionalGeneration", 4, 256, **T5),
@@ -338,7 +382,7 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     try:
         function = getattr(importlib.import_module(place), name)
         if place == "transformers":
-            function = functools.partial(models.with_inputs, name, **settings)
+            function = functools.partial(with_inputs, name, **settings)
         inspect.signature(function).bind(*sizes)
     except Exception as error:
         raise ValueError(f"{spec}: {type(error).__name__}: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-# How a page came by its figures, for `measured_on` and `panels`.
+# How a page came by its figures, for `measured_on`.
 RUN = "Run"
 PLANNED = "No step was run: planned for fake tensors"
 SIMULATED = "Simulated, no kernel was run: scheduled for fake tensors"
@@ -169,41 +168,3 @@ def show(text: str, least_width: int = 140) -> None:
 
     console = Console()
     Console(width=max(console.width, least_width)).print(Markdown(text))
-
-
-# ------------------------------------------------------------------ figures
-
-
-Line = tuple[str, str, Sequence[tuple[float, float]]]  # label, style, points
-
-
-def panels(
-    result: Path,
-    facts: dict[str, Any],
-    lines: Mapping[str, Sequence[Line]],
-    x: str,
-    y: str,
-    how: str = RUN,
-) -> None:
-    """A panel for each net, as .svg beside ``result``; where it ran, and no dates."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    across = min(4, len(lines))
-    down = math.ceil(len(lines) / across)
-    figure = Figure(figsize=(2.9 * across if across > 1 else 8, 2.6 * down + 0.8))
-    for at, (net, drawn) in enumerate(lines.items()):
-        axes = figure.add_subplot(down, across, at + 1)
-        for label, style, points in drawn:
-            axes.plot(*zip(*points), style, label=label, markersize=3, linewidth=1)
-        axes.set_title(net, fontsize=9)
-        axes.tick_params(labelsize=7)
-    figure.axes[0].legend(fontsize=7)
-    figure.supxlabel(x, fontsize=8, y=0.03)
-    figure.supylabel(y, fontsize=8)
-    origin = measured_on(facts, how).strip()
-    figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    # Or the names of clip paths would be random.
-    with matplotlib.rc_context({"svg.hashsalt": result.stem}):
-        figure.savefig(result.with_suffix(".svg"), metadata={"Date": None})

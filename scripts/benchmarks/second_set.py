@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
-from benchmarks import models
-from benchmarks.nets import BF16, Built, hugging_face, LossOf, Net, sized
+from benchmarks.nets import BF16, Built, by_class, hugging_face, LossOf, Net, sized
 
 
 # -------------------------------------------------------- batches and losses
@@ -41,7 +40,7 @@ def by_loss(
     """A model whose loss is found of its batch, which is given by name."""
 
     def build() -> Built:
-        module = models.make(kind, **sizes)
+        module = by_class(kind, **sizes)
         inputs = [make() for make in batch.values()]
         return LossOf(module, tuple(batch), loss), tuple(inputs)
 

@@ -3,7 +3,9 @@
     scripts/benchmark.sh solvers            all rows
     scripts/benchmark.sh solvers --check    counts only, as CI does
 
-Our solvers come from the patched checkout, upstream's from the untouched wheel
+The corpus (test/corpus) was captured from the joint graphs of real architectures
+(``synth_*``: built by hand for scale): bytes and flops per item, in the partitioner's own
+order, with proven optima. Our solvers come from the patched checkout, upstream's from the untouched wheel
 beside it. Times are CPU seconds on one thread, medians of interleaved runs after one
 that does not count; they are reported and never enforced. The exit status is 1 only if
 a count (violations, optima, proofs, values below greedy) is off.
@@ -11,23 +13,29 @@ a count (violations, optima, proofs, values below greedy) is off.
 
 from __future__ import annotations
 
+import functools
+import gzip
 import itertools
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch._functorch._activation_checkpointing import knapsack
 
-from benchmarks import corpus, fresh
+from benchmarks import fresh
 from benchmarks.pages import Mark, marks_page, Row, stored_marks
-from benchmarks.tracing import overlay
-from benchmarks.upstream import untouched_knapsack
+from benchmarks.tracing import overlay, untouched_knapsack
 
 
+FOLDER = Path(__file__).resolve().parents[2] / "test" / "corpus"
+BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 REPEATS = 5
@@ -41,7 +49,53 @@ Case = tuple[list[float], list[Any], float]  # what solvers take
 Call = Callable[[], Any]
 
 
-def timed(nets: list[corpus.Instance]) -> Iterator[tuple[str, Case, Case]]:
+@dataclass(frozen=True)
+class Instance:
+    name: str
+    sizes: list[int]  # bytes
+    range: float  # the bytes that a budget of 1 allows
+    runtimes: list[int]  # flops
+
+    @functools.cached_property
+    def memory(self) -> list[float]:
+        """Shares of the range, as upstream's partitioner has them."""
+        return [size / self.range for size in self.sizes]
+
+    def capacity(self, budget: float) -> int:
+        """The bytes that a budget allows."""
+        return math.floor(budget * self.range)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@functools.cache
+def instances() -> list[Instance]:
+    found = []
+    for path in sorted(FOLDER.glob("*.json.gz")):
+        with gzip.open(path, "rt") as file:
+            data = json.load(file)
+        span = data["denominator_gb"] * 1e9
+        found.append(Instance(data["name"], data["bytes"], span, data["runtimes"]))
+    return found
+
+
+@functools.cache
+def optima() -> dict[tuple[str, float], int]:
+    """The greatest runtime that fits, on true sizes, by (name, budget)."""
+    known = json.loads((FOLDER / "optimum.json").read_text())
+    by_place = (key.rsplit("@", 1) for key in known)
+    return {
+        (name, float(budget)): value
+        for (name, budget), value in zip(by_place, known.values())
+    }
+
+
+def used(memory: Sequence[float], saved: Sequence[int]) -> float:
+    return math.fsum(memory[i] for i in saved)
+
+
+def timed(nets: list[Instance]) -> Iterator[tuple[str, Case, Case]]:
     """Cases where not everything that fits alone also fits together.
 
     Their names, and what they are in shares of the range and in bytes.
@@ -83,15 +137,15 @@ def count(what: str, found: int, total: int) -> Mark:
 
 def counts() -> Iterator[Mark]:
     over = wrong = unproven = below = 0
-    cases = list(itertools.product(corpus.instances(), corpus.BUDGETS))
+    cases = list(itertools.product(instances(), BUDGETS))
     for net, budget in cases:
         capacity = net.capacity(budget)
         solution = overlay("knapsack_exact").solve_knapsack(
             net.sizes, net.runtimes, capacity
         )
         value = sum(net.runtimes[i] for i in solution.saved)
-        over += corpus.used(net.memory, solution.saved) > budget
-        wrong += not value == solution.value == corpus.optima()[net.name, budget]
+        over += used(net.memory, solution.saved) > budget
+        wrong += not value == solution.value == optima()[net.name, budget]
         unproven += not solution.proven
         below += value < greedy_floor(net.memory, net.runtimes, budget)
     yield count("corpus: over budget by math.fsum", over, len(cases))
@@ -102,7 +156,7 @@ def counts() -> Iterator[Mark]:
 
 def times() -> Iterator[Mark]:
     results = []
-    for where, shares, in_bytes in timed(corpus.instances()):
+    for where, shares, in_bytes in timed(instances()):
         exact = partial(ours.exact_knapsack, *in_bytes)
         dp = partial(upstream.dp_knapsack, *shares)
         results.append((repeated(exact, dp), where))
@@ -116,7 +170,7 @@ def times() -> Iterator[Mark]:
     solve = overlay("knapsack_exact").solve_knapsack_budgets
     grid = [percent / 100 for percent in range(1, 100)]
     parts = []
-    for net in corpus.instances():
+    for net in instances():
         items = net.sizes, net.runtimes
         capacities = list(map(net.capacity, grid))
         exact = partial(solve, *items, capacities)
