@@ -35,8 +35,8 @@ $usage
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (minutes)
 
-Each has --help, and --json FILE, to store what it prints. All but gpu have --check, for the
-counts that must hold.
+Each has --help; --json FILE, to store what it prints; and --check, for the counts that must
+hold.
 EOF2
     exit
     ;;

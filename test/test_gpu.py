@@ -1,5 +1,7 @@
 """The benchmark of a GPU, with a CPU in its place."""
 
+from argparse import Namespace
+
 import pytest
 from benchmarks import nets, schedule
 from benchmarks.architectures import Shape
@@ -36,6 +38,6 @@ def test_what_runs_is_what_was_told(monkeypatch):
 def test_no_gpu_is_said(capsys, monkeypatch):
     monkeypatch.setattr(schedule.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
-        next(schedule.tasks(None, False, [], "cuda", False))
+        next(schedule.tasks(Namespace(device="cuda"), []))
     assert stopped.value.code == 2
     assert "sees no GPU" in capsys.readouterr().err

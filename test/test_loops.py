@@ -14,20 +14,6 @@ PLANNED.update(peak=10, allowed=10, floor=10)
 
 
 @pytest.mark.parametrize(
-    "dynamic, wanted, backwards",
-    [
-        (True, [1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0]),
-        (None, [1, 1, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]),
-        (False, [1, 1, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 1, 0]),
-    ],
-)
-def test_what_has_to_be_learned(dynamic, wanted, backwards):
-    """Larger sizes; and others where Dynamo has to compile for them."""
-    for order, due in (TURNS, wanted), (TURNS[::-1], backwards):
-        assert [*loops.dues(order, dynamic)] == due
-
-
-@pytest.mark.parametrize(
     "step, change, marks",
     [
         (3, {"learned": True}, []),
@@ -42,7 +28,7 @@ def test_what_has_to_be_learned(dynamic, wanted, backwards):
 def test_what_is_off_is_seen(step, change, marks):
     found = [dict(PLANNED) for _ in TURNS]
     found[step].update(change)
-    row = {**loops.summed_up(found), "again": loops.again(TURNS, found, True)}
+    row = {**loops.summed_up(found), "again": loops.again(TURNS, found)}
     row.update(net="x", loop="lengths, dynamic", way="whole", share=0.2)
     failed = [mark.what for mark in loops.judged([row]) if not mark.passed]
     assert len(failed) == len(marks)

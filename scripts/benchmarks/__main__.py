@@ -3,15 +3,15 @@
 A benchmark is a module. Its docstring is its --help, and it has
 
     NETS              the nets
-    tasks(nets, check, rows)    the tasks, see `fresh.measured`; with check those that CI
-                      runs. ``rows`` are those found so far. It also gets what OPTIONS, by
-                      name for add_argument, were given
+    tasks(asked, rows)    the tasks, see `fresh.measured`, for what was asked: ``nets``,
+                      ``check`` for those that CI runs, and what OPTIONS has by name for
+                      add_argument. ``rows`` are those found so far
     measure(task)     a row, in a process of its own
     judged(rows)      the marks
     page(data)        what is printed
 
-and where it wants to CHECK, the --help of --check; KIND, the entry of a task that --kind
-chooses by, and KEY, those that tell its rows apart.
+and where it wants to KIND, the entry of a task that --kind chooses by, and KEY, those that
+tell its rows apart.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
             raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
         return Path(text)
 
-    if hasattr(benchmark, "CHECK"):
-        add("--check", action="store_true", help=benchmark.CHECK)
+    add("--check", action="store_true", help="a few of them, as CI does")
     add(
         *("--net", "--model"),
         dest="nets",
@@ -81,11 +80,9 @@ def found_by(benchmark: Any, arguments: argparse.Namespace) -> list[Row]:
     path = arguments.json
     if (arguments.nets or arguments.kind) and path is not None and path.exists():
         rows += json.loads(path.read_text())["measured"]
-    own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
-    check = getattr(arguments, "check", False)
     kind = getattr(benchmark, "KIND", "kind")
     key = getattr(benchmark, "KEY", ("net", "kind", "device"))
-    for task in benchmark.tasks(arguments.nets, check, rows, **own):
+    for task in benchmark.tasks(arguments, rows):
         if not arguments.kind or str(task[kind]) in arguments.kind:
             row = fresh.measured(benchmark.__name__, task)
             put(rows, row, key)

@@ -9,7 +9,7 @@ torch's allocator notes what they hold; AdamW, as one graph and in blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any
 
 from what_fits import __main__ as command
 from what_fits import measure as fits
@@ -30,7 +30,6 @@ from benchmarks.ways import Training
 
 
 NETS = ("llama-8", "vit", "bert")
-CHECK = "a small net, as CI does"
 HOW = """
 Told: what fake tensors hold at the peak, with all that is fixed, by shares. Found: what the
 allocator notes of the same plans in real training.
@@ -38,10 +37,8 @@ allocator notes of the same plans in real training.
 """
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    for net in names or (("vit",) if check else NETS):
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for net in asked.nets or (("vit",) if asked.check else NETS):
         for kind in ("graph", "blocks"):
             yield {"net": net, "kind": kind, "batch": None, "torch": "patched"}
 

@@ -11,7 +11,7 @@ for the backward. The exit status is 1 if bytes or gradients are off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Optional
+from typing import Any
 
 import torch
 import torch._functorch.config as config
@@ -23,9 +23,6 @@ from benchmarks.meters import relative_error, TOLERANCE
 from benchmarks.nets import Built, images, Net
 from benchmarks.pages import Mark, marks_page, Row, stored_marks
 from benchmarks.ways import compiled, OPERATORS, Training
-
-
-CHECK = "the same, as CI calls it"
 
 
 # --------------------------------------------------------------------- cases
@@ -62,10 +59,8 @@ NETS = tuple(CASES)
 # ----------------------------------------------------------------- measuring
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    for name in names or NETS:
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for name in asked.nets or NETS:
         yield {"net": name}
 
 

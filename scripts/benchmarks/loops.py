@@ -104,7 +104,6 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
 }
 NETS = ("llama-4", "bert", "vit")
-CHECK = "one loop of one net, as CI does"
 KIND, KEY = "loop", ("net", "loop", "way", "share")
 WAYS = ("blocks", "whole")
 
@@ -221,16 +220,14 @@ def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
     ]
     if flops:
         row["worst"]["flops"] = max(flops)
-    return {**row, "again": again(turns, found, dynamic)}
+    return {**row, "again": again(turns, found)}
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    for net in names or (NETS[:1] if check else NETS):
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for net in asked.nets or (NETS[:1] if asked.check else NETS):
         task = {"net": net, "share": SHARE}
-        for way in WAYS[:1] if check else WAYS:
-            for loop in ("last batch",) if check else LOOPS:
+        for way in WAYS[:1] if asked.check else WAYS:
+            for loop in ("last batch",) if asked.check else LOOPS:
                 yield {**task, "way": way, "loop": loop}
                 if loop.startswith("lengths"):
                     yield {**task, "way": way, "loop": loop, "share": 1.0}
@@ -251,32 +248,15 @@ def measure(task: fresh.Task) -> Row:
 # ------------------------------------------------------------------- judged
 
 
-def dues(turns: Sequence[Turn], dynamic: Optional[bool]) -> Iterator[bool]:
-    """Of each step whether plans have to change in it.
-
-    They do where what is trained is new, or larger than before, or has to be compiled
-    anew: each size, or the second, of which graphs for all sizes are made.
-    """
-    before: dict[str, int] = {}
-    known: dict[str, set[Size]] = {}
-    for turn in turns:
-        rows, eighths = turn.size
-        size, most = rows * eighths * turn.batches, before.get(turn.trained, 0)
-        seen = known.setdefault(turn.trained, set())
-        is_compiled = dynamic is False or (dynamic is None and len(seen) < 2)
-        yield size > most or (is_compiled and turn.size not in seen)
-        seen.add(turn.size)
-        before[turn.trained] = max(size, most)
-
-
-def again(turns: Sequence[Turn], found: Sequence[Row], dynamic: Optional[bool]) -> int:
-    """Steps that changed plans without need.
+def again(turns: Sequence[Turn], found: Sequence[Row]) -> int:
+    """Steps that changed plans though neither they nor those before them were new.
 
     Plans may be made in a step that has to change them, and when the next one starts.
     """
-    due = [False, *dues(turns, dynamic)]
-    allowed = map(any, zip(due, due[1:]))
-    return sum(now["learned"] and not may for now, may in zip(found, allowed))
+    kinds = [replace(turn, also="") for turn in turns]
+    is_new = [False, *(kind not in kinds[:at] for at, kind in enumerate(kinds))]
+    may_change = map(any, zip(is_new, is_new[1:]))
+    return sum(now["learned"] and not may for now, may in zip(found, may_change))
 
 
 def summed_up(found: Sequence[Row]) -> Row:

@@ -127,18 +127,10 @@ class CountedStorages(TorchDispatchMode):
         self._live.clear()
 
 
-class Allocations(NamedTuple):
-    """What a call returned, and the bytes beyond those that were live before it: the
-    most that torch's allocators, of all devices together, had handed out at once, and
-    those that were left at its end."""
-
-    result: Any
-    peak: int
-    left: int
-
-
-def allocations(call: Callable[[], Any]) -> Allocations:
-    """On CUDA a block is what the caching allocator hands out, a multiple of 512."""
+def allocations(call: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What a call returned, and the bytes beyond those that were live before it: the most
+    that torch's allocators, of all devices together, had handed out at once, and those
+    that were left at its end. On CUDA a block is a multiple of 512."""
     activities = torch.profiler.supported_activities()
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
@@ -147,14 +139,14 @@ def allocations(call: Callable[[], Any]) -> Allocations:
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda event: event.start_ns())]
     live = list(itertools.accumulate(changes, initial=0))
-    return Allocations(result, max(live), live[-1])
+    return result, max(live), live[-1]
 
 
 def device_peak(call: Callable[[], Any], device: str) -> int:
     """The most bytes that a call takes of a device's allocator beyond what was there."""
     gc.collect()
     if device == "cpu":
-        return allocations(call).peak
+        return allocations(call)[1]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
@@ -208,7 +200,7 @@ def record_step(
     gc.collect()
     if allocator:
         loss, forward_peak, kept = allocations(forward)
-        peak = max(forward_peak, kept + allocations(lambda: finish(loss)).peak)
+        peak = max(forward_peak, kept + allocations(lambda: finish(loss))[1])
         given = sum({s._cdata: s.nbytes() for s in storages(there)}.values())
         forward_flops = flops = 0
     else:

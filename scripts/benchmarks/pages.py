@@ -94,22 +94,6 @@ def at_most(
         yield Mark(what, show.format(value, where), mark, value <= most, enforced)
 
 
-def share_within(
-    what: str,
-    found: Iterable[Named],
-    most: float,
-    share: float,
-    show: str = "{} of {}; worst: {:.1%} ({})",
-) -> Iterator[Mark]:
-    """So large a share of what was found has to be at most ``most``."""
-    found = list(found)
-    if found:
-        near = sum(value <= most for value, _ in found)
-        passed = near >= share * len(found)
-        text = show.format(near, len(found), *max(found))
-        yield Mark(what, text, f"{share:.0%} of them", passed, False)
-
-
 def stored_marks(rows: Iterable[Row]) -> list[Mark]:
     """Of benchmarks whose tasks find marks."""
     return [Mark(**mark) for row in good(rows) for mark in row["marks"]]

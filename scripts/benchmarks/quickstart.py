@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch._functorch.config as config
@@ -45,10 +45,8 @@ REPEATS = 5
 KINDS = {"eager": (1.0,), "upstream": plans.SWEEP, "graph": (0.2, 0.0)}
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    yield from plans.tasks(names or NETS, {**KINDS, "blocks": (0.0,)}, plans.RUN)
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    yield from plans.tasks(asked.nets or NETS, {**KINDS, "blocks": (0.0,)}, plans.RUN)
 
 
 # --------------------------------------------------------- in a fresh process

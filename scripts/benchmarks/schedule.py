@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Optional
+from typing import Any
 
 import torch
 
@@ -77,7 +77,6 @@ ON_DEVICE: Kinds = {
 }
 CHECKED: Kinds = {"graph": (1.0, plans.HALF, 0.0), "blocks": (plans.HALF, 0.0)}
 CHECKED_STEPS: Kinds = {"saved": (plans.HALF,), "blocks": (1.0, 0.0), "held": ()}
-CHECK = "a small net, a few budgets; as CI does"
 OPTIONS = {
     "device": {
         "choices": (RUN, *plans.DEVICES, "cpu", *sorted(GPUS)),
@@ -89,7 +88,7 @@ OPTIONS = {
 RANKS = 8
 
 
-def asked(device: str, steps: bool) -> tuple[Sequence[str], Kinds]:
+def planned(device: str, steps: bool) -> tuple[Sequence[str], Kinds]:
     """The nets for a device, and the kinds of their plans."""
     if device in plans.DEVICES:
         return ON_GPU if device == "cuda" else ON_CPU, ON_DEVICE
@@ -105,13 +104,8 @@ def asked(device: str, steps: bool) -> tuple[Sequence[str], Kinds]:
     return [*project, *(net.name for net in second_set.NETS)], SCHEDULED
 
 
-def tasks(
-    names: Optional[Sequence[str]],
-    check: bool,
-    rows: Sequence[Row],
-    device: str,
-    steps: bool,
-) -> Iterator[fresh.Task]:
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    device = asked.device
     if device == "cuda" and not torch.cuda.is_available():
         print(
             f"torch {torch.__version__} of {sys.executable} sees no GPU here; name "
@@ -119,11 +113,11 @@ def tasks(
             file=sys.stderr,
         )
         raise SystemExit(2)
-    device = "cpu" if check and device in GPUS else device
-    every_net, kinds = asked(device, steps)
-    if check:
-        every_net, kinds = ON_CPU[1:], CHECKED_STEPS if steps else CHECKED
-    for task in plans.tasks(names or every_net, kinds, device, rows):
+    device = "cpu" if asked.check and device in GPUS else device
+    every_net, kinds = planned(device, asked.steps)
+    if asked.check:
+        every_net, kinds = ON_CPU[1:], CHECKED_STEPS if asked.steps else CHECKED
+    for task in plans.tasks(asked.nets or every_net, kinds, device, rows):
         held_out = nets.find(task["net"]).held_out
         yield {"set": "second" if held_out else "project", **task}
 

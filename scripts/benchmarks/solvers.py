@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch._functorch._activation_checkpointing import knapsack
@@ -39,7 +39,6 @@ BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 REPEATS = 5
-CHECK = "only the counts"
 NETS: tuple[str, ...] = ()
 KIND, KEY = "part", ("part",)
 
@@ -186,10 +185,8 @@ PARTS = {"counts": counts, "times": times}
 judged, page = stored_marks, marks_page
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    for part in ("counts",) if check else PARTS:
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for part in ("counts",) if asked.check else PARTS:
         yield {"part": part}
 
 
