@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_what_runs_is_what_was_told(monkeypatch):
-    net = nets.decoder("x", Shape(layers=1, tokens=256))
+    net = nets.language("x", Shape(layers=1, tokens=256))
     monkeypatch.setitem(nets.NETS, net.name, net)
     rows = []
     for kind, budgets in {

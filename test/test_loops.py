@@ -46,7 +46,7 @@ def test_a_batch_is_cut():
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("loop, share", [("evaluation", 0.2), ("last batch", 1.0)])
 def test_a_loop_is_measured(loop, share, monkeypatch):
-    net = nets.decoder("x", Shape(layers=1, tokens=32))
+    net = nets.language("x", Shape(layers=1, tokens=32))
     monkeypatch.setitem(nets.NETS, net.name, net)
     found = loops.measure({"net": "x", "way": "whole", "loop": loop, "share": share})
     assert found["trace"].startswith("RC") and found["trace"].endswith("........")

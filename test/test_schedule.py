@@ -30,7 +30,7 @@ def test_the_roofline_of_kernels_and_operators():
 
 def small(monkeypatch, kind, *budgets, device="cpu"):
     """What is measured of a net of one layer."""
-    net = nets.decoder("x", Shape(layers=1, tokens=32))
+    net = nets.language("x", Shape(layers=1, tokens=32))
     monkeypatch.setitem(nets.NETS, net.name, net)
     task = {"net": net.name, "kind": kind, "device": device, "budgets": budgets}
     return schedule.measure(task)["steps"]
@@ -97,7 +97,7 @@ def test_without_cuda(monkeypatch, capsys):
 
 def test_a_step_of_sharded_blocks(monkeypatch):
     """As for a GPU, but by inductor for the CPU: what is predicted is what is held."""
-    small = nets.decoder(nets.SHARDED.name, Shape(layers=2, tokens=512))
+    small = nets.language(nets.SHARDED.name, Shape(layers=2, tokens=512))
     monkeypatch.setitem(nets.NETS, small.name, small)
     task = {"net": small.name, "kind": "blocks", "device": "cpu", "budgets": (0.0,)}
     (found,) = schedule.measure(task)["steps"]

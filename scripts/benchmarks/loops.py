@@ -55,7 +55,7 @@ from benchmarks.ways import compiled, OPERATORS, Training
 
 SHARE = 0.2
 # What takes turns with a net.
-PARTNER = nets.classic("partner", ClassicShape(layers=2, tokens=128), 8)
+PARTNER = nets.language("partner", ClassicShape(layers=2, tokens=128))
 
 
 # -------------------------------------------------------------------- loops

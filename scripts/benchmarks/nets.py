@@ -158,19 +158,12 @@ def features(shape: tuple[int, ...], classes: int) -> Inputs:
     return torch.randn(shape), torch.randint(classes, shape[-2:-1])
 
 
-def decoder(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
+def language(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
+    kind = Language if isinstance(shape, ClassicShape) else Transformer
+
     def build() -> Built:
         batch = tokens(shape.vocabulary, shape.batch, shape.tokens)
-        return Transformer(shape), batch
-
-    return Net(name, build, dtype)
-
-
-def classic(
-    name: str, shape: ClassicShape, batch: int, dtype: torch.dtype = torch.float32
-) -> Net:
-    def build() -> Built:
-        return Language(shape), tokens(shape.vocabulary, batch, shape.tokens)
+        return kind(shape), batch
 
     return Net(name, build, dtype)
 
@@ -258,13 +251,15 @@ SMALL_LLAMA: dict[str, Any] = {
 }
 LLAMA_8 = Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)
 SMALL = (
-    decoder("llama-8", LLAMA_8),
-    decoder("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
-    classic("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh"), 8),
-    classic("bert", ClassicShape(tokens=128, norm_first=False, written_out=True), 32),
+    language("llama-8", LLAMA_8),
+    language("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
+    language("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh")),
+    language(
+        "bert", ClassicShape(tokens=128, batch=32, norm_first=False, written_out=True)
+    ),
     Net("resnet50", lambda: (ResNet((3, 4, 6, 3), 32, 512), images(16, 128, 512))),
     Net("unet", lambda: (UNet(16, 4, 8), images(4, 128, 8, (128, 128)))),
-    decoder("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
+    language("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
     Net("vit", lambda: (ViT(ClassicShape(tokens=64), 16), images(16, 128, 512))),
     Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
     Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
@@ -301,25 +296,31 @@ LLAMA3_70B = Shape(8192, 64, 8, 28672, 80, 128256, batch=1, tokens=8192, rotary=
 LLAMA_2048 = Shape(2048, 16, 16, 5504, 16, 32000, 4, 2048, rotary=True)
 QWEN_MOE = Shape(2048, 16, 4, 1408, 4, 32000, 2, 2048, True, 16, 4)
 GPT2_XL = ClassicShape(
-    1600, 25, 6400, 48, 50257, 1024, 0.1, causal=True, joined=True, gelu="tanh"
+    *(1600, 25, 25, 6400, 48, 50257, 8, 1024),
+    dropout=0.1,
+    causal=True,
+    joined=True,
+    gelu="tanh",
 )
-BERT_LARGE = ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False)
-VIT_LARGE = ClassicShape(1024, 16, 4096, 24, 1000, 196)
+BERT_LARGE = ClassicShape(
+    *(1024, 16, 16, 4096, 24, 30522, 32, 512), dropout=0.1, norm_first=False
+)
+VIT_LARGE = ClassicShape(1024, 16, 16, 4096, 24, 1000, 64, 196)
 T5_LARGE: Any = {**T5, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
 T5_24: Any = {**T5_LARGE, "num_layers": 24, "dropout_rate": 0}
 # Four layers each, but for what has no like layers, and one of sixteen.
 AT_SIZE = (
-    decoder("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),
-    decoder("llama3-70b-4", replace(LLAMA3_70B, layers=4, tokens=4096), BF16),
-    decoder("llama-2048-16", LLAMA_2048, BF16),
-    classic("gpt2-xl-4", replace(GPT2_XL, layers=4), 8, BF16),
-    decoder("qwen-moe-4", QWEN_MOE, BF16),
+    language("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),
+    language("llama3-70b-4", replace(LLAMA3_70B, layers=4, tokens=4096), BF16),
+    language("llama-2048-16", LLAMA_2048, BF16),
+    language("gpt2-xl-4", replace(GPT2_XL, layers=4), BF16),
+    language("qwen-moe-4", QWEN_MOE, BF16),
     Net(
         "vit-l-4",
         lambda: (ViT(replace(VIT_LARGE, layers=4), 16), images(64, 224, 1000)),
         BF16,
     ),
-    classic("bert-large-4", replace(BERT_LARGE, layers=4), 32, BF16),
+    language("bert-large-4", replace(BERT_LARGE, layers=4), BF16),
     Net(
         "resnet50-224",
         lambda: (ResNet((3, 4, 6, 3), 64, 1000), images(64, 224, 1000)),
@@ -328,12 +329,12 @@ AT_SIZE = (
     Net("unet-256", lambda: (UNet(64, 4, 21), images(8, 256, 21, (256, 256))), BF16),
     hugging_face("hf-t5_large", "T5ForConditionalGeneration", 8, 512, **T5_LARGE),
 )
-SHARDED = decoder("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
+SHARDED = language("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
 # All layers, for whole steps. Without dropout: a checkpoint of random operators wants
 # the generator of a real GPU.
 WHOLE = (
-    decoder("llama-2048-16", LLAMA_2048, BF16),
-    classic("gpt2-xl", replace(GPT2_XL, dropout=0.0), 8, BF16),
+    language("llama-2048-16", LLAMA_2048, BF16),
+    language("gpt2-xl", replace(GPT2_XL, dropout=0.0), BF16),
     hugging_face("hf-t5_24", "T5ForConditionalGeneration", 8, 512, **T5_24),
     SHARDED,
 )
@@ -350,8 +351,8 @@ NETS: dict[str, Net] = {
         ),
         *AT_SIZE,
         *WHOLE,
-        decoder("llama3-70b", LLAMA3_70B, BF16),
-        decoder("llama-4", Shape()),
+        language("llama3-70b", LLAMA3_70B, BF16),
+        language("llama-4", Shape()),
     )
 }
 

@@ -22,14 +22,6 @@ from benchmarks.nets import BF16, Built, by_class, hugging_face, LossOf, Net, si
 # -------------------------------------------------------- batches and losses
 
 
-def normal(*shape: int) -> Callable[[], Tensor]:
-    return functools.partial(torch.randn, shape)
-
-
-def uniform(*shape: int) -> Callable[[], Tensor]:
-    return functools.partial(torch.rand, shape)
-
-
 def numbers(most: int, *shape: int) -> Callable[[], Tensor]:
     return functools.partial(torch.randint, most, shape)
 
@@ -37,11 +29,14 @@ def numbers(most: int, *shape: int) -> Callable[[], Tensor]:
 def by_loss(
     name: str, kind: str, loss: Callable[..., Tensor], batch: Any, **sizes: Any
 ) -> Net:
-    """A model whose loss is found of its batch, which is given by name."""
+    """A model whose loss is found of its batch: by name, a shape or what makes it."""
 
     def build() -> Built:
         module = by_class(kind, **sizes)
-        inputs = [make() for make in batch.values()]
+        inputs = [
+            torch.randn(each) if isinstance(each, tuple) else each()
+            for each in batch.values()
+        ]
         return LossOf(module, tuple(batch), loss), tuple(inputs)
 
     return Net(name, build, BF16, held_out=True)
@@ -161,9 +156,9 @@ VISION = (
     by_loss(
         *("yolos", "YolosForObjectDetection", detected),
         {
-            "pixel_values": normal(4, 3, 640, 640),
+            "pixel_values": (4, 3, 640, 640),
             "classes": numbers(91, 4, 100),
-            "boxes": uniform(4, 100, 4),
+            "boxes": (4, 100, 4),
         },
         num_labels=91,
         num_hidden_layers=4,
@@ -172,7 +167,7 @@ VISION = (
     # Pictures and sentences, each with an encoder.
     by_loss(
         *("clip", "CLIPModel", contrasted),
-        {"input_ids": numbers(1000, 64, 77), "pixel_values": normal(64, 3, 224, 224)},
+        {"input_ids": numbers(1000, 64, 77), "pixel_values": (64, 3, 224, 224)},
         text_config={"num_hidden_layers": 2},
         vision_config={"num_hidden_layers": 2, "patch_size": 16},
     ),
@@ -183,7 +178,7 @@ SOUND = (
     by_loss(
         *("conformer", "ParakeetForCTC", spelled),
         {
-            "input_features": normal(16, 1600, 80),
+            "input_features": (16, 1600, 80),
             "syllables": numbers(1024, 16, 200),
         },
         encoder_config={"num_hidden_layers": 4, "layerdrop": 0.0},
@@ -194,10 +189,10 @@ DIFFUSION = (
     by_loss(
         *("dit", "DiTTransformer2DModel", denoised),
         {
-            "hidden_states": normal(32, 4, 32, 32),
+            "hidden_states": (32, 4, 32, 32),
             "timestep": numbers(1000, 32),
             "class_labels": numbers(1000, 32),
-            "noise": normal(32, 4, 32, 32),
+            "noise": (32, 4, 32, 32),
         },
         num_layers=4,
     ),
@@ -205,11 +200,11 @@ DIFFUSION = (
     by_loss(
         *("sd3", "SD3Transformer2DModel", denoised),
         {
-            "hidden_states": normal(4, 16, 64, 64),
-            "encoder_hidden_states": normal(4, 154, 4096),
-            "pooled_projections": normal(4, 2048),
+            "hidden_states": (4, 16, 64, 64),
+            "encoder_hidden_states": (4, 154, 4096),
+            "pooled_projections": (4, 2048),
             "timestep": numbers(1000, 4),
-            "noise": normal(4, 16, 64, 64),
+            "noise": (4, 16, 64, 64),
         },
         num_layers=3,
         num_attention_heads=24,
@@ -220,13 +215,13 @@ DIFFUSION = (
     by_loss(
         *("flux", "FluxTransformer2DModel", denoised),
         {
-            "hidden_states": normal(2, 1024, 64),
-            "encoder_hidden_states": normal(2, 512, 4096),
-            "pooled_projections": normal(2, 768),
-            "timestep": uniform(2),
-            "img_ids": uniform(1024, 3),
-            "txt_ids": uniform(512, 3),
-            "noise": normal(2, 1024, 64),
+            "hidden_states": (2, 1024, 64),
+            "encoder_hidden_states": (2, 512, 4096),
+            "pooled_projections": (2, 768),
+            "timestep": (2,),
+            "img_ids": (1024, 3),
+            "txt_ids": (512, 3),
+            "noise": (2, 1024, 64),
         },
         num_layers=1,
         num_single_layers=2,
@@ -235,10 +230,10 @@ DIFFUSION = (
     by_loss(
         *("unet2d", "UNet2DConditionModel", denoised),
         {
-            "sample": normal(4, 4, 64, 64),
+            "sample": (4, 4, 64, 64),
             "timestep": numbers(1000, 4),
-            "encoder_hidden_states": normal(4, 77, 2048),
-            "noise": normal(4, 4, 64, 64),
+            "encoder_hidden_states": (4, 77, 2048),
+            "noise": (4, 4, 64, 64),
         },
         down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
         up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],

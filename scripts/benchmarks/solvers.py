@@ -44,7 +44,6 @@ KIND, KEY = "part", ("part",)
 
 upstream = untouched_knapsack()
 ours: Any = knapsack  # with more in it than the one that mypy finds
-Case = tuple[list[float], list[Any], float]  # what solvers take
 Call = Callable[[], Any]
 
 
@@ -92,18 +91,6 @@ def optima() -> dict[tuple[str, float], int]:
 
 def used(memory: Sequence[float], saved: Sequence[int]) -> float:
     return math.fsum(memory[i] for i in saved)
-
-
-def timed(nets: list[Instance]) -> Iterator[tuple[str, Case, Case]]:
-    """Cases where not everything that fits alone also fits together.
-
-    Their names, and what they are in shares of the range and in bytes.
-    """
-    for net, budget in itertools.product(nets, TIMED_BUDGETS):
-        if math.fsum(m for m in net.memory if m <= budget) > budget:
-            shares: Case = net.memory, net.runtimes, budget
-            in_bytes: Any = net.sizes, net.runtimes, net.capacity(budget)
-            yield f"{net.name}@{budget:g}", shares, in_bytes
 
 
 def seconds(call: Call) -> float:
@@ -155,10 +142,11 @@ def counts() -> Iterator[Mark]:
 
 def times() -> Iterator[Mark]:
     results = []
-    for where, shares, in_bytes in timed(instances()):
-        exact = partial(ours.exact_knapsack, *in_bytes)
-        dp = partial(upstream.dp_knapsack, *shares)
-        results.append((repeated(exact, dp), where))
+    for net, budget in itertools.product(instances(), TIMED_BUDGETS):
+        items = net.sizes, net.runtimes, net.capacity(budget)
+        exact = partial(ours.exact_knapsack, *items)
+        dp = partial(upstream.dp_knapsack, net.memory, net.runtimes, budget)
+        results.append((repeated(exact, dp), f"{net.name}@{budget:g}"))
     mean = 1 / statistics.geometric_mean(r for r, _ in results)
     worst, where = max(results)
     text = f"{mean:.1f}x over {len(results)} cases"
