@@ -152,5 +152,5 @@ def test_wrong_options_are_refused(arguments, message, capsys):
 def test_a_row_measured_anew_replaces_the_stored_one():
     rows = [{"net": net, "at": 1} for net in "xyz"]
     for net in "yw":
-        command.put(rows, {"net": net, "at": 2}, ("net",))
+        command.put(rows, {"net": net, "at": 2})
     assert [(row["net"], row["at"]) for row in rows] == [*zip("xyzw", (1, 2, 1, 2))]

@@ -10,8 +10,6 @@ A benchmark is a module. Its docstring is its --help, and it has
     judged(rows)      the marks
     page(data)        what is printed
 
-and where it wants to KIND, the entry of a task that --kind chooses by, and KEY, those that
-tell its rows apart.
 """
 
 from __future__ import annotations
@@ -29,6 +27,11 @@ from torch._functorch._activation_checkpointing import knapsack
 from benchmarks import fresh, nets
 from benchmarks.pages import environment, failed, Row, show, store
 from benchmarks.replay import GPUS
+
+
+# What --kind chooses by, and what tells rows apart.
+KINDS = ("kind", "loop", "part")
+KEY = (*KINDS, "net", "device", "way", "share")
 
 
 def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
@@ -58,19 +61,10 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
         nargs="+",
         help="these alone, or your own as module:function; others stay in FILE",
     )
-    add(
-        "--kind",
-        nargs="+",
-        help="these kinds alone, likewise",
-    )
+    add("--kind", nargs="+", help="these kinds alone, likewise")
     for option, described in getattr(benchmark, "OPTIONS", {}).items():
         add(f"--{option}", **described)
-    add(
-        "--json",
-        type=in_a_folder,
-        metavar="FILE",
-        help="write what was measured here",
-    )
+    add("--json", type=in_a_folder, metavar="FILE", help="store what was measured")
     return parser
 
 
@@ -80,19 +74,17 @@ def found_by(benchmark: Any, arguments: argparse.Namespace) -> list[Row]:
     path = arguments.json
     if (arguments.nets or arguments.kind) and path is not None and path.exists():
         rows += json.loads(path.read_text())["measured"]
-    kind = getattr(benchmark, "KIND", "kind")
-    key = getattr(benchmark, "KEY", ("net", "kind", "device"))
     for task in benchmark.tasks(arguments, rows):
-        if not arguments.kind or str(task[kind]) in arguments.kind:
-            row = fresh.measured(benchmark.__name__, task)
-            put(rows, row, key)
+        kinds = {str(task.get(kind)) for kind in KINDS}
+        if not arguments.kind or kinds & {*arguments.kind}:
+            put(rows, fresh.measured(benchmark.__name__, task))
     return rows
 
 
-def put(rows: list[Row], new: Row, key: tuple[str, ...]) -> None:
+def put(rows: list[Row], new: Row) -> None:
     """In the place of the row of its key, or at the end."""
     for at, row in enumerate(rows):
-        if all(row.get(name) == new.get(name) for name in key):
+        if all(row.get(name) == new.get(name) for name in KEY):
             rows[at] = new
             return
     rows.append(new)
@@ -112,12 +104,9 @@ def main(name: str, *words: str) -> int:
         )
     rows = found_by(benchmark, arguments)
     marks = list(benchmark.judged(rows))
-    data = {
-        "environment": environment(),
-        "measured": rows,
-        # What a pull request quotes.
-        "rows": [mark._asdict() for mark in marks],
-    }
+    data: Row = {"environment": environment(), "measured": rows}
+    # What a pull request quotes.
+    data["rows"] = [mark._asdict() for mark in marks]
     show(benchmark.page(data))
     if arguments.json is not None:
         store(arguments.json, data)

@@ -104,7 +104,6 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
 }
 NETS = ("llama-4", "bert", "vit")
-KIND, KEY = "loop", ("net", "loop", "way", "share")
 WAYS = ("blocks", "whole")
 
 

@@ -159,7 +159,7 @@ def features(shape: tuple[int, ...], classes: int) -> Inputs:
 
 
 def language(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
-    kind = Language if isinstance(shape, ClassicShape) else Transformer
+    kind: Any = Language if isinstance(shape, ClassicShape) else Transformer
 
     def build() -> Built:
         batch = tokens(shape.vocabulary, shape.batch, shape.tokens)

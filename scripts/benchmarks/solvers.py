@@ -40,7 +40,6 @@ BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
 REPEATS = 5
 NETS: tuple[str, ...] = ()
-KIND, KEY = "part", ("part",)
 
 upstream = untouched_knapsack()
 ours: Any = knapsack  # with more in it than the one that mypy finds
@@ -143,8 +142,8 @@ def counts() -> Iterator[Mark]:
 def times() -> Iterator[Mark]:
     results = []
     for net, budget in itertools.product(instances(), TIMED_BUDGETS):
-        items = net.sizes, net.runtimes, net.capacity(budget)
-        exact = partial(ours.exact_knapsack, *items)
+        capacity = net.capacity(budget)
+        exact = partial(ours.exact_knapsack, net.sizes, net.runtimes, capacity)
         dp = partial(upstream.dp_knapsack, net.memory, net.runtimes, budget)
         results.append((repeated(exact, dp), f"{net.name}@{budget:g}"))
     mean = 1 / statistics.geometric_mean(r for r, _ in results)
