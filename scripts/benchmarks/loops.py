@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 from unittest import mock
@@ -150,56 +150,43 @@ class Loop:
         there = [*training.inputs]
         for each in (self.net, self.partner):
             there += [*each.parameters, *each.module.buffers()]
-        with half_trained(training.parameters, turn.trained):
-            with watched(self.budget, there) as row:
-                train(turn, training)
-            gradients(training.parameters)
+        middle = len(training.parameters) // 2
+        halves = {"first half": slice(middle, None), "second half": slice(middle)}
+        # The other half is frozen, if one is named.
+        frozen = training.parameters[halves.get(turn.trained, slice(0))]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        row = self.watched(turn, training, there)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        gradients(training.parameters)
         training.inputs = all_inputs
         return row
 
-
-@contextmanager
-def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
-    """A step within a budget: its peak and flops, and what it did to the plans."""
-    decide = mock.Mock(wraps=vars(partitioners)["decide"])
-    gc.collect()
-    row: Row = {}
-    with (
-        warnings_noted() as said,
-        mock.patch.object(partitioners, "decide", decide),
-        budget,
-    ):
-        step = overlay("step_recorder").running_step()
-        row["recorded"] = step is not None and step.recorder is not None
-        with CountedStorages(there) as counted:
-            yield row
-    plan = getattr(budget, "plan", None)
-    row.update(peak=counted.peak, flops=counted.flops, warnings=said)
-    is_new = row["recorded"] or bool(decide.call_count)
-    row.update(compiled=bool(decide.call_count), learned=is_new or plan is None)
-    if plan is not None:
-        row.update(allowed=plan.allowed, floor=plan.floor)
-
-
-def train(turn: Turn, training: Training) -> None:
-    if turn.also == "skipped":
-        training.loss()
-    elif turn.also != "empty":
-        for _ in range(turn.batches):
-            training.loss().backward()
-
-
-@contextmanager
-def half_trained(parameters: Sequence[Tensor], trained: str) -> Iterator[None]:
-    """The other half of the parameters is frozen, if one is named."""
-    middle = len(parameters) // 2
-    halves = {"first half": parameters[middle:], "second half": parameters[:middle]}
-    frozen = halves.get(trained, ())
-    for each in frozen:
-        each.requires_grad_(False)
-    yield
-    for each in frozen:
-        each.requires_grad_(True)
+    def watched(self, turn: Turn, training: Training, there: list[Tensor]) -> Row:
+        decide = mock.Mock(wraps=vars(partitioners)["decide"])
+        gc.collect()
+        with (
+            warnings_noted() as said,
+            mock.patch.object(partitioners, "decide", decide),
+            self.budget,
+        ):
+            step = overlay("step_recorder").running_step()
+            is_recorded = step is not None and step.recorder is not None
+            with CountedStorages(there) as counted:
+                if turn.also == "skipped":
+                    training.loss()
+                for _ in range(
+                    0 if turn.also in ("skipped", "empty") else turn.batches
+                ):
+                    training.loss().backward()
+        plan = getattr(self.budget, "plan", None)
+        row: Row = {"peak": counted.peak, "flops": counted.flops, "warnings": said}
+        row.update(recorded=is_recorded, compiled=bool(decide.call_count))
+        row["learned"] = is_recorded or row["compiled"] or plan is None
+        if plan is not None:
+            row.update(allowed=plan.allowed, floor=plan.floor)
+        return row
 
 
 def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:

@@ -56,9 +56,6 @@ def summary(data: dict[str, Any]) -> str:
     return marks_table(data["rows"])
 
 
-BENCHMARKS = (
-    *("quickstart", "solvers", "kept", "frozen", "schedule", "loops", "fits"),
-)
 FIGURES = ("peak", "step", "blocks")
 # Those of one command, by its options.
 PLANS = ("peak", "step", "schedule_cpu", "blocks", "gpu")

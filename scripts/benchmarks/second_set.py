@@ -73,7 +73,7 @@ def detected(
 
 
 held_out = functools.partial(hugging_face, held_out=True)
-LANGUAGE = (
+NETS = (
     # Norms on queries and keys.
     held_out(
         *("qwen3", "Qwen3ForCausalLM", 2, 1024),
@@ -136,8 +136,6 @@ LANGUAGE = (
         mlp_dropout=0.1,
         embedding_dropout=0.1,
     ),
-)
-VISION = (
     held_out(
         *("convnextv2", "ConvNextV2ForImageClassification", 32),
         hidden_sizes=[128, 256, 512, 1024],
@@ -171,8 +169,6 @@ VISION = (
         text_config={"num_hidden_layers": 2},
         vision_config={"num_hidden_layers": 2, "patch_size": 16},
     ),
-)
-SOUND = (
     # Convolutions between attention and MLP. Sixteen seconds each, by their spectra, and
     # a syllable for each eight of these.
     by_loss(
@@ -183,8 +179,6 @@ SOUND = (
         },
         encoder_config={"num_hidden_layers": 4, "layerdrop": 0.0},
     ),
-)
-DIFFUSION = (
     # Norms whose scales and shifts are computed.
     by_loss(
         *("dit", "DiTTransformer2DModel", denoised),
@@ -244,4 +238,3 @@ DIFFUSION = (
         cross_attention_dim=2048,
     ),
 )
-NETS = (*LANGUAGE, *VISION, *SOUND, *DIFFUSION)

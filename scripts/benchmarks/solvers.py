@@ -88,10 +88,6 @@ def optima() -> dict[tuple[str, float], int]:
     }
 
 
-def used(memory: Sequence[float], saved: Sequence[int]) -> float:
-    return math.fsum(memory[i] for i in saved)
-
-
 def seconds(call: Call) -> float:
     start = time.process_time()
     call()
@@ -129,7 +125,7 @@ def counts() -> Iterator[Mark]:
             net.sizes, net.runtimes, capacity
         )
         value = sum(net.runtimes[i] for i in solution.saved)
-        over += used(net.memory, solution.saved) > budget
+        over += math.fsum(net.memory[i] for i in solution.saved) > budget
         wrong += not value == solution.value == optima()[net.name, budget]
         unproven += not solution.proven
         below += value < greedy_floor(net.memory, net.runtimes, budget)
