@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import nets, replay, schedule, sharding
+from benchmarks import nets, plans, replay, schedule
 from benchmarks.architectures import Shape
 from benchmarks.ways import compiled, Training
 
@@ -102,9 +102,9 @@ def test_a_step_of_sharded_blocks(monkeypatch):
     task = {"net": small.name, "kind": "blocks", "device": "cpu", "budgets": (0.0,)}
     (found,) = schedule.measure(task)["steps"]
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.05)
-    with sharding.fake_ranks(schedule.RANKS):
+    with plans.fake_ranks(schedule.RANKS):
         way = compiled("aot_eager")
-        training = sharding.sharded(Training(small, blocks=way, fake=True))
+        training = plans.sharded(Training(small, blocks=way, fake=True))
         given = sum(each.to_local().nbytes for each in training.parameters)
     whole = sum(each.nbytes for each in small.make()[0].parameters())
     assert given == pytest.approx(whole / schedule.RANKS, rel=0.01)

@@ -8,7 +8,7 @@ import torch
 from benchmarks import fits
 from torch import nn
 from what_fits import __main__ as command
-from what_fits import measure, page
+from what_fits import page
 
 
 WIDTH, ROWS = 64, 512
@@ -46,7 +46,7 @@ def alone():
 MODEL = f"{__name__}:net"
 
 
-def task(*words, batch=2, way=measure.OURS):
+def task(*words, batch=2, way=page.OURS):
     asked = vars(command.options().parse_args(["--model", MODEL, *words]))
     return {"batch": batch, "length": None, "way": way, "_asked": asked}
 
@@ -63,7 +63,7 @@ def test_what_is_told_is_what_the_allocator_notes(kind):
 @pytest.mark.parametrize("optimizer, states", [("SGD", 0), ("AdamW", 2)])
 def test_what_is_there_when_a_step_starts(optimizer, states):
     words = ["--optimizer", optimizer, "--blocks"]
-    step, *_ = measure.steps_of(task(*words))
+    step, *_ = page.steps_of(task(*words))
     module, (inputs,) = net(2)
     parameters = sum(each.nbytes for each in module.parameters())
     wanted = (1 + states) * parameters + inputs.nbytes
@@ -146,7 +146,7 @@ def test_sizes_and_settings_are_parsed():
 def test_a_model_of_a_library_by_its_class():
     sizes = ["n_layer=2", "n_embd=64", "n_head=4", "vocab_size=128"]
     words = ["--model", "transformers:GPT2LMHeadModel", "--dtype", "bfloat16"]
-    gpt2 = measure.net_of(task(*words, "--config", *sizes))
+    gpt2 = page.net_of(task(*words, "--config", *sizes))
     _, module, (ids, labels) = gpt2.fake()
     assert ids.shape == labels.shape == (2, 1024)
     assert len(module.module.transformer.h) == 2

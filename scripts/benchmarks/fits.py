@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from what_fits import __main__ as command
-from what_fits import measure as fits
+from what_fits import page as fits
 from what_fits.page import total
 
 from benchmarks import fresh, plans

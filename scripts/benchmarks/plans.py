@@ -32,14 +32,19 @@ from unittest import mock
 
 import torch
 import torch._functorch.config as config
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 
 from benchmarks import fresh, nets
+from benchmarks.architectures import Transformer
 from benchmarks.meters import device_peak, gradients, relative_error
 from benchmarks.pages import good, Row
 from benchmarks.replay import compiled_for, GPUS, replay
@@ -347,6 +352,36 @@ def saving_products() -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+# ------------------------------------------------------ one of many ranks, by FSDP2
+
+
+def sharded(training: Training) -> Training:
+    """As torchtitan trains it, over all ranks; storages of fakes."""
+    dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=dtypes)
+    module: Any = training.module
+    with training.mode:
+        for block in training.blocks:
+            wrap(block)
+        inner = module.module if isinstance(module, nets.LossOf) else module
+        if isinstance(inner, Transformer):
+            wrap([inner.norm, inner.head], reshard_after_forward=False)
+        wrap(module)
+        training.parameters = list(module.parameters())
+        training.optimizer = torch.optim.AdamW(training.parameters)
+    return training
+
+
+@contextmanager
+def fake_ranks(number: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 # ----------------------------------------------------------- upstream's budgets

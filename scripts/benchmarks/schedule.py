@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bounds, fresh, nets, plans, second_set, sharding
+from benchmarks import bounds, fresh, nets, plans, second_set
 from benchmarks.pages import Row
 from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 from benchmarks.replay import GPUS
@@ -127,8 +127,8 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 def measure(task: fresh.Task) -> Row:
     if task["net"] == nets.SHARDED.name:
-        with sharding.fake_ranks(RANKS):
-            return plans.measure(task, sharding.sharded)
+        with plans.fake_ranks(RANKS):
+            return plans.measure(task, plans.sharded)
     if (task["kind"], task["device"]) != ("graph", RUN):
         return plans.measure(task)
     with plans.curve_noted() as found:

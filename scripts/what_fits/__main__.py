@@ -27,7 +27,7 @@ from benchmarks import fresh, nets, ways
 from benchmarks.pages import environment, show, store
 from benchmarks.replay import GPUS
 
-from what_fits import measure, page
+from what_fits import page
 
 
 UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
@@ -99,8 +99,8 @@ def options() -> argparse.ArgumentParser:
 def tasks(asked: dict[str, Any]) -> Iterator[fresh.Task]:
     """Each batch, or length, each way."""
     for size in itertools.product(asked["batch"] or [None], asked["length"] or [None]):
-        for way in (measure.UPSTREAM, measure.OURS):
-            wheel = fresh.UNTOUCHED if way == measure.UPSTREAM else "patched"
+        for way in (page.UPSTREAM, page.OURS):
+            wheel = fresh.UNTOUCHED if way == page.UPSTREAM else "patched"
             named = dict(zip(("batch", "length"), size))
             yield {**named, "way": way, "torch": wheel, "_asked": asked}
 
@@ -124,7 +124,7 @@ def checked(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
         asked.memory = GPUS[asked.gpu].total_memory
     net = None
     try:
-        net = measure.net_of(next(tasks(vars(asked))))
+        net = page.net_of(next(tasks(vars(asked))))
         module = net.fake()[1]
         if asked.blocks is not None:
             ways.blocks_of(module, net.blocks)
@@ -138,7 +138,7 @@ def main(words: Optional[list[str]] = None) -> int:
     asked = parser.parse_args(words)
     checked(parser, asked)
     todo = [*tasks({**vars(asked), "json": None})]
-    rows = [fresh.measured(measure.__name__, task) for task in todo]
+    rows = [fresh.measured(page.__name__, task) for task in todo]
     data = {"environment": environment(), "asked": todo[0]["_asked"], "measured": rows}
     show(page.page(data))
     if asked.json is not None:
