@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import nets, plans, replay, schedule
+from benchmarks import bounds, nets, plans, replay, schedule
 from benchmarks.architectures import Shape
 from benchmarks.ways import compiled, Training
 
@@ -45,7 +45,7 @@ def test_upstreams_budgets_are_scheduled_once_for_each_plan(monkeypatch):
 
 @pytest.mark.parametrize(
     "kind, device",
-    [("blocks", "cpu"), ("bytes", "cpu"), ("graph", "h100"), ("blocks", "h100")],
+    [("blocks", "cpu"), ("graph", "cpu"), ("graph", "h100"), ("blocks", "h100")],
 )
 def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
     if device != "cpu" and torch.version.cuda is None:
@@ -71,7 +71,7 @@ def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
 )
 def test_what_is_off_is_seen(kind, entry, value, wrong):
     rows = []
-    for each in ("upstream", *schedule.OURS):
+    for each in ("upstream", *bounds.OURS, "bytes"):
         ends = [{"budget": b, "flops": 8, "seconds": 4.0} for b in (1.0, 0.0)]
         for step, peak in zip(ends, (100, 50)):
             step.update(dict.fromkeys(("peak", "allowed", "predicted"), peak))

@@ -17,7 +17,7 @@ that are there when a step starts, over what the budget says is allowed.
     evaluation          between steps
     accumulation        over one to four micro-batches
     skipped             a batch without a backward, and a step without a batch
-    gan, heads, curriculum    two models, halves of one, and two sizes take turns
+    gan, curriculum     two models, or two sizes, take turns
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SIZES: tuple[Size, ...] = (
 
 @dataclass(frozen=True)
 class Turn:
-    """A step of a loop: micro-batches of a size, and what is trained, all if nothing."""
+    """A step of a loop: micro-batches of a size, and what is trained if not the net."""
 
     size: Size = SIZES[0]
     batches: int = 1
@@ -89,7 +89,6 @@ def lengths() -> list[Turn]:
 
 LARGEST = Turn(SIZES[-1])
 ACCUMULATED = [Turn(batches=count) for count in (2, 4, 1, 3)]
-HALVES = [Turn(trained="first half"), Turn(trained="second half")]
 # Each with whether sizes are known to vary, as torch.compile has it.
 LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "lengths, dynamic": (lengths(), True),
@@ -100,7 +99,6 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "accumulation": (ACCUMULATED * 4, None),
     "skipped": ([Turn(), Turn(), Turn(also="skipped"), Turn(also="empty")] * 4, None),
     "gan": ([Turn(), Turn(trained="partner")] * 8, None),
-    "heads": (HALVES * 8, None),
     "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
 }
 NETS = ("llama-4", "bert", "vit")
@@ -150,15 +148,7 @@ class Loop:
         there = [*training.inputs]
         for each in (self.net, self.partner):
             there += [*each.parameters, *each.module.buffers()]
-        middle = len(training.parameters) // 2
-        halves = {"first half": slice(middle, None), "second half": slice(middle)}
-        # The other half is frozen, if one is named.
-        frozen = training.parameters[halves.get(turn.trained, slice(0))]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
         row = self.watched(turn, training, there)
-        for parameter in frozen:
-            parameter.requires_grad_(True)
         gradients(training.parameters)
         training.inputs = all_inputs
         return row

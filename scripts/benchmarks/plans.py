@@ -4,15 +4,14 @@ A row is of a net, a device and a kind of plans; its ``steps`` are what was foun
 plan. On the device ``operators`` steps run on a CPU, operator by operator. On the others,
 ``cpu`` and those of `GPUS`, inductor compiles forward and backward of fake tensors up to
 their kernels, and what its wrappers allocate is followed; no kernel runs. They do on those
-of `DEVICES`, whose allocators are asked. Peaks are bytes
-beyond parameters, inputs and what else is there when a step starts.
+of `DEVICES`, whose allocators are asked. Peaks are bytes beyond parameters, inputs and what
+else is there when a step starts.
 
     upstream                a graph by budgets of saved bytes, on the untouched wheel
     saved                   the same of each block, by itself
     checkpoint              around each block; a selective one saves attention and every
                             second product
-    graph, bytes            a graph by target "peak", or by a limit in bytes, half way
-                            between the peaks of budgets 0 and 1
+    graph                   a graph by target "peak"
     blocks, whole           by a StepBudget: the blocks by themselves, or all as one graph
     held                    blocks by a StepBudget, at the peaks of other ways
     one graph               a graph, at the peaks of ``blocks``
@@ -68,7 +67,6 @@ CHECKPOINTS = ("checkpoint", "selective checkpoint")
 IN_BLOCKS = ("saved", *CHECKPOINTS, "blocks", "held")
 # Whose peaks they are held to.
 HELD = {"held": ("saved", *CHECKPOINTS), "one graph": ("blocks",)}
-HALF = 0.5
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -135,9 +133,6 @@ def measure(
             steps = [plans.checkpointed(is_selective=" " in kind)]
         elif kind == "graph":
             steps = [plans.by_peak(budget) for budget in budgets]
-        elif kind == "bytes":
-            peaks = [plans.by_peak(budget)["peak"] for budget in (0.0, 1.0)]
-            steps = [{"budget": HALF, **plans.within(sum(peaks) // 2)}]
         elif kind == "one graph":
             held = [(s["share"], s["peak"]) for s in task["_steps"]]
             steps = [{"share": share, **plans.within(peak)} for share, peak in held]

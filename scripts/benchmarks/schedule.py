@@ -24,9 +24,8 @@ only read, and nothing is fetched. Peaks are then those of the device's allocato
 medians of several steps, and gradients are compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
-target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
-and bytes (a limit in bytes). The exit status is 1 if a plan is over what is allowed without
-a warning.
+target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself).
+The exit status is 1 if a plan is over what is allowed without a warning.
 
 Of whole steps each block is compiled by itself, at real size also the loss. Beside the
 StepBudget's plans stand each block's own budgets, which are upstream's; checkpoints around
@@ -67,7 +66,6 @@ SCHEDULED: Kinds = {
     "graph": BUDGETS,
     "blocks": SHARES,
     "whole": SHARES,
-    "bytes": (plans.HALF,),
 }
 IN_STEPS: Kinds = {"saved": SWEEP, CHECKPOINTS[0]: (), "blocks": FINE, "held": ()}
 ON_DEVICE: Kinds = {
@@ -75,8 +73,8 @@ ON_DEVICE: Kinds = {
     "graph": SHARES,
     "blocks": (0.2, 0.0),
 }
-CHECKED: Kinds = {"graph": (1.0, plans.HALF, 0.0), "blocks": (plans.HALF, 0.0)}
-CHECKED_STEPS: Kinds = {"saved": (plans.HALF,), "blocks": (1.0, 0.0), "held": ()}
+CHECKED: Kinds = {"graph": (1.0, 0.5, 0.0), "blocks": (0.5, 0.0)}
+CHECKED_STEPS: Kinds = {"saved": (0.5,), "blocks": (1.0, 0.0), "held": ()}
 OPTIONS = {
     "device": {
         "choices": (RUN, *plans.DEVICES, "cpu", *sorted(GPUS)),
