@@ -80,18 +80,13 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    print(f"{describe(task)} ...", file=sys.stderr, flush=True)
-    found = measure_in_child(module, task, seconds)
-    if "error" in found:
-        print(f"{describe(task)}: {found['error']}", file=sys.stderr)
-    row = {**task, **found}
-    return {name: v for name, v in row.items() if not name.startswith("_")}
-
-
-def describe(task: Task) -> str:
-    """The entries by which a benchmark's tasks differ."""
+    # The entries by which a benchmark's tasks differ.
     words = (v for v in task.values() if isinstance(v, (str, int, float)))
-    return " ".join(map(str, words))
+    print(*words, "...", file=sys.stderr, flush=True)
+    row = {**task, **measure_in_child(module, task, seconds)}
+    if "error" in row:
+        print(row["error"], file=sys.stderr)
+    return {name: v for name, v in row.items() if not name.startswith("_")}
 
 
 def main(module: str, task: str, target: str) -> int:

@@ -39,19 +39,16 @@ def freeze(module: nn.Module, trainable: Sequence[str]) -> nn.Module:
     return module
 
 
-def resnet() -> Built:
-    # What comes before the stem needs no gradient, what comes after it does.
-    net = ResNet((3, 4, 6, 3), 16, 64)
-    return freeze(net, ("stem", "head")), images(4, 96, 64)
-
-
-def unet() -> Built:
-    return freeze(UNet(8, 3, 8), ("down.0", "head")), images(4, 96, 8, (96, 96))
-
-
 CASES: dict[str, Callable[[], Built]] = {
-    "ResNet-50-like, stem and head trainable": resnet,
-    "U-Net, first stage and head trainable": unet,
+    # What comes before the stem needs no gradient, what comes after it does.
+    "ResNet-50-like, stem and head trainable": lambda: (
+        freeze(ResNet((3, 4, 6, 3), 16, 64), ("stem", "head")),
+        images(4, 96, 64),
+    ),
+    "U-Net, first stage and head trainable": lambda: (
+        freeze(UNet(8, 3, 8), ("down.0", "head")),
+        images(4, 96, 8, (96, 96)),
+    ),
 }
 NETS = tuple(CASES)
 

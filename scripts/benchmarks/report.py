@@ -57,8 +57,6 @@ def summary(data: dict[str, Any]) -> str:
 
 
 FIGURES = ("peak", "step", "blocks")
-# Those of one command, by its options.
-PLANS = ("peak", "step", "schedule_cpu", "blocks", "gpu")
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", quickstart.headline),
@@ -66,12 +64,8 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "peak_summary": ("peak", summary),
     "step_summary": ("step", summary),
     "releases": ("releases", releases),
-    **{name: (name, schedule.page) for name in PLANS},
+    **{name: (name, schedule.page) for name in (*FIGURES, "schedule_cpu", "gpu")},
 }
-
-
-def benchmark(name: str) -> Any:
-    return importlib.import_module(f"benchmarks.{name}")
 
 
 def load(name: str) -> Any:
@@ -95,7 +89,10 @@ def rendered(text: str) -> str:
         name = match[2]
         if name in NOT_YET and not (RESULTS / f"{name}.json").exists():
             return match[1] + NOT_YET[name] + match[3]
-        source, page = PARTS.get(name) or (name, benchmark(name).page)
+        if name in PARTS:
+            source, page = PARTS[name]
+        else:
+            source, page = name, importlib.import_module(f"benchmarks.{name}").page
         return match[1] + page(load(source)) + match[3]
 
     return BLOCK.sub(fill, text)

@@ -19,9 +19,9 @@ TORCH_VERSION=2.15.0 in front of the command takes a wheel that is. Nets are tho
 size, on a CPU small ones in float32, and a second set by which nothing was tuned.
 
 On the GPU the torch runs that `python3` has, 2.11 or newer, or that of the Python in
-APPLY_PYTHON: its Python files are copied into build/ and patched there, the installation is
-only read, and nothing is fetched. Peaks are then those of the device's allocator, times
-medians of several steps, and gradients are compared with those of budget 1.
+APPLY_PYTHON: its Python files are copied into build/ and patched there, and nothing is
+fetched. Peaks are the allocator's, times medians of several steps, and gradients are
+compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
 target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself).
