@@ -18,24 +18,32 @@ that are there when a step starts, over what the budget says is allowed.
     accumulation        over one to four micro-batches
     skipped             a batch without a backward, and a step without a batch
     gan, curriculum     two models, or two sizes, take turns
+    logits              a model that returns them, too: they are dropped before the backward
+    cost, memory        of a step, and of a thousand
+
+Held out are five nets. Programs that have their own loops are Hugging Face's Trainer, in
+several settings, and DDP, FSDP2, tensor parallelism and a pipeline, by gloo.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
+import operator
 import random
+import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config, partitioners
 
-from benchmarks import fresh, nets
+from benchmarks import fresh, nets, second_set
 from benchmarks.architectures import ClassicShape
 from benchmarks.meters import CountedStorages, gradients
 from benchmarks.pages import (
@@ -101,7 +109,8 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "gan": ([Turn(), Turn(trained="partner")] * 8, None),
     "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
 }
-NETS = ("llama-4", "bert", "vit")
+PROJECT = ("llama-4", "bert", "vit")
+HELD_OUT = tuple(net.name for net in second_set.SMALL)
 WAYS = ("blocks", "whole")
 
 
@@ -148,35 +157,42 @@ class Loop:
         there = [*training.inputs]
         for each in (self.net, self.partner):
             there += [*each.parameters, *each.module.buffers()]
-        row = self.watched(turn, training, there)
+        with watched(self.budget, there) as row:
+            if turn.also == "skipped":
+                training.loss()
+            elif turn.also != "empty":
+                for _ in range(turn.batches):
+                    training.loss().backward()
         gradients(training.parameters)
         training.inputs = all_inputs
         return row
 
-    def watched(self, turn: Turn, training: Training, there: list[Tensor]) -> Row:
-        decide = mock.Mock(wraps=vars(partitioners)["decide"])
-        gc.collect()
-        with (
-            warnings_noted() as said,
-            mock.patch.object(partitioners, "decide", decide),
-            self.budget,
-        ):
-            step = overlay("step_recorder").running_step()
-            is_recorded = step is not None and step.recorder is not None
-            with CountedStorages(there) as counted:
-                if turn.also == "skipped":
-                    training.loss()
-                for _ in range(
-                    0 if turn.also in ("skipped", "empty") else turn.batches
-                ):
-                    training.loss().backward()
-        plan = getattr(self.budget, "plan", None)
-        row: Row = {"peak": counted.peak, "flops": counted.flops, "warnings": said}
-        row.update(recorded=is_recorded, compiled=bool(decide.call_count))
-        row["learned"] = is_recorded or row["compiled"] or plan is None
-        if plan is not None:
-            row.update(allowed=plan.allowed, floor=plan.floor)
-        return row
+
+@contextmanager
+def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
+    """A step within a budget: its peak and flops, and what it did to the plans."""
+    decide = mock.Mock(wraps=vars(partitioners)["decide"])
+    gc.collect()
+    row: Row = {}
+    with (
+        warnings_noted() as said,
+        mock.patch.object(partitioners, "decide", decide),
+        budget,
+    ):
+        step = overlay("step_recorder").running_step()
+        is_recorded = step is not None and step.recorder is not None
+        with CountedStorages(there) as counted:
+            yield row
+    plan = getattr(budget, "plan", None)
+    row.update(peak=counted.peak, flops=counted.flops, warnings=said)
+    row.update(recorded=is_recorded, compiled=bool(decide.call_count))
+    row["learned"] = is_recorded or row["compiled"] or plan is None
+    if plan is not None:
+        row.update(allowed=plan.allowed, floor=plan.floor, told=plan.predicted_peak)
+
+
+def budget_of(share: float) -> Any:
+    return overlay("step_budget").StepBudget(share=share)
 
 
 def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
@@ -186,7 +202,7 @@ def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
     if share == 1:
         needed = {turn: eager.take(turn)["flops"] for turn in {*turns}}
     training = Loop(net, way, dynamic)
-    training.budget = overlay("step_budget").StepBudget(share=share)
+    training.budget = budget_of(share)
     found = [training.take(turn) for turn in turns]
     row = summed_up(found)
     flops = [
@@ -199,14 +215,106 @@ def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
     return {**row, "again": again(turns, found)}
 
 
+class WithLogits(nn.Module):
+    """Returns what the last of a model's products is, too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.last: Optional[Tensor] = None
+        for each in module.modules():
+            if isinstance(each, nn.Linear):
+                each.register_forward_hook(self.keep)
+
+    def keep(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        self.last = output
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+        loss = self.module(*inputs)
+        last, self.last = self.last, None
+        return loss, last
+
+
+def logits(net: nets.Net, way: str) -> Row:
+    """Its peaks, real and told, over those of the model that returns the loss only."""
+
+    def build() -> nets.Built:
+        module, inputs = net.build()
+        return WithLogits(module), inputs
+
+    def peaks(net: nets.Net, picked: Callable[[Any], Tensor]) -> list[int]:
+        """At the ends of the range, where there is no choice of plans."""
+        training, found = Loop(net, way), []
+        forward = training.net.forward
+        # The caller drops the others before the backward.
+        training.net.forward = lambda *inputs: picked(forward(*inputs))
+        for share in 0.0, 1.0:
+            training.budget = budget_of(share)
+            step = [training.take(LARGEST) for _ in range(3)][-1]
+            found += [step["peak"], step["told"]]
+        return found
+
+    plain = peaks(net, lambda loss: loss)
+    both = peaks(replace(net, build=build), operator.itemgetter(0))
+    ratios = [b / a for a, b in zip(plain, both)]
+    return {"real": ratios[::2], "predicted": ratios[1::2]}
+
+
+def cost(net: nets.Net, way: str) -> Row:
+    """CPU time of a step over that without a budget, which computes the same."""
+
+    def seconds(budget: Any) -> float:
+        training = Loop(net, way).net
+        training.inputs = cut(training.inputs, SIZES[-1])
+        training.within = budget
+        training.warmed(4)
+        return min(training.seconds() for _ in range(20))
+
+    return {"time": seconds(budget_of(1.0)) / seconds(nullcontext())}
+
+
+def memory(net: nets.Net, way: str) -> Row:
+    """The most that the process had after a third of a thousand steps, and after all."""
+    training = Loop(net, way, dynamic=True).net
+    training.within = budget_of(SHARE)
+    whole, most = training.inputs, []
+    for step in range(1000):
+        training.inputs = cut(whole, (1 + step % 5, 2 + 2 * (step // 5 % 4)))
+        training.step()
+        if step in (333, 999):
+            most.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return {"third": most[0], "end": most[1]}
+
+
+MEASURED = {"logits": logits, "cost": cost, "memory": memory}
+# With their loops, each in these ways.
+TRAINER = ("plain", "bf16", "accumulation", "evaluation", "checkpointing", "peft")
+PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "hf-trainer": dict.fromkeys(
+        (*TRAINER, "last batch"), ("blocks", "regional", "whole")
+    ),
+    "two ranks": {
+        "ddp": WAYS,
+        **dict.fromkeys(("fsdp2", "tensor parallel", "pipeline"), WAYS[:1]),
+    },
+}
+NETS = (*PROJECT, *HELD_OUT, *PROGRAMS)
+
+
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     for net in asked.nets or (NETS[:1] if asked.check else NETS):
-        task = {"net": net, "share": SHARE}
-        for way in WAYS[:1] if asked.check else WAYS:
-            for loop in ("last batch",) if asked.check else LOOPS:
+        task = {"net": net, "share": SHARE, "held_out": net in HELD_OUT}
+        for loop, ways in PROGRAMS.get(net, {}).items():
+            yield from ({**task, "way": way, "loop": loop} for way in ways)
+        for way in () if net in PROGRAMS else WAYS[:1] if asked.check else WAYS:
+            for loop in ("last batch",) if asked.check else (*LOOPS, "cost"):
                 yield {**task, "way": way, "loop": loop}
                 if loop.startswith("lengths"):
                     yield {**task, "way": way, "loop": loop, "share": 1.0}
+        if not asked.check and net not in PROGRAMS:
+            yield {**task, "way": "whole", "loop": "logits"}
+            if net in (PROJECT[0], HELD_OUT[0]):
+                yield {**task, "way": "blocks", "loop": "memory"}
 
 
 def measure(task: fresh.Task) -> Row:
@@ -217,8 +325,16 @@ def measure(task: fresh.Task) -> Row:
         dynamo_config.patch(limits),
         cpu_attention_counted(),
     ):
+        loop, way = task["loop"], task["way"]
+        if task["net"] in PROGRAMS:
+            # It takes long to import what these need.
+            programs: Any = importlib.import_module("benchmarks.programs")
+            row: Row = programs.MEASURED[task["net"]](loop, way)
+            return row
         net = replace(nets.find(task["net"]), dtype=torch.float32)
-        return taken(net, task["loop"], task["way"], task["share"])
+        if loop in MEASURED:
+            return MEASURED[loop](net, way)
+        return taken(net, loop, way, task["share"])
 
 
 # ------------------------------------------------------------------- judged
@@ -266,10 +382,17 @@ def told(row: Row) -> str:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    rows = good(rows)
+    """The held-out nets by themselves."""
+    for is_held_out, name in (False, ""), (True, "held out: "):
+        of_set = good(rows, held_out=is_held_out)
+        yield from judged_set([row for row in of_set if "worst" in row], name)
+        yield from judged_others(of_set, name)
+
+
+def judged_set(rows: Sequence[Row], name: str) -> Iterator[Mark]:
     for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
-        found = [(row[entry], told(row)) for row in rows]
-        yield from at_most(what, found, 0, "", "{:.0f} ({})")
+        found = [(row[entry], told(row)) for row in rows if entry in row]
+        yield from at_most(name + what, found, 0, "", "{:.0f} ({})")
     for what, entry, limit in (
         ("first step's peak / floor", "first", 1.05),
         ("peaks / allowed", "bound", 1.005),
@@ -280,7 +403,20 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             for row in rows
             if entry in row["worst"]
         ]
-        yield from at_most(what, pairs, limit, enforced=entry == "bound")
+        yield from at_most(name + what, pairs, limit, enforced=entry == "bound")
+
+
+def judged_others(rows: Sequence[Row], name: str) -> Iterator[Mark]:
+    for loop, entries, limit in (
+        ("logits", ("real", "predicted"), 1.03),
+        ("cost", ("time",), 1.01),
+    ):
+        for entry in entries:
+            found = [(row[entry], told(row)) for row in good(rows, loop=loop)]
+            pairs = [(max(r) if isinstance(r, list) else r, n) for r, n in found]
+            yield from at_most(f"{name}{loop}: {entry} / without", pairs, limit)
+    flat = [(row["end"] / row["third"], told(row)) for row in good(rows, loop="memory")]
+    yield from at_most(f"{name}host memory at the end / at a third", flat, 1.01)
 
 
 # ------------------------------------------------------------------- report
@@ -300,10 +436,11 @@ def page(data: dict[str, Any]) -> str:
         "first / floor": ratio("first"),
         "peaks / allowed": ratio("bound"),
         "flops / needed": ratio("flops"),
-        "learned again": lambda row: str(row["again"]),
+        "learned again": lambda row: str(row.get("again", "")),
         "warnings": lambda row: str(row["warned"]),
         "steps": lambda row: f"`{row['trace']}`",
     }
-    table = columns(good(data["measured"]), cells)
+    taken = [row for row in good(data["measured"]) if "worst" in row]
+    table = columns(taken, cells)
     origin = measured_on(data["environment"], "Run, operator by operator,")
     return f"{marks_table(data['rows'])}\n{table}\n{origin}"

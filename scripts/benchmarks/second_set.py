@@ -238,3 +238,44 @@ NETS = (
         cross_attention_dim=2048,
     ),
 )
+
+# Small ones, for loops on a CPU.
+NARROW = {**sized(128, 512, 4, 4), "vocab_size": 1024}
+SMALL = (
+    held_out(
+        *("opt-small", "OPTForCausalLM", 8, 128),
+        **NARROW,
+        word_embed_proj_dim=128,
+        ffn_dim=512,
+    ),
+    # Attention and MLP side by side, rotated in part.
+    held_out("phi-small", "PhiForCausalLM", 8, 128, **NARROW),
+    held_out("electra-small", "ElectraForMaskedLM", 8, 128, **NARROW),
+    # A bias by distance in each layer, and what it adds scaled.
+    held_out(
+        *("beit-small", "BeitForImageClassification", 8),
+        **sized(128, 512, 4, 4),
+        image_size=96,
+        use_relative_position_bias=True,
+        drop_path_rate=0.0,
+    ),
+    # Films, with text in each block.
+    by_loss(
+        *("wan-small", "WanTransformer3DModel", denoised),
+        {
+            "hidden_states": (8, 4, 4, 8, 8),
+            "timestep": numbers(1000, 8),
+            "encoder_hidden_states": (8, 20, 64),
+            "noise": (8, 4, 4, 8, 8),
+        },
+        num_layers=3,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        text_dim=64,
+        freq_dim=64,
+        ffn_dim=512,
+        rope_max_seq_len=32,
+    ),
+)
