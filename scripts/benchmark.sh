@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|fits|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|planning|fits|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | loops | schedule | fits) ;;
+  solvers | kept | frozen | loops | schedule | planning | fits) ;;
   peak) set -- schedule --device operators "${@:2}" ;;
   step) set -- schedule --device operators --steps "${@:2}" ;;
   gpu)
@@ -31,7 +31,8 @@ $usage
                exceeded, recomputed and warned of (hours)
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
-  fits         what what_fits.sh tells, beside torch's allocator (an hour)
+  planning     the time that the partitioner takes, beside upstream's (minutes)
+  fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (minutes)
 

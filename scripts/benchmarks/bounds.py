@@ -131,6 +131,8 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         f"off by {{:.3%}} at most ({{}}), {len(apart)} plans",
         enforced=exact and not good(rows, kind="blocks"),
     )
+    if not exact:
+        yield from compile_times(rows)
     for kind in OURS:
         yield from at_most(
             f"peak / at the next larger budget, {kind}",
@@ -154,6 +156,32 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
     yield from judged_as_one_graph(rows)
+
+
+def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Of graphs at budgets below 1, where the process has compiled before."""
+    theirs = {
+        (row["net"], budget): step["compile_s"]
+        for row in good(rows, kind="upstream")
+        for step in row["steps"]
+        for budget in asked(step)
+        if "compile_s" in step
+    }
+    for which, again, limit in (("kept", False, 1.15), ("replaced", True, 2.2)):
+        ratios = [
+            (step["compile_s"] / theirs[row["net"], step["budget"]], told(row, step))
+            for row in good(rows, kind="graph")
+            for step in row["steps"]
+            if "compile_s" in step and (step.get("compiled", 1) > 1) == again
+            if step["budget"] < 1 and (row["net"], step["budget"]) in theirs
+        ]
+        median = statistics.median([ratio for ratio, _ in ratios] or [0])
+        what = f"compile time / upstream's at the same budget, first plan {which}"
+        shown = (
+            f"{median:.2f} in the median; {{:.2f}} at most ({{}}), {len(ratios)} plans"
+        )
+        for mark in at_most(what, ratios, limit, f"{limit} in the median", shown):
+            yield mark._replace(passed=median <= limit)
 
 
 def rising(rows: Iterable[Row]) -> Iterator[Named]:

@@ -11,7 +11,8 @@ else is there when a step starts.
     saved                   the same of each block, by itself
     checkpoint              around each block; a selective one saves attention and every
                             second product
-    graph                   a graph by target "peak"
+    graph, bytes            a graph by target "peak", or by a limit in bytes, half way
+                            between the peaks of budgets 0 and 1
     blocks, whole           by a StepBudget: the blocks by themselves, or all as one graph
     held                    blocks by a StepBudget, at the peaks of other ways
     one graph               a graph, at the peaks of ``blocks``
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,6 +36,7 @@ import torch._functorch.config as config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import partitioners
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -133,6 +136,9 @@ def measure(
             steps = [plans.checkpointed(is_selective=" " in kind)]
         elif kind == "graph":
             steps = [plans.by_peak(budget) for budget in budgets]
+        elif kind == "bytes":
+            peaks = [plans.by_peak(budget)["peak"] for budget in (0.0, 1.0)]
+            steps = [{"budget": 0.5, **plans.within(sum(peaks) // 2)}]
         elif kind == "one graph":
             held = [(s["share"], s["peak"]) for s in task["_steps"]]
             steps = [{"share": share, **plans.within(peak)} for share, peak in held]
@@ -182,11 +188,13 @@ class Plans:
 
     def measured(self, training: Training, steps: int = 1) -> Row:
         """A plan that so many steps compile, and whether it is said to be over."""
+        start = time.perf_counter()
         with warnings_noted() as said:
             training.warmed(steps)
+        seconds = round(time.perf_counter() - start, 2)
         row = self.found(training)
         row["warned"] = any("allowed" in text for text in said)
-        return row
+        return {**row, "compile_s": seconds}
 
     def found(self, training: Training) -> Row:
         """Of one more step, its peak and what it takes."""
@@ -224,9 +232,12 @@ class Plans:
             return {"budget": budget, **self.measured(self.training(**ways))}
 
     def by_peak(self, budget: float) -> Row:
-        with budgeted(budget, "peak"):
+        # Each plan that is compiled until one is within the peak is a decision.
+        decide = mock.Mock(wraps=vars(partitioners)["decide"])
+        patched = mock.patch.object(partitioners, "decide", decide)
+        with budgeted(budget, "peak"), patched:
             row = {"budget": budget, **self.measured(self.graph())}
-        return {**row, **bound()}
+        return {**row, **bound(), "compiled": decide.call_count}
 
     def within(self, nbytes: int) -> Row:
         with config.patch(activation_memory_peak_bytes=nbytes):

@@ -24,8 +24,8 @@ fetched. Peaks are the allocator's, times medians of several steps, and gradient
 compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
-target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself).
-The exit status is 1 if a plan is over what is allowed without a warning.
+target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
+and bytes (a limit in bytes). The exit status is 1 if a plan is over what is allowed without a warning.
 
 Of whole steps each block is compiled by itself, at real size also the loss. Beside the
 StepBudget's plans stand each block's own budgets, which are upstream's; checkpoints around
@@ -66,6 +66,7 @@ SCHEDULED: Kinds = {
     "graph": BUDGETS,
     "blocks": SHARES,
     "whole": SHARES,
+    "bytes": (0.5,),
 }
 IN_STEPS: Kinds = {"saved": SWEEP, CHECKPOINTS[0]: (), "blocks": FINE, "held": ()}
 ON_DEVICE: Kinds = {

@@ -18,8 +18,10 @@ import gzip
 import itertools
 import json
 import math
+import random
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,7 @@ import torch
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks import fresh
+from benchmarks.meters import allocations
 from benchmarks.pages import Mark, marks_page, Row, stored_marks
 from benchmarks.tracing import overlay, untouched_knapsack
 
@@ -38,6 +41,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "test" / "corpus"
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Budgets at which times are compared; the counts use all budgets of optimum.json.
 TIMED_BUDGETS = (0.1, 0.3, 0.5, 0.8)
+# Items -> runs. Upstream's dp needs a table of gigabytes for the last two.
+PR_GRID = {1: 1000, 5: 1000, 10: 1000, 20: 200, 50: 20, 100: 10}
 REPEATS = 5
 NETS: tuple[str, ...] = ()
 
@@ -164,7 +169,54 @@ def times() -> Iterator[Mark]:
     yield Mark(what, text, "2.0", median <= 2, False)
 
 
-PARTS = {"counts": counts, "times": times}
+def peak_bytes(call: Call) -> int:
+    """Peak of what Python allocates, and of what torch does."""
+    tracemalloc.start()
+    try:
+        _, torchs, _ = allocations(call)
+        return tracemalloc.get_traced_memory()[1] + torchs
+    finally:
+        tracemalloc.stop()
+
+
+def hirschberg() -> Iterator[Mark]:
+    """What answers to that name against upstream's dp, on real nets and the PR's grid."""
+    solvers = ours.dp_knapsack_sliding_hirschberg, upstream.dp_knapsack
+    found: dict[str, list[tuple[float, str]]] = {"faster": [], "less memory": []}
+    large = [net for net in instances() if len(net.memory) >= 400]
+    real = [net for net in large if not net.name.startswith("synth")]
+    for net, budget in itertools.product(real, TIMED_BUDGETS):
+        case = net.memory, net.runtimes, budget
+        mine, theirs = (partial(solver, *case) for solver in solvers)
+        where = f"{net.name}@{budget:g}"
+        found["faster"].append((1 / repeated(mine, theirs), where))
+        less = allocations(theirs)[1] / peak_bytes(mine)
+        found["less memory"].append((less, where))
+    for unit, mark in (("faster", 10), ("less memory", 20)):
+        worst, where = min(found[unit])
+        mean = statistics.geometric_mean(factor for factor, _ in found[unit])
+        what = f"Hirschberg, times {unit} than dp, real nets of 400 items or more"
+        text = f"{worst:.1f} ({where}); geometric mean {mean:.1f}"
+        yield Mark(f"{what}, worst", text, str(mark), worst >= mark, False)
+    for n, runs in PR_GRID.items():
+        draw = random.Random(n)
+        pairs = []
+        for _ in range(runs + 1):
+            # As pytorch#160914 measured: far above 1.
+            sizes = [draw.uniform(0.1, 10) for _ in range(n)]
+            runtimes = [draw.uniform(0.1, 10) for _ in range(n)]
+            case = sizes, runtimes, draw.uniform(0.2, 0.8) * sum(sizes)
+            pairs.append([seconds(partial(solver, *case)) for solver in solvers])
+        # The first one does not count.
+        first, other = map(statistics.median, zip(*pairs[1:]))
+        less = 1 - first / other
+        what = (
+            f"Hirschberg, less time than dp, unnormalised sizes, n = {n}, {runs} runs"
+        )
+        yield Mark(what, f"{less:.1%}", "37.25%", less >= 0.3725, False)
+
+
+PARTS = {"counts": counts, "times": times, "hirschberg": hirschberg}
 judged, page = stored_marks, marks_page
 
 

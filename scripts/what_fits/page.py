@@ -4,6 +4,7 @@ A task, which is measured in a process of its own, has a ``batch``, a ``length``
 command was ``_asked``, and a ``way``:
 
     upstream    the untouched wheel, by budgets of saved bytes; the first is none at all
+    checkpoint, saving products     of each block, see `plans`
     this set    by shares of the way from the lowest peak to that, and by ``memory``
 
 Each step of its row is of a plan: ``given`` bytes are there when a step starts
@@ -28,6 +29,8 @@ from benchmarks.ways import Training
 
 
 UPSTREAM, OURS = "upstream", "this set"
+# Of each block, which save nothing, or attention and every second product.
+CHECKPOINTS = {"checkpoint": False, "saving products": True}
 BUDGETS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.0)
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.0)
 # What is not counted, as a share of the memory.
@@ -99,6 +102,8 @@ def steps_of(task: fresh.Task, of: type[plans.Plans] = plans.Plans) -> list[Row]
         prepare = functools.partial(prepared, asked)
         is_fake = of is plans.Plans
         found = of(net_of(task), device, backend, is_fake, prepare)
+        if task["way"] in CHECKPOINTS:
+            return [found.checkpointed(CHECKPOINTS[task["way"]])]
         if task["way"] == UPSTREAM:
             return found.upstreams(BUDGETS, in_blocks)
         kind = "blocks" if in_blocks else "graph"
