@@ -3,39 +3,41 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|blocks|fits|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|planning|fits|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | peak | step | loops | schedule | blocks | fits) ;;
+  solvers | kept | frozen | loops | schedule | planning | fits) ;;
+  peak) set -- schedule --device operators "${@:2}" ;;
+  step) set -- schedule --device operators --steps "${@:2}" ;;
   gpu)
     use_torch installed
     export TORCH_VERSION
+    set -- schedule --device cuda "${@:2}"
     ;;
   -h | --help)
     cat <<EOF2
 $usage
 
   solvers      the knapsack solvers against the marks they have to reach, side by side
-               with upstream's from the untouched wheel (ten minutes)
+               with upstream's from the untouched wheel (minutes)
   kept         what plans keep for the backward and compute again, on twenty nets and models,
                beside upstream's (half an hour)
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
-               as it was, and what that costs (ten minutes)
+               as it was
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
-               gradients, planning time (hours)
+               gradients (hours)
   step         a budget for the whole training step where blocks are compiled one by one, beside
                what budgets and checkpoints of single blocks reach (hours)
   loops        such a budget in training loops whose steps differ: what is learned again,
                exceeded, recomputed and warned of (hours)
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
-  blocks       the same of whole training steps whose blocks are compiled one by one: what a
-               budget for the step keeps and computes again (hours)
+  planning     the time that the partitioner takes, beside upstream's (minutes)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
-               has, beside that torch as it is (eight minutes)
+               has, beside that torch as it is (minutes)
 
-Each has --help, and --json FILE, to store what it prints. All but blocks and gpu have --check,
-for the counts that must hold.
+Each has --help; --json FILE, to store what it prints; and --check, for the counts that must
+hold.
 EOF2
     exit
     ;;

@@ -1,7 +1,9 @@
 """The benchmark of a GPU, with a CPU in its place."""
 
+from argparse import Namespace
+
 import pytest
-from benchmarks import gpu, nets
+from benchmarks import nets, schedule
 from benchmarks.architectures import Shape
 from benchmarks.pages import environment
 
@@ -9,35 +11,33 @@ from benchmarks.pages import environment
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def rows_of(net, seconds, **budgets):
-    rows = []
-    for kind, (budget, *others) in budgets.items():
-        task = {"set": "project", "net": net, "kind": kind, "device": "cpu"}
-        task.update(budgets=(budget, *others), _seconds=seconds)
-        rows.append({**task, **gpu.measure(task)})
-    return rows
-
-
 def test_what_runs_is_what_was_told(monkeypatch):
-    net = nets.decoder("x", Shape(layers=1, tokens=256))
+    net = nets.language("x", Shape(layers=1, tokens=256))
     monkeypatch.setitem(nets.NETS, net.name, net)
-    rows = rows_of(net.name, 300, upstream=[1.0], graph=[1.0, 0.0], blocks=[0.0])
-    rows += rows_of(net.name, 0, whole=[0.5])
-    wrong = [mark for mark in gpu.judged(rows) if mark.enforced and not mark.passed]
+    rows = []
+    for kind, budgets in {
+        "upstream": [1.0],
+        "graph": [1.0, 0.0],
+        "blocks": [0.0],
+    }.items():
+        task = {"set": "project", "net": net.name, "kind": kind, "device": "inductor"}
+        rows.append({**task, **schedule.measure({**task, "budgets": budgets})})
+    wrong = [
+        mark for mark in schedule.judged(rows) if mark.enforced and not mark.passed
+    ]
     assert not wrong
     lowest = rows[1]["steps"][1]
     assert lowest["predicted"] == pytest.approx(lowest["peak"], rel=0.01)
     assert lowest["gradients_off"] < 1e-4
     lowest["peak"] *= 2
-    assert not all(mark.passed for mark in gpu.judged(rows))
-    page = gpu.page({"environment": environment(), "measured": rows})
-    assert "No time was left for x, whole: 0.5." in page
+    assert not all(mark.passed for mark in schedule.judged(rows))
+    page = schedule.page({"environment": environment(), "measured": rows})
     assert "Run on a CPU" in page
 
 
 def test_no_gpu_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(schedule.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
-        next(gpu.tasks(None, False, [], "cuda"))
+        next(schedule.tasks(Namespace(device="cuda"), []))
     assert stopped.value.code == 2
     assert "sees no GPU" in capsys.readouterr().err

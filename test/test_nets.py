@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks import nets, second_set
-from benchmarks.tracing import overlay
+from benchmarks.tracing import Joint, overlay
 from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 
 
@@ -29,23 +29,16 @@ def test_net_of_real_size_has_its_parameters(name, parameters):
     assert sum(p.numel() for p in module.parameters()) == parameters
 
 
-NARROW = {
-    "length": 48,
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+NARROW = {"vocab_size": 128, **nets.sized(64, 160, 2, 4)}
+LORA = {"adapted": nets.with_lora, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
-    ("model", "sizes"),
-    [("bert", NARROW), ("lora", NARROW | {"num_key_value_heads": 2})],
+    ("kind", "more"), [("BertForMaskedLM", {}), ("LlamaForCausalLM", LORA)]
 )
-def test_model_of_a_library_trains_within_budgets(alone, model, sizes):
+def test_model_of_a_library_trains_within_budgets(alone, kind, more):
     """As a whole and by blocks, with its dropout: no other gradients, no byte too many."""
-    net = nets.hugging_face(model, torch.float32, batch=4, **sizes)
+    net = nets.in_float("x", kind, 4, 48, **NARROW, **more)
     operators = compiled(OPERATORS)
 
     def whole(budget, target="saved"):
@@ -99,8 +92,8 @@ def test_a_users_model_of_a_library_is_traced(function, tmp_path, monkeypatch):
     (tmp_path / "users.py").write_text(USERS)
     monkeypatch.chdir(tmp_path)
     net = nets.find(f"users:{function}")
-    assert second_set.traced(net) > 100
-    _, module, _ = net.fake()
+    mode, module, inputs = net.fake()
+    assert len(Joint(mode, module, inputs).graph.graph.nodes) > 100
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
     # One storage, as in the model itself.
     ends = module.module.get_input_embeddings(), module.module.get_output_embeddings()
@@ -119,4 +112,5 @@ def test_the_second_set_is_found_by_name_and_was_held_out():
     ("name", "dtype"), [("mamba2", torch.bfloat16), ("dit", torch.float32)]
 )
 def test_a_net_of_the_second_set_is_one_graph(name, dtype):
-    assert second_set.traced(replace(nets.find(name), dtype=dtype)) > 1000
+    joint = Joint(*replace(nets.find(name), dtype=dtype).fake())
+    assert len(joint.graph.graph.nodes) > 1000

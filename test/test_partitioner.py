@@ -4,8 +4,7 @@ import pytest
 import torch._functorch.config as fconfig
 from benchmarks import nets
 from benchmarks.nets import Shape, tokens, Transformer
-from benchmarks.tracing import Joint
-from benchmarks.upstream import untouched_partitioners
+from benchmarks.tracing import Joint, untouched_partitioners
 from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
 

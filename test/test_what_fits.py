@@ -8,7 +8,7 @@ import torch
 from benchmarks import fits
 from torch import nn
 from what_fits import __main__ as command
-from what_fits import measure, page
+from what_fits import page
 
 
 WIDTH, ROWS = 64, 512
@@ -46,7 +46,7 @@ def alone():
 MODEL = f"{__name__}:net"
 
 
-def task(*words, batch=2, way=measure.OURS):
+def task(*words, batch=2, way=page.OURS):
     asked = vars(command.options().parse_args(["--model", MODEL, *words]))
     return {"batch": batch, "length": None, "way": way, "_asked": asked}
 
@@ -56,15 +56,14 @@ def test_what_is_told_is_what_the_allocator_notes(kind):
     row = fits.measure({"net": MODEL, "kind": kind, "batch": 2})
     (mark,) = fits.judged([{**row, "net": MODEL, "kind": kind}])
     assert mark.passed and mark.enforced
-    first, *_, last, within = row["steps"]
-    assert within["asked"] == "bytes"
-    assert within["told"] <= (first["told"] + last["told"]) / 2 < first["told"]
+    first, *_, last = row["steps"]
+    assert last["told"] < first["told"]
 
 
 @pytest.mark.parametrize("optimizer, states", [("SGD", 0), ("AdamW", 2)])
 def test_what_is_there_when_a_step_starts(optimizer, states):
     words = ["--optimizer", optimizer, "--blocks"]
-    (step,) = measure.steps_of(task(*words, way="checkpoint"))
+    step, *_ = page.steps_of(task(*words))
     module, (inputs,) = net(2)
     parameters = sum(each.nbytes for each in module.parameters())
     wanted = (1 + states) * parameters + inputs.nbytes
@@ -88,7 +87,6 @@ def test_the_answer(tmp_path, capsys):
     assert size.within(size.upstream[:1]) is None
     plan = size.ours[-1]
     assert page.total(plan) <= 20_000_000 and plan["flops"] > size.base["flops"]
-    assert "fits" in stored.with_suffix(".svg").read_text()
 
 
 PLANS = (9, 10, 1.0), (7, 11, 1.01), (7, 12, 1.05), (8, 10, 1.0)
@@ -105,10 +103,9 @@ def test_what_is_cheapest_of_what_fits():
     assert size.cost(size.within(size.upstream)) == "does not fit"
     smaller = page.Size(4, plans[:1], plans[1:], memory=10)
     assert smaller.within(smaller.by_memory) is plans[0]
-    starred = replace(size, upstream=plans[:2], random=True)
-    assert starred.cost(starred.within(starred.upstream)) == "+10.0% / +1.0%*"
-    assert starred.cost(plans[2]) == "+20.0% / +5.0%"
-    assert "budgets 8*, with this set 8." in page.largest("batch", [starred])
+    other = replace(size, upstream=plans[:2])
+    assert other.cost(other.within(other.upstream)) == "+10.0% / +1.0%"
+    assert "budgets 8, with this set 8." in page.largest("batch", [other])
     told = page.largest("batch", [smaller, size])
     assert "without a budget 4, with upstream's budgets 4, with this set 8." in told
 
@@ -149,10 +146,8 @@ def test_sizes_and_settings_are_parsed():
 def test_a_model_of_a_library_by_its_class():
     sizes = ["n_layer=2", "n_embd=64", "n_head=4", "vocab_size=128"]
     words = ["--model", "transformers:GPT2LMHeadModel", "--dtype", "bfloat16"]
-    gpt2 = measure.net_of(task(*words, "--config", *sizes))
+    gpt2 = page.net_of(task(*words, "--config", *sizes))
     _, module, (ids, labels) = gpt2.fake()
     assert ids.shape == labels.shape == (2, 1024)
     assert len(module.module.transformer.h) == 2
-    assert measure.draws(gpt2)
-    assert not measure.draws(measure.net_of(task()))
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}

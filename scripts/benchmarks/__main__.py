@@ -2,18 +2,14 @@
 
 A benchmark is a module. Its docstring is its --help, and it has
 
-    NETS, KIND        the nets, and the entry of a task that --kind chooses by
-    KEY               the entries that tell its rows apart
-    LIMITS            what one task may take
-    tasks(nets, check, rows)    the tasks, see `fresh.measured`; with check those that CI
-                      runs. ``rows`` are those found so far. It also gets what OPTIONS, by
-                      name for add_argument, were given
+    NETS              the nets
+    tasks(asked, rows)    the tasks, see `fresh.measured`, for what was asked: ``nets``,
+                      ``check`` for those that CI runs, and what OPTIONS has by name for
+                      add_argument. ``rows`` are those found so far
     measure(task)     a row, in a process of its own
     judged(rows)      the marks
     page(data)        what is printed
 
-and where it wants to FACTS and PACKAGES, for the environment that is stored, CHECK, the
---help of --check, plot(data, result), and NEEDS_CUDA.
 """
 
 from __future__ import annotations
@@ -31,6 +27,11 @@ from torch._functorch._activation_checkpointing import knapsack
 from benchmarks import fresh, nets
 from benchmarks.pages import environment, failed, Row, show, store
 from benchmarks.replay import GPUS
+
+
+# What --kind chooses by, and what tells rows apart.
+KINDS = ("kind", "loop", "part")
+KEY = (*KINDS, "net", "device", "way", "share")
 
 
 def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
@@ -52,8 +53,7 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
             raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
         return Path(text)
 
-    if hasattr(benchmark, "CHECK"):
-        add("--check", action="store_true", help=benchmark.CHECK)
+    add("--check", action="store_true", help="a few of them, as CI does")
     add(
         *("--net", "--model"),
         dest="nets",
@@ -61,19 +61,10 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
         nargs="+",
         help="these alone, or your own as module:function; others stay in FILE",
     )
-    add(
-        "--kind",
-        nargs="+",
-        help=f"by their {benchmark.KIND}: these alone, likewise",
-    )
+    add("--kind", nargs="+", help="these kinds alone, likewise")
     for option, described in getattr(benchmark, "OPTIONS", {}).items():
         add(f"--{option}", **described)
-    add(
-        "--json",
-        type=in_a_folder,
-        metavar="FILE",
-        help="write what was measured here, and a figure (.svg), if any, beside it",
-    )
+    add("--json", type=in_a_folder, metavar="FILE", help="store what was measured")
     return parser
 
 
@@ -83,19 +74,17 @@ def found_by(benchmark: Any, arguments: argparse.Namespace) -> list[Row]:
     path = arguments.json
     if (arguments.nets or arguments.kind) and path is not None and path.exists():
         rows += json.loads(path.read_text())["measured"]
-    own = {each: getattr(arguments, each) for each in getattr(benchmark, "OPTIONS", ())}
-    check = getattr(arguments, "check", False)
-    for task in benchmark.tasks(arguments.nets, check, rows, **own):
-        if not arguments.kind or str(task[benchmark.KIND]) in arguments.kind:
-            row = fresh.measured(benchmark.__name__, task, benchmark.LIMITS)
-            put(rows, row, benchmark.KEY)
+    for task in benchmark.tasks(arguments, rows):
+        kinds = {str(task.get(kind)) for kind in KINDS}
+        if not arguments.kind or kinds & {*arguments.kind}:
+            put(rows, fresh.measured(benchmark.__name__, task))
     return rows
 
 
-def put(rows: list[Row], new: Row, key: tuple[str, ...]) -> None:
+def put(rows: list[Row], new: Row) -> None:
     """In the place of the row of its key, or at the end."""
     for at, row in enumerate(rows):
-        if all(row.get(name) == new.get(name) for name in key):
+        if all(row.get(name) == new.get(name) for name in KEY):
             rows[at] = new
             return
     rows.append(new)
@@ -108,28 +97,19 @@ def main(name: str, *words: str) -> int:
     benchmark: Any = importlib.import_module(f"benchmarks.{name}")
     parser = options(name, benchmark)
     arguments = parser.parse_args(words)
-    needs_cuda = getattr(arguments, "device", None) in GPUS
-    needs_cuda |= getattr(benchmark, "NEEDS_CUDA", False)
-    if needs_cuda and torch.version.cuda is None:
+    if getattr(arguments, "device", None) in GPUS and torch.version.cuda is None:
         parser.error(
             f"torch {torch.__version__} was built without CUDA, which schedules for a "
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
         )
     rows = found_by(benchmark, arguments)
     marks = list(benchmark.judged(rows))
-    facts = environment(*getattr(benchmark, "PACKAGES", ()))
-    facts.update(getattr(benchmark, "FACTS", {}))
-    data = {
-        "environment": facts,
-        "measured": rows,
-        # What a pull request quotes.
-        "rows": [mark._asdict() for mark in marks],
-    }
+    data: Row = {"environment": environment(), "measured": rows}
+    # What a pull request quotes.
+    data["rows"] = [mark._asdict() for mark in marks]
     show(benchmark.page(data))
     if arguments.json is not None:
         store(arguments.json, data)
-        if hasattr(benchmark, "plot"):
-            benchmark.plot(data, arguments.json)
     return int(failed(marks) or any("error" in row for row in rows))
 
 

@@ -167,14 +167,13 @@ class Transformer(nn.Module):
 
 
 @dataclass(frozen=True)
-class ClassicShape:
-    """Sizes of a transformer with biases, LayerNorm and a GELU MLP."""
+class ClassicShape(Shape):
+    """Of a transformer with biases, LayerNorm and a GELU MLP."""
 
     width: int = 256
-    heads: int = 4
     mlp: int = 1024
     layers: int = 8
-    vocabulary: int = 512
+    batch: int = 8
     tokens: int = 512
     dropout: float = 0.0
     causal: bool = False

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import nn
 from what_fits import __main__ as command
-from what_fits import measure as fits
+from what_fits import page as fits
 from what_fits.page import total
 
 from benchmarks import fresh, nets, plans
@@ -38,9 +38,6 @@ from benchmarks.ways import Training
 
 
 NETS = ("llama-8", "vit", "bert")
-KIND, KEY = "kind", ("net", "kind")
-CHECK = "a small net, as CI does"
-LIMITS = fresh.Limits(seconds=7200)
 LLAMA = "benchmarks.fits:llama3_8b"
 PUBLISHED = {"checkpoint": 32.07, "saving products": 52.44}
 GIB = 2**30
@@ -56,13 +53,11 @@ def llama3_8b(batch: int, length: int) -> tuple[nn.Module, nets.Inputs]:
     return Transformer(shape), nets.tokens(shape.vocabulary, batch, length)
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    for net in names or (("vit",) if check else NETS):
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for net in asked.nets or (("vit",) if asked.check else NETS):
         for kind in ("graph", "blocks"):
             yield {"net": net, "kind": kind, "batch": None, "torch": "patched"}
-    if names or check or torch.version.cuda is None:
+    if asked.nets or asked.check or torch.version.cuda is None:
         return
     for kind in (*PUBLISHED, fits.OURS, fits.UPSTREAM):
         wheel = fresh.UNTOUCHED if kind == fits.UPSTREAM else "patched"
@@ -88,9 +83,9 @@ def beside_allocator(task: fresh.Task) -> Row:
     """The same plans, told and run, and that for a memory half way between two of them."""
     words = ["--model", task["net"], *["--blocks"] * (task["kind"] == "blocks")]
     asked = vars(command.options().parse_args(words))
-    told = fits.steps_of({**task, "length": None, "way": fits.OURS, "_asked": asked})
-    asked["memory"] = (total(told[0]) + total(told[-1])) // 2
     task = {**task, "length": None, "way": fits.OURS, "_asked": asked}
+    told = fits.steps_of(task)
+    asked["memory"] = (total(told[0]) + total(told[-1])) // 2
     told, found = fits.steps_of(task), fits.steps_of(task, Real)
     return {
         "steps": [

@@ -1,4 +1,4 @@
-"""Measurements that run one by one, each in a fresh process, within limits.
+"""Measurements that run one by one, each in a fresh process.
 
 A benchmark is a module with a function ``measure`` from a task to a row, which
 `measured` calls in a process of its own.
@@ -8,38 +8,26 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.pages import progress, Row
+from benchmarks.pages import Row
 
 
 # A task whose ``torch`` is this runs on the wheel that the checkout was made from.
 UNTOUCHED = "untouched"
 Task = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one task may take; what takes more becomes a row that says so.
-
-    Each of a task's processes may have so much memory, which is not what is resident.
-    """
-
-    seconds: float
-    gigabytes: float = math.inf
+# What a task may take; what takes more becomes a row that says so.
+SECONDS = 7200.0
 
 
 def environment(patched: bool, cache: Path) -> dict[str, str]:
@@ -56,7 +44,7 @@ def environment(patched: bool, cache: Path) -> dict[str, str]:
     }
 
 
-def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
+def measure_in_child(module: str, task: Task, seconds: float) -> Row:
     """The row of one task, or a row whose ``error`` says why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder, "row.json"), Path(folder, "log")
@@ -65,16 +53,16 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
         command = [sys.executable, "-P", "-m", "benchmarks.fresh", module]
         with open(log, "w") as output:
             child = subprocess.Popen(
-                [*command, json.dumps(task), str(target), str(limits.gigabytes)],
+                [*command, json.dumps(task), str(target)],
                 env=environment(patched, Path(folder, "cache")),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
             try:
-                child.wait(limits.seconds)
+                child.wait(seconds)
             except subprocess.TimeoutExpired:
-                return {"error": f"took more than {limits.seconds:g} s"}
+                return {"error": f"took more than {seconds:g} s"}
             finally:
                 # With all that it started.
                 with suppress(ProcessLookupError):
@@ -87,30 +75,22 @@ def measure_in_child(module: str, task: Task, limits: Limits) -> Row:
         return {"error": f"ended with status {child.returncode}: {last[0]}"}
 
 
-def measured(module: str, task: Task, limits: Limits) -> Row:
+def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
     """The task's own entries and what was measured.
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    with progress(describe(task)):
-        found = measure_in_child(module, task, limits)
-    if "error" in found:
-        print(f"{describe(task)}: {found['error']}", file=sys.stderr)
-    row = {**task, **found}
+    # The entries by which a benchmark's tasks differ.
+    words = (v for v in task.values() if isinstance(v, (str, int, float)))
+    print(*words, "...", file=sys.stderr, flush=True)
+    row = {**task, **measure_in_child(module, task, seconds)}
+    if "error" in row:
+        print(row["error"], file=sys.stderr)
     return {name: v for name, v in row.items() if not name.startswith("_")}
 
 
-def describe(task: Task) -> str:
-    """The entries by which a benchmark's tasks differ."""
-    words = (v for v in task.values() if isinstance(v, (str, int, float)))
-    return " ".join(map(str, words))
-
-
-def main(module: str, task: str, target: str, gigabytes: str) -> int:
+def main(module: str, task: str, target: str) -> int:
     """What a child runs: it writes the task's row, or its error, down."""
-    if gigabytes != str(math.inf):
-        nbytes = int(float(gigabytes) * 1e9)
-        resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
     try:
         row = importlib.import_module(module).measure(json.loads(task))
     except Exception as error:

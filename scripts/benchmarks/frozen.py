@@ -1,28 +1,21 @@
-"""Measures what frozen layers save for the backward, and what that costs.
+"""Measures what frozen layers save for the backward.
 
-    scripts/benchmark.sh frozen                      all rows
-    scripts/benchmark.sh frozen --check              bytes and gradients only, as CI does
+    scripts/benchmark.sh frozen --check
 
 Every row is measured on a running training step, in eager mode, compiled without the
 pass (config.drop_unread_arguments off, which is what untouched torch.compile does)
 and compiled with it. Saved are the bytes that the forward allocated and left alive
-for the backward. Times are medians of interleaved steps on one thread, in CPU time;
-they are reported and never enforced. Noise is how far apart two equal steps are. The
-exit status is 1 only if bytes or gradients are off.
+for the backward. The exit status is 1 if bytes or gradients are off.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch._functorch.config as config
-from torch import nn, Tensor
-from torch._dynamo import lookup_backend
+from torch import nn
 
 from benchmarks import fresh
 from benchmarks.architectures import ResNet, UNet
@@ -30,14 +23,6 @@ from benchmarks.meters import relative_error, TOLERANCE
 from benchmarks.nets import Built, images, Net
 from benchmarks.pages import Mark, marks_page, Row, stored_marks
 from benchmarks.ways import compiled, OPERATORS, Training
-
-
-LAYERS = 10
-REPEATS = 15
-FACTS = {"repeats": REPEATS}
-CHECK = "bytes and gradients only"
-KIND, KEY = "backend", ("net", "backend")
-LIMITS = fresh.Limits(seconds=900, gigabytes=8)
 
 
 # --------------------------------------------------------------------- cases
@@ -54,58 +39,16 @@ def freeze(module: nn.Module, trainable: Sequence[str]) -> nn.Module:
     return module
 
 
-class Chain(nn.Sequential):
-    """Layers, and a loss whose own backward needs fixed weights and nothing else."""
-
-    def __init__(self, layers: Sequence[nn.Module], shape: Sequence[int]) -> None:
-        super().__init__(*layers)
-        self.weights: Tensor
-        self.register_buffer("weights", torch.randn(*shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-        return (output * self.weights).sum()
-
-
-def chain(*trainable: str) -> Built:
-    """Convolutions, of which a trainable one needs its input for the backward.
-
-    The first one's is the network's, which is alive anyway.
-    """
-    layers = [nn.Conv2d(16, 16, 3, padding=1) for _ in range(LAYERS)]
-    module = freeze(Chain(layers, (8, 16, 32, 32)), trainable)
-    return module, (torch.randn(8, 16, 32, 32, requires_grad=True),)
-
-
-def pointwise() -> Built:
-    """Frozen 1x1 convolutions, which take their layout from their input alone; the
-    ReLUs between them save where they were positive."""
-    stem = nn.Conv2d(3, 8, 3, padding=1)
-    wide = [nn.Conv2d(8, 128, 1), nn.ReLU(), nn.Conv2d(128, 8, 1), nn.ReLU()]
-    module = Chain([stem, *wide, *copy.deepcopy(wide)], (4, 8, 64, 64))
-    return freeze(module, ("0.",)), (torch.randn(4, 3, 64, 64),)
-
-
-def resnet() -> Built:
-    # What comes before the stem needs no gradient, what comes after it does.
-    net = ResNet((3, 4, 6, 3), 16, 64)
-    return freeze(net, ("stem", "head")), images(4, 96, 64)
-
-
-def unet() -> Built:
-    return freeze(UNet(8, 3, 8), ("down.0", "head")), images(4, 96, 8, (96, 96))
-
-
-# A quarter of ten layers: every fourth.
-QUARTER, NONE = "convolution, a quarter trainable", "convolution, none trainable"
-# Inputs of trainable layers, which a chain has to save.
-NEEDED = {QUARTER: 2, NONE: 0}
 CASES: dict[str, Callable[[], Built]] = {
-    QUARTER: functools.partial(chain, "3.", "7."),
-    NONE: chain,
-    "ResNet-50-like, stem and head trainable": resnet,
-    "U-Net, first stage and head trainable": unet,
-    "frozen 1x1 convolutions with ReLU": pointwise,
+    # What comes before the stem needs no gradient, what comes after it does.
+    "ResNet-50-like, stem and head trainable": lambda: (
+        freeze(ResNet((3, 4, 6, 3), 16, 64), ("stem", "head")),
+        images(4, 96, 64),
+    ),
+    "U-Net, first stage and head trainable": lambda: (
+        freeze(UNet(8, 3, 8), ("down.0", "head")),
+        images(4, 96, 8, (96, 96)),
+    ),
 }
 NETS = tuple(CASES)
 
@@ -113,55 +56,32 @@ NETS = tuple(CASES)
 # ----------------------------------------------------------------- measuring
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    *counted, _ = NETS
-    *_, resnet, unet, pointwise = NETS
-    for name in counted:
-        yield {"net": name, "backend": "bytes and gradients"}
-    for backend in () if check else (OPERATORS, "inductor"):
-        for name in (pointwise, resnet, unet):
-            yield {"net": name, "backend": backend}
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for name in asked.nets or NETS:
+        yield {"net": name}
 
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    name, backend = task["net"], task["backend"]
-    net = Net(name, CASES[name])
-    is_timed = backend in (OPERATORS, "inductor")
-    marks = times(net, backend) if is_timed else bytes_and_gradients(net)
-    return {"marks": [mark._asdict() for mark in marks]}
+    net = Net(task["net"], CASES[task["net"]])
+    return {"marks": [mark._asdict() for mark in bytes_and_gradients(net)]}
 
 
-def made(net: Net, backend: str, on: bool) -> Training:
-    # A backend of its own: Dynamo would give one training what it compiled for another.
-    own: Any = functools.partial(lookup_backend(backend))
+def made(net: Net, on: bool) -> Training:
     with config.patch(drop_unread_arguments=on):
-        return Training(net, whole=compiled(own), beside=True).warmed()
-
-
-def kib(nbytes: float) -> str:
-    return f"{nbytes / 1024:,.0f}"
+        return Training(net, whole=compiled(OPERATORS)).warmed()
 
 
 def bytes_and_gradients(net: Net) -> Iterator[Mark]:
     eager = Training(net).measured()
-    plain, ours = (made(net, OPERATORS, on).measured() for on in (False, True))
-    if net.name in NEEDED:
-        needed = NEEDED[net.name] * net.make()[1][0].nbytes
-        least, most = f"at most {kib(needed)}", "at most eager / 1.9"
-        kept = ours.saved_bytes <= needed, ours.peak <= eager.peak / 1.9
-    else:
-        least, most = "less than torch.compile", "at most torch.compile"
-        kept = ours.saved_bytes < plain.saved_bytes, ours.peak <= plain.peak
+    plain, ours = (made(net, on).measured() for on in (False, True))
     for name, key, mark, reached in (
-        ("saved", "saved_bytes", least, kept[0]),
-        ("peak", "peak", most, kept[1]),
+        ("saved", "saved_bytes", "less than", ours.saved_bytes < plain.saved_bytes),
+        ("peak", "peak", "at most", ours.peak <= plain.peak),
     ):
-        in_kib = [kib(getattr(each, key)) for each in (ours, eager, plain)]
+        in_kib = [f"{getattr(s, key) / 1024:,.0f}" for s in (ours, eager, plain)]
         text = "{} (eager {}, torch.compile {})".format(*in_kib)
-        yield Mark(f"{net.name}: {name} KiB", text, mark, reached)
+        yield Mark(f"{net.name}: {name} KiB", text, f"{mark} torch.compile", reached)
     error, before = (
         relative_error(each.gradients, eager.gradients) for each in (ours, plain)
     )
@@ -171,22 +91,6 @@ def bytes_and_gradients(net: Net) -> Iterator[Mark]:
         f"{'bit for bit' if same else 'differ'}; {error:.1e} (without {before:.1e})",
         f"{TOLERANCE:.0e}",
         error <= TOLERANCE,
-    )
-
-
-def times(net: Net, backend: str) -> Iterator[Mark]:
-    off, on = (made(net, backend, each) for each in (False, True))
-    rounds = []
-    for _ in range(REPEATS):
-        first, again, ours = (each.seconds() for each in (off, off, on))
-        rounds.append((abs(again / first - 1), ours / first))
-    noise, ratio = (statistics.median(column) for column in zip(*rounds))
-    yield Mark(
-        f"{net.name}: step time with / without the pass, {backend}",
-        f"{ratio:.3f} (noise {noise:.3f})",
-        "at most 1, within noise",
-        ratio <= 1 + noise,
-        False,
     )
 
 

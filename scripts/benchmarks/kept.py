@@ -15,7 +15,7 @@ the forward's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch._functorch.config as config
@@ -33,23 +33,16 @@ from benchmarks.pages import (
     PLANNED,
     Row,
 )
-from benchmarks.tracing import Joint, overlay
-from benchmarks.upstream import untouched_partitioners
+from benchmarks.tracing import Joint, overlay, untouched_partitioners
 
 
 NETS = tuple(net.name for net in (*nets.SMALL, *nets.HUGGING_FACE))
 BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
-CHECK = "one model, two budgets, as CI does"
-KIND, KEY = "net", ("net",)
-PACKAGES = ("transformers", "peft")
-LIMITS = fresh.Limits(seconds=1200, gigabytes=12)
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    for name in names or (("hf-lora",) if check else NETS):
-        yield {"net": name, "budgets": (0.5, 0.1) if check else BUDGETS}
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for name in asked.nets or (("hf-lora",) if asked.check else NETS):
+        yield {"net": name, "budgets": (0.5, 0.1) if asked.check else BUDGETS}
 
 
 def measure(task: fresh.Task) -> Row:

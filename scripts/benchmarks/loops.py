@@ -2,44 +2,50 @@
 
     scripts/benchmark.sh loops                      all nets (hours)
     scripts/benchmark.sh loops --check              one loop of one net, as CI does
-    scripts/benchmark.sh loops --net llama-4 --kind alone "last batch"
+    scripts/benchmark.sh loops --net llama-4 --kind evaluation "last batch"
     scripts/benchmark.sh loops --json results/loops.json
 
 Every net is compiled as a whole and by blocks, and trained in several loops on a CPU,
-operator by operator. What each step may take is found first, in the loop "alone": steps
-of one kind, each with graphs and a StepBudget of its own. In each row, a letter for each
-step says what it did to the plans: R, it was recorded; C, plans were compiled; w, it
-warned. Peaks are bytes beyond those that are there when a step starts.
+operator by operator. In each row, a letter for each step says what it did to the plans:
+R, it was recorded; C, plans were compiled; w, it warned. Peaks are bytes beyond those
+that are there when a step starts, over what the budget says is allowed.
 
     lengths             forty steps of eight sizes, by graphs for all sizes from the start
                         (dynamic), once a second size is seen (automatic), or for each
                         size (buckets)
     last batch          a smaller one ends each epoch
-    evaluation, no_grad    between steps, and within them
+    evaluation          between steps
     accumulation        over one to four micro-batches
     skipped             a batch without a backward, and a step without a batch
-    gan, heads, curriculum    two models, halves of one, and two sizes take turns
+    gan, curriculum     two models, or two sizes, take turns
     logits              a model that returns them, too: they are dropped before the backward
-    cost, memory        what a budget takes once it has learned
+    cost, memory        of a step, and of a thousand
 
-The nets "hf-trainer" and "two ranks" are programs of their own: Hugging Face's Trainer in
+Held out are five nets. Programs that have their own loops are Hugging Face's Trainer, in
 several settings, and DDP, FSDP2, tensor parallelism and a pipeline, by gloo.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
-import math
+import operator
+import random
+import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Optional
+from unittest import mock
 
 import torch
+from torch import nn, Tensor
 from torch._dynamo import config as dynamo_config
-from torch._functorch import config
+from torch._functorch import config, partitioners
 
-from benchmarks import fresh, nets, second_set, turns
+from benchmarks import fresh, nets, second_set
+from benchmarks.architectures import ClassicShape
+from benchmarks.meters import CountedStorages, gradients
 from benchmarks.pages import (
     at_most,
     columns,
@@ -50,109 +56,325 @@ from benchmarks.pages import (
     Named,
     Row,
 )
-from benchmarks.tracing import cpu_attention_counted
-from benchmarks.turns import ALTERNATING, LOOPS, SHARE, VARYING
+from benchmarks.plans import warnings_noted
+from benchmarks.tracing import cpu_attention_counted, overlay
+from benchmarks.ways import compiled, OPERATORS, Training
 
 
+SHARE = 0.2
+# What takes turns with a net.
+PARTNER = nets.language("partner", ClassicShape(layers=2, tokens=128))
+
+
+# -------------------------------------------------------------------- loops
+
+
+# Rows of a batch, and eighths of the length that its text may have.
+Size = tuple[int, int]
+SIZES: tuple[Size, ...] = (
+    *((5, 6), (7, 5), (2, 8), (8, 4)),
+    *((4, 7), (6, 8), (3, 6), (9, 8)),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step of a loop: micro-batches of a size, and what is trained if not the net."""
+
+    size: Size = SIZES[0]
+    batches: int = 1
+    trained: str = ""
+    # What happens before that, or instead.
+    also: str = ""
+
+
+def lengths() -> list[Turn]:
+    """Larger sizes come later."""
+    order = random.Random(nets.SEED)
+    seen = (4,) * 10 + (6,) * 10 + (8,) * 20
+    return [Turn(SIZES[order.randrange(most)]) for most in seen]
+
+
+LARGEST = Turn(SIZES[-1])
+ACCUMULATED = [Turn(batches=count) for count in (2, 4, 1, 3)]
+# Each with whether sizes are known to vary, as torch.compile has it.
+LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
+    "lengths, dynamic": (lengths(), True),
+    "lengths, automatic": (lengths(), None),
+    "lengths, buckets": (lengths(), False),
+    "last batch": ([LARGEST, LARGEST, LARGEST, Turn()] * 4, None),
+    "evaluation": ([Turn(), Turn(), Turn(also="evaluation")] * 4, None),
+    "accumulation": (ACCUMULATED * 4, None),
+    "skipped": ([Turn(), Turn(), Turn(also="skipped"), Turn(also="empty")] * 4, None),
+    "gan": ([Turn(), Turn(trained="partner")] * 8, None),
+    "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
+}
 PROJECT = ("llama-4", "bert", "vit")
 HELD_OUT = tuple(net.name for net in second_set.SMALL)
+WAYS = ("blocks", "whole")
+
+
+# --------------------------------------------------------------------- runs
+
+
+def cut(inputs: Sequence[Tensor], size: Size) -> tuple[Tensor, ...]:
+    """So many rows of a batch, repeated where it has fewer, and of text so much."""
+    rows, eighths = size
+
+    def part(values: Tensor) -> Tensor:
+        values = values[torch.arange(rows) % len(values)]
+        if values.ndim == 2 and not values.is_floating_point():
+            values = values[:, : values.shape[1] * eighths // 8]
+        return values.contiguous()
+
+    return tuple(map(part, inputs))
+
+
+class Loop:
+    """A net, its partner, and a budget, if any, that both are trained by."""
+
+    def __init__(
+        self, net: nets.Net, way: str, dynamic: Optional[bool] = False
+    ) -> None:
+        ways: dict[str, Any] = {}
+        if way != "eager":
+            ways[way] = compiled(OPERATORS, dynamic=dynamic)
+        self.net = Training(net, **ways)
+        self.partner = Training(PARTNER, **ways, beside=True)
+        self.budget: Any = nullcontext()
+
+    def take(self, turn: Turn) -> Row:
+        """A step: its peak and flops, and what it did to the plans."""
+        training = self.partner if turn.trained == "partner" else self.net
+        all_inputs = training.inputs
+        training.inputs = cut(all_inputs, turn.size)
+        if turn.also == "evaluation":
+            with torch.no_grad():
+                training.module.eval()
+                training.loss()
+                training.module.train()
+        torch.manual_seed(nets.SEED)
+        there = [*training.inputs]
+        for each in (self.net, self.partner):
+            there += [*each.parameters, *each.module.buffers()]
+        with watched(self.budget, there) as row:
+            if turn.also == "skipped":
+                training.loss()
+            elif turn.also != "empty":
+                for _ in range(turn.batches):
+                    training.loss().backward()
+        gradients(training.parameters)
+        training.inputs = all_inputs
+        return row
+
+
+@contextmanager
+def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
+    """A step within a budget: its peak and flops, and what it did to the plans."""
+    decide = mock.Mock(wraps=vars(partitioners)["decide"])
+    gc.collect()
+    row: Row = {}
+    with (
+        warnings_noted() as said,
+        mock.patch.object(partitioners, "decide", decide),
+        budget,
+    ):
+        step = overlay("step_recorder").running_step()
+        is_recorded = step is not None and step.recorder is not None
+        with CountedStorages(there) as counted:
+            yield row
+    plan = getattr(budget, "plan", None)
+    row.update(peak=counted.peak, flops=counted.flops, warnings=said)
+    row.update(recorded=is_recorded, compiled=bool(decide.call_count))
+    row["learned"] = is_recorded or row["compiled"] or plan is None
+    if plan is not None:
+        row.update(allowed=plan.allowed, floor=plan.floor, told=plan.predicted_peak)
+
+
+def budget_of(share: float) -> Any:
+    return overlay("step_budget").StepBudget(share=share)
+
+
+def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
+    """A loop; at share 1 its steps have to compute what those of eager mode do."""
+    turns, dynamic = LOOPS[loop]
+    eager, needed = Loop(net, "eager"), {}
+    if share == 1:
+        needed = {turn: eager.take(turn)["flops"] for turn in {*turns}}
+    training = Loop(net, way, dynamic)
+    training.budget = budget_of(share)
+    found = [training.take(turn) for turn in turns]
+    row = summed_up(found)
+    flops = [
+        (now["flops"] / needed[turn], f"step {at + 1}")
+        for at, (turn, now) in enumerate(zip(turns, found))
+        if needed.get(turn) and not now["learned"]
+    ]
+    if flops:
+        row["worst"]["flops"] = max(flops)
+    return {**row, "again": again(turns, found)}
+
+
+class WithLogits(nn.Module):
+    """Returns what the last of a model's products is, too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.last: Optional[Tensor] = None
+        for each in module.modules():
+            if isinstance(each, nn.Linear):
+                each.register_forward_hook(self.keep)
+
+    def keep(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        self.last = output
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+        loss = self.module(*inputs)
+        last, self.last = self.last, None
+        return loss, last
+
+
+def logits(net: nets.Net, way: str) -> Row:
+    """Its peaks, real and told, over those of the model that returns the loss only."""
+
+    def build() -> nets.Built:
+        module, inputs = net.build()
+        return WithLogits(module), inputs
+
+    def peaks(net: nets.Net, picked: Callable[[Any], Tensor]) -> list[int]:
+        """At the ends of the range, where there is no choice of plans."""
+        training, found = Loop(net, way), []
+        forward = training.net.forward
+        # The caller drops the others before the backward.
+        training.net.forward = lambda *inputs: picked(forward(*inputs))
+        for share in 0.0, 1.0:
+            training.budget = budget_of(share)
+            step = [training.take(LARGEST) for _ in range(3)][-1]
+            found += [step["peak"], step["told"]]
+        return found
+
+    plain = peaks(net, lambda loss: loss)
+    both = peaks(replace(net, build=build), operator.itemgetter(0))
+    ratios = [b / a for a, b in zip(plain, both)]
+    return {"real": ratios[::2], "predicted": ratios[1::2]}
+
+
+def cost(net: nets.Net, way: str) -> Row:
+    """CPU time of a step over that without a budget, which computes the same."""
+
+    def seconds(budget: Any) -> float:
+        training = Loop(net, way).net
+        training.inputs = cut(training.inputs, SIZES[-1])
+        training.within = budget
+        training.warmed(4)
+        return min(training.seconds() for _ in range(20))
+
+    return {"time": seconds(budget_of(1.0)) / seconds(nullcontext())}
+
+
+def memory(net: nets.Net, way: str) -> Row:
+    """The most that the process had after a third of a thousand steps, and after all."""
+    training = Loop(net, way, dynamic=True).net
+    training.within = budget_of(SHARE)
+    whole, most = training.inputs, []
+    for step in range(1000):
+        training.inputs = cut(whole, (1 + step % 5, 2 + 2 * (step // 5 % 4)))
+        training.step()
+        if step in (333, 999):
+            most.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return {"third": most[0], "end": most[1]}
+
+
+MEASURED = {"logits": logits, "cost": cost, "memory": memory}
 # With their loops, each in these ways.
+TRAINER = ("plain", "bf16", "accumulation", "evaluation", "checkpointing", "peft")
 PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
     "hf-trainer": dict.fromkeys(
-        (
-            *("plain", "bf16", "accumulation", "evaluation", "last batch"),
-            *("checkpointing", "peft"),
-        ),
-        ("blocks", "regional", "whole"),
+        (*TRAINER, "last batch"), ("blocks", "regional", "whole")
     ),
     "two ranks": {
-        "ddp": ("blocks", "whole"),
-        **dict.fromkeys(("fsdp2", "tensor parallel", "pipeline"), ("blocks",)),
+        "ddp": WAYS,
+        **dict.fromkeys(("fsdp2", "tensor parallel", "pipeline"), WAYS[:1]),
     },
 }
 NETS = (*PROJECT, *HELD_OUT, *PROGRAMS)
-CHECK = "one loop of one net, as CI does"
-KIND, KEY = "loop", ("net", "loop", "way", "share")
-LIMITS = fresh.Limits(seconds=900, gigabytes=14)
-WAYS = ("blocks", "whole")
-SPECIAL = {
-    "alone": turns.alone,
-    "logits": turns.logits,
-    "cost": turns.cost,
-    "memory": turns.memory,
-}
-# A thousand steps of others take too long.
-SMALLEST = (PROJECT[0], HELD_OUT[0])
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    loops = ("last batch, dynamic",) if check else tuple(LOOPS)
-    for net in names or (PROJECT[:1] if check else NETS):
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for net in asked.nets or (NETS[:1] if asked.check else NETS):
         task = {"net": net, "share": SHARE, "held_out": net in HELD_OUT}
-        if net in PROGRAMS:
-            for loop, ways in PROGRAMS[net].items():
-                yield from ({**task, "loop": loop, "way": way} for way in ways)
-            continue
-        for way in WAYS[:1] if check else WAYS:
-            task["way"] = way
-            yield {**task, "loop": "alone", "loops": loops}
-            found = good(rows, net=net, way=way, loop="alone")
-            task["_alone"] = found[0]["steps"] if found else None
-            for loop in loops:
-                yield {**task, "loop": loop}
-            if not check:
-                yield from ({**task, "loop": loop, "share": 1.0} for loop in VARYING)
-                yield {**task, "loop": "cost"}
-                yield from ({**task, "loop": "memory"} for n in SMALLEST if n == net)
-        if not check:
-            yield {**task, "loop": "logits", "way": "whole"}
+        for loop, ways in PROGRAMS.get(net, {}).items():
+            yield from ({**task, "way": way, "loop": loop} for way in ways)
+        for way in () if net in PROGRAMS else WAYS[:1] if asked.check else WAYS:
+            for loop in ("last batch",) if asked.check else (*LOOPS, "cost"):
+                yield {**task, "way": way, "loop": loop}
+                if loop.startswith("lengths"):
+                    yield {**task, "way": way, "loop": loop, "share": 1.0}
+        if not asked.check and net not in PROGRAMS:
+            yield {**task, "way": "whole", "loop": "logits"}
+            if net in (PROJECT[0], HELD_OUT[0]):
+                yield {**task, "way": "blocks", "loop": "memory"}
 
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    net, loop = task["net"], task["loop"]
-    with ExitStack() as stack:
-        stack.enter_context(config.patch(enable_autograd_cache=False))
-        limits = {"recompile_limit": 64, "accumulated_recompile_limit": 512}
-        stack.enter_context(dynamo_config.patch(limits))
-        stack.enter_context(cpu_attention_counted())
-        if net in PROGRAMS:
+    limits = {"recompile_limit": 64, "accumulated_recompile_limit": 512}
+    with (
+        config.patch(enable_autograd_cache=False),
+        dynamo_config.patch(limits),
+        cpu_attention_counted(),
+    ):
+        loop, way = task["loop"], task["way"]
+        if task["net"] in PROGRAMS:
             # It takes long to import what these need.
             programs: Any = importlib.import_module("benchmarks.programs")
-            row: Row = programs.MEASURED[net](loop, task["way"])
+            row: Row = programs.MEASURED[task["net"]](loop, way)
             return row
-        measured = SPECIAL.get(loop, turns.taken)
-        return measured(replace(nets.find(net), dtype=torch.float32), task)
+        net = replace(nets.find(task["net"]), dtype=torch.float32)
+        if loop in MEASURED:
+            return MEASURED[loop](net, way)
+        return taken(net, loop, way, task["share"])
 
 
-# -------------------------------------------------------------------- marks
+# ------------------------------------------------------------------- judged
 
 
-QUESTIONS = {
-    "lengths": "Steps of eight sizes, larger ones later",
-    "others": "A smaller last batch, evaluation, accumulation, skipped batches",
-    "alternating": "Two programs that take turns",
-    "programs": "Trainers and parallel training",
-}
+def again(turns: Sequence[Turn], found: Sequence[Row]) -> int:
+    """Steps that changed plans though neither they nor those before them were new.
+
+    Plans may be made in a step that has to change them, and when the next one starts.
+    """
+    kinds = [replace(turn, also="") for turn in turns]
+    is_new = [False, *(kind not in kinds[:at] for at, kind in enumerate(kinds))]
+    may_change = map(any, zip(is_new, is_new[1:]))
+    return sum(now["learned"] and not may for now, may in zip(found, may_change))
 
 
-def group_of(row: Row) -> str:
-    """The question that a row answers by its steps, if any."""
-    if row["net"] in PROGRAMS:
-        return "programs"
-    for group, loops in ("lengths", VARYING), ("alternating", ALTERNATING):
-        if row["loop"] in loops:
-            return group
-    return "others" if row["loop"] in LOOPS else ""
+def summed_up(found: Sequence[Row]) -> Row:
+    """The worst peaks over what the budget says, and what each step did to the plans."""
+    # Buffers that the first step makes may have the second one recorded, too.
+    plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
+    if not plans:
+        raise RuntimeError(f"no plan in {len(found)} steps")
+    bound: list[Named] = [
+        (now["peak"] / now["allowed"], f"step {at + 1}")
+        for at, now in plans
+        if not now["recorded"]
+    ]
+    first = found[0]["peak"] / plans[0][1]["floor"], "step 1"
 
+    def letter(now: Row) -> str:
+        did = "R" if now["recorded"] else "C" if now["compiled"] else "."
+        return did + "w" * bool(now["warnings"])
 
-def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each set of nets."""
-    names = {False: "Nets of the project", True: "Held out"}
-    found = {name: [r for r in rows if r["held_out"] == k] for k, name in names.items()}
-    return {name: part for name, part in found.items() if part}
+    warnings = [text for now in found for text in now["warnings"]]
+    return {
+        "worst": {"first": first, "bound": max(bound)},
+        "trace": "".join(map(letter, found)),
+        "warned": len(warnings),
+        "warnings": [*dict.fromkeys(warnings)],
+    }
 
 
 def told(row: Row) -> str:
@@ -160,93 +382,65 @@ def told(row: Row) -> str:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    for name, part in parts(rows).items():
-        for mark in judged_part(part):
-            yield mark._replace(what=f"{name}: {mark.what}")
+    """The held-out nets by themselves."""
+    for is_held_out, name in (False, ""), (True, "held out: "):
+        of_set = good(rows, held_out=is_held_out)
+        yield from judged_set([row for row in of_set if "worst" in row], name)
+        yield from judged_others(of_set, name)
 
 
-def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
-    broken = [(1.0, f"{told(row)}: {row['error']}") for row in rows if "error" in row]
-    shown = f"{len(broken)} ({{1}})"
-    yield from at_most("rows with an error", broken, 0, "none", shown)
-    for group in QUESTIONS:
-        mine = [row for row in good(rows) if group_of(row) == group]
-        for mark in judged_steps(mine, warnings=int(group == "lengths")):
-            yield mark._replace(what=f"{group}: {mark.what}")
-    plain = good(rows, loop="logits")
-    for what in "real", "predicted":
-        apart = [(abs(ratio - 1), told(row)) for row in plain for ratio in row[what]]
-        what = f"{what} peak of a model that returns logits, too / without"
-        yield from at_most(what, apart, 0.03, "3 %", "off by {:.1%} ({})")
-    show = ("at most +1%", "{:+.1%} ({})")
-    times = [(row["time"] - 1, told(row)) for row in good(rows, loop="cost")]
-    yield from at_most("step time / without a budget", times, 0.01, *show)
-    grown = [(r["end"] / r["third"] - 1, told(r)) for r in good(rows, loop="memory")]
-    what = "memory of the process after a thousand steps / after a third of them"
-    yield from at_most(what, grown, 0.01, *show)
-
-
-def judged_steps(rows: Sequence[Row], warnings: int) -> Iterator[Mark]:
-    for what, entry, most in (
-        ("steps learned again", "again", 0),
-        ("warnings", "warned", warnings),
-    ):
-        # Of programs that are not ours it is not known how many there have to be.
-        found = [(row[entry], told(row)) for row in rows if "again" in row]
-        yield from at_most(what, found, most, "", "{:.0f} ({})")
+def judged_set(rows: Sequence[Row], name: str) -> Iterator[Mark]:
+    for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
+        found = [(row[entry], told(row)) for row in rows if entry in row]
+        yield from at_most(name + what, found, 0, "", "{:.0f} ({})")
     for what, entry, limit in (
         ("first step's peak / floor", "first", 1.05),
-        ("peak of a larger step / allowed for it", "larger", 1.005),
-        ("peak of a step learned again / allowed, or its floor", "relearned", 1.005),
-        ("other peaks / allowed for the largest seen", "bound", 1.005),
+        ("peaks / allowed", "bound", 1.005),
         ("flops at share 1 / those without a budget", "flops", 1.0),
     ):
-        pairs: list[Named] = [
+        pairs = [
             (row["worst"][entry][0], f"{told(row)}, {row['worst'][entry][1]}")
             for row in rows
             if entry in row["worst"]
         ]
-        yield from at_most(what, pairs, limit, enforced=entry == "bound")
+        yield from at_most(name + what, pairs, limit, enforced=entry == "bound")
+
+
+def judged_others(rows: Sequence[Row], name: str) -> Iterator[Mark]:
+    for loop, entries, limit in (
+        ("logits", ("real", "predicted"), 1.03),
+        ("cost", ("time",), 1.01),
+    ):
+        for entry in entries:
+            found = [(row[entry], told(row)) for row in good(rows, loop=loop)]
+            pairs = [(max(r) if isinstance(r, list) else r, n) for r, n in found]
+            yield from at_most(f"{name}{loop}: {entry} / without", pairs, limit)
+    flat = [(row["end"] / row["third"], told(row)) for row in good(rows, loop="memory")]
+    yield from at_most(f"{name}host memory at the end / at a third", flat, 1.01)
 
 
 # ------------------------------------------------------------------- report
 
 
-def table(rows: Sequence[Row]) -> str:
+def page(data: dict[str, Any]) -> str:
     """What came of each loop; the worst of its steps."""
 
     def ratio(entry: str) -> Callable[[Row], str]:
-        return lambda row: "{:.3f}".format(*row["worst"].get(entry, [math.nan]))
+        return lambda row: "".join(f"{r:.3f}" for r in row["worst"].get(entry, ())[:1])
 
-    entries = {
-        "first / floor": "first",
-        "larger / allowed": "larger",
-        "again / allowed": "relearned",
-        "others / allowed": "bound",
-        "flops / needed": "flops",
-    }
-    used = {e for row in rows for e in row["worst"]}
     cells: dict[str, Any] = {
         "net": lambda row: row["net"],
         "loop": lambda row: row["loop"],
         "way": lambda row: row["way"],
         "share": lambda row: f"{row['share']:g}",
-        **{name: ratio(e) for name, e in entries.items() if e in used},
+        "first / floor": ratio("first"),
+        "peaks / allowed": ratio("bound"),
+        "flops / needed": ratio("flops"),
         "learned again": lambda row: str(row.get("again", "")),
         "warnings": lambda row: str(row["warned"]),
         "steps": lambda row: f"`{row['trace']}`",
     }
-    return columns(rows, cells)
-
-
-def page(data: dict[str, Any]) -> str:
-    text = ""
-    for name, part in parts(data["measured"]).items():
-        text += f"### {name}\n\n"
-        text += marks_table(mark._asdict() for mark in judged_part(part))
-        for group, question in QUESTIONS.items():
-            rows = [row for row in good(part) if group_of(row) == group]
-            if rows:
-                text += f"\n{question}:\n\n{table(rows)}"
-        text += "\n"
-    return text + measured_on(data["environment"], "Run, operator by operator,")
+    taken = [row for row in good(data["measured"]) if "worst" in row]
+    table = columns(taken, cells)
+    origin = measured_on(data["environment"], "Run, operator by operator,")
+    return f"{marks_table(data['rows'])}\n{table}\n{origin}"

@@ -47,16 +47,16 @@ class CountedStorages(TorchDispatchMode):
 
     ``given`` are the bytes that were there before: those of the tensors ``there``, and
     of every storage that is first met as an argument. ``risen`` is how much more (or
-    less) is live now, ``peak`` the most that it ever was. Costs some microseconds per
-    operator. Of a higher-order operator (a random one within a compiled checkpoint) it
-    sees what goes in and what comes out.
+    less) is live now, ``peak`` the most that it ever was, and ``flops`` are those of all
+    operators. Costs some microseconds per operator. Of a higher-order operator (a random
+    one within a compiled checkpoint) it sees what goes in and what comes out.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, there: Iterable[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.given = self.risen = self.peak = 0
+        self.given = self.risen = self.peak = self.flops = 0
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._meet(there)
 
@@ -75,6 +75,9 @@ class CountedStorages(TorchDispatchMode):
         result = func(*args, **kwargs)
         for storage in storages(tree_leaves(result)):
             self._follow(storage)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
     def _meet(self, tensors: Iterable[Any]) -> None:
@@ -124,18 +127,10 @@ class CountedStorages(TorchDispatchMode):
         self._live.clear()
 
 
-class Allocations(NamedTuple):
-    """What a call returned, and the bytes beyond those that were live before it: the
-    most that torch's allocators, of all devices together, had handed out at once, and
-    those that were left at its end."""
-
-    result: Any
-    peak: int
-    left: int
-
-
-def allocations(call: Callable[[], Any]) -> Allocations:
-    """On CUDA a block is what the caching allocator hands out, a multiple of 512."""
+def allocations(call: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What a call returned, and the bytes beyond those that were live before it: the most
+    that torch's allocators, of all devices together, had handed out at once, and those
+    that were left at its end. On CUDA a block is a multiple of 512."""
     activities = torch.profiler.supported_activities()
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
@@ -144,45 +139,19 @@ def allocations(call: Callable[[], Any]) -> Allocations:
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda event: event.start_ns())]
     live = list(itertools.accumulate(changes, initial=0))
-    return Allocations(result, max(live), live[-1])
+    return result, max(live), live[-1]
 
 
 def device_peak(call: Callable[[], Any], device: str) -> int:
     """The most bytes that a call takes of a device's allocator beyond what was there."""
     gc.collect()
     if device == "cpu":
-        return allocations(call).peak
+        return allocations(call)[1]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-class CountedFlops(TorchDispatchMode):
-    """Adds up the flops of all operators that run, in compiled graphs as well.
-
-    But for those within higher-order operators.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 class Step(NamedTuple):
@@ -231,15 +200,15 @@ def record_step(
     gc.collect()
     if allocator:
         loss, forward_peak, kept = allocations(forward)
-        peak = max(forward_peak, kept + allocations(lambda: finish(loss)).peak)
+        peak = max(forward_peak, kept + allocations(lambda: finish(loss))[1])
         given = sum({s._cdata: s.nbytes() for s in storages(there)}.values())
         forward_flops = flops = 0
     else:
-        with CountedFlops() as counter, CountedStorages(there) as recorder:
+        with CountedStorages(there) as recorder:
             loss = forward()
-            kept, forward_flops = recorder.risen, counter.flops
+            kept, forward_flops = recorder.risen, recorder.flops
             finish(loss)
-        given, peak, flops = recorder.given, recorder.peak, counter.flops
+        given, peak, flops = recorder.given, recorder.peak, recorder.flops
     saved = kept - loss.untyped_storage().nbytes()
     return Step(saved, given, peak, forward_flops, flops, found)
 

@@ -15,13 +15,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import models
 from benchmarks.architectures import (
     ClassicShape,
     Language,
@@ -106,20 +105,25 @@ def as_fake(tensor: Tensor) -> Tensor:
 class LossOf(nn.Module):
     """Wraps a model that takes its inputs by name, or returns more than its loss.
 
-    The loss is the attribute ``loss`` of what ``module`` returns (as the models of
-    the Hugging Face library have it), else its first element, else all of it.
+    The loss is what ``find`` makes of the model and its inputs; without that the
+    attribute ``loss`` of what ``module`` returns (as the models of the Hugging Face
+    library have it), else its first element, else all of it.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        find: Optional[Callable[..., Tensor]] = None,
+    ) -> None:
         super().__init__()
-        self.module = module
-        self.names = names
+        self.module, self.names, self.find = module, names, find
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        if self.names:
-            result = self.module(**dict(zip(self.names, inputs)))
-        else:
-            result = self.module(*inputs)
+        named = dict(zip(self.names, inputs))
+        if self.find is not None:
+            return self.find(self.module, **named)
+        result = self.module(**named) if named else self.module(*inputs)
         loss = getattr(result, "loss", result)
         if isinstance(loss, (tuple, list)):
             loss = loss[0]
@@ -154,29 +158,89 @@ def features(shape: tuple[int, ...], classes: int) -> Inputs:
     return torch.randn(shape), torch.randint(classes, shape[-2:-1])
 
 
-def decoder(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
+def language(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net:
+    kind: Any = Language if isinstance(shape, ClassicShape) else Transformer
+
     def build() -> Built:
         batch = tokens(shape.vocabulary, shape.batch, shape.tokens)
-        return Transformer(shape), batch
+        return kind(shape), batch
 
     return Net(name, build, dtype)
 
 
-def classic(
-    name: str, shape: ClassicShape, batch: int, dtype: torch.dtype = torch.float32
+# Of the Hugging Face libraries: random weights, no download, and their own dropout.
+
+
+def by_class(kind: str, **sizes: Any) -> nn.Module:
+    """A model of transformers, or one of diffusers, by the name of its class."""
+    is_diffusers = "2D" in kind or "3D" in kind
+    library = importlib.import_module("diffusers" if is_diffusers else "transformers")
+    found = getattr(library, kind)
+    model: Any = found(**sizes) if is_diffusers else found(found.config_class(**sizes))
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # Or it warns, which no graph may contain.
+    trained: nn.Module = model.train()
+    return trained
+
+
+def with_inputs(
+    kind: str, batch: int = 1, length: int = 1024, **sizes: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model by the defaults of its configuration, which ``sizes`` override."""
+    defaults = getattr(importlib.import_module("transformers"), kind).config_class()
+    cached = {"use_cache": False} if hasattr(defaults, "use_cache") else {}
+    model: Any = by_class(kind, **{**cached, **sizes})
+    config, takes = model.config, model.main_input_name
+    if takes == "pixel_values":
+        side = getattr(config, "image_size", 224)
+        pixels = torch.randn(batch, config.num_channels, side, side)
+        labels = torch.randint(config.num_labels, (batch,))
+        return model, {"pixel_values": pixels, "labels": labels}
+    ids = torch.randint(config.get_text_config().vocab_size, (batch, length))
+    if takes == "input_ids":
+        return model, {"input_ids": ids, "labels": ids.clone()}
+    if not hasattr(config, "num_mel_bins") or not hasattr(model, "proj_out"):
+        raise ValueError(
+            f"{kind} takes {takes}; write a function that returns it with its inputs"
+        )
+    shape = batch, config.num_mel_bins, 2 * config.max_source_positions
+    return model, {"input_features": torch.randn(shape), "labels": ids}
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    library = importlib.import_module("peft")
+    kinds = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = library.LoraConfig(r=16, lora_dropout=0.05, target_modules=kinds)
+    adapted: nn.Module = library.get_peft_model(model, config)
+    return adapted
+
+
+def hugging_face(
+    name: str,
+    kind: str,
+    *batch: int,
+    dtype: torch.dtype = BF16,
+    adapted: Callable[[nn.Module], nn.Module] = lambda model: model,
+    held_out: bool = False,
+    **sizes: Any,
 ) -> Net:
+    """A model of transformers, by its class; its batch, and the length of its text."""
+
     def build() -> Built:
-        return Language(shape), tokens(shape.vocabulary, batch, shape.tokens)
+        model, inputs = with_inputs(kind, *batch, **sizes)
+        return LossOf(adapted(model), tuple(inputs)), tuple(inputs.values())
 
-    return Net(name, build, dtype)
+    return Net(name, build, dtype, held_out)
 
 
-def hugging_face(model: str, dtype: torch.dtype, name: str = "", **sizes: Any) -> Net:
-    def build() -> Built:
-        module, inputs = models.make(model, **sizes)
-        return LossOf(module.train(), tuple(inputs)), tuple(inputs.values())
-
-    return Net(f"hf-{name or model}", build, dtype)
+def sized(width: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    """By the names that most configurations have for them."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
 
 
 SMALL_LLAMA: dict[str, Any] = {
@@ -187,22 +251,44 @@ SMALL_LLAMA: dict[str, Any] = {
 }
 LLAMA_8 = Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)
 SMALL = (
-    decoder("llama-8", LLAMA_8),
-    decoder("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
-    classic("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh"), 8),
-    classic("bert", ClassicShape(tokens=128, norm_first=False, written_out=True), 32),
+    language("llama-8", LLAMA_8),
+    language("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
+    language("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh")),
+    language(
+        "bert", ClassicShape(tokens=128, batch=32, norm_first=False, written_out=True)
+    ),
     Net("resnet50", lambda: (ResNet((3, 4, 6, 3), 32, 512), images(16, 128, 512))),
     Net("unet", lambda: (UNet(16, 4, 8), images(4, 128, 8, (128, 128)))),
-    decoder("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
+    language("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
     Net("vit", lambda: (ViT(ClassicShape(tokens=64), 16), images(16, 128, 512))),
     Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
     Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
 )
+LLAMA: Any = {**sized(2048, 8192, 4, 32), "num_key_value_heads": 8, "vocab_size": 32000}
+T5: Any = {"decoder_start_token_id": 0, "num_layers": 2}
+WHISPER: Any = {"encoder_layers": 2, "decoder_layers": 2}
+MIXTRAL: Any = {**sized(1024, 3584, 2, 16), "num_key_value_heads": 4}
+in_float = functools.partial(hugging_face, dtype=torch.float32)
+# Few layers, most of them at the widths of a published model.
 HUGGING_FACE = (
-    *(hugging_face(name, BF16) for name in ("llama", "lora")),
-    *(hugging_face(n, torch.float32) for n in ("gpt2", "bert", "t5", "whisper")),
-    hugging_face("mixtral", BF16),
-    *(hugging_face(n, torch.float32) for n in ("mamba", "convnext", "swin")),
+    hugging_face("hf-llama", "LlamaForCausalLM", 2, 1024, **LLAMA),
+    hugging_face(*("hf-lora", "LlamaForCausalLM", 2, 1024), adapted=with_lora, **LLAMA),
+    in_float("hf-gpt2", "GPT2LMHeadModel", 4, 512, n_layer=4),
+    in_float("hf-bert", "BertForMaskedLM", 8, 256, num_hidden_layers=4),
+    in_float("hf-t5", "T5ForConditionalGeneration", 4, 256, **T5),
+    in_float("hf-whisper", "WhisperForConditionalGeneration", 2, 128, **WHISPER),
+    hugging_face(
+        *("hf-mixtral", "MixtralForCausalLM", 2, 512),
+        experts_implementation="grouped_mm",
+        **MIXTRAL,
+    ),
+    in_float("hf-mamba", "MambaForCausalLM", 2, 16, num_hidden_layers=2),
+    in_float("hf-convnext", "ConvNextForImageClassification", 8, num_labels=100),
+    in_float(
+        *("hf-swin", "SwinForImageClassification", 8),
+        num_labels=100,
+        depths=[2, 2, 2, 2],
+    ),
 )
 
 LLAMA3_8B = Shape(4096, 32, 8, 14336, 32, 128256, batch=2, tokens=4096, rotary=True)
@@ -210,39 +296,46 @@ LLAMA3_70B = Shape(8192, 64, 8, 28672, 80, 128256, batch=1, tokens=8192, rotary=
 LLAMA_2048 = Shape(2048, 16, 16, 5504, 16, 32000, 4, 2048, rotary=True)
 QWEN_MOE = Shape(2048, 16, 4, 1408, 4, 32000, 2, 2048, True, 16, 4)
 GPT2_XL = ClassicShape(
-    1600, 25, 6400, 48, 50257, 1024, 0.1, causal=True, joined=True, gelu="tanh"
+    *(1600, 25, 25, 6400, 48, 50257, 8, 1024),
+    dropout=0.1,
+    causal=True,
+    joined=True,
+    gelu="tanh",
 )
-BERT_LARGE = ClassicShape(1024, 16, 4096, 24, 30522, 512, 0.1, norm_first=False)
-VIT_LARGE = ClassicShape(1024, 16, 4096, 24, 1000, 196)
-T5_LARGE = {"batch": 8, "length": 512, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
+BERT_LARGE = ClassicShape(
+    *(1024, 16, 16, 4096, 24, 30522, 32, 512), dropout=0.1, norm_first=False
+)
+VIT_LARGE = ClassicShape(1024, 16, 16, 4096, 24, 1000, 64, 196)
+T5_LARGE: Any = {**T5, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
+T5_24: Any = {**T5_LARGE, "num_layers": 24, "dropout_rate": 0}
 # Four layers each, but for what has no like layers, and one of sixteen.
 AT_SIZE = (
-    decoder("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),
-    decoder("llama3-70b-4", replace(LLAMA3_70B, layers=4, tokens=4096), BF16),
-    decoder("llama-2048-16", LLAMA_2048, BF16),
-    classic("gpt2-xl-4", replace(GPT2_XL, layers=4), 8, BF16),
-    decoder("qwen-moe-4", QWEN_MOE, BF16),
+    language("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),
+    language("llama3-70b-4", replace(LLAMA3_70B, layers=4, tokens=4096), BF16),
+    language("llama-2048-16", LLAMA_2048, BF16),
+    language("gpt2-xl-4", replace(GPT2_XL, layers=4), BF16),
+    language("qwen-moe-4", QWEN_MOE, BF16),
     Net(
         "vit-l-4",
         lambda: (ViT(replace(VIT_LARGE, layers=4), 16), images(64, 224, 1000)),
         BF16,
     ),
-    classic("bert-large-4", replace(BERT_LARGE, layers=4), 32, BF16),
+    language("bert-large-4", replace(BERT_LARGE, layers=4), BF16),
     Net(
         "resnet50-224",
         lambda: (ResNet((3, 4, 6, 3), 64, 1000), images(64, 224, 1000)),
         BF16,
     ),
     Net("unet-256", lambda: (UNet(64, 4, 21), images(8, 256, 21, (256, 256))), BF16),
-    hugging_face("t5", BF16, "t5_large", **T5_LARGE),
+    hugging_face("hf-t5_large", "T5ForConditionalGeneration", 8, 512, **T5_LARGE),
 )
-SHARDED = decoder("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
+SHARDED = language("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
 # All layers, for whole steps. Without dropout: a checkpoint of random operators wants
 # the generator of a real GPU.
 WHOLE = (
-    decoder("llama-2048-16", LLAMA_2048, BF16),
-    classic("gpt2-xl", replace(GPT2_XL, dropout=0.0), 8, BF16),
-    hugging_face("t5", BF16, "t5_24", **T5_LARGE, num_layers=24, dropout_rate=0),
+    language("llama-2048-16", LLAMA_2048, BF16),
+    language("gpt2-xl", replace(GPT2_XL, dropout=0.0), BF16),
+    hugging_face("hf-t5_24", "T5ForConditionalGeneration", 8, 512, **T5_24),
     SHARDED,
 )
 NETS: dict[str, Net] = {
@@ -251,11 +344,15 @@ NETS: dict[str, Net] = {
         *SMALL,
         *HUGGING_FACE,
         # With all its 32,128 ids the loss would need more than the blocks.
-        hugging_face("t5", torch.float32, "t5_small", batch=8, vocab_size=512),
+        in_float(
+            *("hf-t5_small", "T5ForConditionalGeneration", 8, 256),
+            vocab_size=512,
+            **T5,
+        ),
         *AT_SIZE,
         *WHOLE,
-        decoder("llama3-70b", LLAMA3_70B, BF16),
-        decoder("llama-4", Shape()),
+        language("llama3-70b", LLAMA3_70B, BF16),
+        language("llama-4", Shape()),
     )
 }
 
@@ -271,8 +368,7 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     """
     # It is made of what is above.
     second = importlib.import_module("benchmarks.second_set")
-    held_out: Sequence[Net] = (*second.NETS, *second.SMALL)
-    known = {**NETS, **{net.name: net for net in held_out}}
+    known: dict[str, Net] = {**NETS, **{net.name: net for net in second.NETS}}
     if spec in known:
         if sizes:
             raise ValueError(f"{spec} has a batch of its own")
@@ -287,7 +383,7 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     try:
         function = getattr(importlib.import_module(place), name)
         if place == "transformers":
-            function = functools.partial(models.by_class, function, **settings)
+            function = functools.partial(with_inputs, name, **settings)
         inspect.signature(function).bind(*sizes)
     except Exception as error:
         raise ValueError(f"{spec}: {type(error).__name__}: {error}") from error

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +16,8 @@ import torch
 Row = dict[str, Any]
 
 
-def environment(*packages: str) -> dict[str, Any]:
-    """Where this runs, as every report says it, and the versions of more packages."""
+def environment() -> dict[str, Any]:
+    """Where this runs, as every report says it."""
     cuda = torch.cuda.is_available()
     return {
         "machine": platform.processor() or platform.machine(),
@@ -30,11 +26,10 @@ def environment(*packages: str) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{package: importlib.metadata.version(package) for package in packages},
     }
 
 
-# How a page came by its figures, for `measured_on` and `panels`.
+# How a page came by its figures, for `measured_on`.
 RUN = "Run"
 PLANNED = "No step was run: planned for fake tensors"
 SIMULATED = "Simulated, no kernel was run: scheduled for fake tensors"
@@ -99,22 +94,6 @@ def at_most(
         yield Mark(what, show.format(value, where), mark, value <= most, enforced)
 
 
-def share_within(
-    what: str,
-    found: Iterable[Named],
-    most: float,
-    share: float,
-    show: str = "{} of {}; worst: {:.1%} ({})",
-) -> Iterator[Mark]:
-    """So large a share of what was found has to be at most ``most``."""
-    found = list(found)
-    if found:
-        near = sum(value <= most for value, _ in found)
-        passed = near >= share * len(found)
-        text = show.format(near, len(found), *max(found))
-        yield Mark(what, text, f"{share:.0%} of them", passed, False)
-
-
 def stored_marks(rows: Iterable[Row]) -> list[Mark]:
     """Of benchmarks whose tasks find marks."""
     return [Mark(**mark) for row in good(rows) for mark in row["marks"]]
@@ -155,10 +134,7 @@ def marks_table(rows: Iterable[Row]) -> str:
 
 def marks_page(data: dict[str, Any]) -> str:
     """Of benchmarks that have marks alone."""
-    facts = data["environment"]
-    return marks_table(data["rows"]) + (
-        f"\nMedians of {facts['repeats']} interleaved runs. {measured_on(facts)}"
-    )
+    return f"{marks_table(data['rows'])}\n{measured_on(data['environment'])}"
 
 
 def megabytes(nbytes: float) -> str:
@@ -176,51 +152,3 @@ def show(text: str, least_width: int = 140) -> None:
 
     console = Console()
     Console(width=max(console.width, least_width)).print(Markdown(text))
-
-
-def progress(text: str) -> AbstractContextManager[Any]:
-    """Shows what is being done meanwhile."""
-    if importlib.util.find_spec("rich") is None:
-        print(text, file=sys.stderr, flush=True)
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
-
-
-# ------------------------------------------------------------------ figures
-
-
-Line = tuple[str, str, Sequence[tuple[float, float]]]  # label, style, points
-
-
-def panels(
-    result: Path,
-    facts: dict[str, Any],
-    lines: Mapping[str, Sequence[Line]],
-    x: str,
-    y: str,
-    how: str = RUN,
-) -> None:
-    """A panel for each net, as .svg beside ``result``; where it ran, and no dates."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    across = min(4, len(lines))
-    down = math.ceil(len(lines) / across)
-    figure = Figure(figsize=(2.9 * across if across > 1 else 8, 2.6 * down + 0.8))
-    for at, (net, drawn) in enumerate(lines.items()):
-        axes = figure.add_subplot(down, across, at + 1)
-        for label, style, points in drawn:
-            axes.plot(*zip(*points), style, label=label, markersize=3, linewidth=1)
-        axes.set_title(net, fontsize=9)
-        axes.tick_params(labelsize=7)
-    figure.axes[0].legend(fontsize=7)
-    figure.supxlabel(x, fontsize=8, y=0.03)
-    figure.supylabel(y, fontsize=8)
-    origin = measured_on(facts, how).strip()
-    figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    # Or the names of clip paths would be random.
-    with matplotlib.rc_context({"svg.hashsalt": result.stem}):
-        figure.savefig(result.with_suffix(".svg"), metadata={"Date": None})

@@ -3,8 +3,9 @@
 A row is of a net, a device and a kind of plans; its ``steps`` are what was found of each
 plan. On the device ``operators`` steps run on a CPU, operator by operator. On the others,
 ``cpu`` and those of `GPUS`, inductor compiles forward and backward of fake tensors up to
-their kernels, and what its wrappers allocate is followed; no kernel runs. Peaks are bytes
-beyond parameters, inputs and what else is there when a step starts.
+their kernels, and what its wrappers allocate is followed; no kernel runs. They do on those
+of `DEVICES`, whose allocators are asked. Peaks are bytes beyond parameters, inputs and what
+else is there when a step starts.
 
     upstream                a graph by budgets of saved bytes, on the untouched wheel
     saved                   the same of each block, by itself
@@ -25,21 +26,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._functorch.config as config
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import partitioners
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks import fresh, nets, sweep
-from benchmarks.meters import relative_error
+from benchmarks import fresh, nets
+from benchmarks.architectures import Transformer
+from benchmarks.meters import device_peak, gradients, relative_error
 from benchmarks.pages import good, Row
 from benchmarks.replay import compiled_for, GPUS, replay
 from benchmarks.tracing import cpu_attention_counted, overlay
@@ -54,17 +62,27 @@ from benchmarks.ways import (
 
 
 RUN = "operators"
-KIND, KEY = "kind", ("net", "kind", "device")
+# Where inductor's kernels run.
+DEVICES = {"inductor": "cpu", "cuda": "cuda"}
+RUNS = 7
 ON_THE_WHEEL = ("upstream", "saved")
 CHECKPOINTS = ("checkpoint", "selective checkpoint")
 IN_BLOCKS = ("saved", *CHECKPOINTS, "blocks", "held")
 # Whose peaks they are held to.
 HELD = {"held": ("saved", *CHECKPOINTS), "one graph": ("blocks",)}
-HALF = 0.5
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)
+
+# Upstream's budgets.
+SWEEP = tuple(n / 32 for n in range(32, -1, -1))
+# Gradients of the same operators differ by less.
+SAME = 1e-5
+HOW_SWEPT = (
+    "Upstream's lowest: over budgets from 0 to 1 in steps of 1/32 or finer, without plans "
+    "that give wrong gradients."
 )
 
 
@@ -84,7 +102,7 @@ def tasks(
                 {name: step[name] for name in ("share", "peak") if name in step}
                 for row in others
                 if row["kind"] in HELD.get(kind, ())
-                for step in sweep.right(row["steps"])
+                for step in right(row["steps"])
                 if step.get("share") != 1
             ]
             yield {**task, "budgets": budgets, "_steps": steps}
@@ -98,39 +116,37 @@ def as_it_is(training: Training) -> Training:
 
 
 def measure(
-    task: fresh.Task,
-    prepare: Callable[[Training], Training] = as_it_is,
-    draw: Sequence[float] = (),
+    task: fresh.Task, prepare: Callable[[Training], Training] = as_it_is
 ) -> Row:
-    """The row of a task; plans of the budgets ``draw`` have their live bytes in it."""
     torch.set_num_threads(1)
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
     gpu, net = GPUS.get(device), nets.find(task["net"])
     # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.
-    fake = device != RUN or (kind == "upstream" and "dropout" not in net.name)
-    if gpu is None:
+    fake = kind == "upstream" and "dropout" not in net.name
+    fake = device not in DEVICES and (device != RUN or fake)
+    if gpu is None and device not in DEVICES:
         net = replace(net, dtype=torch.float32)
     with backend_of(device) as backend, ExitStack() as stack:
-        if device != RUN and kind in IN_BLOCKS:
+        if device not in (RUN, *DEVICES) and kind in IN_BLOCKS:
             stack.enter_context(compiled_loss(backend))
         plans = Plans(net, device, backend, fake, prepare)
         if kind in ON_THE_WHEEL:
             steps = plans.upstreams(budgets, kind == "saved")
         elif kind in CHECKPOINTS:
-            steps = [plans.checkpointed(2 if " " in kind else 0)]
+            steps = [plans.checkpointed(is_selective=" " in kind)]
         elif kind == "graph":
-            steps = [plans.by_peak(b, b in draw) for b in budgets]
+            steps = [plans.by_peak(budget) for budget in budgets]
         elif kind == "bytes":
             peaks = [plans.by_peak(budget)["peak"] for budget in (0.0, 1.0)]
-            steps = [{"budget": HALF, **plans.within(sum(peaks) // 2)}]
+            steps = [{"budget": 0.5, **plans.within(sum(peaks) // 2)}]
         elif kind == "one graph":
             held = [(s["share"], s["peak"]) for s in task["_steps"]]
             steps = [{"share": share, **plans.within(peak)} for share, peak in held]
         elif kind == "held":
             asked = [{"peak_bytes": step["peak"]} for step in task["_steps"]]
-            steps = [*plans.of_steps(kind, asked)]
+            steps = [*plans.asked(kind, asked)]
         else:
-            steps = [*plans.of_steps(kind, [{"share": share} for share in budgets])]
+            steps = [*plans.asked(kind, [{"share": share} for share in budgets])]
     return {"steps": steps}
 
 
@@ -138,6 +154,9 @@ def measure(
 def backend_of(device: str) -> Iterator[Any]:
     """What compiles for a device."""
     gpu = GPUS.get(device)
+    if device in DEVICES:
+        yield "inductor"
+        return
     with ExitStack() as stack:
         stack.enter_context(config.patch(enable_autograd_cache=False))
         if gpu is None:
@@ -160,29 +179,29 @@ class Plans:
     first: list[Tensor] = field(default_factory=list)
 
     def training(self, **ways: Any) -> Training:
-        return self.prepare(Training(self.net, fake=self.fake, **ways))
+        device = DEVICES.get(self.device, "cpu")
+        training = Training(self.net, fake=self.fake, device=device, **ways)
+        return self.prepare(training)
 
     def graph(self) -> Training:
         return self.training(whole=compiled(self.backend, fullgraph=True))
 
-    def measured(
-        self, training: Training, steps: int = 1, is_drawn: bool = False
-    ) -> Row:
+    def measured(self, training: Training, steps: int = 1) -> Row:
         """A plan that so many steps compile, and whether it is said to be over."""
+        start = time.perf_counter()
         with warnings_noted() as said:
-            start = time.process_time()
             training.warmed(steps)
-            seconds = time.process_time() - start
+        seconds = round(time.perf_counter() - start, 2)
         row = self.found(training)
-        if not is_drawn:
-            row.pop("curve", None)
         row["warned"] = any("allowed" in text for text in said)
-        return {**row, "compile_s": round(seconds, 2)}
+        return {**row, "compile_s": seconds}
 
     def found(self, training: Training) -> Row:
         """Of one more step, its peak and what it takes."""
+        if self.device in DEVICES:
+            return self.run(training, DEVICES[self.device])
         if self.device != RUN:
-            return self.replayed(training)
+            return replay(training, GPUS.get(self.device))
         step = training.measured()
         row: Row = {"peak": step.own_peak, "given": step.given, "flops": step.flops}
         if not self.fake:
@@ -190,30 +209,34 @@ class Plans:
             row["off_budget_1"] = relative_error(step.gradients, self.first)
         return row
 
-    def replayed(self, training: Training) -> Row:
-        found = replay(training, GPUS.get(self.device))
-        entries = ("peak", "given", "phase", "flops", "seconds", "curve")
-        row = {entry: getattr(found, entry) for entry in entries}
-        return {entry: value for entry, value in row.items() if value is not None}
+    def run(self, training: Training, device: str) -> Row:
+        """By inductor's kernels; the time is one thread's of the CPU, or the GPU's."""
+        times = [training.seconds(device) for _ in range(RUNS)]
+        peak = device_peak(training.step, device)
+        torch.manual_seed(nets.SEED)
+        with training.within:
+            training.loss().backward()
+        found = [each.float().cpu() for each in gradients(training.parameters)]
+        self.first = self.first or found
+        off = relative_error(found, self.first)
+        return {"peak": peak, "seconds": median(times), "gradients_off": off}
 
     def upstreams(self, budgets: Sequence[float], in_blocks: bool) -> list[Row]:
         """By their own budgets; gradients are compared with those of the largest."""
         way: Any = compiled(self.backend, fullgraph=not in_blocks)
         ways = {"blocks" if in_blocks else "whole": way}
-        return sweep.measured(functools.partial(self.by_budget, **ways), budgets)
+        return swept(functools.partial(self.by_budget, **ways), budgets)
 
     def by_budget(self, budget: float, **ways: Any) -> Row:
         with budgeted(budget):
             return {"budget": budget, **self.measured(self.training(**ways))}
 
-    def by_peak(self, budget: float, is_drawn: bool = False) -> Row:
+    def by_peak(self, budget: float) -> Row:
         # Each plan that is compiled until one is within the peak is a decision.
         decide = mock.Mock(wraps=vars(partitioners)["decide"])
-        with (
-            budgeted(budget, "peak"),
-            mock.patch.object(partitioners, "decide", decide),
-        ):
-            row = {"budget": budget, **self.measured(self.graph(), is_drawn=is_drawn)}
+        patched = mock.patch.object(partitioners, "decide", decide)
+        with budgeted(budget, "peak"), patched:
+            row = {"budget": budget, **self.measured(self.graph())}
         return {**row, **bound(), "compiled": decide.call_count}
 
     def within(self, nbytes: int) -> Row:
@@ -221,21 +244,21 @@ class Plans:
             row = self.measured(self.graph())
         return {**row, **bound(), "allowed": nbytes}
 
-    def checkpointed(self, every: int) -> Row:
-        """A checkpoint of each block; inductor makes its plan inside the graph.
-
-        Attention and one of ``every`` so many products are saved; of 0 nothing is.
-        """
-        save = functools.partial(saving_products, every)
-        ways = (
-            checkpointed(**{"context_fn": save} if every else {}),
-            compiled(self.backend),
-        )
+    def checkpointed(self, is_selective: bool) -> Row:
+        """A checkpoint of each block; inductor makes its plan inside the graph."""
+        saving = {"context_fn": saving_products} if is_selective else {}
+        ways = checkpointed(**saving), compiled(self.backend)
         ways = ways[::-1] if self.device == RUN else ways
         return self.measured(self.training(blocks=ways))
 
-    def of_steps(self, kind: str, asked: Sequence[Row]) -> Iterator[Row]:
-        """A StepBudget's plans, of blocks or of the whole net; no blocks, no plans."""
+    def asked(self, kind: str, asked: Sequence[Row]) -> Iterator[Row]:
+        """By shares or bytes: of a graph, or a StepBudget's; no blocks, no plans."""
+        if kind == "graph":
+            for each in asked:
+                by_bytes = "peak_bytes" in each
+                plan = self.within if by_bytes else self.by_peak
+                yield {**each, **plan(*each.values())}
+            return
         is_whole = kind == "whole"
         if not is_whole:
             try:
@@ -286,6 +309,24 @@ def warnings_noted() -> Iterator[list[str]]:
 
 
 @contextmanager
+def curve_noted() -> Iterator[Row]:
+    """Notes the peaks and costs of the plans that are found meanwhile."""
+    row: Row = {}
+    module = overlay("peak_budget")
+    build_curve = module.build_curve
+
+    @functools.wraps(build_curve)
+    def note(*arguments: Any) -> Any:
+        model, found = build_curve(*arguments)
+        row["curve"] = [(plan.peak, plan.cost) for plan in found.plans]
+        row["lower_bound"] = overlay("liveness").lower_bound(model)
+        return model, found
+
+    with mock.patch.object(module, build_curve.__name__, note):
+        yield row
+
+
+@contextmanager
 def compiled_loss(backend: Any) -> Iterator[None]:
     """F.cross_entropy is compiled, too."""
     original = F.cross_entropy
@@ -302,8 +343,8 @@ def compiled_loss(backend: Any) -> Iterator[None]:
         yield
 
 
-def saving_products(every: int) -> Any:
-    """Contexts of a checkpoint that saves attention and one of so many products."""
+def saving_products() -> Any:
+    """Contexts of a checkpoint that saves attention and every second product."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -311,9 +352,72 @@ def saving_products(every: int) -> Any:
         if operator in PRODUCTS:
             again = context.is_recompute
             products[again] += 1
-            is_saved = products[again] % every == 1 % every
+            is_saved = products[again] % 2 == 1
         if is_saved:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+# ------------------------------------------------------ one of many ranks, by FSDP2
+
+
+def sharded(training: Training) -> Training:
+    """As torchtitan trains it, over all ranks; storages of fakes."""
+    dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=dtypes)
+    module: Any = training.module
+    with training.mode:
+        for block in training.blocks:
+            wrap(block)
+        inner = module.module if isinstance(module, nets.LossOf) else module
+        if isinstance(inner, Transformer):
+            wrap([inner.norm, inner.head], reshard_after_forward=False)
+        wrap(module)
+        training.parameters = list(module.parameters())
+        training.optimizer = torch.optim.AdamW(training.parameters)
+    return training
+
+
+@contextmanager
+def fake_ranks(number: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ----------------------------------------------------------- upstream's budgets
+
+
+def swept(measure: Callable[[float], Row], budgets: Sequence[float]) -> list[Row]:
+    """What is found by the first of neighbouring ``budgets`` of one peak and flops."""
+
+    def plan(found: tuple[float, Row]) -> tuple[Any, ...]:
+        step = found[1]
+        return step["peak"], step.get("flops"), len(right([step]))
+
+    steps = []
+    for _, group in groupby(((b, measure(b)) for b in budgets), plan):
+        same = list(group)
+        steps.append({"budgets": [budget for budget, _ in same], **same[0][1]})
+    return steps
+
+
+def right(steps: Sequence[Row]) -> list[Row]:
+    """Those without wrong gradients: a dropout's mask drawn again costs nothing."""
+    return [step for step in steps if step.get("off_budget_1", 0) <= SAME]
+
+
+def lowest(steps: Sequence[Row]) -> Row:
+    """The right one of the lowest peak."""
+    return min(right(steps), key=lambda step: step["peak"])
+
+
+def told_budgets(budgets: Sequence[float]) -> str:
+    """The budgets of one plan, as text."""
+    least, most = min(budgets), max(budgets)
+    return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"

@@ -1,8 +1,4 @@
-"""Programs that train by a StepBudget in their own loops: trainers and two ranks.
-
-What each step may take is what the budget says itself: `steps_told` holds its steps
-against that.
-"""
+"""Programs that train by a StepBudget in their own loops: trainers and two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import functools
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -25,29 +21,12 @@ from torch import nn, Tensor
 from torch._functorch import config
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import models, nets
+from benchmarks import nets
 from benchmarks.architectures import ClassicShape
+from benchmarks.loops import budget_of, SHARE, summed_up, watched
 from benchmarks.meters import gradients
 from benchmarks.pages import Row
-from benchmarks.turns import budget_of, SHARE, summed_up, watched
 from benchmarks.ways import blocks_of, compiled, OPERATORS, Training
-
-
-def steps_told(found: Sequence[Row]) -> Row:
-    """The peaks of steps, over what is allowed once there is a plan."""
-    # Buffers that the first step makes may have the second one recorded, too.
-    plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
-    if not plans:
-        raise RuntimeError(f"no plan in {len(found)} steps")
-    ratios = {
-        "first": [(found[0]["peak"] / plans[-1][1]["floor"], "step 1")],
-        "bound": [
-            (now["peak"] / now["allowed"], f"step {at + 1}")
-            for at, now in plans
-            if not now["recorded"]
-        ],
-    }
-    return summed_up(found, ratios)
 
 
 # ------------------------------------------------------------------ trainer
@@ -92,11 +71,10 @@ def compiled_by_operators() -> Any:
 
 def trained(loop: str, way: str) -> Row:
     """A Trainer's steps, with blocks, regions of accelerate's, or the model compiled."""
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}
     torch.manual_seed(nets.SEED)
-    name = "lora" if loop == "peft" else "llama"
-    model, _ = models.make(name, **sizes, **heads)
+    sizes = nets.sized(64, 160, 4, 4)
+    model, _ = nets.with_inputs("LlamaForCausalLM", vocab_size=512, **sizes)
+    model = nets.with_lora(model) if loop == "peft" else model
     for layer in blocks_of(model) if way == "blocks" else ():
         layer.compile(backend=OPERATORS)
     count = 4 * ROWS - (3 if loop == "last batch" else 0)
@@ -126,14 +104,15 @@ def trained(loop: str, way: str) -> Row:
             eval_dataset=data[: ROWS // 2],
             callbacks=[steps],
         ).train()
-    return steps_told(steps.found)
+    return summed_up(steps.found)
 
 
 # -------------------------------------------------------------------- ranks
 
 
 RANKS = 2
-NET = nets.classic("ranks", ClassicShape(width=128, layers=4, tokens=128), ROWS)
+SHAPE = ClassicShape(width=128, mlp=512, layers=4, tokens=128, batch=ROWS)
+NET = nets.language("ranks", SHAPE)
 
 
 def in_ranks(loop: str, way: str) -> Row:
@@ -172,7 +151,7 @@ def rank(number: int, place: str, loop: str, way: str) -> Row:
             found.append(row)
     dist.barrier()
     dist.destroy_process_group()
-    return steps_told(found)
+    return summed_up(found)
 
 
 Step = tuple[Callable[[], Any], list[Tensor]]

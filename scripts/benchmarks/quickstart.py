@@ -17,15 +17,14 @@ upstream's; 2 bad call, or torch without the patches.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch._functorch.config as config
 
-from benchmarks import fresh, nets, plans, sweep
+from benchmarks import fresh, nets, plans
 from benchmarks.meters import relative_error, TOLERANCE
 from benchmarks.pages import (
     at_most,
@@ -37,22 +36,17 @@ from benchmarks.pages import (
     megabytes,
     Row,
 )
-from benchmarks.tracing import cpu_attention_counted, overlay
-from benchmarks.ways import budgeted, compiled, OPERATORS, Training
+from benchmarks.tracing import cpu_attention_counted
+from benchmarks.ways import OPERATORS, Training
 
 
 NETS = ("llama-4",)
-KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=3600, gigabytes=12)
 REPEATS = 5
-FACTS = {"repeats": REPEATS}
-KINDS = {"eager": (1.0,), "upstream": sweep.BUDGETS, "graph": (0.2, 0.0)}
+KINDS = {"eager": (1.0,), "upstream": plans.SWEEP, "graph": (0.2, 0.0)}
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row]
-) -> Iterator[fresh.Task]:
-    yield from plans.tasks(names or NETS, {**KINDS, "blocks": (0.0,)}, plans.RUN)
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    yield from plans.tasks(asked.nets or NETS, {**KINDS, "blocks": (0.0,)}, plans.RUN)
 
 
 # --------------------------------------------------------- in a fresh process
@@ -60,71 +54,66 @@ def tasks(
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    net, kind, budgets = nets.find(task["net"]), task["kind"], task["budgets"]
+    kind, budgets = task["kind"], task["budgets"]
     # Or budgets would mean another thing on a CPU than on a GPU.
     with config.patch(enable_autograd_cache=False), cpu_attention_counted():
-        if kind != "upstream":
-            return {"steps": [{"budget": b, **timed(net, kind, b)} for b in budgets]}
-
-        def by_budget(budget: float) -> Row:
-            step = training(net, kind, budget).measured()
-            return {"peak": step.peak, "flops": step.flops}
-
-        steps = sweep.measured(by_budget, budgets)
-        least = sweep.lowest(steps)
-        least.update(timed(net, kind, least["budgets"][0]))
-        return {"steps": steps}
-
-
-def training(net: nets.Net, kind: str, budget: float, beside: bool = False) -> Training:
-    """One whose graphs are compiled."""
-    in_graphs = compiled(OPERATORS)
-    ways: dict[str, Any] = {"eager": {}, "blocks": {"blocks": in_graphs}}
-    result = Training(
-        net,
-        beside=beside,
-        optimizer=functools.partial(torch.optim.AdamW, lr=0.0),
-        **ways.get(kind, {"whole": in_graphs}),
-    )
-    if kind == "blocks":
-        result.within = overlay("step_budget").StepBudget(share=budget)
-        # It makes its plan of the first step, or of the second.
-        return result.warmed(3)
-    with budgeted(budget, "peak" if kind == "graph" else "saved"):
-        return result.warmed()
+        net = nets.find(task["net"])
+        run = Timed(net, plans.RUN, OPERATORS, fake=False, prepare=with_optimizer)
+        if kind == "eager":
+            return {"steps": [run.measured(run.training())]}
+        if kind == "upstream":
+            steps = run.upstreams(budgets, in_blocks=False)
+            least = plans.lowest(steps)
+            told = ("budgets", "peak", "flops")
+            return {
+                "steps": [s if s is least else {e: s[e] for e in told} for s in steps]
+            }
+        asked = run.asked(kind, [{"share": budget} for budget in budgets])
+        return {"steps": [{**step, "budget": step["share"]} for step in asked]}
 
 
-def timed(net: nets.Net, kind: str, budget: float) -> Row:
-    """A step, and what eager mode's takes."""
-    mine = training(net, kind, budget)
-    step = mine.measured()
-    plain = training(net, "eager", 1.0, beside=True)
-    eager = plain.measured()
-    pairs = [(mine.seconds(), plain.seconds()) for _ in range(REPEATS)]
-    step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
-    return {
-        "peak": step.peak,
-        "saved": step.saved_bytes,
-        "recomputed": (step.flops - eager.flops) / eager.forward_flops,
-        "off_eager": relative_error(step.gradients, eager.gradients),
-        "step_over_eager": step_s / eager_s,
-    }
+def with_optimizer(training: Training) -> Training:
+    training.optimizer = torch.optim.AdamW(training.parameters, lr=0.0)
+    return training
+
+
+class Timed(plans.Plans):
+    """Plans of steps that run, beside a step in eager mode."""
+
+    def found(self, training: Training) -> Row:
+        step = training.measured()
+        plain = with_optimizer(Training(self.net, beside=True)).warmed()
+        eager = plain.measured()
+        pairs = [(training.seconds(), plain.seconds()) for _ in range(REPEATS)]
+        step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
+        return {
+            "peak": step.peak,
+            "saved": step.saved_bytes,
+            "flops": step.flops,
+            "recomputed": (step.flops - eager.flops) / eager.forward_flops,
+            "off_eager": relative_error(step.gradients, eager.gradients),
+            "step_over_eager": step_s / eager_s,
+        }
 
 
 # ------------------------------------------------------------------- report
 
 
-def shown(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """What was timed."""
-    pairs = ((row, step) for row in good(rows) for step in row["steps"])
+def shown(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """The kinds and steps to show: of upstream's sweep it is the lowest."""
+    pairs = ((row["kind"], step) for row in good(rows) for step in row["steps"])
     return [pair for pair in pairs if "off_eager" in pair[1]]
+
+
+def lowest(rows: Sequence[Row], kind: str) -> Row:
+    return plans.lowest([step for name, step in shown(rows) if name == kind])
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold with the patch set applied."""
     yield from at_most(
         "gradients, off from eager mode's",
-        ((step["off_eager"], row["kind"]) for row, step in shown(rows)),
+        ((step["off_eager"], kind) for kind, step in shown(rows)),
         *(TOLERANCE, f"at most {TOLERANCE:.0e}", "{:.1e} ({})", True),
     )
     if good(rows, kind="graph") and good(rows, kind="upstream"):
@@ -133,60 +122,52 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         yield Mark(what, f"{ours / theirs:.2f}", "below 1", ours < theirs)
 
 
-def lowest(rows: Sequence[Row], kind: str) -> Row:
-    steps = [step for row in good(rows, kind=kind) for step in row["steps"]]
-    return sweep.lowest([step for step in steps if "off_eager" in step])
+def budget_of(step: Row) -> str:
+    if "budgets" in step:
+        return f"{plans.told_budgets(step['budgets'])}, the lowest"
+    return f"{step['budget']:g}" if "budget" in step else ""
 
 
 def page(data: dict[str, Any]) -> str:
-    rows, facts = data["measured"], data["environment"]
-
-    def budget(row: Row, step: Row) -> str:
-        if "budgets" not in step:
-            return f"{step['budget']:g}" if "budget" in step else ""
-        return (
-            f"{sweep.told(step['budgets'])}, the lowest of {sweep.count(row['steps'])}"
-        )
-
+    rows = data["measured"]
     text = columns(
         shown(rows),
         {
-            "plans": lambda row, step: row["kind"],
-            "budget": budget,
-            "peak MB": lambda row, step: megabytes(step["peak"]),
-            "saved MB": lambda row, step: megabytes(step["saved"]),
-            "step / eager": lambda row, step: f"{step['step_over_eager']:.2f}",
-            "recomputed": lambda row, step: f"{step['recomputed']:.0%}",
-            "gradient error": lambda row, step: f"{step['off_eager']:.0e}",
+            "plans": lambda kind, _: kind,
+            "budget": lambda _, step: budget_of(step),
+            "peak MB": lambda _, step: megabytes(step["peak"]),
+            "saved MB": lambda _, step: megabytes(step["saved"]),
+            "step / eager": lambda _, step: f"{step['step_over_eager']:.2f}",
+            "recomputed": lambda _, step: f"{step['recomputed']:.0%}",
+            "gradient error": lambda _, step: f"{step['off_eager']:.0e}",
         },
     )
     return (
         text
         + f"\nNet {rows[0]['net']}, operator by operator; upstream: one graph by its "
         'own budgets, graph: by target "peak", blocks: each compiled, by a StepBudget. '
-        f"Medians of {facts['repeats']} interleaved steps, CPU times. "
+        f"Medians of {REPEATS} interleaved steps, CPU times. "
         "saved: what the forward leaves alive for the backward. recomputed: flops beyond "
         "eager mode's, as a share of the forward's. gradient error: relative to eager "
-        f"mode's. {sweep.HOW} {measured_on(facts)}"
+        f"mode's. {plans.HOW_SWEPT} {measured_on(data['environment'])}"
     )
 
 
 def headline(data: dict[str, Any]) -> str:
     """The README's table: eager mode, the lowest peak of upstream's, and of ours."""
-    eager, upstream, ours = (
-        lowest(data["measured"], kind) for kind in ("eager", "upstream", "graph")
-    )
+    rows = data["measured"]
     names = {
-        "eager mode": eager,
-        "stock torch.compile, at the budget with the lowest peak "
-        f"({sweep.told(upstream['budgets'])})": upstream,
-        f'**torch.compile with this set, target `"peak"`, budget {ours["budget"]:g}**': ours,
+        "eager": "eager mode",
+        "upstream": "stock torch.compile, at the budget with the lowest peak ({})",
+        "graph": '**torch.compile with this set, target `"peak"`, budget {}**',
     }
     lines = []
-    for name, step in names.items():
-        bold = "**" if step is ours else ""
+    for kind, name in names.items():
+        step = lowest(rows, kind)
+        bold = "**" * (kind == "graph")
+        budget = plans.told_budgets(step.get("budgets") or [step.get("budget", 1)])
         cells = f"{step['peak'] / 1e6:,.0f} MB", f"{step['step_over_eager']:.2f}"
-        lines.append([name, *(f"{bold}{cell}{bold}" for cell in cells)])
+        lines.append([name.format(budget), *(f"{bold}{cell}{bold}" for cell in cells)])
     shape = nets.LLAMA_8
     return markdown(
         ["one training step", "peak memory", "step time, relative to eager mode"], lines
@@ -194,5 +175,5 @@ def headline(data: dict[str, Any]) -> str:
         f"\nLlama-like, {shape.layers} layers of width {shape.width}, batch "
         f"{shape.batch} x {shape.tokens} tokens, fp32, AdamW; one graph, operator by "
         "operator. Peaks count everything live: parameters, optimizer states, gradients "
-        f"and activations. {sweep.HOW} {measured_on(data['environment'])}"
+        f"and activations. {plans.HOW_SWEPT} {measured_on(data['environment'])}"
     )

@@ -3,7 +3,7 @@
     gpu = GPUS["h100"]
     with compiled_for(gpu) as backend:
         training = Training(net, whole=compiled(backend), fake=True).warmed()
-        replay(training, gpu).peak    # bytes
+        replay(training, gpu)["peak"]    # bytes
 
 Inductor partitions, lowers, fuses, schedules and generates code; no kernel is compiled.
 Its wrappers, which allocate and free, run on fake tensors with kernels that do nothing,
@@ -24,7 +24,6 @@ import gc
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest import mock
@@ -42,7 +41,8 @@ from torch.utils import _triton
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.meters import CountedFlops, CountedStorages, gradients
+from benchmarks.meters import CountedStorages, gradients
+from benchmarks.pages import Row
 from benchmarks.tracing import CUDAAttention
 from benchmarks.ways import Training
 
@@ -156,54 +156,16 @@ def _move(module: fx.GraphModule) -> None:
             node.meta["val"] = tree_map(moved, node.meta["val"])
 
 
-@dataclass
-class Replay:
-    """Live bytes after each allocation, beyond those that were there, and what it takes.
-
-    ``given`` are those that were: parameters, inputs, and what the optimizer keeps.
-    ``backward_at`` is the first allocation of the backward. ``seconds`` are those of the
-    GPU's roofline, without the optimizer's, None for the CPU.
-    """
-
-    given: int
-    curve: list[int]
-    backward_at: int
-    flops: int
-    seconds: Optional[float]
-
-    @property
-    def peak(self) -> int:
-        return max(self.curve, default=0)
-
-    @property
-    def phase(self) -> str:
-        """Where the peak is."""
-        return "forward" if self.peak in self.curve[: self.backward_at] else "backward"
-
-
-class _Recorder(CountedStorages):
-    """Notes the live bytes after each allocation."""
-
-    def __init__(self, there: Sequence[Any]) -> None:
-        self.curve: list[int] = []
-        super().__init__(there)
-        self.curve.clear()
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        known = storage._cdata in self._live
-        super()._follow(storage)
-        if not known:
-            self.curve.append(self.risen)
-
-
-class _Roofline(CountedFlops):
+class _Roofline(CountedStorages):
     """Seconds, too: of each kernel those of its flops or of its bytes, the larger.
 
     What several arguments of a kernel share counts once, as does what it overwrites.
     """
 
-    def __init__(self, gpu: Optional[SimpleNamespace]) -> None:
-        super().__init__()
+    def __init__(
+        self, gpu: Optional[SimpleNamespace], there: Sequence[Any] = ()
+    ) -> None:
+        super().__init__(there)
         self.gpu, self.seconds = gpu, 0.0
 
     def __torch_dispatch__(
@@ -246,26 +208,24 @@ class _Kernel:
                 mode.add(args)
 
 
-def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Replay:
-    """What a step on fakes has live beyond parameters and inputs; it was compiled before."""
+def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Row:
+    """What a step on fakes holds, and what it takes; it was compiled before.
+
+    ``given`` are the bytes that are there before: parameters, inputs, and what the
+    optimizer keeps; ``peak`` those beyond. ``seconds`` are those of the GPU's roofline,
+    without the optimizer's, and not there for the CPU.
+    """
     module = training.module
     there = [*module.parameters(), *module.buffers(), *training.inputs]
     gc.collect()
-    with (
-        training.mode,
-        training.within,
-        _Roofline(gpu) as meter,
-        _Recorder(there) as recorder,
-    ):
-        loss = training.loss()
-        backward_at = len(recorder.curve)
-        loss.backward()
-        seconds = None if gpu is None else meter.seconds
+    with training.mode, training.within, _Roofline(gpu, there) as meter:
+        training.loss().backward()
+        seconds = {} if gpu is None else {"seconds": meter.seconds}
         if training.optimizer is not None:
             training.optimizer.step()
-        given, curve = recorder.given, [*recorder.curve]
+        held = {"peak": meter.peak, "given": meter.given}
         gradients(training.parameters)
-    return Replay(given, curve, backward_at, meter.flops, seconds)
+    return {**held, "flops": meter.flops, **seconds}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import quickstart, schedule
+from benchmarks import bounds, quickstart, schedule
 from benchmarks.pages import markdown, marks_table
 
 
@@ -56,11 +56,7 @@ def summary(data: dict[str, Any]) -> str:
     return marks_table(data["rows"])
 
 
-BENCHMARKS = (
-    *("quickstart", "solvers", "kept", "frozen", "peak", "step", "schedule", "blocks"),
-    *("loops", "fits"),
-)
-FIGURES = ("peak", "step", "schedule", "blocks")
+FIGURES = ("peak", "step", "blocks")
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", quickstart.headline),
@@ -68,12 +64,8 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "peak_summary": ("peak", summary),
     "step_summary": ("step", summary),
     "releases": ("releases", releases),
-    "schedule_cpu": ("schedule_cpu", schedule.page),
+    **{name: (name, schedule.page) for name in (*FIGURES, "schedule_cpu", "gpu")},
 }
-
-
-def benchmark(name: str) -> Any:
-    return importlib.import_module(f"benchmarks.{name}")
 
 
 def load(name: str) -> Any:
@@ -97,7 +89,10 @@ def rendered(text: str) -> str:
         name = match[2]
         if name in NOT_YET and not (RESULTS / f"{name}.json").exists():
             return match[1] + NOT_YET[name] + match[3]
-        source, page = PARTS.get(name) or (name, benchmark(name).page)
+        if name in PARTS:
+            source, page = PARTS[name]
+        else:
+            source, page = name, importlib.import_module(f"benchmarks.{name}").page
         return match[1] + page(load(source)) + match[3]
 
     return BLOCK.sub(fill, text)
@@ -116,7 +111,7 @@ def main(arguments: Optional[list[str]] = None) -> int:
     for name in FIGURES:
         stored = RESULTS / f"{name}.svg"
         with tempfile.TemporaryDirectory() as folder:
-            benchmark(name).plot(load(name), Path(folder, f"{name}.json"))
+            bounds.plot(load(name), Path(folder, f"{name}.json"))
             drawn = Path(folder, stored.name).read_text()
         if not stored.exists() or drawn != stored.read_text():
             stale[stored] = drawn

@@ -1,84 +1,122 @@
-"""What inductor's plans hold and take, beside upstream's; no kernel runs.
+"""What plans hold at their peak and what they take, beside upstream's.
 
-    scripts/benchmark.sh schedule                       all nets (hours)
-    scripts/benchmark.sh schedule --check               a small one, as CI does
+    scripts/benchmark.sh peak                   one graph, operator by operator (hours)
+    scripts/benchmark.sh step                   whole steps, operator by operator (hours)
+    scripts/benchmark.sh schedule               by inductor's schedule for a GPU (hours)
+    scripts/benchmark.sh schedule --steps       whole steps, likewise (hours)
+    scripts/benchmark.sh gpu                    by inductor on the GPU of this machine
+    scripts/benchmark.sh schedule --check       a small net, as CI does; each has that
     scripts/benchmark.sh schedule --device cpu --net vit --kind upstream graph
     scripts/benchmark.sh schedule --net my_module:my_function
 
-Forward and backward of fake tensors are compiled up to their kernels, and the generated
-wrappers run with kernels that do nothing: what they allocate and free is what a step
-would. Bytes are without parameters and inputs; time is that of the GPU's roofline. Nets
-are those at real size, on the CPU small ones in float32, and a second set by which nothing
-was tuned. No GPU is needed, but for one a torch that was built with CUDA:
-TORCH_VERSION=2.15.0 in front of the command takes a wheel that is.
+Bytes are without parameters and inputs. Operator by operator steps run on a CPU, and the
+bytes of live storages are counted by weak references; upstream's are those of fake tensors,
+but for nets with dropout. By the schedule no kernel runs: forward and backward of fake
+tensors are compiled up to their kernels, and the generated wrappers run with kernels that
+do nothing: what they allocate and free is what a step would; time is that of the GPU's
+roofline. No GPU is needed, but for one a torch that was built with CUDA:
+TORCH_VERSION=2.15.0 in front of the command takes a wheel that is. Nets are those at real
+size, on a CPU small ones in float32, and a second set by which nothing was tuned.
+
+On the GPU the torch runs that `python3` has, 2.11 or newer, or that of the Python in
+APPLY_PYTHON: its Python files are copied into build/ and patched there, and nothing is
+fetched. Peaks are the allocator's, times medians of several steps, and gradients are
+compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
 target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
-bytes (a limit in bytes), and allocator (on the CPU, beside what its allocator notes). The
-exit status is 1 if that differs, or a plan is over what is allowed without a warning.
+and bytes (a limit in bytes). The exit status is 1 if a plan is over what is allowed without a warning.
+
+Of whole steps each block is compiled by itself, at real size also the loss. Beside the
+StepBudget's plans stand each block's own budgets, which are upstream's; checkpoints around
+each block, full ones, and selective ones that save attention and every second product; and
+one graph that is held to the same peak. The last net at real size is trained as torchtitan
+trains it: FSDP2 over 8 ranks, of which one is looked at, bf16 where it computes, AdamW,
+2 x 8,192 tokens.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
 
 from benchmarks import bounds, fresh, nets, plans, second_set
-from benchmarks.pages import (
-    at_most,
-    good,
-    Mark,
-    marks_table,
-    panels,
-    Row,
-    SIMULATED,
-)
+from benchmarks.pages import Row
+from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 from benchmarks.replay import GPUS
-from benchmarks.tracing import cpu_attention_counted
-from benchmarks.ways import budgeted, compiled, Training
 
 
 NETS = tuple(net.name for net in (*nets.AT_SIZE, *nets.SMALL, *second_set.NETS))
+ON_CPU = ("mlp-dropout", "vit")
+# Those that a card of 24 GB has room for, without dropout, which draws other numbers where
+# kernels are others.
+ON_GPU = ("vit-l-4", "llama3-8b-4", "qwen-moe-4")
+# No plan was ever tuned on the last one.
+STEPPED = ("llama-8", "gpt2", "bert", "vit", "moe", "hf-t5_small")
+Kinds = Mapping[str, Sequence[float]]
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 SHARES = (1.0, 0.5, 0.2, 0.0)
-OURS = {"graph": BUDGETS, "blocks": SHARES, "whole": SHARES, "bytes": (plans.HALF,)}
-CHECKED = {"graph": (plans.HALF, 0.0), "blocks": (plans.HALF, 0.0)}
-CHECK = "a small net, two budgets; as CI does"
-ON_CPU = ("mlp-dropout", "vit")
-CPU_BUDGET = 0.2
-DRAWN, DRAWN_AT = "gpt2-xl-4", (1.0, 0.2, 0.0)
+FINE = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
+GRAPHS: Kinds = {"upstream": SWEEP, "graph": (*FINE[:1], 0.8, *FINE[1:])}
+SCHEDULED: Kinds = {
+    "upstream": sorted({*BUDGETS, *SWEEP[::2]}, reverse=True),
+    "graph": BUDGETS,
+    "blocks": SHARES,
+    "whole": SHARES,
+    "bytes": (0.5,),
+}
+IN_STEPS: Kinds = {"saved": SWEEP, CHECKPOINTS[0]: (), "blocks": FINE, "held": ()}
+ON_DEVICE: Kinds = {
+    "upstream": (1.0, 0.75, 0.5, 0.25, 0.125, 0.0),
+    "graph": SHARES,
+    "blocks": (0.2, 0.0),
+}
+CHECKED: Kinds = {"graph": (1.0, 0.5, 0.0), "blocks": (0.5, 0.0)}
+CHECKED_STEPS: Kinds = {"saved": (0.5,), "blocks": (1.0, 0.0), "held": ()}
 OPTIONS = {
     "device": {
-        "choices": ("cpu", *sorted(GPUS)),
+        "choices": (RUN, *plans.DEVICES, "cpu", *sorted(GPUS)),
         "default": "h100" if torch.version.cuda else "cpu",
-    }
+        "help": "by its schedule; operators, inductor and cuda run",
+    },
+    "steps": {"action": "store_true", "help": "whole steps of all layers"},
 }
-KIND, KEY = plans.KIND, plans.KEY
-LIMITS = fresh.Limits(seconds=7200, gigabytes=12)
-# Scalars, such as the loss, which the allocator rounds up.
-SCALARS = 64
+RANKS = 8
 
 
-def tasks(
-    names: Optional[Sequence[str]], check: bool, rows: Sequence[Row], device: str
-) -> Iterator[fresh.Task]:
-    device = "cpu" if check else device
-    project = nets.SMALL if device == "cpu" else nets.AT_SIZE
-    by = 32 if device == "cpu" else 16
-    swept = sorted({*BUDGETS, *(n / by for n in range(by + 1))}, reverse=True)
-    kinds: Mapping[str, Sequence[float]] = {"upstream": swept, **OURS}
-    every_net = [net.name for net in (*project, *second_set.NETS)]
-    beside_allocator = [*ON_CPU]
-    if check:
-        kinds = CHECKED
-        every_net = beside_allocator = [ON_CPU[0]]
-    for net in () if names or device != "cpu" else beside_allocator:
-        yield {"set": "project", "net": net, "kind": "allocator", "device": device}
-    for task in plans.tasks(names or every_net, kinds, device):
+def planned(device: str, steps: bool) -> tuple[Sequence[str], Kinds]:
+    """The nets for a device, and the kinds of their plans."""
+    if device in plans.DEVICES:
+        return ON_GPU if device == "cuda" else ON_CPU, ON_DEVICE
+    if steps and device == RUN:
+        return STEPPED, {**IN_STEPS, "one graph": ()}
+    if steps:
+        whole = [net.name for net in nets.WHOLE]
+        return whole, {**IN_STEPS, CHECKPOINTS[1]: ()}
+    small = [net.name for net in nets.SMALL]
+    if device == RUN:
+        return small, GRAPHS
+    project = small if device == "cpu" else [net.name for net in nets.AT_SIZE]
+    return [*project, *(net.name for net in second_set.NETS)], SCHEDULED
+
+
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    device = asked.device
+    if device == "cuda" and not torch.cuda.is_available():
+        print(
+            f"torch {torch.__version__} of {sys.executable} sees no GPU here; name "
+            "another Python in APPLY_PYTHON, or try --device inductor",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    device = "cpu" if asked.check and device in GPUS else device
+    every_net, kinds = planned(device, asked.steps)
+    if asked.check:
+        every_net, kinds = ON_CPU[1:], CHECKED_STEPS if asked.steps else CHECKED
+    for task in plans.tasks(asked.nets or every_net, kinds, device, rows):
         held_out = nets.find(task["net"]).held_out
         yield {"set": "second" if held_out else "project", **task}
 
@@ -87,58 +125,17 @@ def tasks(
 
 
 def measure(task: fresh.Task) -> Row:
-    if task["kind"] == "allocator":
-        return beside_allocator(task)
-    return plans.measure(task, draw=DRAWN_AT if task["net"] == DRAWN else ())
+    if task["net"] == nets.SHARDED.name:
+        with plans.fake_ranks(RANKS):
+            return plans.measure(task, plans.sharded)
+    if (task["kind"], task["device"]) != ("graph", RUN):
+        return plans.measure(task)
+    with plans.curve_noted() as found:
+        row = plans.measure(task)
+    if found:
+        fastest = row["steps"][0]["flops"]
+        found["curve"] = [(peak, fastest + cost) for peak, cost in found["curve"]]
+    return {**row, **found}
 
 
-def beside_allocator(task: fresh.Task) -> Row:
-    """The peak of a step by inductor on the CPU, and that which its allocator notes."""
-    graph = {**task, "kind": "graph", "budgets": (CPU_BUDGET,)}
-    (step,) = plans.measure(graph)["steps"]
-    caches = inductor_config.patch(force_disable_caches=True)
-    with cpu_attention_counted(), budgeted(CPU_BUDGET, "peak"), caches:
-        training = Training(nets.find(task["net"]), whole=compiled("inductor"))
-        noted = training.warmed().measured(allocator=True).own_peak
-    return {"replayed": step["peak"], "allocated": noted}
-
-
-# ------------------------------------------------------------------- report
-
-
-def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    yield from judged_replay(rows)
-    yield from bounds.judged(rows)
-
-
-def judged_replay(rows: Sequence[Row]) -> Iterator[Mark]:
-    cpu = good(rows, kind="allocator")
-    yield from at_most(
-        "replay of the CPU's wrapper against its allocator, inductor",
-        ((abs(row["allocated"] - row["replayed"]), row["net"]) for row in cpu),
-        *(SCALARS, f"{SCALARS} bytes, as scalars"),
-        f"{{}} bytes apart at most ({{}}), {len(cpu)} nets",
-        enforced=True,
-    )
-
-
-def page(data: dict[str, Any]) -> str:
-    own = [mark._asdict() for mark in judged_replay(data["measured"])]
-    return (marks_table(own) + "\n" if own else "") + bounds.page(data)
-
-
-def plot(data: dict[str, Any], result: Path) -> None:
-    """Live bytes over the step, under three budgets; written beside ``result``."""
-    for row in good(data["measured"], kind="graph"):
-        drawn = []
-        for step in row["steps"]:
-            curve = [nbytes / 1e6 for nbytes in step.get("curve", ())]
-            points = [(at / len(curve), size) for at, size in enumerate(curve)]
-            if points:
-                drawn.append((f"budget {step['budget']:g}", "-", points))
-        if drawn:
-            net = f"{row['net']}, inductor's schedule"
-            x = "allocations of forward and backward, from first to last"
-            y = "live MB, without parameters and inputs"
-            panels(result, data["environment"], {net: drawn}, x, y, SIMULATED)
-            return
+judged, page = bounds.judged, bounds.page

@@ -89,7 +89,6 @@ class Training:
         fake: bool = False,
         beside: bool = False,
         device: str = "cpu",
-        optimizer: Optional[Callable[..., torch.optim.Optimizer]] = None,
     ) -> None:
         if not beside:
             torch._dynamo.reset()
@@ -104,7 +103,7 @@ class Training:
         for block in self.blocks:
             block.forward = put_to_work(block.forward, blocks)
         self.forward = put_to_work(self.module, whole)
-        self.optimizer = optimizer and optimizer(self.parameters)
+        self.optimizer: Optional[torch.optim.Optimizer] = None
         self.within: AbstractContextManager[Any] = nullcontext()
 
     def loss(self) -> Tensor:
@@ -136,11 +135,17 @@ class Training:
                 self.loss, self.parameters, there, self.optimizer, allocator
             )
 
-    def seconds(self) -> float:
-        """CPU seconds of a step, of one thread: what else the machine does is left out."""
-        start = time.process_time()
+    def seconds(self, device: str = "cpu") -> float:
+        """Of a step: a GPU's, or CPU seconds of one thread, without what else runs."""
+        if device == "cpu":
+            start = time.process_time()
+            self.step()
+            return time.process_time() - start
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         self.step()
-        return time.process_time() - start
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
 
 def put_to_work(forward: Forward, ways: Ways) -> Forward:

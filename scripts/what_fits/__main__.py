@@ -24,13 +24,12 @@ from typing import Any, Optional
 
 import torch
 from benchmarks import fresh, nets, ways
-from benchmarks.pages import environment, Row, show, store
+from benchmarks.pages import environment, show, store
 from benchmarks.replay import GPUS
 
-from what_fits import measure, page
+from what_fits import page
 
 
-LIMITS = fresh.Limits(seconds=7200)
 UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -93,15 +92,15 @@ def options() -> argparse.ArgumentParser:
     )
     fsdp = "shard blocks by FSDP2 over so many GPUs, one of which is looked at"
     add("--fsdp", type=int, default=0, metavar="RANKS", help=fsdp)
-    add("--json", type=Path, metavar="FILE", help="store it, and a picture beside it")
+    add("--json", type=Path, metavar="FILE", help="store it")
     return parser
 
 
 def tasks(asked: dict[str, Any]) -> Iterator[fresh.Task]:
     """Each batch, or length, each way."""
     for size in itertools.product(asked["batch"] or [None], asked["length"] or [None]):
-        for way in (measure.UPSTREAM, measure.OURS):
-            wheel = fresh.UNTOUCHED if way == measure.UPSTREAM else "patched"
+        for way in (page.UPSTREAM, page.OURS):
+            wheel = fresh.UNTOUCHED if way == page.UPSTREAM else "patched"
             named = dict(zip(("batch", "length"), size))
             yield {**named, "way": way, "torch": wheel, "_asked": asked}
 
@@ -125,7 +124,7 @@ def checked(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
         asked.memory = GPUS[asked.gpu].total_memory
     net = None
     try:
-        net = measure.net_of(next(tasks(vars(asked))))
+        net = page.net_of(next(tasks(vars(asked))))
         module = net.fake()[1]
         if asked.blocks is not None:
             ways.blocks_of(module, net.blocks)
@@ -138,16 +137,12 @@ def main(words: Optional[list[str]] = None) -> int:
     parser = options()
     asked = parser.parse_args(words)
     checked(parser, asked)
-    rows: list[Row] = []
     todo = [*tasks({**vars(asked), "json": None})]
-    for at, task in enumerate(todo):
-        print(f"{at + 1} of {len(todo)}: {fresh.describe(task)} ...", file=sys.stderr)
-        rows.append(fresh.measured(measure.__name__, task, LIMITS))
+    rows = [fresh.measured(page.__name__, task) for task in todo]
     data = {"environment": environment(), "asked": todo[0]["_asked"], "measured": rows}
     show(page.page(data))
     if asked.json is not None:
         store(asked.json, data)
-        page.plot(data, asked.json)
     return int(any("error" in row for row in rows))
 
 

@@ -1,28 +1,46 @@
-"""What is printed and drawn of what was measured: see `measure` for its rows."""
+"""What a way to train a model holds and takes with one batch, and what is printed of it.
+
+A task, which is measured in a process of its own, has a ``batch``, a ``length``, what the
+command was ``_asked``, and a ``way``:
+
+    upstream    the untouched wheel, by budgets of saved bytes; the first is none at all
+    checkpoint, saving products     of each block, see `plans`
+    this set    by shares of the way from the lowest peak to that, and by ``memory``
+
+Each step of its row is of a plan: ``given`` bytes are there when a step starts
+(parameters, inputs, what the optimizer keeps), and ``peak`` more are live at once while it
+runs, gradients and the optimizer's own steps included. Tensors are fakes.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
-from benchmarks import plans
-from benchmarks.pages import columns, good, Line, measured_on, panels, Row, SIMULATED
+import torch
+from benchmarks import fresh, nets, plans
+from benchmarks.pages import columns, good, measured_on, Row, SIMULATED
 from benchmarks.replay import GPUS
 from benchmarks.tracing import overlay
+from benchmarks.ways import Training
 
-from what_fits.measure import BUDGETS, OURS, UPSTREAM
 
-
+UPSTREAM, OURS = "upstream", "this set"
+# Of each block, which save nothing, or attention and every second product.
+CHECKPOINTS = {"checkpoint": False, "saving products": True}
+BUDGETS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.0)
+SHARES = (1.0, 0.5, 0.2, 0.1, 0.0)
 # What is not counted, as a share of the memory.
 LEAVE = 0.1
 NOTES = (
     "Peaks with all that is fixed: parameters, inputs, what the optimizer keeps; gradients "
     "are in the peaks. This set's by share of the way from the floor to no budget, with "
     "flops beyond those of no budget / on a GPU, time likewise, of its roofline. "
-    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; those with a star may give "
-    "wrong gradients, as random numbers are drawn again. Not counted: fragmentation, "
+    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; with dropout, those below 1 "
+    "may give wrong gradients, as its masks are drawn again. Not counted: fragmentation, "
     "workspaces of kernels and of communication, and the driver's own memory."
 )
 GRAPH = """\
@@ -46,6 +64,59 @@ for batch in data:
 LOSS = "# And the loss: torch.compile(F.cross_entropy)\n"
 
 
+def net_of(task: fresh.Task) -> nets.Net:
+    """ValueError says what is wrong with the model, its batch or its blocks."""
+    asked = task["_asked"]
+    sizes = [task[size] for size in ("batch", "length") if task[size] is not None]
+    net = nets.find(asked["model"], *sizes, **dict(asked["config"]))
+    dtype = getattr(torch, asked["dtype"])
+    return replace(net, dtype=dtype, blocks=asked["blocks"] or net.blocks)
+
+
+def prepared(asked: Row, training: Training) -> Training:
+    """With its optimizer, and sharded, where it is to be."""
+    if asked["fsdp"]:
+        training = plans.sharded(training)
+    # As torch chooses where parameters are on a GPU.
+    options = {"foreach": True} if asked["gpu"] and not asked["fsdp"] else {}
+    make = getattr(torch.optim, asked["optimizer"])
+    training.optimizer = make(training.parameters, lr=1e-3, **options)
+    return training
+
+
+def measure(task: fresh.Task) -> Row:
+    torch.set_num_threads(1)
+    return {"steps": steps_of(task)}
+
+
+def steps_of(task: fresh.Task, of: type[plans.Plans] = plans.Plans) -> list[Row]:
+    """Of plans on fake tensors, or of another kind with values."""
+    asked = task["_asked"]
+    device, in_blocks = asked["gpu"] or plans.RUN, asked["blocks"] is not None
+    with ExitStack() as stack:
+        if asked["fsdp"]:
+            stack.enter_context(plans.fake_ranks(asked["fsdp"]))
+        backend = stack.enter_context(plans.backend_of(device))
+        if asked["compile_loss"]:
+            stack.enter_context(plans.compiled_loss(backend))
+        prepare = functools.partial(prepared, asked)
+        is_fake = of is plans.Plans
+        found = of(net_of(task), device, backend, is_fake, prepare)
+        if task["way"] in CHECKPOINTS:
+            return [found.checkpointed(CHECKPOINTS[task["way"]])]
+        if task["way"] == UPSTREAM:
+            return found.upstreams(BUDGETS, in_blocks)
+        kind = "blocks" if in_blocks else "graph"
+        steps = [*found.asked(kind, [{"share": share} for share in SHARES])]
+        left = (asked["memory"] or 0) - steps[0]["given"]
+        if left > 0:
+            steps += found.asked(kind, [{"peak_bytes": left}])
+        return steps
+
+
+# ------------------------------------------------------------------- report
+
+
 def format_bytes(nbytes: int) -> str:
     text: str = overlay("saved_report").format_bytes(nbytes)
     return text
@@ -59,8 +130,6 @@ class Size:
     upstream: list[Row]
     ours: list[Row]
     memory: Optional[int]
-    # Whether upstream's plans may draw random numbers twice, and gradients be wrong.
-    random: bool = False
 
     @property
     def base(self) -> Row:
@@ -87,10 +156,7 @@ class Size:
             return "does not fit"
         entries = [entry for entry in ("flops", "seconds") if entry in step]
         more = " / ".join(f"{step[e] / self.base[e] - 1:+.1%}" for e in entries)
-        return more + self.star(step)
-
-    def star(self, step: Row) -> str:
-        return "*" if self.random and step in self.upstream[1:] else ""
+        return more
 
 
 def total(step: Row) -> int:
@@ -110,10 +176,7 @@ def sizes_of(data: dict[str, Any]) -> tuple[str, list[Size]]:
     for row in rows:
         found.setdefault(row[what] or 1, {})[row["way"]] = row
     return what, [
-        Size(
-            *(name, ways[UPSTREAM]["steps"], ways[OURS]["steps"], asked["memory"]),
-            random=ways[UPSTREAM]["random"],
-        )
+        Size(name, ways[UPSTREAM]["steps"], ways[OURS]["steps"], asked["memory"])
         for name, ways in found.items()
         if len(ways) == 2
     ]
@@ -150,8 +213,7 @@ def view(asked: dict[str, Any]) -> str:
 def summary(what: str, sizes: Sequence[Size]) -> str:
     def least(size: Size) -> str:
         step = lowest(size.upstream)
-        found = f"{format_bytes(total(step))} at {step['budget']:g}"
-        return found + size.star(step)
+        return f"{format_bytes(total(step))} at {step['budget']:g}"
 
     cells: dict[str, Any] = {
         what: lambda size: f"{size.name}",
@@ -170,8 +232,7 @@ def largest(what: str, sizes: Sequence[Size]) -> str:
     def most(name: str, steps: Any) -> str:
         best = "none"
         for size in sizes:
-            step = size.within(steps(size))
-            best = f"{size.name}{size.star(step)}" if step else best
+            best = f"{size.name}" if size.within(steps(size)) else best
         return f"{name} {best}"
 
     found = (
@@ -209,25 +270,3 @@ def paste(asked: dict[str, Any], sizes: Sequence[Size]) -> str:
         code = BLOCKS.format(LOSS * asked["compile_loss"], asked["memory"])
     name = fit[-1].name
     return f"\n\nWith the set installed, for {name}:\n\n```python\n{code}```\n"
-
-
-def plot(data: dict[str, Any], result: Path) -> None:
-    """Memory over the batch, or the length; written beside ``result``."""
-    asked = data["asked"]
-    what, sizes = sizes_of(data)
-    if not sizes:
-        return
-
-    def line(label: str, style: str, find: Any) -> Line:
-        return label, style, [(size.name, find(size) / 2**30) for size in sizes]
-
-    drawn = [
-        line("no budget", "C1s-", lambda size: total(size.base)),
-        line("upstream's lowest", "C2x-", lambda s: total(lowest(s.upstream))),
-        line("this set's floor", "C0o-", lambda s: total(lowest(s.ours))),
-        line("fixed", "k:", lambda size: size.base["given"]),
-    ]
-    if asked["memory"]:
-        drawn.append(line("memory", "r--", lambda size: asked["memory"]))
-    title = f"{asked['model']}, {asked['gpu'] or plans.RUN}"
-    panels(result, data["environment"], {title: drawn}, what, "GiB", SIMULATED)
