@@ -205,8 +205,9 @@ def hirschberg() -> Iterator[Mark]:
             # As pytorch#160914 measured: far above 1.
             sizes = [draw.uniform(0.1, 10) for _ in range(n)]
             runtimes = [draw.uniform(0.1, 10) for _ in range(n)]
-            case = sizes, runtimes, draw.uniform(0.2, 0.8) * sum(sizes)
-            pairs.append([seconds(partial(solver, *case)) for solver in solvers])
+            room = draw.uniform(0.2, 0.8) * sum(sizes)
+            calls = (partial(solver, sizes, runtimes, room) for solver in solvers)
+            pairs.append([*map(seconds, calls)])
         # The first one does not count.
         first, other = map(statistics.median, zip(*pairs[1:]))
         less = 1 - first / other
