@@ -83,11 +83,33 @@ def curve_noted(row: Row) -> Iterator[None]:
     def note(*arguments: Any) -> Any:
         model, found = build_curve(*arguments)
         row["curve"] = [(plan.peak, plan.cost) for plan in found.plans]
-        row["lower_bound"] = overlay("liveness").lower_bound(model)
+        row["lower_bound"] = lower_bound(model)
         return model, found
 
     with mock.patch.object(module, build_curve.__name__, note):
         yield
+
+
+def lower_bound(program: Any) -> int:
+    """Bytes that no plan's peak is below, operator by operator.
+
+    Single operators of the backward need as much in any case, and so does a forward
+    that keeps nothing.
+    """
+    nothing = [0] * len(program.nbytes)
+    timeline = overlay("liveness").Timeline(program, nothing, is_forward=False)
+    for step in reversed(program.steps):
+        for each in reversed(step.operators):
+            made = {s for s in each.reads if program.producer[s] >= 0}
+            beside = program.size(made - program.outputs)
+            own = tuple(s for s in each.reads if s not in made)
+            timeline.change(1, -beside)
+            timeline.run(each._replace(reads=own), 1, 0)
+            timeline.change(1, beside)
+    timeline.moment(0)
+    timeline.change(1, program.size(program.owned))
+    ((bound,),) = timeline.peaks(1, program.held_by_caller)
+    return max(int(bound), *program.forward_peaks(nothing, 1))
 
 
 def measure_planning(net: nets.Net, budgets: Sequence[float]) -> Row:

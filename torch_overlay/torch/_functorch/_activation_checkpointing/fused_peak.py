@@ -30,7 +30,7 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from .liveness import Operator, Program, Rule, Timeline
+from .liveness import Operator, Program, Timeline
 from .rerun_cost import concrete, is_view
 
 
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from torch._functorch.partitioners import OpTypes
-    from .liveness import Repeats
 
-__all__ = ["Kernels", "by_kernels"]
+__all__ = ["by_kernels"]
 
 aten = torch.ops.aten
 
@@ -54,7 +53,8 @@ _MOST_OPERATORS, _MOST_ON_CPU = 30, 50
 
 def by_kernels(program: Program) -> Program:
     """The same program where inductor makes kernels of the operators."""
-    return replace(program, rule=Kernels(program))
+    timeline = functools.partial(_KernelTimeline, Kernels(program))
+    return replace(program, timeline=timeline)
 
 
 class _Kernel(NamedTuple):
@@ -72,24 +72,8 @@ class _Kernel(NamedTuple):
     parts: frozenset[int]
 
 
-class _Phase:
-    """The kernels of a phase, by the nodes that are computed in them.
-
-    Of what is not stored, ``sources`` are read to compute it, and it has ``parts``.
-    """
-
-    def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
-        self.kernels = kernels
-        self.sources: dict[int, tuple[int, ...]] = {}
-        self.parts: dict[int, frozenset[int]] = {}
-        for each, is_inlined, _, parts in kernels.values():
-            if is_inlined:
-                self.sources.update(dict.fromkeys(each.writes, each.reads))
-                self.parts.update(dict.fromkeys(each.writes, parts))
-
-
-class Kernels(Rule):
-    """Operators run in the kernels that inductor makes of them.
+class Kernels:
+    """The kernels that inductor makes of a program's operators.
 
     Whether a result is stored is decided once, for all plans: in the forward as if
     nothing was saved, and in the backward as if all of it was repeated.
@@ -102,23 +86,9 @@ class Kernels(Rule):
         first = _Fusion(program, required, program.outputs | program.written_back)
         kernels = repeated.kernels(most)
         # What only the backward needs is made in the forward, if that saves it.
-        in_forward = kernels | first.kernels(most)
-        self.in_backward, self.in_forward = _Phase(kernels), _Phase(in_forward)
+        self.in_forward = kernels | first.kernels(most)
+        self.in_backward = kernels
         self.shapes = _shapes(program, repeated.fusible | first.fusible)
-
-    def forward(
-        self, program: Program, kept: Sequence[int]
-    ) -> tuple[Timeline, Sequence[Operator]]:
-        none = [0] * len(kept)
-        timeline = _KernelTimeline(program, [*kept], none, self, self.in_forward, kept)
-        return timeline, program.forward
-
-    def backward(
-        self, program: Program, repeats: Repeats, saved: Sequence[int]
-    ) -> tuple[Timeline, Repeats]:
-        none = [0] * len(saved)
-        timeline = _KernelTimeline(program, none, saved, self, self.in_backward, saved)
-        return timeline, repeats
 
 
 def _shapes(program: Program, fusible: Collection[fx.Node]) -> dict[int, Any]:
@@ -257,27 +227,32 @@ class _Fusion:
 class _KernelTimeline(Timeline):
     """A phase in which operators run in the kernels of those that read them.
 
-    ``stored`` are the plans that store each storage; the others are as for `Timeline`.
+    ``stored`` are the plans that store each storage, whatever kernel computes it.
     """
 
     def __init__(
         self,
-        program: Program,
-        touched: list[int],
-        saved: Sequence[int],
         rule: Kernels,
-        phase: _Phase,
-        stored: Sequence[int],
+        program: Program,
+        kept: Sequence[int],
+        is_forward: bool,
     ) -> None:
-        super().__init__(program, touched, saved)
-        self.rule, self.released = rule, program.released
-        self.phase, self.sources, self.stored = phase, phase.sources, stored
+        super().__init__(program, kept, is_forward)
+        self.rule, self.owned, self.stored = rule, program.owned, kept
+        self.kernels = rule.in_forward if is_forward else rule.in_backward
+        # What is not stored, with what computes it.
+        self.inlined = {
+            s: kernel
+            for kernel in self.kernels.values()
+            if kernel.is_inlined
+            for s in kernel.operator.writes
+        }
         # Results of the kernels since the last operator that cannot be fused.
         self.together: list[tuple[int, int]] = []
 
     def run(self, each: Operator, plans: int, step: int) -> None:
         """An operator's kernel with its moment, in these plans, if it has one."""
-        kernel, writes = self.phase.kernels.get(each.node), each.writes
+        kernel, writes = self.kernels.get(each.node), each.writes
         if kernel is None:
             return
         if kernel.is_inlined:
@@ -311,14 +286,15 @@ class _KernelTimeline(Timeline):
             new = plans & ~reads.get(s, 0)
             if new:
                 reads[s] = reads.get(s, 0) | new
-                if s in self.sources:
+                if s in self.inlined:
                     computed = new & ~self.stored[s]
-                    pending += [(r, computed) for r in self.sources[s]]
+                    sources = self.inlined[s].operator.reads
+                    pending += [(r, computed) for r in sources]
         dying: dict[int, int] = {}
         for s in sorted(reads):
             last = reads[s] & ~self.touched[s]
             self.touched[s] |= last
-            if s in self.sources:
+            if s in self.inlined:
                 last &= self.stored[s]
             if last and self.freeable[s]:
                 dying[s] = last
@@ -329,9 +305,9 @@ class _KernelTimeline(Timeline):
     ) -> list[tuple[int, int]]:
         """The changes as arguments that die end and the results over them begin."""
         changes: list[tuple[int, int]] = []
-        parts = self.phase.kernels[each.node].parts.difference(each.writes)
+        parts = self.kernels[each.node].parts.difference(each.writes)
         able = self._are_one(parts, plans) if dying else 0
-        shapes, free = self.rule.shapes, [r for r in dying if r not in self.released]
+        shapes, free = self.rule.shapes, [r for r in dying if r not in self.owned]
         for s in each.writes:
             left = plans
             for r in free:
@@ -346,20 +322,20 @@ class _KernelTimeline(Timeline):
     def _are_one(self, parts: frozenset[int], plans: int) -> int:
         """The plans in which so few parts are computed that inductor has one operator."""
         found = {parts: plans}
-        for s in sorted(parts & self.sources.keys()):
+        for s in sorted(parts & self.inlined.keys()):
             for some, of in [*found.items()]:
                 # What is stored is read, and its parts are not.
                 stored = of & self.stored[s] if s in some else 0
                 if stored:
-                    fewer = some - self.phase.parts[s] | {s}
+                    fewer = some - self.inlined[s].parts | {s}
                     found[some] &= ~stored
                     found[fewer] = found.get(fewer, 0) | stored
         few = (of for some, of in found.items() if self._is_one(some))
         return functools.reduce(operator.or_, few, 0)
 
     def _is_one(self, parts: frozenset[int]) -> bool:
-        own = self.phase.parts
-        reads = [s for s in parts if s not in own or not own[s] <= parts]
+        inlined = self.inlined
+        reads = [s for s in parts if s not in inlined or not inlined[s].parts <= parts]
         wide = sum(self.rule.shapes.get(s, (1,))[0] > 1 for s in reads)
         return len(parts) <= self.rule.most_operators or wide <= 1
 

@@ -8,7 +8,7 @@ into a :class:`Program`, which takes a plan through both phases:
     >>> program.evaluate(program.storages(saved_values)).peak
 
 It counts what an interpreter of the two graphs has live while it runs an operator, or
-what another :class:`Rule` says.  A storage counts once, whole, however many views it
+what another :class:`Timeline` says.  A storage counts once, whole, however many views it
 has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
 allocates for itself.
 
@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._prims_common import compute_required_storage_length
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -50,10 +51,8 @@ __all__ = [
     "Evaluation",
     "Operator",
     "Program",
-    "Rule",
     "Step",
     "Timeline",
-    "lower_bound",
     "read",
 ]
 
@@ -133,15 +132,16 @@ class Step(NamedTuple):
 class Timeline:
     """The live bytes of many plans, from the last moment of a phase to the first.
 
-    Whoever touches a storage last frees it; what is touched from the outset is not freed.
-    ``saved`` are the plans in which the phase has a storage without making it.
+    Whoever touches a storage last frees it.  ``kept`` are the plans that have each storage
+    for the backward: the forward does not free it, and the backward does not make it.
+
+    Here, each operator runs by itself, and its results are stored.
     """
 
-    def __init__(
-        self, program: Program, touched: list[int], saved: Sequence[int]
-    ) -> None:
+    def __init__(self, program: Program, kept: Sequence[int], is_forward: bool) -> None:
         self.nbytes, self.freeable = program.nbytes, program.freeable
-        self.touched, self.saved = touched, saved
+        none = [0] * len(kept)
+        self.touched, self.saved = ([*kept], none) if is_forward else (none, kept)
         # By how many bytes the plans of a mask change, latest first.
         self.masks, self.changes = [0], [0]
         # For each moment its step, and the change that it comes right before.
@@ -195,24 +195,6 @@ class Timeline:
             return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
 
 
-class Rule:
-    """How a phase runs, and on what timeline: here, operator by operator.
-
-    Each runs by itself, where it was traced or is needed, and every result is stored.
-    ``kept`` and ``saved`` are the plans that have each storage for the backward.
-    """
-
-    def forward(
-        self, program: Program, kept: Sequence[int]
-    ) -> tuple[Timeline, Sequence[Operator]]:
-        return Timeline(program, [*kept], [0] * len(kept)), program.forward
-
-    def backward(
-        self, program: Program, repeats: Repeats, saved: Sequence[int]
-    ) -> tuple[Timeline, Repeats]:
-        return Timeline(program, [0] * len(saved), saved), repeats
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """A joint graph as operators and storages, each numbered in the graph's order.
@@ -236,11 +218,10 @@ class Program:
         outputs: the storages that the forward returns, which stay live in any plan.
         written_back: those that the caller copies into its inputs, live until it has.
         tangents, tangent_bytes: the inputs of the backward alone, and what these take.
-        copied: the storages of those that are copied before they are read.
+        owned: the inputs that the backward alone holds, until their last use.
         required: the nodes that the forward runs in any plan.
         gradients: the nodes that the backward returns.
-        released: the inputs that the backward alone holds, until their last use.
-        rule: how the phases run.
+        timeline: how the operators of a phase run.
     """
 
     values: dict[fx.Node, tuple[int, ...]]
@@ -258,11 +239,10 @@ class Program:
     written_back: set[int]
     tangents: set[fx.Node]
     tangent_bytes: int
-    copied: set[int]
+    owned: frozenset[int]
     required: Container[fx.Node]
     gradients: list[fx.Node]
-    released: frozenset[int] = frozenset()
-    rule: Rule = field(default_factory=Rule)
+    timeline: Callable[..., Timeline] = Timeline
 
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
@@ -313,11 +293,10 @@ class Program:
         ``inputs`` has their storages, which then count, and their bytes.  A tangent that
         is copied is not read any more then: its copy counts anyway.
         """
-        released = frozenset(inputs) - self.copied
         nbytes = [*self.nbytes]
-        for s in released:
+        for s in inputs.keys() - self.owned:
             nbytes[s] = inputs[s]
-        return replace(self, nbytes=nbytes, released=released)
+        return replace(self, nbytes=nbytes, owned=self.owned.union(inputs))
 
     # --------------------------------------------------------------- evaluating
 
@@ -428,7 +407,7 @@ class Program:
     ) -> tuple[list[list[int]], list[int]]:
         """The peaks of each plan's steps, and which plans keep each storage."""
         everyone = (1 << count) - 1
-        timeline, repeats = self.rule.backward(self, repeats, saved)
+        timeline = self.timeline(self, saved, is_forward=False)
         timeline.touch(self.returned, everyone)
         for at in reversed(range(len(repeats))):
             *before, last = self.steps[at].operators
@@ -439,9 +418,7 @@ class Program:
                 timeline.run(each, everyone, at)
         timeline.moment(0)
         # What is live by then.
-        for s in self.copied:
-            timeline.change(everyone, self.nbytes[s])
-        for s in self.released:
+        for s in self.owned:
             timeline.change(timeline.touched[s], self.nbytes[s])
         kept = [plans & reading for plans, reading in zip(saved, timeline.touched)]
         for s, plans in enumerate(kept):
@@ -456,9 +433,9 @@ class Program:
         something is made of it that is.
         """
         everyone = (1 << count) - 1
-        timeline, operators = self.rule.forward(self, kept)
-        timeline.touch(self.outputs | self.written_back | self.released, everyone)
-        for each in reversed(operators):
+        timeline = self.timeline(self, kept, is_forward=True)
+        timeline.touch(self.outputs | self.written_back | self.owned, everyone)
+        for each in reversed(self.forward):
             plans = everyone if each.is_required else 0
             for s in each.writes:
                 plans |= timeline.touched[s]
@@ -495,28 +472,6 @@ class Program:
         return [node for node in self.values if node in found]
 
 
-def lower_bound(program: Program) -> int:
-    """Bytes that no plan's peak is below, operator by operator.
-
-    Single operators of the backward need as much in any case, and so does a forward
-    that keeps nothing.
-    """
-    nothing = [0] * len(program.nbytes)
-    timeline = Timeline(program, [*nothing], nothing)
-    for step in reversed(program.steps):
-        for each in reversed(step.operators):
-            made = {s for s in each.reads if program.producer[s] >= 0}
-            beside = program.size(made - program.outputs)
-            own = tuple(s for s in each.reads if s not in made)
-            timeline.change(1, -beside)
-            timeline.run(each._replace(reads=own), 1, 0)
-            timeline.change(1, beside)
-    timeline.moment(0)
-    timeline.change(1, program.size(program.copied))
-    ((backward,),) = timeline.peaks(1, program.held_by_caller)
-    return max(backward, *program.forward_peaks(nothing, 1))
-
-
 # --------------------------------------------------------------------- reading
 
 
@@ -547,6 +502,10 @@ def read(
             producer[s] = op
     first_use, last_use = _live_ranges(forward, len(nbytes))
     end = Operator(output, storages.read_by(gradients), (), 0, False)
+    calls = [*storages.calls, end]
+    owned = storages.copied.intersection(s for each in calls for s in each.reads)
+    # A copy that nothing reads stays to the end.
+    unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
     overwritten = _overwritten(output)
     outputs: set[int] = set()
@@ -565,12 +524,12 @@ def read(
         operators,
         _choose_what_to_repeat(operators, storages, required, overwritten.values()),
         forward,
-        _steps([*storages.calls, end], backward, producer, storages.copied),
+        _steps(calls, backward, producer),
         outputs,
         written_back - outputs,
         tangents,
-        storages.tangent_bytes,
-        storages.copied,
+        storages.tangent_bytes + unread,
+        frozenset(owned),
         required,
         gradients,
     )
@@ -645,18 +604,14 @@ class _Storages:
         has, so has the tangent that the graph was traced with, and AOTAutograd copies
         what it is given into such a one.
         """
-        number = self.number
-        elements = number(tangent.numel())
-        spans = (
-            (number(size) - 1) * number(stride)
-            for size, stride in zip(tangent.shape, tangent.stride())
-        )
-        extent = 1 + sum(spans)
+        shape, strides = tangent.shape, tangent.stride()
+        length = self.number(compute_required_storage_length(shape, strides, 0))
+        elements = self.number(tangent.numel())
         self.tangent_bytes += elements * tangent.itemsize
-        for s in storages:
-            if extent > elements > 0:
-                self.nbytes[s] = extent * tangent.itemsize
-                self.copied.add(s)
+        if length > elements:
+            self.copied.update(storages)
+            for s in storages:
+                self.nbytes[s] = length * tangent.itemsize
 
     def _number(
         self, node: fx.Node, value: Any, reads: tuple[int, ...]
@@ -714,12 +669,11 @@ def _steps(
     calls: list[Operator],
     backward: set[fx.Node],
     producer: list[int],
-    copied: set[int],
 ) -> list[Step]:
     """The steps of a backward; the last of ``calls`` is the output."""
     backward = {*backward, calls[-1].node}
     own = [each for each in calls if each.node in backward]
-    made_here = {s for each in own for s in each.writes} | copied
+    made_here = {s for each in own for s in each.writes}
     # Of each input, the operator that reads it last.
     last_reads = {
         s: each.node
