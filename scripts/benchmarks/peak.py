@@ -76,17 +76,17 @@ def measure(task: fresh.Task) -> Row:
 @contextmanager
 def curve_noted(row: Row) -> Iterator[None]:
     """Notes the peaks and costs of the plans that are found meanwhile."""
-    module = overlay("peak_budget")
-    build_curve = module.build_curve
+    request = overlay("peak_budget").PeakBytes
+    curve = request.curve
 
-    @functools.wraps(build_curve)
+    @functools.wraps(curve)
     def note(*arguments: Any) -> Any:
-        model, found = build_curve(*arguments)
+        found = curve(*arguments)
         row["curve"] = [(plan.peak, plan.cost) for plan in found.plans]
-        row["lower_bound"] = lower_bound(model)
-        return model, found
+        row["lower_bound"] = lower_bound(found.model)
+        return found
 
-    with mock.patch.object(module, build_curve.__name__, note):
+    with mock.patch.object(request, "curve", note):
         yield
 
 
@@ -108,8 +108,9 @@ def lower_bound(program: Any) -> int:
             timeline.change(1, beside)
     timeline.moment(0)
     timeline.change(1, program.size(program.owned))
-    ((bound,),) = timeline.peaks(1, program.held_by_caller)
-    return max(int(bound), *program.forward_peaks(nothing, 1))
+    ((backward,),) = timeline.peaks(1, program.held_by_caller)
+    bound: int = max(backward, *program.forward_peaks(nothing, 1))
+    return bound
 
 
 def measure_planning(net: nets.Net, budgets: Sequence[float]) -> Row:
