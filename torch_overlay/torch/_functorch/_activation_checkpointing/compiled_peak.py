@@ -172,18 +172,14 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """``aot_stage2_autograd``, so that what it compiles is within the peak asked for."""
 
     @functools.wraps(compile_graph)
-    def compile_within(
-        state: Any, capture: Any, partition: Callable[..., Any], *compilers: Any
-    ) -> Any:
-        asked = _asked(capture, partition, compilers)
+    def compile_within(*arguments: Any) -> Any:
+        asked = _asked(*arguments)
         if asked is None:
-            return compile_graph(state, capture, partition, *compilers)
+            return compile_graph(*arguments)
         search = _Search(asked)
         while True:
             try:
-                return search.compile(
-                    compile_graph, state, capture, partition, compilers
-                )
+                return search.compile(compile_graph, *arguments)
             except _Over:
                 continue
             except RestartAnalysis:
@@ -192,19 +188,20 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:
                 # Where it is only the backward, it may never be needed.
                 log.debug("%s failed to compile", get_aot_graph_name(), exc_info=error)
-                return compile_graph(state, capture, partition, *compilers)
+                return compile_graph(*arguments)
 
     return compile_within
 
 
 def _asked(
-    capture: Any, partition: Callable[..., Any], compilers: Sequence[Any]
+    state: Any, capture: Any, partition: Callable[..., Any], *compilers: Any
 ) -> Optional[PeakBytes]:
     """The peak that is asked of a graph whose compilers tell what they hold, or None."""
-    tells = isinstance(compilers[0], SerializableAOTDispatchCompiler)
-    if not tells or not takes_request(partition):
-        return None
-    if calls_nested_regions(capture.graph_module):
+    if (
+        not isinstance(compilers[0], SerializableAOTDispatchCompiler)
+        or not takes_request(partition)
+        or calls_nested_regions(capture.graph_module)
+    ):
         return None
     asked = planning.requested(config.activation_memory_budget)
     return asked if isinstance(asked, PeakBytes) else None
@@ -230,15 +227,9 @@ class _Search:
         # None where the graph gets a plan that was not asked for.
         self.trying: Optional[_Try] = None
 
-    def compile(
-        self,
-        compile_graph: Callable[..., Any],
-        state: Any,
-        capture: Any,
-        partition: Callable[..., Any],
-        compilers: Sequence[Any],
-    ) -> Any:
+    def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         """Try one plan; raises `_Over` where another one is to be tried."""
+        state, capture, partition, *compilers = arguments
         state, capture = fresh_copy(state, capture)
         state.aot_config = replace(
             state.aot_config, force_non_lazy_backward_lowering=True

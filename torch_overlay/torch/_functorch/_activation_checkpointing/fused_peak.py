@@ -80,7 +80,10 @@ class Kernels:
     """
 
     def __init__(self, program: Program) -> None:
-        most = self.most_operators = _most_operators(program)
+        values = (node.meta.get("val") for node in program.nodes)
+        on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+        # How many operators and reads inductor makes one of.
+        most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
         repeated = _Fusion(program, _backward_of(program), program.returned)
         required = [each for each in program.forward if each.is_required]
         first = _Fusion(program, required, program.outputs | program.written_back)
@@ -118,13 +121,6 @@ def _is_padded(value: torch.Tensor) -> bool:
     )
 
 
-def _most_operators(program: Program) -> int:
-    """How many operators and reads inductor makes one of, on the program's device."""
-    values = (node.meta.get("val") for node in program.nodes)
-    on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
-    return _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
-
-
 def _backward_of(program: Program) -> list[Operator]:
     """The operators of a backward that repeats all it can, in the order of the run."""
     saved = program.saved_by([()])
@@ -156,11 +152,11 @@ class _Fusion:
         op_types = get_default_op_list()
         nodes = [each.node for each in self.operators]
         self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
-        self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
         self.products = {each.node for each in self.operators if self._waits(each)}
         for node in self.products:
             # Adding to a product becomes addmm, which is no kernel to fuse with.
-            self.fusible.difference_update(node.users)
+            self.pointwise.difference_update(node.users)
+        self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
         # How many operators that cannot be fused come before each one.
         barriers = accumulate((n not in self.fusible for n in nodes), initial=0)
         self.barriers = dict(zip(nodes, barriers))
@@ -189,26 +185,27 @@ class _Fusion:
             )
             reads = len(parts.difference(computed, each.writes))
             is_large = reads > _MOST_READS or len(parts) > most_operators
-            found[each.node] = self._kernel(each, is_large, parts)
-            if found[each.node].is_inlined:
+            is_inlined = self._is_inlined(each, is_large)
+            is_fusible = each.node in self.fusible
+            found[each.node] = _Kernel(each, is_inlined, is_fusible, parts)
+            if is_inlined:
                 computed.update(dict.fromkeys(each.writes, parts))
         return found
 
-    def _kernel(self, each: Operator, is_large: bool, parts: frozenset[int]) -> _Kernel:
-        """An operator that takes these parts where it is computed."""
-        node, fusible = each.node, self.fusible
-        if node not in fusible or node not in self.pointwise or len(each.writes) != 1:
-            return _Kernel(each, node in self.products, node in fusible, parts)
+    def _is_inlined(self, each: Operator, is_large: bool) -> bool:
+        """Whether an operator is computed in whatever reads it, if it is as large."""
+        if each.node in self.products:
+            return True
+        if each.node not in self.pointwise or len(each.writes) != 1:
+            return False
         (s,) = each.writes
         users = self.readers[s]
-        if (
-            s in self.kept
-            or not users
-            or not all(u in fusible or self._scatters_to(u, s) for u in users)
-        ):
-            return _Kernel(each, False, True, parts)
+        if s in self.kept or not users:
+            return False
         is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
-        return _Kernel(each, not (is_large and is_divided), True, parts)
+        return not (is_large and is_divided) and all(
+            user in self.fusible or self._scatters_to(user, s) for user in users
+        )
 
     def _scatters_to(self, node: fx.Node, s: int) -> bool:
         """Whether a node is a scatter to this storage, which it then writes over."""
@@ -264,18 +261,16 @@ class _KernelTimeline(Timeline):
         dying = self._read(each.reads, plans)
         # What nobody reads.
         self.touch(writes, plans)
-        over = self._write_over(dying, each, plans) if kernel.is_fusible else []
+        begin = [(plans, each.nbytes)]
+        if kernel.is_fusible:
+            begin = self._write_over(dying, each, plans)
         for r, last in dying.items():
             self.change(last, -self.nbytes[r])
         self.moment(step)
-        if not kernel.is_fusible:
-            self.change(plans, each.nbytes)
-        for change in over:
+        for change in begin:
             self.change(*change)
         for s in writes:
-            again = plans & self.saved[s]
-            if again:
-                self.change(again, -self.nbytes[s])
+            self.change(plans & self.saved[s], -self.nbytes[s])
 
     def _read(self, storages: Iterable[int], plans: int) -> dict[int, int]:
         """What a kernel is the last to read, with the plans where it is."""

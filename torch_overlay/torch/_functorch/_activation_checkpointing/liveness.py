@@ -148,19 +148,16 @@ class Timeline:
         self.moments: list[tuple[int, int]] = []
 
     def change(self, plans: int, nbytes: int) -> None:
-        if plans:
+        if plans and nbytes:
             self.masks.append(plans)
             self.changes.append(nbytes)
 
     def touch(self, storages: Iterable[int], plans: int) -> None:
-        touched = self.touched
         for s in storages:
-            last = plans & ~touched[s]
-            if last:
-                touched[s] |= last
-                if self.freeable[s]:
-                    self.masks.append(last)
-                    self.changes.append(-self.nbytes[s])
+            last = plans & ~self.touched[s]
+            self.touched[s] |= last
+            if self.freeable[s]:
+                self.change(last, -self.nbytes[s])
 
     def moment(self, step: int) -> None:
         self.moments.append((step, len(self.masks) - 1))
@@ -171,16 +168,12 @@ class Timeline:
             return
         self.touch(each.reads, plans)
         for s in each.writes:
+            # A second one of what is saved is dropped at once, and what nobody reads.
             again = plans & self.saved[s]
-            if again:
-                # A second one of what is saved is dropped at once.
-                self.change(again, -self.nbytes[s])
-            unread = plans & ~again & ~self.touched[s]
-            if unread:
-                self.touch((s,), unread)
+            self.change(again, -self.nbytes[s])
+            self.touch((s,), plans & ~again)
         self.moment(step)
-        if each.nbytes:
-            self.change(plans, each.nbytes)
+        self.change(plans, each.nbytes)
 
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
         """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
@@ -748,13 +741,12 @@ def _choose_what_to_repeat(
     }
 
     def runs_once(each: Operator) -> bool:
+        # An input that the forward overwrites is another one in the backward.
+        is_stale = not mutated.isdisjoint(each.reads)
         return (
             must_run_once(each.node)
             or _is_mutable(each.node)
-            # An input that the forward overwrites is another one in the backward.
-            or not (
-                mutated.isdisjoint(each.reads) or _only_updates_statistics(each.node)
-            )
+            or (is_stale and not _only_updates_statistics(each.node))
         )
 
     return [not each.is_required or not runs_once(each) for each in operators]
