@@ -486,7 +486,8 @@ class PeakBudgetTest(TestCase):
             ):
                 for name in ("forward_peak", "step_peaks", "repeated_by_step", "saved"):
                     self.assertEqual(getattr(together, name), getattr(alone, name))
-            return [find_plans(graph, *args).curve() for _ in range(2)]
+            found = [find_plans(graph, *args) for _ in range(2)]
+            return [peak_budget.Curve(each) for each in found]
 
         find_plans = peak_budget.find_plans
         given = NETS[net]()

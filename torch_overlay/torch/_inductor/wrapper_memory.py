@@ -163,7 +163,9 @@ class _Walk:
             elif isinstance(statement, ast.Return):
                 return self._value(statement.value, names)
             elif isinstance(statement, ast.Expr):
-                _clear(statement.value, names)
+                called = getattr(statement.value, "func", None)
+                if isinstance(called, ast.Attribute) and called.attr == "clear":
+                    names[ast.unparse(called.value)].clear()
             elif any(isinstance(part, ast.Assign) for part in ast.walk(statement)):
                 # A branch or a loop.
                 raise _Unknown(ast.unparse(statement))
@@ -232,13 +234,6 @@ class _Walk:
         size = self.graph.get_allocation_storage_size(buffer)
         length = self.graph.sizevars.optimization_hint(size, fallback=0)
         return self._made(int(length) * buffer.get_dtype().itemsize)
-
-
-def _clear(value: ast.expr, names: dict[str, Any]) -> None:
-    """Empty a list, where an expression does."""
-    called: Any = getattr(value, "func", None)
-    if isinstance(called, ast.Attribute) and called.attr == "clear":
-        names[ast.unparse(called.value)].clear()
 
 
 def _assign(target: ast.expr, value: Any, names: dict[str, Any]) -> None:

@@ -254,14 +254,6 @@ class Program:
         held = {s for s in self.outputs if self.saved_as[s] is not None}
         return [nbytes > 0 and s not in held for s, nbytes in enumerate(self.nbytes)]
 
-    @functools.cached_property
-    def _needs(self) -> list[tuple[int, ...]]:
-        """Of what each operator reads, that which operators make."""
-        producer = self.producer
-        return [
-            tuple(s for s in each.reads if producer[s] >= 0) for each in self.operators
-        ]
-
     @property
     def held_by_caller(self) -> int:
         """Bytes of the tangents and of what the forward returned, in any step's peak."""
@@ -342,27 +334,26 @@ class Program:
         plan keeps what it saves and needs.  O(operators + edges), on integers of a bit
         for each plan.  Raises CannotPlan as :meth:`evaluate` does.
         """
-        # The hot loops of a search: local names, and no tuples to build.
-        needs = self._needs
         needed = [0] * len(self.nbytes)
         for step in self.steps:
             for s in step.reads:
                 needed[s] = everyone
         repeated = [0] * len(self.operators)
         for op in reversed(range(len(self.operators))):
-            plans, writes = 0, self.operators[op].writes
+            node, reads, writes, *_ = self.operators[op]
+            plans = 0
             for s in writes:
                 plans |= needed[s] & ~saved[s]
             if plans and not self.repeatable[op]:
                 for s in writes:
                     if needed[s] & ~saved[s] and self.saved_as[s] is None:
                         raise CannotPlan(
-                            f"{self.nodes[op].name} can be neither saved nor repeated"
+                            f"{node.name} can be neither saved nor repeated"
                         )
                     saved[s] |= needed[s]
             elif plans:
                 repeated[op] = plans
-                for s in needs[op]:
+                for s in reads:
                     needed[s] |= plans
         return needed, repeated
 
@@ -374,7 +365,6 @@ class Program:
         An operator that was traced in the backward has its place: what it needs comes
         before it, and what the step itself needs behind.
         """
-        producer, needs = self.producer, self._needs
         # No operator makes an input, whose producer is -1.
         left = [*repeated, 0]
         repeats: Repeats = []
@@ -385,13 +375,13 @@ class Program:
                 pending = [(s, everyone) for s in reads]
                 while pending:
                     s, plans = pending.pop()
-                    op = producer[s]
+                    op = self.producer[s]
                     plans &= left[op] & ~saved[s]
                     if plans:
                         left[op] ^= plans
                         found[op] = found.get(op, 0) | plans
-                        for needed in needs[op]:
-                            pending.append((needed, plans))
+                        for read in self.operators[op].reads:
+                            pending.append((read, plans))
                 repeats[-1] += sorted(found.items())
         return repeats
 
@@ -500,7 +490,12 @@ def read(
     # A copy that nothing reads stays to the end.
     unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-    overwritten = _overwritten(output)
+    # The inputs that the forward or its caller overwrites, by the place of the result.
+    overwritten = {
+        at: description.mutated_input
+        for at, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, InputMutationAOTOutput)
+    }
     outputs: set[int] = set()
     written_back: set[int] = set()
     for at, node in enumerate(results[:num_fwd_outputs]):
@@ -647,15 +642,6 @@ def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[i
             for s in (*each.reads, *each.writes):
                 last[s] = at
     return first, last
-
-
-def _overwritten(output: fx.Node) -> dict[int, Any]:
-    """The inputs that the forward or its caller overwrites, by the place of the result."""
-    return {
-        at: description.mutated_input
-        for at, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, InputMutationAOTOutput)
-    }
 
 
 def _steps(

@@ -114,7 +114,7 @@ class Curve:
     peak may turn out higher than planned.
     """
 
-    def __init__(self, found: Plans, margin: float) -> None:
+    def __init__(self, found: Plans, margin: float = 0.0) -> None:
         self.model, self.margin = found.graph, margin
         self.fastest, *_ = found.found.values()
         plans = sorted(found.found.values(), key=lambda plan: sorted(plan.storages))
@@ -175,7 +175,7 @@ class PeakBytes:
         """The plans of a graph, for any number of budgets."""
         cheapest, expensive = graph.cheapest_cut()
         asked = cheapest, expensive, graph.fastest(), self.calls
-        return find_plans(model_of(graph), *asked).curve(self.margin * graph.fused)
+        return Curve(find_plans(model_of(graph), *asked), self.margin * graph.fused)
 
     def allowed(self, curve: Curve) -> int:
         """The bytes that are allowed of what these plans can reach."""
@@ -273,10 +273,6 @@ class Plans:
         self.expensive = [op for op, each in enumerate(cost) if each]
         self.found: dict[frozenset[int], PlannedPeak] = {}
         self.evaluations: dict[frozenset[int], Evaluation] = {}
-
-    def curve(self, margin: float = 0.0) -> Curve:
-        """The plans that trade peak for recomputation best."""
-        return Curve(self, margin)
 
     def evaluate(
         self, choices: Iterable[frozenset[int]]
