@@ -99,13 +99,13 @@ def lower_bound(program: Any) -> int:
     nothing = [0] * len(program.nbytes)
     timeline = overlay("liveness").Timeline(program, nothing, is_forward=False)
     for step in reversed(program.steps):
-        for each in reversed(step.operators):
-            made = {s for s in each.reads if program.producer[s] >= 0}
-            beside = program.size(made - program.outputs)
-            own = tuple(s for s in each.reads if s not in made)
-            timeline.change(1, -beside)
-            timeline.run(each._replace(reads=own), 1, 0)
-            timeline.change(1, beside)
+        each = step.operator
+        made = {s for s in each.reads if program.producer[s] >= 0}
+        beside = program.size(made - program.outputs)
+        own = tuple(s for s in each.reads if s not in made)
+        timeline.change(1, -beside)
+        timeline.run(each._replace(reads=own), 1, 0)
+        timeline.change(1, beside)
     timeline.moment(0)
     timeline.change(1, program.size(program.owned))
     ((backward,),) = timeline.peaks(1, program.held_by_caller)

@@ -128,10 +128,8 @@ def _backward_of(program: Program) -> list[Operator]:
     by_step = program.repeats_by_step(saved, repeated, 1)
     found: list[Operator] = []
     for step, repeats in zip(program.steps, by_step):
-        *before, last = step.operators
-        found += before
         found += [program.operators[op] for op, _ in repeats]
-        found.append(last)
+        found.append(step.operator)
     return found
 
 

@@ -113,20 +113,15 @@ class Operator(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A stretch of the backward, which ends where what the forward made is needed.
-
-    Its last operator reads that, or an input for the last time, or was traced behind an
-    operator that needs no tangent.
+    """An operator of the backward's own, which needs a tangent; the output is the last.
 
     Args:
-        traced: the results of each of those, which runs here if the plan repeats it.
-        reads: the storages made by such operators or the forward that the last one reads.
-        operators: those that need a tangent; in the last step, the output closes them.
+        traced: the results of each operator traced before it, behind a tangent that it
+            does not need, which runs here if the plan repeats it.
     """
 
+    operator: Operator
     traced: tuple[tuple[int, ...], ...]
-    reads: tuple[int, ...]
-    operators: tuple[Operator, ...]
 
 
 class Timeline:
@@ -245,7 +240,7 @@ class Program:
     @property
     def returned(self) -> tuple[int, ...]:
         """The storages that the backward returns, which stay live in it."""
-        return self.steps[-1].operators[-1].reads
+        return self.steps[-1].operator.reads
 
     @functools.cached_property
     def freeable(self) -> list[bool]:
@@ -336,7 +331,7 @@ class Program:
         """
         needed = [0] * len(self.nbytes)
         for step in self.steps:
-            for s in step.reads:
+            for s in step.operator.reads:
                 needed[s] = everyone
         repeated = [0] * len(self.operators)
         for op in reversed(range(len(self.operators))):
@@ -370,7 +365,7 @@ class Program:
         repeats: Repeats = []
         for step in self.steps:
             repeats.append([])
-            for reads in (*step.traced, step.reads):
+            for reads in (*step.traced, step.operator.reads):
                 found: dict[int, int] = {}
                 pending = [(s, everyone) for s in reads]
                 while pending:
@@ -393,12 +388,9 @@ class Program:
         timeline = self.timeline(self, saved, is_forward=False)
         timeline.touch(self.returned, everyone)
         for at in reversed(range(len(repeats))):
-            *before, last = self.steps[at].operators
-            timeline.run(last, everyone, at)
+            timeline.run(self.steps[at].operator, everyone, at)
             for op, plans in reversed(repeats[at]):
                 timeline.run(self.operators[op], plans, at)
-            for each in reversed(before):
-                timeline.run(each, everyone, at)
         timeline.moment(0)
         # What is live by then.
         for s in self.owned:
@@ -512,7 +504,7 @@ def read(
         operators,
         _choose_what_to_repeat(operators, storages, required, overwritten.values()),
         forward,
-        _steps(calls, backward, producer),
+        _steps(calls, backward),
         outputs,
         written_back - outputs,
         tangents,
@@ -644,26 +636,10 @@ def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[i
     return first, last
 
 
-def _steps(
-    calls: list[Operator],
-    backward: set[fx.Node],
-    producer: list[int],
-) -> list[Step]:
+def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[Step]:
     """The steps of a backward; the last of ``calls`` is the output."""
-    backward = {*backward, calls[-1].node}
-    own = [each for each in calls if each.node in backward]
-    made_here = {s for each in own for s in each.writes}
-    # Of each input, the operator that reads it last.
-    last_reads = {
-        s: each.node
-        for each in own
-        for s in each.reads
-        if producer[s] < 0 and s not in made_here
-    }
-    ends = {*last_reads.values(), calls[-1].node}
     steps: list[Step] = []
     traced: list[tuple[int, ...]] = []
-    operators: list[Operator] = []
     started = False
     for each in calls:
         node = each.node
@@ -671,16 +647,12 @@ def _steps(
             read.op == "placeholder" and read in backward
             for read in node.all_input_nodes
         )
-        made = tuple(s for s in each.reads if producer[s] >= 0)
-        if node in backward:
-            operators.append(each)
-            if made or traced or node in ends:
-                steps.append(Step(tuple(traced), made, tuple(operators)))
-                traced.clear()
-                operators.clear()
-        elif started and not each.is_required and (each.writes or made):
+        if node in backward or node.op == "output":
+            steps.append(Step(each, tuple(traced)))
+            traced.clear()
+        elif started and not each.is_required:
             # A view has its place as well: what it is of comes before it.
-            traced.append(each.writes or made)
+            traced.append(each.writes or each.reads)
     return steps
 
 
@@ -743,7 +715,7 @@ def _prefer_small_results(program: Program) -> None:
 
     That is dropout's mask, where the random numbers have no other use.
     """
-    needed = {s for step in program.steps for s in step.reads}
+    needed = {s for step in program.steps for s in step.operator.reads}
     readers: list[set[int]] = [set() for _ in program.nbytes]
     for op, each in enumerate(program.operators):
         for s in each.reads:

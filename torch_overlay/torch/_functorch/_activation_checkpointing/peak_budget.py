@@ -420,10 +420,8 @@ class _Chain:
         where: list[int] = []
         latest = -1
         for step in reversed(graph.steps):
-            births = [
-                graph.first_use[s] for s in step.reads if graph.nbytes[s] >= large
-            ]
-            latest = max(latest, *births, -1)
+            reads = (s for s in step.operator.reads if graph.nbytes[s] >= large)
+            latest = max(latest, *(graph.first_use[s] for s in reads), -1)
             where.append(latest)
         return where
 
