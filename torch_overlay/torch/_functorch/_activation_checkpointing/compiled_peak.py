@@ -19,7 +19,6 @@ import inspect
 import logging
 import math
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
@@ -120,8 +119,8 @@ class CompiledPeaks:
     def _compile(
         self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Any:
-        guard: Any = {_GUARD: 0.0}
-        with inductor_config.patch(guard) if self.guarded else nullcontext():
+        options: Any = {_GUARD: 0.0} if self.guarded else {}
+        with inductor_config.patch(options):
             return self._compilers[phase](module, inputs)
 
 

@@ -750,13 +750,10 @@ def _is_mutable(node: fx.Node) -> bool:
 
 def _only_updates_statistics(node: fx.Node) -> bool:
     """Whether a node is a batch norm in training, whose result is that of the batch."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    name = str(node.target)
+    if not isinstance(node.target, torch._ops.OpOverload) or "batch_norm" not in name:
         return False
-    name = str(target)
-    if "batch_norm_with_update" in name:
-        return True
-    return "batch_norm" in name and any(
+    return "batch_norm_with_update" in name or any(
         argument.name in ("training", "train") and value is True
-        for argument, value in zip(target._schema.arguments, node.args)
+        for argument, value in zip(node.target._schema.arguments, node.args)
     )
