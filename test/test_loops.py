@@ -29,7 +29,7 @@ def test_what_is_off_is_seen(step, change, marks):
     found = [dict(PLANNED) for _ in TURNS]
     found[step].update(change)
     row = {**loops.summed_up(found), "again": loops.again(TURNS, found)}
-    row.update(net="x", loop="lengths, dynamic", way="whole", share=0.2)
+    row.update(net="x", loop="gan", way="whole", share=0.2, held_out=False)
     failed = [mark.what for mark in loops.judged([row]) if not mark.passed]
     assert len(failed) == len(marks)
     for what, begin in zip(failed, marks):
@@ -53,3 +53,11 @@ def test_a_loop_is_measured(loop, share, monkeypatch):
     assert (found["again"], found["warnings"]) == (0, [])
     assert found["worst"]["first"][0] >= 1 >= found["worst"]["bound"][0]
     assert ("flops" in found["worst"]) == (share == 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_logits_are_measured(monkeypatch):
+    net = nets.language("x", Shape(layers=1, tokens=32))
+    monkeypatch.setitem(nets.NETS, net.name, net)
+    found = loops.measure({"net": "x", "way": "whole", "loop": "logits", "share": 0.2})
+    assert found["real"] == found["predicted"] == [1, 1]

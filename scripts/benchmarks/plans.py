@@ -312,18 +312,41 @@ def warnings_noted() -> Iterator[list[str]]:
 def curve_noted() -> Iterator[Row]:
     """Notes the peaks and costs of the plans that are found meanwhile."""
     row: Row = {}
-    module = overlay("peak_budget")
-    build_curve = module.build_curve
+    request = overlay("peak_budget").PeakBytes
+    curve = request.curve
 
-    @functools.wraps(build_curve)
+    @functools.wraps(curve)
     def note(*arguments: Any) -> Any:
-        model, found = build_curve(*arguments)
+        found = curve(*arguments)
         row["curve"] = [(plan.peak, plan.cost) for plan in found.plans]
-        row["lower_bound"] = overlay("liveness").lower_bound(model)
-        return model, found
+        row["lower_bound"] = lower_bound(found.model)
+        return found
 
-    with mock.patch.object(module, build_curve.__name__, note):
+    with mock.patch.object(request, "curve", note):
         yield row
+
+
+def lower_bound(program: Any) -> int:
+    """Bytes that no plan's peak is below, operator by operator.
+
+    Single operators of the backward need as much in any case, and so does a forward
+    that keeps nothing.
+    """
+    nothing = [0] * len(program.nbytes)
+    timeline = overlay("liveness").Timeline(program, nothing, is_forward=False)
+    for step in reversed(program.steps):
+        each = step.operator
+        made = {s for s in each.reads if program.producer[s] >= 0}
+        beside = program.size(made - program.outputs)
+        own = tuple(s for s in each.reads if s not in made)
+        timeline.change(1, -beside)
+        timeline.run(each._replace(reads=own), 1, 0)
+        timeline.change(1, beside)
+    timeline.moment(0)
+    timeline.change(1, program.size(program.owned))
+    ((backward,),) = timeline.peaks(1, program.held_by_caller)
+    bound: int = max(backward, *program.forward_peaks(nothing, 1))
+    return bound
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from torch._functorch._activation_checkpointing import (
     planning,
     saved_report,
 )
-from torch._functorch._activation_checkpointing.liveness import lower_bound
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._functorch.compilers import nop
 from torch._inductor.utils import fresh_cache
@@ -487,22 +486,20 @@ class PeakBudgetTest(TestCase):
             ):
                 for name in ("forward_peak", "step_peaks", "repeated_by_step", "saved"):
                     self.assertEqual(getattr(together, name), getattr(alone, name))
-            return graph, *(find_plans(graph, *args).curve() for _ in range(2))
+            found = [find_plans(graph, *args) for _ in range(2)]
+            return [peak_budget.Curve(each) for each in found]
 
         find_plans = peak_budget.find_plans
         given = NETS[net]()
         expected = step(given.function, given)
         with self.assertNoLogs(LOGS, "WARNING"):
-            compiled, (graph, curve, again) = self.watched(given, ask)
+            compiled, (curve, again) = self.watched(given, ask)
         found = step(compiled, given)
         self.check_peak(found.peak)
         if net == "dropouts":
             self.check_gradients_of_this_forward(given, compiled)
         else:
             self.assertEqual(found.gradients, expected.gradients)
-        # No plan does better, and the best of these is not far from it.
-        self.assertLessEqual(lower_bound(graph), curve.floor)
-        self.assertGreater(lower_bound(graph), curve.floor / 2)
         self.assertEqual(curve.plans, again.plans)
         chosen = [curve.within(curve.allowed(k / 40)) for k in range(41)]
         for k, plan in enumerate(chosen):

@@ -117,14 +117,14 @@ class CompiledPeakTest(TestCase):
 
         estimates = []
 
-        def decision(plans, graph, plan):
+        def decision(asked, graph, curve, plan):
             estimates.append(plan.peak)
-            return decide(plans, graph, plan)
+            return decide(asked, graph, curve, plan)
 
-        decide = peak_budget.GraphPeaks.decision
+        decide = peak_budget.PeakBytes.decision
         x, *_ = given()
         weight = torch.randn(SIDE, columns, requires_grad=True)
-        with budgeted(0), patch.object(peak_budget.GraphPeaks, "decision", decision):
+        with budgeted(0), patch.object(peak_budget.PeakBytes, "decision", decision):
             result, _ = torch.compile(chain)(x, weight, torch.ones(ROWS // 2, columns))
             torch.autograd.grad(result, weight)
         (estimate,) = estimates

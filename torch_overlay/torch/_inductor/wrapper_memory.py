@@ -15,10 +15,11 @@ what a kernel or an operator allocates for itself.
 from __future__ import annotations
 
 import ast
-from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
+from torch._prims_common import compute_required_storage_length
 
 
 if TYPE_CHECKING:
@@ -72,13 +73,7 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
     O(source).
     """
     try:
-        found = ast.parse(source)
-        functions = {
-            node.name: node
-            for node in ast.walk(found)
-            if isinstance(node, ast.FunctionDef)
-        }
-        walk = _Walk(graph, functions)
+        walk = _Walk(graph, source)
         results = walk.follow()
     except (_Unknown, SyntaxError):
         return None
@@ -92,17 +87,16 @@ class _Unknown(Exception):
 class _Storage:
     """It is live for as long as some variable refers to it.
 
-    ``made`` is its number and its bytes, None for an input.
+    ``made`` is its number and its bytes, None for an input, which has an ``index``.
     """
 
     def __init__(
-        self, freed: Callable[[], None], made: Optional[tuple[int, int]] = None
+        self, walk: _Walk, made: Optional[tuple[int, int]] = None, index: int = -1
     ) -> None:
-        self._freed = freed
-        self.made = made
+        self._walk, self.made, self.index = walk, made, index
 
     def __del__(self) -> None:
-        self._freed()
+        self._walk.free(self)
 
 
 class _Walk:
@@ -112,11 +106,13 @@ class _Walk:
     has no memory, or to what an operator returned: a dict of values by their indices.
     """
 
-    def __init__(
-        self, graph: GraphLowering, functions: dict[str, ast.FunctionDef]
-    ) -> None:
+    def __init__(self, graph: GraphLowering, source: str) -> None:
         self.graph = graph
-        self.functions = functions
+        self.functions = {
+            node.name: node
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef)
+        }
         self.live: list[int] = []
         self.dropped = [0] * len(graph.graph_inputs)
         self._now = 0
@@ -129,24 +125,20 @@ class _Walk:
 
     def follow(self) -> tuple[Optional[tuple[int, int]], ...]:
         """Follow the wrapper from its call to its return; what its results are."""
-        inputs = [self._given(index) for index in range(len(self.dropped))]
+        inputs = [_Storage(self, index=i) for i in range(len(self.dropped))]
         results = self._run("call", inputs) or []
         return tuple(getattr(each, "made", None) for each in results)
-
-    def _given(self, index: int) -> _Storage:
-        def drop() -> None:
-            self.dropped[index] = len(self.live)
-
-        return _Storage(drop)
 
     def _made(self, nbytes: int) -> _Storage:
         self._now += nbytes
         self.live.append(self._now)
+        return _Storage(self, (len(self.live), nbytes))
 
-        def drop() -> None:
-            self._now -= nbytes
-
-        return _Storage(drop, (len(self.live), nbytes))
+    def free(self, storage: _Storage) -> None:
+        if storage.made is None:
+            self.dropped[storage.index] = len(self.live)
+        else:
+            self._now -= storage.made[1]
 
     def _run(self, function: str, arguments: list[Any]) -> Any:
         """What a function of the wrapper's returns for a list of arguments."""
@@ -171,7 +163,9 @@ class _Walk:
             elif isinstance(statement, ast.Return):
                 return self._value(statement.value, names)
             elif isinstance(statement, ast.Expr):
-                _clear(statement.value, names)
+                called = getattr(statement.value, "func", None)
+                if isinstance(called, ast.Attribute) and called.attr == "clear":
+                    names[ast.unparse(called.value)].clear()
             elif any(isinstance(part, ast.Assign) for part in ast.walk(statement)):
                 # A branch or a loop.
                 raise _Unknown(ast.unparse(statement))
@@ -237,18 +231,9 @@ class _Walk:
             return names.get(aliases[0])
         if isinstance(buffer.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
             return None
-        sizes: Any = self.graph.sizevars
-        # Its name before 2.13.
-        hint = getattr(sizes, "optimization_hint", None) or sizes.size_hint
-        length = hint(self.graph.get_allocation_storage_size(buffer), fallback=0)
+        size = self.graph.get_allocation_storage_size(buffer)
+        length = self.graph.sizevars.optimization_hint(size, fallback=0)
         return self._made(int(length) * buffer.get_dtype().itemsize)
-
-
-def _clear(value: ast.expr, names: dict[str, Any]) -> None:
-    """Empty a list, where an expression does."""
-    called: Any = getattr(value, "func", None)
-    if isinstance(called, ast.Attribute) and called.attr == "clear":
-        names[ast.unparse(called.value)].clear()
 
 
 def _assign(target: ast.expr, value: Any, names: dict[str, Any]) -> None:
@@ -264,8 +249,9 @@ def _literal_bytes(call: ast.Call) -> int:
     """The bytes of ``empty_strided_...(size, stride, dtype)``."""
     try:
         size, stride = map(ast.literal_eval, call.args[:2])
-        dtype = getattr(torch, ast.unparse(call.args[2]).removeprefix("torch."))
+        dtype: torch.dtype = getattr(
+            torch, ast.unparse(call.args[2]).removeprefix("torch.")
+        )
+        return compute_required_storage_length(size, stride, 0) * dtype.itemsize
     except (AttributeError, IndexError, ValueError) as error:
         raise _Unknown(ast.unparse(call)) from error
-    last = sum((length - 1) * step for length, step in zip(size, stride))
-    return (last + 1) * dtype.itemsize if all(size) else 0

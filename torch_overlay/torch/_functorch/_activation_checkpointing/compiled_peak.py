@@ -18,7 +18,7 @@ import functools
 import inspect
 import logging
 import math
-from contextlib import nullcontext
+from collections import defaultdict
 from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
@@ -35,8 +35,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from . import planning, saved_report
+from .decision import Peak
 from .memory_budget import activation_bytes
-from .peak_budget import GraphPeaks, PeakBytes
+from .peak_budget import PeakBytes
 
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from ..._inductor.wrapper_memory import WrapperMemory
     from .decision import Decision
     from .memory_budget import Planner
-    from .peak_budget import PlannedPeak
+    from .peak_budget import Curve, PlannedPeak
     from .step_plan import Missing
 
 
@@ -126,8 +127,8 @@ class CompiledPeaks:
     def _compile(
         self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Any:
-        guard: Any = {_GUARD: 0.0}
-        with inductor_config.patch(guard) if self.guarded else nullcontext():
+        options: Any = {_GUARD: 0.0} if self.guarded else {}
+        with inductor_config.patch(options):
             return self._compilers[phase](module, inputs)
 
 
@@ -154,30 +155,17 @@ def peaks_of(
         forward: the memory of its wrapper; ``backward`` likewise.
         tangent_bytes: of the tangents.
     """
-    owned = _owned_by_backward(results, saved, forward, num_fwd_outputs)
-    returned = filter(None, {*forward.results[:num_fwd_outputs]})
-    held = sum(nbytes for _, nbytes in returned) + tangent_bytes
-    return forward.peak(), backward.peak(owned) + held
-
-
-def _owned_by_backward(
-    results: Sequence[Optional[str]],
-    saved: Sequence[Optional[str]],
-    forward: WrapperMemory,
-    num_fwd_outputs: int,
-) -> list[tuple[int, list[int]]]:
-    """The storages that nobody but the backward holds, as `WrapperMemory.peak` wants them.
-
-    The arguments are those of `peaks_of`.
-    """
+    returned = {*forward.results[:num_fwd_outputs]} - {None}
     made = dict(zip(results[num_fwd_outputs:], forward.results[num_fwd_outputs:]))
-    returned = {*forward.results[:num_fwd_outputs], None}
-    views: dict[tuple[int, int], list[int]] = {}
+    # The places of what nobody but the backward holds.
+    owned: dict[Any, list[int]] = defaultdict(list)
     for place, name in enumerate(saved):
         storage = made.get(name)
         if storage is not None and storage not in returned:
-            views.setdefault(storage, []).append(place)
-    return [(nbytes, places) for (_, nbytes), places in views.items()]
+            owned[storage].append(place)
+    alone = backward.peak((nbytes, places) for (_, nbytes), places in owned.items())
+    held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
+    return forward.peak(), alone + held
 
 
 # -------------------------------------------------------------------- compile again
@@ -191,18 +179,14 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """``aot_stage2_autograd``, so that what it compiles is within the peak asked for."""
 
     @functools.wraps(compile_graph)
-    def compile_within(
-        state: Any, capture: Any, partition: Callable[..., Any], *compilers: Any
-    ) -> Any:
-        asked = _asked(capture, partition, compilers)
+    def compile_within(*arguments: Any) -> Any:
+        asked = _asked(*arguments)
         if asked is None:
-            return compile_graph(state, capture, partition, *compilers)
+            return compile_graph(*arguments)
         search = _Search(asked)
         while True:
             try:
-                return search.compile(
-                    compile_graph, state, capture, partition, compilers
-                )
+                return search.compile(compile_graph, *arguments)
             except _Over:
                 continue
             except RestartAnalysis:
@@ -211,19 +195,20 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:
                 # Where it is only the backward, it may never be needed.
                 log.debug("%s failed to compile", get_aot_graph_name(), exc_info=error)
-                return compile_graph(state, capture, partition, *compilers)
+                return compile_graph(*arguments)
 
     return compile_within
 
 
 def _asked(
-    capture: Any, partition: Callable[..., Any], compilers: Sequence[Any]
+    state: Any, capture: Any, partition: Callable[..., Any], *compilers: Any
 ) -> Optional[PeakBytes]:
     """The peak that is asked of a graph whose compilers tell what they hold, or None."""
-    tells = isinstance(compilers[0], SerializableAOTDispatchCompiler)
-    if not tells or not takes_request(partition):
-        return None
-    if calls_nested_regions(capture.graph_module):
+    if (
+        not isinstance(compilers[0], SerializableAOTDispatchCompiler)
+        or not takes_request(partition)
+        or calls_nested_regions(capture.graph_module)
+    ):
         return None
     asked = planning.requested(config.activation_memory_budget)
     return asked if isinstance(asked, PeakBytes) else None
@@ -244,20 +229,14 @@ class _Search:
 
     def __init__(self, asked: PeakBytes) -> None:
         self.asked = asked
-        self.plans: Optional[GraphPeaks] = None
         self.told: dict[_Try, int] = {}
+        self.curve: Optional[Curve] = None
         # None where the graph gets a plan that was not asked for.
         self.trying: Optional[_Try] = None
 
-    def compile(
-        self,
-        compile_graph: Callable[..., Any],
-        state: Any,
-        capture: Any,
-        partition: Callable[..., Any],
-        compilers: Sequence[Any],
-    ) -> Any:
+    def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         """Try one plan; raises `_Over` where another one is to be tried."""
+        state, capture, partition, *compilers = arguments
         state, capture = fresh_copy(state, capture)
         state.aot_config = replace(
             state.aot_config, force_non_lazy_backward_lowering=True
@@ -280,30 +259,26 @@ class _Search:
 
     def decide(self, graph: Planner) -> Decision:
         """By the plan that is to be tried now."""
-        has_own_budget = graph.budget != config.activation_memory_budget
-        if self.plans is None and not has_own_budget:
-            try:
-                self.plans = GraphPeaks(self.asked, graph)
-            except Exception as error:
-                # `planning.by_config` meets it again, and says so.
-                log.debug("no plans for %s", get_aot_graph_name(), exc_info=error)
-        if self.plans is None:
+        if graph.budget != config.activation_memory_budget:
+            # A region has its own.
             return planning.by_config(graph)
+        if self.curve is None:
+            self.curve = self.asked.curve(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
-        self.trying = self._next(self.plans)
+        self.trying = self._next(self.curve)
         self.peaks.guarded = self.trying.guarded
-        decision = self.plans.decision(graph, self.trying.plan)
+        decision = self.asked.decision(graph, self.curve, self.trying.plan)
         saved = nodes_named_as(decision.saved_values, graph.joint)
         return replace(decision, saved_values=saved)
 
-    def _next(self, plans: GraphPeaks) -> _Try:
+    def _next(self, curve: Curve) -> _Try:
         """What to compile: the cheapest that is within, by what was told so far."""
-        allowed = plans.allowed
+        allowed = self.asked.allowed(curve)
         if not self.told:
-            return _Try(plans.curve.within(allowed))
+            return _Try(curve.within(allowed))
         lowest = min(self.told, key=lambda each: (self.told[each], each.plan.cost))
         tried = {each.plan for each in self.told}
-        untried = [plan for plan in plans.curve.plans if plan not in tried]
+        untried = [plan for plan in curve.plans if plan not in tried]
         if self.told[lowest] <= allowed or len(self.told) == TRIES:
             return lowest
         if len(self.told) == 1 and has_guard():
@@ -329,16 +304,14 @@ class _Search:
 
     def _check(self, metadata: Any) -> None:
         """Keep the plan that was compiled, or raise `_Over`."""
-        plans, trying = self.plans, self.trying
-        if plans is None or trying is None or self.peaks.peaks is None:
+        curve, trying = self.curve, self.trying
+        if curve is None or trying is None or self.peaks.peaks is None:
             return
         kept = saved_report.last_plan()
-        if kept.peak is None:
-            return
-        waiting = self.asked.calls - 1
-        told = max(self.peaks.peaks) + waiting * kept.activation_bytes
+        peak: Any = kept.peak
+        told = max(self.peaks.peaks) + (self.asked.calls - 1) * kept.activation_bytes
         self.told[trying] = told
-        if self._next(plans) != trying:
+        if self._next(curve) != trying:
             saved_report.drop_last()
             log.info(
                 "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
@@ -346,14 +319,15 @@ class _Search:
                 get_aot_graph_name(),
                 trying.plan.peak,
                 told,
-                plans.allowed,
+                peak.allowed,
             )
             raise _Over
-        peak = kept.peak._replace(predicted=told, compiled=True)
+        allowed = peak.allowed
         if self.asked.limit is None and self.asked.budget == 0:
             # That is the lowest that was found.
-            peak = peak._replace(allowed=max(peak.allowed, told))
-        peak = peak._replace(floor=min(peak.floor, *self.told.values()))
+            allowed = max(allowed, told)
+        floor = min(peak.floor, *self.told.values())
+        peak = Peak(allowed, told, floor, peak.fastest, peak.fused, compiled=True)
         peak.warn_if_over()
         saved_report.keep_peak(peak, metadata)
 

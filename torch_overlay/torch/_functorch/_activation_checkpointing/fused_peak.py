@@ -30,7 +30,7 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from .liveness import Operator, Program, Rule, Timeline
+from .liveness import Operator, Program, Timeline
 from .rerun_cost import concrete, is_view
 
 
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from torch._functorch.partitioners import OpTypes
-    from .liveness import Repeats
 
-__all__ = ["Kernels", "by_kernels"]
+__all__ = ["by_kernels"]
 
 aten = torch.ops.aten
 
@@ -54,7 +53,8 @@ _MOST_OPERATORS, _MOST_ON_CPU = 30, 50
 
 def by_kernels(program: Program) -> Program:
     """The same program where inductor makes kernels of the operators."""
-    return replace(program, rule=Kernels(program))
+    timeline = functools.partial(_KernelTimeline, Kernels(program))
+    return replace(program, timeline=timeline)
 
 
 class _Kernel(NamedTuple):
@@ -72,53 +72,26 @@ class _Kernel(NamedTuple):
     parts: frozenset[int]
 
 
-class _Phase:
-    """The kernels of a phase, by the nodes that are computed in them.
-
-    Of what is not stored, ``sources`` are read to compute it, and it has ``parts``.
-    """
-
-    def __init__(self, kernels: dict[fx.Node, _Kernel]) -> None:
-        self.kernels = kernels
-        self.sources: dict[int, tuple[int, ...]] = {}
-        self.parts: dict[int, frozenset[int]] = {}
-        for each, is_inlined, _, parts in kernels.values():
-            if is_inlined:
-                self.sources.update(dict.fromkeys(each.writes, each.reads))
-                self.parts.update(dict.fromkeys(each.writes, parts))
-
-
-class Kernels(Rule):
-    """Operators run in the kernels that inductor makes of them.
+class Kernels:
+    """The kernels that inductor makes of a program's operators.
 
     Whether a result is stored is decided once, for all plans: in the forward as if
     nothing was saved, and in the backward as if all of it was repeated.
     """
 
     def __init__(self, program: Program) -> None:
-        most = self.most_operators = _most_operators(program)
+        values = (node.meta.get("val") for node in program.nodes)
+        on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+        # How many operators and reads inductor makes one of.
+        most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
         repeated = _Fusion(program, _backward_of(program), program.returned)
         required = [each for each in program.forward if each.is_required]
         first = _Fusion(program, required, program.outputs | program.written_back)
         kernels = repeated.kernels(most)
         # What only the backward needs is made in the forward, if that saves it.
-        in_forward = kernels | first.kernels(most)
-        self.in_backward, self.in_forward = _Phase(kernels), _Phase(in_forward)
+        self.in_forward = kernels | first.kernels(most)
+        self.in_backward = kernels
         self.shapes = _shapes(program, repeated.fusible | first.fusible)
-
-    def forward(
-        self, program: Program, kept: Sequence[int]
-    ) -> tuple[Timeline, Sequence[Operator]]:
-        none = [0] * len(kept)
-        timeline = _KernelTimeline(program, [*kept], none, self, self.in_forward, kept)
-        return timeline, program.forward
-
-    def backward(
-        self, program: Program, repeats: Repeats, saved: Sequence[int]
-    ) -> tuple[Timeline, Repeats]:
-        none = [0] * len(saved)
-        timeline = _KernelTimeline(program, none, saved, self, self.in_backward, saved)
-        return timeline, repeats
 
 
 def _shapes(program: Program, fusible: Collection[fx.Node]) -> dict[int, Any]:
@@ -148,13 +121,6 @@ def _is_padded(value: torch.Tensor) -> bool:
     )
 
 
-def _most_operators(program: Program) -> int:
-    """How many operators and reads inductor makes one of, on the program's device."""
-    values = (node.meta.get("val") for node in program.nodes)
-    on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
-    return _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
-
-
 def _backward_of(program: Program) -> list[Operator]:
     """The operators of a backward that repeats all it can, in the order of the run."""
     saved = program.saved_by([()])
@@ -162,10 +128,8 @@ def _backward_of(program: Program) -> list[Operator]:
     by_step = program.repeats_by_step(saved, repeated, 1)
     found: list[Operator] = []
     for step, repeats in zip(program.steps, by_step):
-        *before, last = step.operators
-        found += before
         found += [program.operators[op] for op, _ in repeats]
-        found.append(last)
+        found.append(step.operator)
     return found
 
 
@@ -186,11 +150,11 @@ class _Fusion:
         op_types = get_default_op_list()
         nodes = [each.node for each in self.operators]
         self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
-        self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
         self.products = {each.node for each in self.operators if self._waits(each)}
         for node in self.products:
             # Adding to a product becomes addmm, which is no kernel to fuse with.
-            self.fusible.difference_update(node.users)
+            self.pointwise.difference_update(node.users)
+        self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
         # How many operators that cannot be fused come before each one.
         barriers = accumulate((n not in self.fusible for n in nodes), initial=0)
         self.barriers = dict(zip(nodes, barriers))
@@ -219,26 +183,27 @@ class _Fusion:
             )
             reads = len(parts.difference(computed, each.writes))
             is_large = reads > _MOST_READS or len(parts) > most_operators
-            found[each.node] = self._kernel(each, is_large, parts)
-            if found[each.node].is_inlined:
+            is_inlined = self._is_inlined(each, is_large)
+            is_fusible = each.node in self.fusible
+            found[each.node] = _Kernel(each, is_inlined, is_fusible, parts)
+            if is_inlined:
                 computed.update(dict.fromkeys(each.writes, parts))
         return found
 
-    def _kernel(self, each: Operator, is_large: bool, parts: frozenset[int]) -> _Kernel:
-        """An operator that takes these parts where it is computed."""
-        node, fusible = each.node, self.fusible
-        if node not in fusible or node not in self.pointwise or len(each.writes) != 1:
-            return _Kernel(each, node in self.products, node in fusible, parts)
+    def _is_inlined(self, each: Operator, is_large: bool) -> bool:
+        """Whether an operator is computed in whatever reads it, if it is as large."""
+        if each.node in self.products:
+            return True
+        if each.node not in self.pointwise or len(each.writes) != 1:
+            return False
         (s,) = each.writes
         users = self.readers[s]
-        if (
-            s in self.kept
-            or not users
-            or not all(u in fusible or self._scatters_to(u, s) for u in users)
-        ):
-            return _Kernel(each, False, True, parts)
+        if s in self.kept or not users:
+            return False
         is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
-        return _Kernel(each, not (is_large and is_divided), True, parts)
+        return not (is_large and is_divided) and all(
+            user in self.fusible or self._scatters_to(user, s) for user in users
+        )
 
     def _scatters_to(self, node: fx.Node, s: int) -> bool:
         """Whether a node is a scatter to this storage, which it then writes over."""
@@ -257,27 +222,32 @@ class _Fusion:
 class _KernelTimeline(Timeline):
     """A phase in which operators run in the kernels of those that read them.
 
-    ``stored`` are the plans that store each storage; the others are as for `Timeline`.
+    ``stored`` are the plans that store each storage, whatever kernel computes it.
     """
 
     def __init__(
         self,
-        program: Program,
-        touched: list[int],
-        saved: Sequence[int],
         rule: Kernels,
-        phase: _Phase,
-        stored: Sequence[int],
+        program: Program,
+        kept: Sequence[int],
+        is_forward: bool,
     ) -> None:
-        super().__init__(program, touched, saved)
-        self.rule, self.released = rule, program.released
-        self.phase, self.sources, self.stored = phase, phase.sources, stored
+        super().__init__(program, kept, is_forward)
+        self.rule, self.owned, self.stored = rule, program.owned, kept
+        self.kernels = rule.in_forward if is_forward else rule.in_backward
+        # What is not stored, with what computes it.
+        self.inlined = {
+            s: kernel
+            for kernel in self.kernels.values()
+            if kernel.is_inlined
+            for s in kernel.operator.writes
+        }
         # Results of the kernels since the last operator that cannot be fused.
         self.together: list[tuple[int, int]] = []
 
     def run(self, each: Operator, plans: int, step: int) -> None:
         """An operator's kernel with its moment, in these plans, if it has one."""
-        kernel, writes = self.phase.kernels.get(each.node), each.writes
+        kernel, writes = self.kernels.get(each.node), each.writes
         if kernel is None:
             return
         if kernel.is_inlined:
@@ -289,18 +259,16 @@ class _KernelTimeline(Timeline):
         dying = self._read(each.reads, plans)
         # What nobody reads.
         self.touch(writes, plans)
-        over = self._write_over(dying, each, plans) if kernel.is_fusible else []
+        begin = [(plans, each.nbytes)]
+        if kernel.is_fusible:
+            begin = self._write_over(dying, each, plans)
         for r, last in dying.items():
             self.change(last, -self.nbytes[r])
         self.moment(step)
-        if not kernel.is_fusible:
-            self.change(plans, each.nbytes)
-        for change in over:
+        for change in begin:
             self.change(*change)
         for s in writes:
-            again = plans & self.saved[s]
-            if again:
-                self.change(again, -self.nbytes[s])
+            self.change(plans & self.saved[s], -self.nbytes[s])
 
     def _read(self, storages: Iterable[int], plans: int) -> dict[int, int]:
         """What a kernel is the last to read, with the plans where it is."""
@@ -311,14 +279,15 @@ class _KernelTimeline(Timeline):
             new = plans & ~reads.get(s, 0)
             if new:
                 reads[s] = reads.get(s, 0) | new
-                if s in self.sources:
+                if s in self.inlined:
                     computed = new & ~self.stored[s]
-                    pending += [(r, computed) for r in self.sources[s]]
+                    sources = self.inlined[s].operator.reads
+                    pending += [(r, computed) for r in sources]
         dying: dict[int, int] = {}
         for s in sorted(reads):
             last = reads[s] & ~self.touched[s]
             self.touched[s] |= last
-            if s in self.sources:
+            if s in self.inlined:
                 last &= self.stored[s]
             if last and self.freeable[s]:
                 dying[s] = last
@@ -329,9 +298,9 @@ class _KernelTimeline(Timeline):
     ) -> list[tuple[int, int]]:
         """The changes as arguments that die end and the results over them begin."""
         changes: list[tuple[int, int]] = []
-        parts = self.phase.kernels[each.node].parts.difference(each.writes)
+        parts = self.kernels[each.node].parts.difference(each.writes)
         able = self._are_one(parts, plans) if dying else 0
-        shapes, free = self.rule.shapes, [r for r in dying if r not in self.released]
+        shapes, free = self.rule.shapes, [r for r in dying if r not in self.owned]
         for s in each.writes:
             left = plans
             for r in free:
@@ -346,20 +315,20 @@ class _KernelTimeline(Timeline):
     def _are_one(self, parts: frozenset[int], plans: int) -> int:
         """The plans in which so few parts are computed that inductor has one operator."""
         found = {parts: plans}
-        for s in sorted(parts & self.sources.keys()):
+        for s in sorted(parts & self.inlined.keys()):
             for some, of in [*found.items()]:
                 # What is stored is read, and its parts are not.
                 stored = of & self.stored[s] if s in some else 0
                 if stored:
-                    fewer = some - self.phase.parts[s] | {s}
+                    fewer = some - self.inlined[s].parts | {s}
                     found[some] &= ~stored
                     found[fewer] = found.get(fewer, 0) | stored
         few = (of for some, of in found.items() if self._is_one(some))
         return functools.reduce(operator.or_, few, 0)
 
     def _is_one(self, parts: frozenset[int]) -> bool:
-        own = self.phase.parts
-        reads = [s for s in parts if s not in own or not own[s] <= parts]
+        inlined = self.inlined
+        reads = [s for s in parts if s not in inlined or not inlined[s].parts <= parts]
         wide = sum(self.rule.shapes.get(s, (1,))[0] > 1 for s in reads)
         return len(parts) <= self.rule.most_operators or wide <= 1
 

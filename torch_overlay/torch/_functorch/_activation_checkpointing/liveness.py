@@ -8,7 +8,7 @@ into a :class:`Program`, which takes a plan through both phases:
     >>> program.evaluate(program.storages(saved_values)).peak
 
 It counts what an interpreter of the two graphs has live while it runs an operator, or
-what another :class:`Rule` says.  A storage counts once, whole, however many views it
+what another :class:`Timeline` says.  A storage counts once, whole, however many views it
 has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
 allocates for itself.
 
@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._prims_common import compute_required_storage_length
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -50,10 +51,8 @@ __all__ = [
     "Evaluation",
     "Operator",
     "Program",
-    "Rule",
     "Step",
     "Timeline",
-    "lower_bound",
     "read",
 ]
 
@@ -114,53 +113,46 @@ class Operator(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A stretch of the backward, which ends where what the forward made is needed.
-
-    Its last operator reads that, or an input for the last time, or was traced behind an
-    operator that needs no tangent.
+    """An operator of the backward's own, which needs a tangent; the output is the last.
 
     Args:
-        traced: the results of each of those, which runs here if the plan repeats it.
-        reads: the storages made by such operators or the forward that the last one reads.
-        operators: those that need a tangent; in the last step, the output closes them.
+        traced: the results of each operator traced before it, behind a tangent that it
+            does not need, which runs here if the plan repeats it.
     """
 
+    operator: Operator
     traced: tuple[tuple[int, ...], ...]
-    reads: tuple[int, ...]
-    operators: tuple[Operator, ...]
 
 
 class Timeline:
     """The live bytes of many plans, from the last moment of a phase to the first.
 
-    Whoever touches a storage last frees it; what is touched from the outset is not freed.
-    ``saved`` are the plans in which the phase has a storage without making it.
+    Whoever touches a storage last frees it.  ``kept`` are the plans that have each storage
+    for the backward: the forward does not free it, and the backward does not make it.
+
+    Here, each operator runs by itself, and its results are stored.
     """
 
-    def __init__(
-        self, program: Program, touched: list[int], saved: Sequence[int]
-    ) -> None:
+    def __init__(self, program: Program, kept: Sequence[int], is_forward: bool) -> None:
         self.nbytes, self.freeable = program.nbytes, program.freeable
-        self.touched, self.saved = touched, saved
+        none = [0] * len(kept)
+        self.touched, self.saved = ([*kept], none) if is_forward else (none, kept)
         # By how many bytes the plans of a mask change, latest first.
         self.masks, self.changes = [0], [0]
         # For each moment its step, and the change that it comes right before.
         self.moments: list[tuple[int, int]] = []
 
     def change(self, plans: int, nbytes: int) -> None:
-        if plans:
+        if plans and nbytes:
             self.masks.append(plans)
             self.changes.append(nbytes)
 
     def touch(self, storages: Iterable[int], plans: int) -> None:
-        touched = self.touched
         for s in storages:
-            last = plans & ~touched[s]
-            if last:
-                touched[s] |= last
-                if self.freeable[s]:
-                    self.masks.append(last)
-                    self.changes.append(-self.nbytes[s])
+            last = plans & ~self.touched[s]
+            self.touched[s] |= last
+            if self.freeable[s]:
+                self.change(last, -self.nbytes[s])
 
     def moment(self, step: int) -> None:
         self.moments.append((step, len(self.masks) - 1))
@@ -171,16 +163,12 @@ class Timeline:
             return
         self.touch(each.reads, plans)
         for s in each.writes:
+            # A second one of what is saved is dropped at once, and what nobody reads.
             again = plans & self.saved[s]
-            if again:
-                # A second one of what is saved is dropped at once.
-                self.change(again, -self.nbytes[s])
-            unread = plans & ~again & ~self.touched[s]
-            if unread:
-                self.touch((s,), unread)
+            self.change(again, -self.nbytes[s])
+            self.touch((s,), plans & ~again)
         self.moment(step)
-        if each.nbytes:
-            self.change(plans, each.nbytes)
+        self.change(plans, each.nbytes)
 
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
         """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
@@ -193,24 +181,6 @@ class Timeline:
             peaks = live.new_zeros(int(steps.max()) + 1, count)
             of_step = steps.unsqueeze(1).expand_as(live)
             return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
-
-
-class Rule:
-    """How a phase runs, and on what timeline: here, operator by operator.
-
-    Each runs by itself, where it was traced or is needed, and every result is stored.
-    ``kept`` and ``saved`` are the plans that have each storage for the backward.
-    """
-
-    def forward(
-        self, program: Program, kept: Sequence[int]
-    ) -> tuple[Timeline, Sequence[Operator]]:
-        return Timeline(program, [*kept], [0] * len(kept)), program.forward
-
-    def backward(
-        self, program: Program, repeats: Repeats, saved: Sequence[int]
-    ) -> tuple[Timeline, Repeats]:
-        return Timeline(program, [0] * len(saved), saved), repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,11 +206,10 @@ class Program:
         outputs: the storages that the forward returns, which stay live in any plan.
         written_back: those that the caller copies into its inputs, live until it has.
         tangents, tangent_bytes: the inputs of the backward alone, and what these take.
-        copied: the storages of those that are copied before they are read.
+        owned: the inputs that the backward alone holds, until their last use.
         required: the nodes that the forward runs in any plan.
         gradients: the nodes that the backward returns.
-        released: the inputs that the backward alone holds, until their last use.
-        rule: how the phases run.
+        timeline: how the operators of a phase run.
     """
 
     values: dict[fx.Node, tuple[int, ...]]
@@ -258,11 +227,10 @@ class Program:
     written_back: set[int]
     tangents: set[fx.Node]
     tangent_bytes: int
-    copied: set[int]
+    owned: frozenset[int]
     required: Container[fx.Node]
     gradients: list[fx.Node]
-    released: frozenset[int] = frozenset()
-    rule: Rule = field(default_factory=Rule)
+    timeline: Callable[..., Timeline] = Timeline
 
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
@@ -272,7 +240,7 @@ class Program:
     @property
     def returned(self) -> tuple[int, ...]:
         """The storages that the backward returns, which stay live in it."""
-        return self.steps[-1].operators[-1].reads
+        return self.steps[-1].operator.reads
 
     @functools.cached_property
     def freeable(self) -> list[bool]:
@@ -280,14 +248,6 @@ class Program:
         # A checkpoint's result is made again though the caller has it: that one goes.
         held = {s for s in self.outputs if self.saved_as[s] is not None}
         return [nbytes > 0 and s not in held for s, nbytes in enumerate(self.nbytes)]
-
-    @functools.cached_property
-    def _needs(self) -> list[tuple[int, ...]]:
-        """Of what each operator reads, that which operators make."""
-        producer = self.producer
-        return [
-            tuple(s for s in each.reads if producer[s] >= 0) for each in self.operators
-        ]
 
     @property
     def held_by_caller(self) -> int:
@@ -313,11 +273,10 @@ class Program:
         ``inputs`` has their storages, which then count, and their bytes.  A tangent that
         is copied is not read any more then: its copy counts anyway.
         """
-        released = frozenset(inputs) - self.copied
         nbytes = [*self.nbytes]
-        for s in released:
+        for s in inputs.keys() - self.owned:
             nbytes[s] = inputs[s]
-        return replace(self, nbytes=nbytes, released=released)
+        return replace(self, nbytes=nbytes, owned=self.owned.union(inputs))
 
     # --------------------------------------------------------------- evaluating
 
@@ -370,27 +329,26 @@ class Program:
         plan keeps what it saves and needs.  O(operators + edges), on integers of a bit
         for each plan.  Raises CannotPlan as :meth:`evaluate` does.
         """
-        # The hot loops of a search: local names, and no tuples to build.
-        needs = self._needs
         needed = [0] * len(self.nbytes)
         for step in self.steps:
-            for s in step.reads:
+            for s in step.operator.reads:
                 needed[s] = everyone
         repeated = [0] * len(self.operators)
         for op in reversed(range(len(self.operators))):
-            plans, writes = 0, self.operators[op].writes
+            node, reads, writes, *_ = self.operators[op]
+            plans = 0
             for s in writes:
                 plans |= needed[s] & ~saved[s]
             if plans and not self.repeatable[op]:
                 for s in writes:
                     if needed[s] & ~saved[s] and self.saved_as[s] is None:
                         raise CannotPlan(
-                            f"{self.nodes[op].name} can be neither saved nor repeated"
+                            f"{node.name} can be neither saved nor repeated"
                         )
                     saved[s] |= needed[s]
             elif plans:
                 repeated[op] = plans
-                for s in needs[op]:
+                for s in reads:
                     needed[s] |= plans
         return needed, repeated
 
@@ -402,24 +360,23 @@ class Program:
         An operator that was traced in the backward has its place: what it needs comes
         before it, and what the step itself needs behind.
         """
-        producer, needs = self.producer, self._needs
         # No operator makes an input, whose producer is -1.
         left = [*repeated, 0]
         repeats: Repeats = []
         for step in self.steps:
             repeats.append([])
-            for reads in (*step.traced, step.reads):
+            for reads in (*step.traced, step.operator.reads):
                 found: dict[int, int] = {}
                 pending = [(s, everyone) for s in reads]
                 while pending:
                     s, plans = pending.pop()
-                    op = producer[s]
+                    op = self.producer[s]
                     plans &= left[op] & ~saved[s]
                     if plans:
                         left[op] ^= plans
                         found[op] = found.get(op, 0) | plans
-                        for needed in needs[op]:
-                            pending.append((needed, plans))
+                        for read in self.operators[op].reads:
+                            pending.append((read, plans))
                 repeats[-1] += sorted(found.items())
         return repeats
 
@@ -428,20 +385,15 @@ class Program:
     ) -> tuple[list[list[int]], list[int]]:
         """The peaks of each plan's steps, and which plans keep each storage."""
         everyone = (1 << count) - 1
-        timeline, repeats = self.rule.backward(self, repeats, saved)
+        timeline = self.timeline(self, saved, is_forward=False)
         timeline.touch(self.returned, everyone)
         for at in reversed(range(len(repeats))):
-            *before, last = self.steps[at].operators
-            timeline.run(last, everyone, at)
+            timeline.run(self.steps[at].operator, everyone, at)
             for op, plans in reversed(repeats[at]):
                 timeline.run(self.operators[op], plans, at)
-            for each in reversed(before):
-                timeline.run(each, everyone, at)
         timeline.moment(0)
         # What is live by then.
-        for s in self.copied:
-            timeline.change(everyone, self.nbytes[s])
-        for s in self.released:
+        for s in self.owned:
             timeline.change(timeline.touched[s], self.nbytes[s])
         kept = [plans & reading for plans, reading in zip(saved, timeline.touched)]
         for s, plans in enumerate(kept):
@@ -456,9 +408,9 @@ class Program:
         something is made of it that is.
         """
         everyone = (1 << count) - 1
-        timeline, operators = self.rule.forward(self, kept)
-        timeline.touch(self.outputs | self.written_back | self.released, everyone)
-        for each in reversed(operators):
+        timeline = self.timeline(self, kept, is_forward=True)
+        timeline.touch(self.outputs | self.written_back | self.owned, everyone)
+        for each in reversed(self.forward):
             plans = everyone if each.is_required else 0
             for s in each.writes:
                 plans |= timeline.touched[s]
@@ -495,28 +447,6 @@ class Program:
         return [node for node in self.values if node in found]
 
 
-def lower_bound(program: Program) -> int:
-    """Bytes that no plan's peak is below, operator by operator.
-
-    Single operators of the backward need as much in any case, and so does a forward
-    that keeps nothing.
-    """
-    nothing = [0] * len(program.nbytes)
-    timeline = Timeline(program, [*nothing], nothing)
-    for step in reversed(program.steps):
-        for each in reversed(step.operators):
-            made = {s for s in each.reads if program.producer[s] >= 0}
-            beside = program.size(made - program.outputs)
-            own = tuple(s for s in each.reads if s not in made)
-            timeline.change(1, -beside)
-            timeline.run(each._replace(reads=own), 1, 0)
-            timeline.change(1, beside)
-    timeline.moment(0)
-    timeline.change(1, program.size(program.copied))
-    ((backward,),) = timeline.peaks(1, program.held_by_caller)
-    return max(backward, *program.forward_peaks(nothing, 1))
-
-
 # --------------------------------------------------------------------- reading
 
 
@@ -547,8 +477,17 @@ def read(
             producer[s] = op
     first_use, last_use = _live_ranges(forward, len(nbytes))
     end = Operator(output, storages.read_by(gradients), (), 0, False)
+    calls = [*storages.calls, end]
+    owned = storages.copied.intersection(s for each in calls for s in each.reads)
+    # A copy that nothing reads stays to the end.
+    unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-    overwritten = _overwritten(output)
+    # The inputs that the forward or its caller overwrites, by the place of the result.
+    overwritten = {
+        at: description.mutated_input
+        for at, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, InputMutationAOTOutput)
+    }
     outputs: set[int] = set()
     written_back: set[int] = set()
     for at, node in enumerate(results[:num_fwd_outputs]):
@@ -565,12 +504,12 @@ def read(
         operators,
         _choose_what_to_repeat(operators, storages, required, overwritten.values()),
         forward,
-        _steps([*storages.calls, end], backward, producer, storages.copied),
+        _steps(calls, backward),
         outputs,
         written_back - outputs,
         tangents,
-        storages.tangent_bytes,
-        storages.copied,
+        storages.tangent_bytes + unread,
+        frozenset(owned),
         required,
         gradients,
     )
@@ -645,18 +584,14 @@ class _Storages:
         has, so has the tangent that the graph was traced with, and AOTAutograd copies
         what it is given into such a one.
         """
-        number = self.number
-        elements = number(tangent.numel())
-        spans = (
-            (number(size) - 1) * number(stride)
-            for size, stride in zip(tangent.shape, tangent.stride())
-        )
-        extent = 1 + sum(spans)
+        shape, strides = tangent.shape, tangent.stride()
+        length = self.number(compute_required_storage_length(shape, strides, 0))
+        elements = self.number(tangent.numel())
         self.tangent_bytes += elements * tangent.itemsize
-        for s in storages:
-            if extent > elements > 0:
-                self.nbytes[s] = extent * tangent.itemsize
-                self.copied.add(s)
+        if length > elements:
+            self.copied.update(storages)
+            for s in storages:
+                self.nbytes[s] = length * tangent.itemsize
 
     def _number(
         self, node: fx.Node, value: Any, reads: tuple[int, ...]
@@ -701,36 +636,10 @@ def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[i
     return first, last
 
 
-def _overwritten(output: fx.Node) -> dict[int, Any]:
-    """The inputs that the forward or its caller overwrites, by the place of the result."""
-    return {
-        at: description.mutated_input
-        for at, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, InputMutationAOTOutput)
-    }
-
-
-def _steps(
-    calls: list[Operator],
-    backward: set[fx.Node],
-    producer: list[int],
-    copied: set[int],
-) -> list[Step]:
+def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[Step]:
     """The steps of a backward; the last of ``calls`` is the output."""
-    backward = {*backward, calls[-1].node}
-    own = [each for each in calls if each.node in backward]
-    made_here = {s for each in own for s in each.writes} | copied
-    # Of each input, the operator that reads it last.
-    last_reads = {
-        s: each.node
-        for each in own
-        for s in each.reads
-        if producer[s] < 0 and s not in made_here
-    }
-    ends = {*last_reads.values(), calls[-1].node}
     steps: list[Step] = []
     traced: list[tuple[int, ...]] = []
-    operators: list[Operator] = []
     started = False
     for each in calls:
         node = each.node
@@ -738,16 +647,12 @@ def _steps(
             read.op == "placeholder" and read in backward
             for read in node.all_input_nodes
         )
-        made = tuple(s for s in each.reads if producer[s] >= 0)
-        if node in backward:
-            operators.append(each)
-            if made or traced or node in ends:
-                steps.append(Step(tuple(traced), made, tuple(operators)))
-                traced.clear()
-                operators.clear()
-        elif started and not each.is_required and (each.writes or made):
+        if node in backward or node.op == "output":
+            steps.append(Step(each, tuple(traced)))
+            traced.clear()
+        elif started and not each.is_required:
             # A view has its place as well: what it is of comes before it.
-            traced.append(each.writes or made)
+            traced.append(each.writes or each.reads)
     return steps
 
 
@@ -794,13 +699,12 @@ def _choose_what_to_repeat(
     }
 
     def runs_once(each: Operator) -> bool:
+        # An input that the forward overwrites is another one in the backward.
+        is_stale = not mutated.isdisjoint(each.reads)
         return (
             must_run_once(each.node)
             or _is_mutable(each.node)
-            # An input that the forward overwrites is another one in the backward.
-            or not (
-                mutated.isdisjoint(each.reads) or _only_updates_statistics(each.node)
-            )
+            or (is_stale and not _only_updates_statistics(each.node))
         )
 
     return [not each.is_required or not runs_once(each) for each in operators]
@@ -811,7 +715,7 @@ def _prefer_small_results(program: Program) -> None:
 
     That is dropout's mask, where the random numbers have no other use.
     """
-    needed = {s for step in program.steps for s in step.reads}
+    needed = {s for step in program.steps for s in step.operator.reads}
     readers: list[set[int]] = [set() for _ in program.nbytes]
     for op, each in enumerate(program.operators):
         for s in each.reads:
@@ -846,13 +750,10 @@ def _is_mutable(node: fx.Node) -> bool:
 
 def _only_updates_statistics(node: fx.Node) -> bool:
     """Whether a node is a batch norm in training, whose result is that of the batch."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    name = str(node.target)
+    if not isinstance(node.target, torch._ops.OpOverload) or "batch_norm" not in name:
         return False
-    name = str(target)
-    if "batch_norm_with_update" in name:
-        return True
-    return "batch_norm" in name and any(
+    return "batch_norm_with_update" in name or any(
         argument.name in ("training", "train") and value is True
-        for argument, value in zip(target._schema.arguments, node.args)
+        for argument, value in zip(node.target._schema.arguments, node.args)
     )

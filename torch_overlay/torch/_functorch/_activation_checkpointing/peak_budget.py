@@ -57,12 +57,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Curve",
-    "GraphPeaks",
     "PeakBytes",
     "PlannedPeak",
     "Plans",
     "allowed_peak",
-    "build_curve",
     "find_plans",
     "model_of",
     "rerun_costs",
@@ -110,22 +108,17 @@ def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
 
 
 class Curve:
-    """Of ``plans``, those that no other beats in both peak and cost, by rising peak.
+    """Of a model's plans, those that no other beats in both peak and cost.
 
-    ``fastest`` is the plan of budget 1.  By the share ``margin``, a peak may turn out
-    higher than planned.
+    They come by rising peak; ``fastest`` is that of budget 1.  By the share ``margin``, a
+    peak may turn out higher than planned.
     """
 
-    def __init__(
-        self,
-        plans: Iterable[PlannedPeak],
-        fastest: PlannedPeak,
-        margin: float = 0.0,
-    ) -> None:
-        self.fastest = fastest
-        self.margin = margin
-        found = sorted(plans, key=lambda plan: sorted(plan.storages))
-        self.plans = [found[i] for i in undominated([plan[:2] for plan in found])]
+    def __init__(self, found: Plans, margin: float = 0.0) -> None:
+        self.model, self.margin = found.graph, margin
+        self.fastest, *_ = found.found.values()
+        plans = sorted(found.found.values(), key=lambda plan: sorted(plan.storages))
+        self.plans = [plans[i] for i in undominated([plan[:2] for plan in plans])]
 
     @property
     def floor(self) -> int:
@@ -172,49 +165,34 @@ class PeakBytes:
         Warns where the lowest found is above the limit.  Raises as :func:`.liveness.read`
         does.
         """
-        plans = GraphPeaks(self, graph)
-        decision = plans.decision(graph, plans.curve.within(plans.allowed))
+        curve = self.curve(graph)
+        decision = self.decision(graph, curve, curve.within(self.allowed(curve)))
         if decision.peak is not None:
             decision.peak.warn_if_over()
         return decision
 
+    def curve(self, graph: Planner) -> Curve:
+        """The plans of a graph, for any number of budgets."""
+        cheapest, expensive = graph.cheapest_cut()
+        asked = cheapest, expensive, graph.fastest(), self.calls
+        return Curve(find_plans(model_of(graph), *asked), self.margin * graph.fused)
 
-class GraphPeaks:
-    """The plans of a graph, and the peak in bytes that a request allows it."""
+    def allowed(self, curve: Curve) -> int:
+        """The bytes that are allowed of what these plans can reach."""
+        return curve.allowed(self.budget) if self.limit is None else self.limit
 
-    def __init__(self, asked: PeakBytes, graph: Planner) -> None:
-        self._asked = asked
-        self._fastest = graph.fastest()
-        self._model, self.curve = build_curve(
-            graph, self._fastest, asked.calls, asked.margin
-        )
-        limit = asked.limit
-        self.allowed = self.curve.allowed(asked.budget) if limit is None else limit
-
-    def decision(self, graph: Planner, plan: PlannedPeak) -> Decision:
+    def decision(self, graph: Planner, curve: Curve, plan: PlannedPeak) -> Decision:
         """What one of the plans means for the graph."""
-        saved = self._fastest
-        # Kernels also depend on the nodes that keep a storage, operators do not.
-        if not graph.fused or plan is not self.curve.fastest:
-            evaluation = self._model.evaluate(plan.storages)
-            saved = self._model.saved_values(evaluation.saved)
-        floor, fastest = self.curve.floor, self.curve.fastest.peak
-        peak = Peak(self.allowed, plan.peak, floor, fastest, graph.fused)
+        if graph.fused and plan is curve.fastest:
+            # Kernels also depend on the nodes that keep a storage, operators do not.
+            saved = graph.fastest()
+        else:
+            saved = curve.model.saved_values(curve.model.evaluate(plan.storages).saved)
+        peak = Peak(
+            self.allowed(curve), plan.peak, curve.floor, curve.fastest.peak, graph.fused
+        )
         kept = graph.kept_bytes(saved)
-        return Decision(saved, self._asked.budget, "peak", kept, peak=peak)
-
-
-def build_curve(
-    graph: Planner, fastest: Sequence[fx.Node], calls: int = 1, margin: float = 0.0
-) -> tuple[Program, Curve]:
-    """The model of a joint graph and the curve of its plans, for any number of budgets.
-
-    ``fastest`` is what the plan of budget 1 saves; the others are as in `PeakBytes`.
-    """
-    model = model_of(graph)
-    cheapest, expensive = graph.cheapest_cut()
-    plans = find_plans(model, cheapest, expensive, fastest, calls)
-    return model, plans.curve(margin if graph.fused else 0)
+        return Decision(saved, self.budget, "peak", kept, peak=peak)
 
 
 def model_of(graph: Planner) -> Program:
@@ -295,11 +273,6 @@ class Plans:
         self.expensive = [op for op, each in enumerate(cost) if each]
         self.found: dict[frozenset[int], PlannedPeak] = {}
         self.evaluations: dict[frozenset[int], Evaluation] = {}
-
-    def curve(self, margin: float = 0.0) -> Curve:
-        """The plans that trade peak for recomputation best."""
-        found = self.found.values()
-        return Curve(found, next(iter(found)), margin)
 
     def evaluate(
         self, choices: Iterable[frozenset[int]]
@@ -447,10 +420,8 @@ class _Chain:
         where: list[int] = []
         latest = -1
         for step in reversed(graph.steps):
-            births = [
-                graph.first_use[s] for s in step.reads if graph.nbytes[s] >= large
-            ]
-            latest = max(latest, *births, -1)
+            reads = (s for s in step.operator.reads if graph.nbytes[s] >= large)
+            latest = max(latest, *(graph.first_use[s] for s in reads), -1)
             where.append(latest)
         return where
 
