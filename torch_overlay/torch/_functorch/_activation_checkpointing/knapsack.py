@@ -32,7 +32,6 @@ programming's table would have them, so the true ones may add up to more than
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections import defaultdict
 from operator import itemgetter

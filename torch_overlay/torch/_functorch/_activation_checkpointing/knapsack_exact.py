@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 # About two CPU seconds; real graphs need some thousands.
-DEFAULT_MAX_STATES = 1 << 20
+MAX_STATES = 1 << 20
 
 # One state in so many is completed greedily, by at most so many classes.
 _SAMPLED, _COMPLETED = 8, 512
@@ -75,7 +75,7 @@ def solve_knapsack(
     runtime: Sequence[float],
     max_memory: float,
     *,
-    max_states: int = DEFAULT_MAX_STATES,
+    max_states: int = MAX_STATES,
 ) -> KnapsackSolution:
     """Solve one 0-1 knapsack exactly.
 
@@ -128,9 +128,7 @@ class _Items:
         self.weights, self.size_unit = exact_integers([size for size, _ in kinds])
         self.values, self.value_unit = exact_integers([each for _, each in kinds])
 
-    def solve(
-        self, budget: float, max_states: int = DEFAULT_MAX_STATES
-    ) -> KnapsackSolution:
+    def solve(self, budget: float, max_states: int = MAX_STATES) -> KnapsackSolution:
         """Return the solution for one checked budget."""
         if self.weight <= budget:
             return self._solution(self.worthy)
@@ -153,11 +151,9 @@ class _Items:
         self, saved: list[int], bound: Optional[float] = None
     ) -> KnapsackSolution:
         """Describe a set that is optimal, or else not worth more than the bound."""
-        value, saved, recomputable = solution_of(self.runtime, saved)
+        value, saved, left = solution_of(self.runtime, saved)
         weight, upper_bound = total(self.memory, saved), max(value, bound or 0)
-        return KnapsackSolution(
-            value, saved, recomputable, weight, upper_bound, proven=bound is None
-        )
+        return KnapsackSolution(value, saved, left, weight, upper_bound, bound is None)
 
 
 class _Change(NamedTuple):
@@ -195,27 +191,27 @@ class _Search:
     ) -> None:
         numbers = [min(n, capacity // weight) for n, weight in zip(counts, weights)]
         self.greedy = []
-        self.price, self.scale = 0, 1
+        price, scale = 0, 1
         left = capacity
         for weight, value, number in zip(weights, values, numbers):
             taken = min(number, left // weight)
             self.greedy.append(taken)
             left -= taken * weight
-            if taken < number and not self.price:
-                self.price, self.scale = value, weight
+            if taken < number and not price:
+                price, scale = value, weight
         gains = [
-            value * self.scale - self.price * weight
-            for value, weight in zip(values, weights)
+            value * scale - price * weight for value, weight in zip(values, weights)
         ]
         # At the price itself all numbers of copies are as good.
         self.base = [
             number if gain > 0 else 0 if gain else taken
             for gain, number, taken in zip(gains, numbers, self.greedy)
         ]
+        self.price, self.scale = price, scale
         self.room = capacity - sum(map(mul, weights, self.base))
-        self.bound = self.price * capacity + sum(map(mul, gains, self.base))
-        worth = self.scale * sum(map(mul, values, self.greedy))
-        self.limit = self.bound - worth - self.scale
+        self.bound = price * capacity + sum(map(mul, gains, self.base))
+        worth = scale * sum(map(mul, values, self.greedy))
+        self.limit = self.bound - worth - scale
         self.best: Any = None
         self.states: dict[int, tuple[int, Any]] = {0: (0, None)}
         self.undecided = [
@@ -339,9 +335,8 @@ class _Search:
         """Complete a state greedily; a better solution lowers the limit."""
         loss, history = self.states[weight]
         room = self.room - weight
-        order = self.undecided[:_COMPLETED]
         for is_removal in (True, False):
-            for c, each, more, most in order:
+            for c, each, more, most in self.undecided[:_COMPLETED]:
                 if room < 0 > each if is_removal else 0 < each <= room:
                     copies = min(most, -(-room // each) if is_removal else room // each)
                     room -= copies * each
