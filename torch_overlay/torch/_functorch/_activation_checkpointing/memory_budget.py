@@ -31,7 +31,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch.utils._ordered_set import OrderedSet
 
-from .budget_curve import write_budget_curve
+from .budget_curve import plot_budgets
 from .budget_solver import ask_solver, Item, KNEE, lightest
 from .decision import Decision, Knapsack, Range
 from .liveness import CannotPlan, Program, read
@@ -178,7 +178,7 @@ def decide(graph: Planner, budget: float) -> Decision:
     if plan.knapsack is not None and config.visualize_memory_budget_pareto:
         # A knee is one of the exact solver's plans.
         others = "exact" if solver == KNEE else solver
-        write_budget_curve(plan, lambda budget: _within(graph, budget, others))
+        plot_budgets(plan, lambda budget: _within(graph, budget, others))
     if plan.limits is not None:
         allowed = plan.limits.allowed(budget)
         if plan.activation_bytes > allowed:
@@ -334,9 +334,7 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     return replace(
         graph.saving(values, budget, "knapsack"),
         limits=limits,
-        knapsack=Knapsack(
-            name, budget, limits.capacity(budget), memory, runtimes, saved
-        ),
+        knapsack=Knapsack(name, memory, runtimes, saved),
         items=[item.node for item in items],
     )
 
