@@ -20,9 +20,9 @@ divides by zero on items without size, ilp drops items that the solver returns
 as 0.9999999, and dp's float32 table absorbs small runtimes beside large ones.
 
 The solvers are written anew under their old names and signatures. Both dynamic
-programs are the exact solver on sizes rounded as dp rounds them: no table is left
-that would have to be split. KNAPSACK_SOLVERS names the solvers that a config string
-may select.
+programs are the exact solver on sizes rounded as dp rounds them, and ilp is the exact
+solver: no table is left that would have to be split, and no scipy that has to be
+there. KNAPSACK_SOLVERS names the solvers that a config string may select.
 """,
     trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
     test="test/functorch/test_ac_knapsack_solvers.py",
@@ -30,7 +30,7 @@ may select.
         KNAPSACK,
         "test/functorch/test_ac_knapsack_hirschberg.py",
     ),
-    landed=((KNAPSACK, "def dp_knapsack_sliding_hirschberg("),),
+    landed=((KNAPSACK, "dp_knapsack_sliding_hirschberg"),),
     faults=(
         Fault(
             "#197871: every split hands out one unit too many",
