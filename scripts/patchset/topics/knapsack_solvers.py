@@ -30,7 +30,7 @@ there. KNAPSACK_SOLVERS names the solvers that a config string may select.
         KNAPSACK,
         "test/functorch/test_ac_knapsack_hirschberg.py",
     ),
-    landed=((KNAPSACK, "dp_knapsack_sliding_hirschberg"),),
+    landed=((KNAPSACK, "def dp_knapsack_sliding_hirschberg("),),
     faults=(
         Fault(
             "#197871: every split hands out one unit too many",
