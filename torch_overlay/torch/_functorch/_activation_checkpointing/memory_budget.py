@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional, TYPE_CHECKING
 
@@ -259,29 +260,23 @@ def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item
     except CannotPlan:
         return items
     runs = dict(zip(model.nodes, repeated))
-    left = [item for item in items if not runs.get(item.node)]
-    # Values that an item needs both of belong together.
-    groups: list[tuple[int, list[Item]]] = []
+    # Those that the same values are kept for belong together.
+    groups = defaultdict(list)
     for item in items:
-        mask, group = runs.get(item.node, 0), [item]
-        for other in [other for other in groups if other[0] & mask]:
-            groups.remove(other)
-            mask |= other[0]
-            group = other[1] + group
-        if mask:
-            groups.append((mask, group))
-    for mask, group in groups:
+        groups[runs.get(item.node, 0)].append(item)
+    joined = groups.pop(0, [])
+    for mask, group in groups.items():
         kept = [s for value, s in enumerate(values) if mask >> value & 1]
         nbytes = model.size(kept)
         least = min(item.nbytes for item in group)
         if nbytes > least or (len(group) == 1 and nbytes == least):
-            left += group
+            joined += group
             continue
         largest = max(kept, key=model.nbytes.__getitem__)
         node = model.saved_as[largest] or group[0].node
         ops = {op: runtime for item in group for op, runtime in item.ops.items()}
-        left.append(Item(node, ops, frozenset(kept), nbytes))
-    return left
+        joined.append(Item(node, ops, frozenset(kept), nbytes))
+    return joined
 
 
 def solve(graph: Planner, budget: float, solver: Any) -> Decision:
