@@ -487,15 +487,14 @@ class TestCurve(TestCase):
 
     def test_points_are_what_their_budgets_give(self):
         asked = self.joint.plan(0.3)
+        runtimes = asked.knapsack.runtimes
         points = budget_curve.curve(asked, self.joint.plan)
-        self.assertGreater(len(points), 10)
-        for p in [*points[::12], points[-2], points[-1]]:
-            plan = self.joint.plan(p.budget)
-            self.assertEqual(p.saved_bytes, plan.activation_bytes)
-        runtimes = [p.recomputed_runtime for p in points]
-        self.assertEqual(runtimes, sorted(runtimes, reverse=True))
-        self.assertEqual(points[0].saved_bytes, asked.limits.low)
-        self.assertEqual(points[-1][1:], (asked.limits.high, 0))
+        again = [runtime for _, runtime in points]
+        self.assertGreater(len(set(again)), 10)
+        self.assertEqual(again, sorted(again, reverse=True))
+        self.assertEqual((again[0], again[-1]), (sum(runtimes), 0))
+        saved = sum(runtimes[i] for i in asked.knapsack.saved)
+        self.assertIn((0.3, sum(runtimes) - saved), points)
 
     @parametrize("solver", ["exact", KNEE])
     @unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs matplotlib")

@@ -312,19 +312,14 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     by_cut, by_items = model.evaluate_all([model.storages(cut), alone])
 
     def runtime(plan: Evaluation) -> float:
-        runs = {
-            node
-            for node, repeated in zip(model.nodes, plan.repeated)
-            if repeated & plan.bit
-        }
+        repeats = zip(model.nodes, plan.repeated)
+        runs = {node for node, repeated in repeats if repeated & plan.bit}
         ops = (each for item in items for each in item.ops.items())
         return math.fsum(cost for node, cost in ops if node in runs)
 
-    def is_over(values: list[fx.Node]) -> bool:
-        return graph.kept_bytes(values) > limits.allowed(budget)
-
     values = model.saved_values(by_items.saved)
-    if not is_over(cut) and (runtime(by_cut) <= runtime(by_items) or is_over(values)):
+    fit = [graph.kept_bytes(v) <= limits.allowed(budget) for v in (cut, values)]
+    if fit[0] and (runtime(by_cut) <= runtime(by_items) or not fit[1]):
         values = cut
     return replace(
         graph.saving(values, budget, "knapsack"),
