@@ -149,9 +149,9 @@ class TestSavedReport(TestCase):
             self.assertIn(words, text)
         # A solver is not always asked.
         self.run_chain(0.0)
-        self.assertIn("budget 0: saves inputs and what must not", printed())
+        self.assertIn("chosen by:  budget 0\n", printed())
         self.run_chain(0.999)
-        self.assertIn("within the budget, no solver asked", printed())
+        self.assertIn("chosen by:  min cut\n", printed())
 
     def test_budget_zero_tells_what_it_had_to_save(self):
         """A mask of dropout must not be drawn twice, so it is saved at any budget."""

@@ -40,15 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
 
-# What decided, in words; a knapsack has more to say.
-_CHOSEN_BY = {
-    "budget 0": "budget 0: saves inputs and what must not run twice, no solver asked",
-    "min cut": "a min cut that is within the budget, no solver asked",
-    "peak": "peak planner: cheapest plan found within the bound",
-    "step": "step budget: one plan of this graph for a whole training step",
-    "upstream": "upstream's planner, as no other plan could be made",
-}
-
 # Where a forward has its plan until it is compiled.
 _PLAN = "activation_memory_plan"
 
@@ -106,22 +97,22 @@ class Plan(Decision):
         lines = [
             f"graph:      {self.graph}",
             f"budget:     {self.budget:g} asked, {used} used",
-            f"chosen by:  {_CHOSEN_BY.get(self.decided_by)}",
+            f"chosen by:  {self.decided_by}",
         ]
         if self.limits is not None:
             low, high = map(format_bytes, self.limits)
             lines[1] += f" (0: {low}, 1: {high})"
         if (solved := self.knapsack) is not None:
             count = f"{len(solved.saved)} of {len(solved.memory)}"
-            lines[2] = f"chosen by:  knapsack by {solved.solver}: {count} items saved"
+            lines[2] += f" by {solved.solver}: {count} items saved"
         if (peak := self.peak) is not None:
             how = "by inductor's kernels" if peak.fused else "operator by operator"
             how = "as compiled" if peak.compiled else how
             allowed, predicted, floor, fastest = map(format_bytes, peak[:4])
-            lines += [
+            lines.append(
                 f"peak:       {predicted} {how}, {allowed} allowed (floor: {floor}, "
                 f"budget 1: {fastest})"
-            ]
+            )
         inputs = [value.nbytes for value in self.saved if value.why == "input"]
         lines += [
             f"saved:      {len(self.saved)} values, {format_bytes(self.saved_bytes)} "
