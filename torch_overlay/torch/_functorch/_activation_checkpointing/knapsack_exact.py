@@ -140,8 +140,7 @@ class _Items:
         saved = sorted([*self.free, *chosen])
         if proven:
             return self._solution(saved)
-        order = by_density(self.memory, self.runtime)
-        greedy = sorted(fill(order, self.memory, budget))
+        greedy = fill(by_density(self.memory, self.runtime), self.memory, budget)
         saved = max(saved, greedy, key=lambda each: total(self.runtime, each))
         bound = search.bound // search.scale * self.value_unit
         bound += sum(Fraction(self.runtime[i]) for i in self.free)
