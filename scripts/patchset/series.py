@@ -15,7 +15,6 @@ TOPICS = (
     "knapsack_solvers",
     "solver_by_name",
     "cache_key",
-    "min_cut",
     "random_ops",
     "memory_budget",
     "saved_report",

@@ -18,8 +18,8 @@ default alone, so that it can be left out.
 -activation_memory_budget_solver = "dp"
 +# The solver that picks what is saved: "exact" (optimal on the true sizes and never
 +# over the budget), "dp" (optimal on sizes rounded to 1/10000 of the range),
-+# "dp_knapsack_sliding_hirschberg" (another name of "dp"), "greedy", or "ilp" (needs
-+# scipy).
++# "dp_knapsack_sliding_hirschberg" (another name of "dp"), "greedy", or "ilp" (another
++# name of "exact").
 +activation_memory_budget_solver = "exact"
 """),
     since=(2, 6),

@@ -16,8 +16,9 @@ items without size, ilp drops items that the solver returns as 0.9999999, and dp
 float32 table absorbs small runtimes beside large ones.
 
 The solvers are written anew under their old names and signatures. Both dynamic
-programs are one, with a row in float64 and a bit for each decision: nothing has to be
-split. KNAPSACK_SOLVERS names the solvers that a config string may select.
+programs are the exact solver on sizes rounded as dp rounds them, and ilp is the exact
+solver: no table is left that would have to be split, and no scipy that has to be
+there. KNAPSACK_SOLVERS names the solvers that a config string may select.
 """,
     trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
     test="test/functorch/test_ac_knapsack_solvers.py",

@@ -65,7 +65,6 @@ WRONG = {
     "activation_memory_peak_bytes": (0, -1, 1.5, "1GB", True, math.nan),
     "activation_memory_peak_margin": (-0.1, math.nan, "5%", None, 1, True, 10**30),
     "activation_memory_graph_calls": ("2", math.nan, 0, -1, 1.5, True, 10**30),
-    "drop_unread_arguments": ("no", None, 1),
 }
 
 

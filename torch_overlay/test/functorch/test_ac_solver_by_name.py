@@ -1,7 +1,6 @@
 # Owner(s): ["module: functorch"]
 """The partitioner finds every solver of the knapsack module by its name."""
 
-import importlib.util
 from unittest.mock import patch
 
 import torch
@@ -28,8 +27,6 @@ def compile_chain(solver):
 class TestSolverByName(TestCase):
     def test_a_name_reaches_its_solver(self):
         for name, solver in list(KNAPSACK_SOLVERS.items()):
-            if name == "ilp" and importlib.util.find_spec("scipy") is None:
-                continue
             asked = []
 
             def spy(*args, name=name, solver=solver, asked=asked):

@@ -10,7 +10,6 @@ import inspect
 import logging
 import math
 import operator
-from collections import Counter
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch.utils._mode_utils import no_dispatch
@@ -39,9 +38,6 @@ _TAKE_BYTES = ("exact", "greedy", "ilp")
 
 # Plans whose recomputed runtimes differ by less are as fast, by any estimator.
 _NOISE = 1e-3
-
-# A solver that adds sizes one by one may be off by as much and mean no harm.
-_SUM_SLACK = 1e-9
 
 # Capacities that the knee search compares, up to the one asked.
 _KNEE_STEPS = 100
@@ -75,8 +71,7 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
 
     ``solver`` is a name, or one of the user's own, called as ``CustomKnapsackSolver``
     documents it, with the runtimes as well where it has a parameter of that name.  Its two
-    lists have to name every item once.  It may have reasons to save more than the budget,
-    but not without a warning.  Raises WrongAnswer for any other answer.
+    lists have to name every item once.  Raises WrongAnswer for any other answer.
     """
     limits = graph.limits
     memory: Any = [item.nbytes for item in graph.items]
@@ -91,45 +86,22 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
         share = limits.size(capacity + 0.5)
         if isinstance(solver, str):
             return KNAPSACK_SOLVERS[solver](memory, runtimes, share)[1]
-        more = {"runtimes": runtimes} if _takes_runtimes(solver) else {}
         nodes = [item.node for item in graph.items]
-        answer = solver(memory, graph.joint, share, graph.info, nodes, **more)
-    name = type(solver).__qualname__
-    saved = _checked(answer, len(memory), name)
-    weight = math.fsum(memory[i] for i in saved)
-    if weight > share * (1 + _SUM_SLACK):
-        log.warning(
-            "%s saves %.6g of the activations, more than the budget of %.6g",
-            name,
-            weight,
-            share,
-        )
-    return saved
-
-
-def _takes_runtimes(solver: Any) -> bool:
+        asked = memory, graph.joint, share, graph.info, nodes
+        if "runtimes" in inspect.signature(solver).parameters:
+            answer = solver(*asked, runtimes=runtimes)
+        else:
+            answer = solver(*asked)
     try:
-        return "runtimes" in inspect.signature(solver).parameters
-    except ValueError:  # Written in C, and silent about its parameters.
-        return False
-
-
-def _checked(answer: Any, items: int, name: str) -> list[int]:
-    """The first of two lists that name each item once, ascending."""
-    try:
-        saved, recomputable = (sorted(map(operator.index, part)) for part in answer)
-    except (TypeError, ValueError) as error:
+        saved, again = (sorted(map(operator.index, part)) for part in answer)
+    except (TypeError, ValueError):
+        saved = again = []
+    if sorted(saved + again) != [*range(len(memory))]:
         raise WrongAnswer(
-            f"{name} must return two lists of indices, those to save and those to "
-            f"recompute, not {answer!r}"
-        ) from error
-    named = Counter(saved + recomputable)
-    for index in sorted({*named, *range(items)}):
-        if named[index] != 1 or not 0 <= index < items:
-            raise WrongAnswer(
-                f"{name} names item {index} {named[index]} times: each of the {items} "
-                "items, from 0 on, has to be named once"
-            )
+            f"{type(solver).__qualname__} must return two lists of indices, those to save "
+            f"and those to recompute, which name each of {len(memory)} items once, not "
+            f"{answer!r}"
+        )
     return saved
 
 
@@ -154,29 +126,20 @@ def knee(
     """What is saved at the knee of runtime against memory, up to a capacity.
 
     Of 100 capacities at even distances, the smallest whose exact solution is nearest to
-    the origin, with the bytes saved and the runtime recomputed both scaled to [0, 1];
-    the one asked where all solutions have the same of either.
+    the origin, with the bytes saved and the runtime recomputed both scaled to [0, 1].
     """
     capacities = [capacity * k // _KNEE_STEPS for k in range(1, _KNEE_STEPS + 1)]
     solved = solve_knapsack_budgets(memory, runtimes, capacities)
-    saved = [solution.weight for solution in solved]
-    recomputed = [math.fsum(runtimes) - solution.value for solution in solved]
-    distances = list(map(math.hypot, _scaled(saved), _scaled(recomputed)))
-    at = distances.index(min(distances)) if distances else _KNEE_STEPS - 1
-    log.warning(
-        "%s took budget %g of the %g asked, %s: it saves %.1f%% of the items' memory "
-        "and recomputes %.1f%% of their runtime",
-        KNEE,
-        limits.size(capacities[at]),
-        limits.size(capacity),
-        "the knee" if distances else "as there is no knee",
-        100 * saved[at] / sum(memory),
-        100 * recomputed[at] / math.fsum(runtimes),
-    )
+    saved = _scaled([solution.weight for solution in solved])
+    recomputed = _scaled([-solution.value for solution in solved])
+    distances = list(map(math.hypot, saved, recomputed))
+    at = distances.index(min(distances))
+    taken, asked = limits.size(capacities[at]), limits.size(capacity)
+    log.warning("%s took budget %g of the %g asked, the knee", KNEE, taken, asked)
     return solved[at].saved
 
 
 def _scaled(values: Sequence[float]) -> list[float]:
-    """``values`` on [0, 1], or nothing where they are all the same."""
+    """``values`` on [0, 1]."""
     low, high = min(values), max(values)
-    return [(v - low) / (high - low) for v in values] if low < high else []
+    return [(value - low) / ((high - low) or 1) for value in values]

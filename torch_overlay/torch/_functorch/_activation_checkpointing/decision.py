@@ -56,8 +56,6 @@ class Knapsack:
     """What a solver was asked, in bytes, and the items it saved."""
 
     solver: str
-    budget: float
-    capacity: int
     memory: list[int]
     runtimes: list[float]
     saved: list[int]

@@ -8,9 +8,9 @@ Sizes of one graph span nine orders of magnitude, too many for a table, but laye
 repeat: hundreds of activations are copies of 5 to 60 (size, runtime) pairs.
 
 1. Equal items become classes, and floats integers, without loss.
-2. :func:`relax` gives Dantzig's bound.  Every copy that differs from the set that
-   attains it costs a known *loss*, and losses add up.  A solution better than the best
-   one known has a loss of at most a ``limit``.
+2. Every copy that differs from the set that attains Dantzig's bound costs a known
+   *loss*, and losses add up.  A solution better than the best one known has a loss of
+   at most a ``limit``.
 3. :class:`_Search` enumerates Pareto states (change of weight, loss) in the manner
    of Nemhauser and Ullmann, "Discrete Dynamic Programming and Capital Allocation",
    1969.  Each is pruned by the least loss that any completion must add.
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 # About two CPU seconds; real graphs need some thousands.
-DEFAULT_MAX_STATES = 1 << 20
+MAX_STATES = 1 << 20
 
 # One state in so many is completed greedily, by at most so many classes.
 _SAMPLED, _COMPLETED = 8, 512
@@ -75,7 +75,7 @@ def solve_knapsack(
     runtime: Sequence[float],
     max_memory: float,
     *,
-    max_states: int = DEFAULT_MAX_STATES,
+    max_states: int = MAX_STATES,
 ) -> KnapsackSolution:
     """Solve one 0-1 knapsack exactly.
 
@@ -91,24 +91,20 @@ def solve_knapsack(
 
 
 def solve_knapsack_budgets(
-    memory: Sequence[float],
-    runtime: Sequence[float],
-    budgets: Iterable[float],
-    *,
-    max_states: int = DEFAULT_MAX_STATES,
+    memory: Sequence[float], runtime: Sequence[float], budgets: Iterable[float]
 ) -> list[KnapsackSolution]:
     """Solve one instance at many budgets; solution ``i`` is for ``budgets[i]``.
 
-    Parameters and errors are those of `solve_knapsack`; ``max_states`` holds per budget.
+    Parameters and errors are those of `solve_knapsack`.
     """
     budgets = [check_budget(budget) for budget in budgets]
     items = _Items(memory, runtime)
-    solution = items.solve(math.inf, max_states)
+    solution = items.solve(math.inf)
     solutions = {}
     for budget in sorted(set(budgets), reverse=True):
         # An optimum that still fits the next budget is optimal there too.
         if not solution.proven or solution.weight > budget:
-            solution = items.solve(budget, max_states)
+            solution = items.solve(budget)
         solutions[budget] = solution
     return [solutions[budget] for budget in budgets]
 
@@ -132,23 +128,21 @@ class _Items:
         self.weights, self.size_unit = exact_integers([size for size, _ in kinds])
         self.values, self.value_unit = exact_integers([each for _, each in kinds])
 
-    def solve(self, budget: float, max_states: int) -> KnapsackSolution:
+    def solve(self, budget: float, max_states: int = MAX_STATES) -> KnapsackSolution:
         """Return the solution for one checked budget."""
         if self.weight <= budget:
             return self._solution(self.worthy)
         capacity = integer_capacity(budget, self.size_unit)
-        relaxation = relax(
-            self.weights, self.values, list(map(len, self.classes)), capacity
-        )
-        copies, proven = _Search(self.weights, relaxation).run(max_states)
+        counts = list(map(len, self.classes))
+        search = _Search(self.weights, self.values, counts, capacity)
+        copies, proven = search.run(max_states)
         chosen = (i for members, n in zip(self.classes, copies) for i in members[:n])
         saved = sorted([*self.free, *chosen])
         if proven:
             return self._solution(saved)
-        order = by_density(self.memory, self.runtime)
-        greedy = sorted(fill(order, self.memory, budget))
+        greedy = fill(by_density(self.memory, self.runtime), self.memory, budget)
         saved = max(saved, greedy, key=lambda each: total(self.runtime, each))
-        bound = relaxation.bound // relaxation.scale * self.value_unit
+        bound = search.bound // search.scale * self.value_unit
         bound += sum(Fraction(self.runtime[i]) for i in self.free)
         return self._solution(saved, math.nextafter(float(bound), math.inf))
 
@@ -156,11 +150,9 @@ class _Items:
         self, saved: list[int], bound: Optional[float] = None
     ) -> KnapsackSolution:
         """Describe a set that is optimal, or else not worth more than the bound."""
-        value, saved, recomputable = solution_of(self.runtime, saved)
+        value, saved, left = solution_of(self.runtime, saved)
         weight, upper_bound = total(self.memory, saved), max(value, bound or 0)
-        return KnapsackSolution(
-            value, saved, recomputable, weight, upper_bound, proven=bound is None
-        )
+        return KnapsackSolution(value, saved, left, weight, upper_bound, bound is None)
 
 
 class _Change(NamedTuple):
@@ -175,6 +167,13 @@ class _Change(NamedTuple):
 class _Search:
     """The search for a set of less loss than the greedy one.
 
+    Class ``c`` has ``counts[c]`` items of one weight and value; classes come by falling
+    density.  Dantzig's bound (Martello and Toth, "Knapsack Problems", 1990, section 2.2)
+    multiplies values by ``scale``, the weight of the first class that does not fit.  No
+    set is worth more than ``bound``, less the loss of every copy that it has more or less
+    than ``base``, less ``price`` for every unit of capacity that it leaves; ``base``
+    leaves ``room`` of them.
+
     ``states`` maps changes of weight, in their order, to the least loss and its history:
     None, or an earlier history, a class and copies.  Of the solutions with a loss of at
     most ``limit``, a best one extends a state by changes in ``undecided``, which are in
@@ -182,16 +181,44 @@ class _Search:
     for greedy; ``work`` counts steps.
     """
 
-    def __init__(self, weights: list[int], relaxation: Relaxation) -> None:
-        self.relaxation = relaxation
-        self.limit = relaxation.gap - relaxation.scale
+    def __init__(
+        self,
+        weights: Sequence[int],
+        values: Sequence[int],
+        counts: Sequence[int],
+        capacity: int,
+    ) -> None:
+        numbers = [min(n, capacity // weight) for n, weight in zip(counts, weights)]
+        self.greedy = []
+        price, scale = 0, 1
+        left = capacity
+        for weight, value, number in zip(weights, values, numbers):
+            taken = min(number, left // weight)
+            self.greedy.append(taken)
+            left -= taken * weight
+            if taken < number and not price:
+                price, scale = value, weight
+        gains = [
+            value * scale - price * weight for value, weight in zip(values, weights)
+        ]
+        # At the price itself all numbers of copies are as good.
+        self.base = [
+            number if gain > 0 else 0 if gain else taken
+            for gain, number, taken in zip(gains, numbers, self.greedy)
+        ]
+        self.price, self.scale = price, scale
+        self.room = capacity - sum(map(mul, weights, self.base))
+        self.bound = price * capacity + sum(map(mul, gains, self.base))
+        worth = scale * sum(map(mul, values, self.greedy))
+        self.limit = self.bound - worth - scale
         self.best: Any = None
         self.states: dict[int, tuple[int, Any]] = {0: (0, None)}
-        columns = zip(weights, relaxation.losses, relaxation.numbers, relaxation.base)
         self.undecided = [
-            _Change(c, sign * weight, loss, most)
-            for c, (weight, loss, number, base) in enumerate(columns)
-            if loss <= self.limit
+            _Change(c, sign * weight, abs(gain), most)
+            for c, (weight, gain, number, base) in enumerate(
+                zip(weights, gains, numbers, self.base)
+            )
+            if abs(gain) <= self.limit
             for sign, most in ((1, number - base), (-1, base))
             if most
         ]
@@ -225,7 +252,7 @@ class _Search:
             for weight in self.states:
                 self._complete(weight)
         history = self.best
-        copies = list(self.relaxation.base if history else self.relaxation.greedy)
+        copies = list(self.base if history else self.greedy)
         while history:
             history, c, change = history
             copies[c] += change
@@ -254,7 +281,7 @@ class _Search:
                 below.append((removed, removal, -weight, -loss))
         # Beyond, it is steeper than for any class, so that the function is convex.
         below.append((removed, removal, 1, -limit - 1))
-        above.append((added, addition, 1, self.relaxation.price))
+        above.append((added, addition, 1, self.price))
         pieces = below[::-1] + above
         self.work += len(pieces)
         return [corner for corner, _, _, _ in pieces[1:]], pieces
@@ -264,7 +291,7 @@ class _Search:
 
         As the completion is convex, the admissible numbers of copies are an interval.
         """
-        limit, room, price = self.limit, self.relaxation.room, self.relaxation.price
+        limit, room, price = self.limit, self.room, self.price
         c, weight, loss, most = change
         corners, pieces = self._completion()
         extended: dict[int, tuple[int, Any]] = {}
@@ -306,18 +333,17 @@ class _Search:
     def _complete(self, weight: int) -> None:
         """Complete a state greedily; a better solution lowers the limit."""
         loss, history = self.states[weight]
-        room = self.relaxation.room - weight
-        order = self.undecided[:_COMPLETED]
+        room = self.room - weight
         for is_removal in (True, False):
-            for c, each, more, most in order:
+            for c, each, more, most in self.undecided[:_COMPLETED]:
                 if room < 0 > each if is_removal else 0 < each <= room:
                     copies = min(most, -(-room // each) if is_removal else room // each)
                     room -= copies * each
                     loss += copies * more
                     history = history, c, copies if each > 0 else -copies
-        loss += self.relaxation.price * room
+        loss += self.price * room
         if room >= 0 and loss <= self.limit:
-            self.limit, self.best = loss - self.relaxation.scale, history
+            self.limit, self.best = loss - self.scale, history
 
 
 # ------------------------------------------------------- what all solvers share
@@ -356,7 +382,8 @@ def solution_of(
 ) -> tuple[float, list[int], list[int]]:
     """What a solver returns that saves these items."""
     saved = sorted(saved)
-    left = sorted({*range(len(runtimes))}.difference(saved))
+    taken = frozenset(saved)
+    left = [index for index in range(len(runtimes)) if index not in taken]
     return total(runtimes, saved), saved, left
 
 
@@ -401,62 +428,3 @@ def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> li
             room -= sizes[index]
             taken.append(index)
     return taken
-
-
-class Relaxation(NamedTuple):
-    """Dantzig's bound, and what it costs to deviate from the set that attains it.
-
-    Amounts of value are multiplied by ``scale``, the weight of the first class in order
-    of density that does not fit.  No set within the capacity is worth more than
-    ``bound``, less ``losses[c]`` for every copy of class ``c`` that it has more or less
-    than ``base``, less ``price`` for every unit of capacity that it leaves.
-    """
-
-    numbers: list[int]  # copies that fit by themselves, at most
-    greedy: list[int]  # copies that the greedy set takes
-    base: list[int]
-    losses: list[int]
-    room: int  # capacity that ``base`` leaves
-    price: int
-    scale: int
-    bound: int
-    gap: int  # between ``bound`` and the greedy set
-
-
-def relax(
-    weights: Sequence[int],
-    values: Sequence[int],
-    counts: Sequence[int],
-    capacity: int,
-) -> Relaxation:
-    """Relax a knapsack of classes: ``counts[c]`` items of one weight and value.
-
-    By falling density.  Martello and Toth, "Knapsack Problems", 1990, section 2.2.
-    """
-    numbers = [min(n, capacity // weight) for n, weight in zip(counts, weights)]
-    greedy = []
-    price, scale = 0, 1
-    left = capacity
-    for weight, value, number in zip(weights, values, numbers):
-        greedy.append(min(number, left // weight))
-        left -= greedy[-1] * weight
-        if greedy[-1] < number and not price:
-            price, scale = value, weight
-    gains = [value * scale - price * weight for value, weight in zip(values, weights)]
-    # At the price itself all numbers of copies are as good.
-    base = [
-        number if gain > 0 else 0 if gain else taken
-        for gain, number, taken in zip(gains, numbers, greedy)
-    ]
-    bound = price * capacity + sum(map(mul, gains, base))
-    return Relaxation(
-        numbers=numbers,
-        greedy=greedy,
-        base=base,
-        losses=list(map(abs, gains)),
-        room=capacity - sum(map(mul, weights, base)),
-        price=price,
-        scale=scale,
-        bound=bound,
-        gap=bound - scale * sum(map(mul, values, greedy)),
-    )

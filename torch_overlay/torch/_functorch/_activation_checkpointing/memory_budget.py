@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional, TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch.utils._ordered_set import OrderedSet
 
-from .budget_curve import write_budget_curve
+from .budget_curve import plot_budgets
 from .budget_solver import ask_solver, Item, KNEE, lightest
 from .decision import Decision, Knapsack, Range
 from .liveness import CannotPlan, Program, read
@@ -178,7 +179,7 @@ def decide(graph: Planner, budget: float) -> Decision:
     if plan.knapsack is not None and config.visualize_memory_budget_pareto:
         # A knee is one of the exact solver's plans.
         others = "exact" if solver == KNEE else solver
-        write_budget_curve(plan, lambda budget: _within(graph, budget, others))
+        plot_budgets(plan, lambda budget: _within(graph, budget, others))
     if plan.limits is not None:
         allowed = plan.limits.allowed(budget)
         if plan.activation_bytes > allowed:
@@ -259,29 +260,23 @@ def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item
     except CannotPlan:
         return items
     runs = dict(zip(model.nodes, repeated))
-    left = [item for item in items if not runs.get(item.node)]
-    # Values that an item needs both of belong together.
-    groups: list[tuple[int, list[Item]]] = []
+    # Those that the same values are kept for belong together.
+    groups = defaultdict(list)
     for item in items:
-        mask, group = runs.get(item.node, 0), [item]
-        for other in [other for other in groups if other[0] & mask]:
-            groups.remove(other)
-            mask |= other[0]
-            group = other[1] + group
-        if mask:
-            groups.append((mask, group))
-    for mask, group in groups:
+        groups[runs.get(item.node, 0)].append(item)
+    joined = groups.pop(0, [])
+    for mask, group in groups.items():
         kept = [s for value, s in enumerate(values) if mask >> value & 1]
         nbytes = model.size(kept)
         least = min(item.nbytes for item in group)
         if nbytes > least or (len(group) == 1 and nbytes == least):
-            left += group
+            joined += group
             continue
         largest = max(kept, key=model.nbytes.__getitem__)
         node = model.saved_as[largest] or group[0].node
         ops = {op: runtime for item in group for op, runtime in item.ops.items()}
-        left.append(Item(node, ops, frozenset(kept), nbytes))
-    return left
+        joined.append(Item(node, ops, frozenset(kept), nbytes))
+    return joined
 
 
 def solve(graph: Planner, budget: float, solver: Any) -> Decision:
@@ -317,26 +312,19 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     by_cut, by_items = model.evaluate_all([model.storages(cut), alone])
 
     def runtime(plan: Evaluation) -> float:
-        runs = {
-            node
-            for node, repeated in zip(model.nodes, plan.repeated)
-            if repeated & plan.bit
-        }
+        repeats = zip(model.nodes, plan.repeated)
+        runs = {node for node, repeated in repeats if repeated & plan.bit}
         ops = (each for item in items for each in item.ops.items())
         return math.fsum(cost for node, cost in ops if node in runs)
 
-    def is_over(values: list[fx.Node]) -> bool:
-        return graph.kept_bytes(values) > limits.allowed(budget)
-
     values = model.saved_values(by_items.saved)
-    if not is_over(cut) and (runtime(by_cut) <= runtime(by_items) or is_over(values)):
+    fit = [graph.kept_bytes(v) <= limits.allowed(budget) for v in (cut, values)]
+    if fit[0] and (runtime(by_cut) <= runtime(by_items) or not fit[1]):
         values = cut
     return replace(
         graph.saving(values, budget, "knapsack"),
         limits=limits,
-        knapsack=Knapsack(
-            name, budget, limits.capacity(budget), memory, runtimes, saved
-        ),
+        knapsack=Knapsack(name, memory, runtimes, saved),
         items=[item.node for item in items],
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from numbers import Real
-from typing import Any, Callable, Optional, Protocol, TYPE_CHECKING
+from typing import Any, Optional, Protocol, TYPE_CHECKING
 
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
@@ -109,66 +109,43 @@ def requested(budget: float) -> Request:
 
 
 def check_budget_options(budget: float) -> None:
-    """Check the budget of a graph and all options of the config.
+    """Check the budget of a graph and the options of the config, whatever they ask for.
 
-    So none is ignored, or turns a budget into another, whichever way a plan is found.
     Raises RuntimeError for the first one that is not valid, with its name, its value, and
     what would be valid.
     """
-    if not is_number(budget, 0, 1):
+    valid = "a number from 0 (save the least) to 1 (run fastest)"
+    _check("budget", budget, is_number(budget, 0, 1), valid)
+    custom: Any
+    for option, names, custom in (
+        ("budget_solver", [*KNAPSACK_SOLVERS, KNEE], CustomKnapsackSolver),
+        ("budget_runtime_estimator", [*RUNTIME_UNITS], CustomRuntimeEstimator),
+        ("budget_target", ["saved", "peak"], ()),
+    ):
+        # A patch of its own brings each of the others.
+        value = getattr(config, f"activation_memory_{option}", names[0])
+        valid = f"one of {', '.join(names)}"
+        if custom:
+            valid += f", or an instance of {custom.__module__}.{custom.__name__}"
+        _check(option, value, isinstance(value, custom) or value in names, valid)
+    for option, most in (("peak_bytes", 2**63), ("graph_calls", 1_000_000)):
+        value = getattr(config, f"activation_memory_{option}", None)
+        is_count = type(value) is int and 1 <= value <= most
+        valid = f"a whole number from 1 to {most:,}, or None"
+        _check(option, value, value is None or is_count, valid)
+    margin = getattr(config, "activation_memory_peak_margin", 0)
+    is_share = is_number(margin, 0, 1) and margin < 1
+    _check("peak_margin", margin, is_share, "a share of the peak, less than 1")
+
+
+def _check(option: str, value: Any, is_valid: bool, valid: str) -> None:
+    if not is_valid:
         raise RuntimeError(
-            f"The activation memory budget is {budget!r}; it must be a number "
-            "from 0 (save the least) to 1 (run fastest)"
+            f"activation_memory_{option} is {value!r}; it must be {valid}"
         )
-    for name, (valid, is_valid) in _options().items():
-        # A patch of its own brings each of them.
-        value = getattr(config, name, None)
-        if hasattr(config, name) and not is_valid(value):
-            raise RuntimeError(f"{name} is {value!r}; it must be {valid}")
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
     """Whether a value is a number, and no bool, between two others."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and low <= value <= high
-
-
-# What an option may be, in words and as a test.
-_Option = tuple[str, Callable[[Any], bool]]
-
-
-def _options() -> dict[str, _Option]:
-    """All options but the budget itself; a solver may be registered at any time."""
-    return {
-        "activation_memory_budget_solver": _one_of(
-            [*KNAPSACK_SOLVERS, KNEE], CustomKnapsackSolver
-        ),
-        "activation_memory_budget_runtime_estimator": _one_of(
-            [*RUNTIME_UNITS], CustomRuntimeEstimator
-        ),
-        "activation_memory_budget_target": _one_of(["saved", "peak"]),
-        "activation_memory_peak_bytes": _count_or_none("bytes", 2**63),
-        "activation_memory_peak_margin": (
-            "a share of the peak, from 0 to less than 1",
-            lambda value: is_number(value, 0, 1) and value < 1,
-        ),
-        "activation_memory_graph_calls": _count_or_none("calls", 1_000_000),
-        "drop_unread_arguments": (
-            "True or False",
-            lambda value: isinstance(value, bool),
-        ),
-    }
-
-
-def _one_of(names: list[str], *custom: type) -> _Option:
-    valid = f"one of {', '.join(names)}"
-    for each in custom:
-        valid += f", or an instance of {each.__module__}.{each.__name__}"
-    return valid, lambda value: isinstance(value, custom) or value in names
-
-
-def _count_or_none(unit: str, most: int) -> _Option:
-    return (
-        f"from 1 to {most:,} {unit}, or None",
-        lambda value: value is None or (type(value) is int and 1 <= value <= most),
-    )

@@ -49,7 +49,6 @@ aten = torch.ops.aten
 __all__ = [
     "NEVER",
     "draw_on_one_side",
-    "is_collective",
     "is_decision",
     "is_overwritten",
     "is_random",
@@ -137,9 +136,11 @@ def must_run_once(node: fx.Node) -> bool:
     """
     if is_replayed(node):
         return False
+    # Every min cut saves these, so a plan has to as well.
+    communicates = getattr(node.target, "namespace", "") == "_c10d_functional"
     return (
         node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-        or is_collective(node)
+        or (communicates and not config.unsafe_allow_optimization_of_collectives)
         or is_with_effects(node)
         or is_decision(node)
         or is_random(node)
@@ -149,14 +150,6 @@ def must_run_once(node: fx.Node) -> bool:
 def is_overwritten(placeholder: fx.Node) -> bool:
     """Whether an input is overwritten between the forward and the backward."""
     return bool(placeholder.meta.get("aot_runtime_epilogue_input_mutation", False))
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node communicates: every min cut saves it, so a plan has to as well."""
-    return (
-        getattr(node.target, "namespace", "") == "_c10d_functional"
-        and not config.unsafe_allow_optimization_of_collectives
-    )
 
 
 def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:

@@ -15,7 +15,6 @@ import json
 import math
 import operator
 import os
-import re
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional, TextIO, TYPE_CHECKING
@@ -25,7 +24,9 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._inductor.fx_utils import get_node_storage
 from torch._logging._internal import trace_structured
+from torch.fx.graph import _parse_stack_trace
 
+from .decision import Decision
 from .memory_budget import activation_bytes
 from .rerun_cost import is_view, RUNTIME_UNITS
 
@@ -34,25 +35,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
-    from .decision import Decision, Knapsack, Peak, Range
+    from .decision import Peak
 
 
 __all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
-
-# What decided, in words; a knapsack has more to say.
-_CHOSEN_BY = {
-    "budget 0": "budget 0: saves inputs and what must not run twice, no solver asked",
-    "min cut": "a min cut that is within the budget, no solver asked",
-    "peak": "peak planner: cheapest plan found within the bound",
-    "step": "step budget: one plan of this graph for a whole training step",
-    "upstream": "upstream's planner, as no other plan could be made",
-}
 
 # Where a forward has its plan until it is compiled.
 _PLAN = "activation_memory_plan"
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)')
 
 
 @dataclass(frozen=True)
@@ -76,22 +67,16 @@ class PlannedValue:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A :class:`.Decision` without its graph; runtimes are in the ``runtime_unit``.
+class Plan(Decision):
+    """A decision without its nodes; runtimes are in the ``runtime_unit``.
 
     Recomputed views are not listed, as they cost nothing.
     """
 
-    graph: str
-    budget: float
-    decided_by: str
-    saved: tuple[PlannedValue, ...]
-    recomputed: tuple[PlannedValue, ...]
-    runtime_unit: str
-    activation_bytes: int
-    limits: Optional[Range] = None
-    knapsack: Optional[Knapsack] = None
-    peak: Optional[Peak] = None
+    graph: str = ""
+    saved: tuple[PlannedValue, ...] = ()
+    recomputed: tuple[PlannedValue, ...] = ()
+    runtime_unit: str = ""
 
     @property
     def saved_bytes(self) -> int:
@@ -105,29 +90,29 @@ class Plan:
             return None
         return self.limits.budget(self.activation_bytes)
 
-    def format(self, rows: int = 40) -> str:
+    def format(self) -> str:
         """The plan as text; see :func:`print_saved_values`."""
         kept = format_bytes(self.activation_bytes)
         used = f"{kept} of activations" if self.used is None else f"{self.used:.4g}"
         lines = [
             f"graph:      {self.graph}",
             f"budget:     {self.budget:g} asked, {used} used",
-            f"chosen by:  {_CHOSEN_BY.get(self.decided_by)}",
+            f"chosen by:  {self.decided_by}",
         ]
         if self.limits is not None:
             low, high = map(format_bytes, self.limits)
             lines[1] += f" (0: {low}, 1: {high})"
         if (solved := self.knapsack) is not None:
             count = f"{len(solved.saved)} of {len(solved.memory)}"
-            lines[2] = f"chosen by:  knapsack by {solved.solver}: {count} items saved"
+            lines[2] += f" by {solved.solver}: {count} items saved"
         if (peak := self.peak) is not None:
             how = "by inductor's kernels" if peak.fused else "operator by operator"
             how = "as compiled" if peak.compiled else how
             allowed, predicted, floor, fastest = map(format_bytes, peak[:4])
-            lines += [
+            lines.append(
                 f"peak:       {predicted} {how}, {allowed} allowed (floor: {floor}, "
                 f"budget 1: {fastest})"
-            ]
+            )
         inputs = [value.nbytes for value in self.saved if value.why == "input"]
         lines += [
             f"saved:      {len(self.saved)} values, {format_bytes(self.saved_bytes)} "
@@ -142,27 +127,21 @@ class Plan:
             ("recomputed in the backward", self.recomputed),
         ):
             if values:
-                lines += ["", title, *self._table(values, rows)]
+                lines += ["", title, *self._table(values)]
         return "\n".join(line.rstrip() for line in lines)
 
-    def _table(self, values: Sequence[PlannedValue], rows: int) -> list[str]:
+    def _table(self, values: Sequence[PlannedValue]) -> list[str]:
         """A row for each kind of value, largest first."""
         kinds = Counter(replace(value, name="") for value in values)
-        sizes = {kind: kind.nbytes * count for kind, count in kinds.items()}
-        ranked = sorted(kinds, key=sizes.__getitem__, reverse=True)
         table = [["count", "bytes", "op", "value", "runtime", "why", "source"]]
-        for kind in ranked[:rows]:
-            count, size = f"{kinds[kind]}x", format_bytes(sizes[kind])
+        for kind in sorted(kinds, key=lambda k: k.nbytes * kinds[k], reverse=True):
+            size = format_bytes(kind.nbytes * kinds[kind])
             value = f"{kind.dtype}[{', '.join(map(str, kind.shape))}]"
             cost = "-" if kind.runtime is None else self._runtime(kind.runtime)
-            why, source = kind.why, kind.source or "-"
-            table.append([count, size, kind.op, value, cost, why, source])
+            row = [f"{kinds[kind]}x", size, kind.op, value, cost, kind.why]
+            table.append([*row, kind.source or "-"])
         widths = [max(map(len, column)) for column in zip(*table)]
-        lines = ["  " + "  ".join(map(str.ljust, row, widths)) for row in table]
-        if left := ranked[rows:]:
-            size = format_bytes(sum(map(sizes.__getitem__, left)))
-            lines.append(f"  ... {len(left)} more rows, {size}")
-        return lines
+        return ["  " + "  ".join(map(str.ljust, row, widths)) for row in table]
 
     def _runtime(self, runtime: float) -> str:
         if self.runtime_unit != "FLOP":
@@ -228,15 +207,15 @@ def recall_plan(metadata: Any) -> None:
 
 
 def print_saved_values(
-    plan: Optional[Plan] = None, *, rows: int = 40, file: Optional[TextIO] = None
+    plan: Optional[Plan] = None, *, file: Optional[TextIO] = None
 ) -> None:
     """Print what a plan saves and recomputes, and why.
 
     ``plan`` is one of :func:`plans`, by default the last; where there is none, a line
-    says why.  Values that differ in nothing but their name share one of ``rows`` rows.
+    says why.  Values that differ in nothing but their name share a row.
     """
     try:
-        text = (plan or last_plan()).format(rows)
+        text = (plan or last_plan()).format()
         if plan is None and len(_plans) > 1:
             text = f"the last of {len(_plans)} graphs; plans() has all\n{text}"
     except LookupError as error:
@@ -280,17 +259,14 @@ def attach_plan(
         if not is_view(node) and node.target is not operator.getitem
     ]
     estimator = str(config.activation_memory_budget_runtime_estimator)
+    decided: dict[str, Any] = {**vars(decision), "saved_values": [], "items": ()}
+    decided["activation_bytes"] = activation_bytes(placeholders, saved)
     plan = Plan(
+        **decided,
         graph=get_aot_graph_name(),
-        budget=decision.budget,
-        decided_by=decision.decided_by,
         saved=tuple(describe(node, True) for node in saved),
         recomputed=tuple(describe(node, False) for node in computed),
         runtime_unit=RUNTIME_UNITS.get(estimator, ""),
-        activation_bytes=activation_bytes(placeholders, saved),
-        limits=decision.limits,
-        knapsack=solved,
-        peak=decision.peak,
     )
     forward.meta[_PLAN] = plan
     trace_structured(
@@ -325,11 +301,12 @@ def _described(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
 @functools.lru_cache(maxsize=4096)
 def _source(trace: Optional[str]) -> Optional[str]:
     """The innermost frame of a stack trace that is not torch's own, in one line."""
-    frames = list(_FRAME.finditer(trace or ""))
-    outside = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
-    for frame in reversed(outside or frames):
-        return f"{os.path.basename(frame['file'])}:{frame['line']}, {frame['code']}"
-    return None
+    frame = _parse_stack_trace(
+        trace or "", lambda file, *_: not file.startswith(_TORCH)
+    )
+    if frame is None:
+        return None
+    return f"{os.path.basename(frame.file)}:{frame.lineno}, {frame.code}"
 
 
 def format_bytes(count: int) -> str:
