@@ -495,8 +495,8 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertLessEqual(first, 1.05 * budget.plan.floor)
 
-    # One graph of any size, two as Dynamo finds that sizes vary, and one for each.
-    @parametrize("dynamic", (True, None, False))
+    # Two graphs, as Dynamo finds that sizes vary, or one for each.
+    @parametrize("dynamic", (None, False))
     def test_sizes_that_vary(self, dynamic):
         model, budget = Net(dynamic=dynamic), StepBudget(share=0.5)
         rows = [BATCH, BATCH // 2, 2 * BATCH, BATCH, 3 * BATCH // 2, 2 * BATCH]
@@ -632,6 +632,8 @@ class StepBudgetTest(TestCase):
         self.assertEqual(uses, [own == 1, own == 0])
 
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
+    # Plain loops compile fastest.
+    @inductor_config.patch({"cpp.simdlen": 1})
     def test_inductor(self):
         make = functools.partial(Net, 2, "inductor", dropout=0.1)
         with fresh_cache():
