@@ -171,13 +171,6 @@ class TestKnapsackSolvers(TestCase):
         below = math.nextafter(1.0, 0.0)
         self.assertEqual(self.solve(name, [0.1] * 10, [1] * 10, below), 9)
 
-    def test_dp_solvers_save_the_same_runtime(self):
-        for n in (1, 10, 100, 191, 193, 500):
-            for instance in (random_instance(n, n), correlated_instance(n, n)):
-                with self.subTest(n=n, max_memory=instance[2]):
-                    dp, hirschberg = (self.solve(name, *instance) for name in ROUNDED)
-                    self.assertTrue(dp == hirschberg, f"{dp} != {hirschberg}")
-
     def test_ilp_without_scipy(self):
         without_scipy = mock.patch.dict(sys.modules, {"scipy.optimize": None})
         with without_scipy, self.assertRaisesRegex(RuntimeError, "install scipy"):
