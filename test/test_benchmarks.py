@@ -39,10 +39,6 @@ def chain():
     return Chain(), {"x": torch.randn(ROWS, SIDE)}
 
 
-def no_loss():
-    return nn.Linear(SIDE, SIDE), (torch.randn(ROWS, SIDE),)
-
-
 def own(function):
     return f"{__name__}:{function.__name__}"
 
@@ -133,11 +129,6 @@ def test_step_budget_saves_memory():
     assert step["off_eager"] <= TOLERANCE
 
 
-def test_technique_that_cannot_run_says_why():
-    with pytest.raises(ValueError, match="no submodule's name is matched by"):
-        technique("blocks", function=no_loss)
-
-
 @pytest.mark.parametrize("wrong", [float("nan"), 1.001])
 def test_an_error_in_a_small_gradient_is_seen(wrong):
     large, small = torch.tensor([1e3, -2e3]), torch.tensor([3.0, 4.0])
@@ -163,10 +154,3 @@ def test_wrong_options_are_refused(arguments, message, capsys):
         command.main("quickstart", *arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_row_measured_anew_replaces_the_stored_one():
-    rows = [{"net": net, "at": 1} for net in "xyz"]
-    for net in "yw":
-        command.put(rows, {"net": net, "at": 2}, ("net",))
-    assert [(row["net"], row["at"]) for row in rows] == [*zip("xyzw", (1, 2, 1, 2))]

@@ -1,7 +1,5 @@
 """The models train, and at real size they have the parameters they are known by."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from benchmarks import nets, second_set
@@ -113,10 +111,3 @@ def test_the_second_set_is_found_by_name_and_was_held_out():
     assert not {*names} & {*nets.NETS}
     assert all(nets.find(net.name) is net and net.held_out for net in second_set.NETS)
     assert not any(net.held_out for net in nets.NETS.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("mamba2", torch.bfloat16), ("dit", torch.float32)]
-)
-def test_a_net_of_the_second_set_is_one_graph(name, dtype):
-    assert second_set.traced(replace(nets.find(name), dtype=dtype)) > 1000
