@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from benchmarks import peak, plans, sweep
+from benchmarks import peak, plans
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,3 @@ def test_what_is_held_to_others_is_compared_with_them():
     held[0]["flops"] *= 2
     blocks[0]["flops"] *= 2
     assert not verdicts(rows)["flops at no higher peak, blocks / saved"]
-
-
-def test_each_plan_is_told_once():
-    figures = {1.0: 9, 0.75: 8, 0.5: 8, 0.25: 7, 0.0: 8}
-    steps = sweep.measured(lambda b: {"peak": figures[b], "flops": 1}, [*figures])
-    assert [step["budgets"] for step in steps] == [[1.0], [0.75, 0.5], [0.25], [0.0]]
-    assert sweep.lowest(steps)["peak"] == 7 and sweep.count(steps) == 5

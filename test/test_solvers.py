@@ -1,9 +1,10 @@
-"""The knapsack solvers against an exact oracle, the corpus and upstream's own dp.
+"""The knapsack solvers against an exact oracle, and upstream's own dp on real nets.
 
 Upstream's solvers come from the untouched wheel. Brute force, edges, bad input and ties
 are in test_ac_knapsack_solvers.py and test_ac_knapsack_exact.py.
 """
 
+import itertools
 import math
 import os
 import random
@@ -126,44 +127,26 @@ def test_a_lowered_limit_does_not_hide_the_optimum():
     check_optimal(memory, [42, 90, 69, 48, 84, 48, 93, 78], 208.0)
 
 
-# ----------------------------------------------------------- every solver
+# ------------------------------------------------------------ the dynamic program
 
-# What the dynamic programs round the sizes to, as shares of the range.
+# What it rounds the sizes to, as shares of the range.
 QUANTA = 10_000
 
 
-def dp_values(memory, runtimes, budget):
-    """The runtime that each dynamic program saves, ours twice and upstream's."""
-    solvers = ours.dp_knapsack, ours.dp_knapsack_sliding_hirschberg
-    values = []
-    for solver in (*solvers, upstream.dp_knapsack):
-        _, saved, _ = solver(memory, runtimes, budget)
-        quanta = sum(round(memory[i] * QUANTA) for i in saved)
-        assert quanta <= round(budget * QUANTA)
-        values.append(math.fsum(runtimes[i] for i in saved))
-    return values
-
-
-def check_against_upstream_dp(memory, runtimes, budget):
-    # Upstream's adds up in float32: small integers first, then what it may lose on.
-    scale = (2**24 - len(runtimes)) / max(sum(runtimes), 1)
-    small = [max(1, math.floor(runtime * scale)) for runtime in runtimes]
-    assert len(set(dp_values(memory, small, budget))) == 1
-    dp, hirschberg, theirs = dp_values(memory, runtimes, budget)
-    assert dp == hirschberg >= theirs * (1 - 1e-12)
+def runtime_saved(solver, memory, runtimes, budget):
+    _, saved, _ = solver(memory, runtimes, budget)
+    assert sum(round(memory[i] * QUANTA) for i in saved) <= round(budget * QUANTA)
+    return math.fsum(runtimes[i] for i in saved)
 
 
 @pytest.mark.parametrize("net", corpus.instances(), ids=str)
-def test_corpus(net):
-    """Dp is upstream's, greedy and ilp no more than the optimum.
-
-    That exact finds it at every budget is what `benchmark.sh solvers --check` sees.
-    """
-    for budget in (0.05, 0.3, 0.8):
-        problem = net.memory, net.runtimes, budget
-        check_against_upstream_dp(*problem)
-        optimum = corpus.optima()[net.name, budget]
-        greedy, ilp = (
-            s(*problem)[0] for s in (ours.greedy_knapsack, ours.ilp_knapsack)
+def test_dp_is_upstreams(net):
+    # Which adds up in float32: small integers first, then what it may lose on.
+    scale = (2**24 - len(net.runtimes)) / max(sum(net.runtimes), 1)
+    small = [max(1, math.floor(runtime * scale)) for runtime in net.runtimes]
+    for budget, runtimes in itertools.product((0.05, 0.3, 0.8), (small, net.runtimes)):
+        found, theirs = (
+            runtime_saved(solver, net.memory, runtimes, budget)
+            for solver in (ours.dp_knapsack, upstream.dp_knapsack)
         )
-        assert greedy <= ilp <= optimum and ilp >= optimum * (1 - 1e-6), budget
+        assert found == theirs if runtimes is small else found >= theirs * (1 - 1e-12)

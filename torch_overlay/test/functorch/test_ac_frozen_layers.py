@@ -349,18 +349,6 @@ class TestDropUnreadArguments(OneThread):
             wanted = targets if trainable == (0,) else set()
             self.assertEqual({target for target, _ in made}, wanted)
 
-    def test_stand_ins_have_the_arguments_look(self):
-        def function(x, weight):
-            x = x.bfloat16().repeat(1, 1, 1, 2)[..., ::2]
-            seen.append((x.shape, x.stride(), x.dtype))
-            return F.conv2d(x, weight.to(x.dtype))
-
-        seen, inputs = [], batch((2, 3, 5, 5)).requires_grad_()
-        with stand_ins(poisoned=True) as made:
-            self.check(function, by_aot(function), inputs, batch((4, 3, 1, 1)))
-        ((_, value),) = made
-        self.assertEqual((value.shape, value.stride(), value.dtype), seen[0])
-
     @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
     def test_inductor(self):
         """It makes convolutions channels_last, though the graph says otherwise."""

@@ -14,7 +14,6 @@ from torch._functorch import config
 from torch._functorch._activation_checkpointing import (
     compiled_peak,
     decision,
-    peak_budget,
     saved_report,
 )
 from torch._inductor import config as inductor_config, output_code
@@ -100,45 +99,6 @@ class CompiledPeakTest(TestCase):
             self.assertLessEqual(peak.predicted, peak.allowed)
             self.assertLess(lower, measured)
             lower = measured
-
-    def estimated_and_told(self, columns, depth):
-        """The peak of a chain of operators on a product, at budget 0."""
-
-        def chain(x, weight, other):
-            value = x.view(2, -1, SIDE) @ weight
-            for _ in range(depth):
-                value = value.sin() * other
-            return value.sum(), x
-
-        estimates = []
-
-        def decision(plans, graph, plan):
-            estimates.append(plan.peak)
-            return decide(plans, graph, plan)
-
-        decide = peak_budget.GraphPeaks.decision
-        x, *_ = given()
-        weight = torch.randn(SIDE, columns, requires_grad=True)
-        with budgeted(0), patch.object(peak_budget.GraphPeaks, "decision", decision):
-            result, _ = torch.compile(chain)(x, weight, torch.ones(ROWS // 2, columns))
-            torch.autograd.grad(result, weight)
-        (estimate,) = estimates
-        return estimate, saved_report.last_plan().peak.predicted
-
-    def test_what_is_too_long_is_not_written_over_its_argument(self):
-        # Five operators for each link: the longer one is more than inductor's fifty.
-        (estimate, told), longer = (
-            self.estimated_and_told(2 * SIDE, depth) for depth in (4, 14)
-        )
-        self.assertEqual([estimate, longer[0]], [told, longer[1]])
-        self.assertLess(told, longer[1])
-
-    def test_what_is_padded_is_not_written_over_what_is_not(self):
-        _, unpadded = self.estimated_and_told(1030, 4)
-        with inductor_config.patch(disable_padding_cpu=False):
-            estimate, told = self.estimated_and_told(1030, 4)
-        self.assertLess(unpadded * 1.2, told)
-        self.assertLess(abs(told / estimate - 1), 0.03)
 
     def test_a_plan_that_is_over_is_replaced(self):
         plan, wanted, compiled = planned(0.5)
