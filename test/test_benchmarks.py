@@ -66,18 +66,12 @@ def measure(tmp_path, monkeypatch):
     [
         ("time.sleep(60)", fresh.Limits(0.5, 2), "took more than 0.5 s"),
         (
-            "waste = bytes(range(256)) * 2**25",
-            fresh.Limits(30, 2),
-            "MemoryError: ",
-        ),
-        (
             "raise SystemExit('broken')",
             fresh.Limits(30, 2),
             "ended with status 1: broken",
         ),
-        ("raise ValueError('odd')", fresh.Limits(30, 2), "ValueError: odd"),
     ],
-    ids=["time", "memory", "crash", "exception"],
+    ids=["time", "crash"],
 )
 def test_what_goes_wrong_is_a_row(measure, body, limits, message):
     body = f"if task['x'] == 1: {body}\nreturn {{'twice': 2 * task['x']}}"

@@ -82,11 +82,3 @@ def test_a_loop_is_measured(monkeypatch):
     assert found["worst"]["first"][0] >= 1 >= found["worst"]["bound"][0]
     with pytest.raises(ValueError, match="alone is not known"):
         loops.measure({**task, "loop": "evaluation", "_alone": None})
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_trainer_keeps_to_its_bound():
-    task = {"net": "hf-trainer", "loop": "last batch", "way": "blocks"}
-    found = loops.measure({**task, "share": 0.2})
-    assert found["trace"][:2] == "RC" and len(found["trace"]) >= 12
-    assert found["worst"]["bound"][0] <= 1.005

@@ -252,17 +252,6 @@ def compiled(function, backend=DECOMPOSED, **options):
     return run
 
 
-def by_aot(function, partition_fn=min_cut_rematerialization_partition, **options):
-    """``function``, traced by AOTAutograd and run operator by operator."""
-    return aot_function(
-        function,
-        fw_compiler=lambda module, _: module,
-        bw_compiler=lambda module, _: module,
-        partition_fn=partition_fn,
-        **options,
-    )
-
-
 def frozen_pair(count=2):
     """``count`` frozen convolutions, each of which changes the shape, and their
     inputs."""
@@ -276,15 +265,13 @@ def frozen_pair(count=2):
 
 
 @contextmanager
-def stand_ins(poisoned=False):
-    """Lists the stand-ins that are made, and may fill them with NaN."""
+def poisoned():
+    """Lists the stand-ins that are made, and fills them with NaN."""
     make, made = frozen_layers._make_stand_in, []
 
     def spy(stand_in):
         node, user = make(stand_in), stand_in.user
         made.append((user.target, node.meta["val"]))
-        if not poisoned:
-            return node
         with user.graph.inserting_before(user):
             filled = user.graph.call_function(aten.add.Tensor, (node, NAN))
         filled.meta = dict(node.meta)
@@ -339,7 +326,7 @@ class TestDropUnreadArguments(OneThread):
             inputs = batch((2, 3, 9, 9), device)
             without = compiled(module, backend, drop_unread_arguments=False)
             expected = step(without, module, inputs)[:2]
-            with stand_ins(poisoned=True) as made:
+            with poisoned() as made:
                 found = step(compiled(module, backend), module, inputs)[:2]
             tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {}
             self.assertEqual(found, expected, **tolerance)
@@ -359,7 +346,7 @@ class TestDropUnreadArguments(OneThread):
             options = {"backend": "inductor", "enable_autograd_cache": False}
             without = compiled(module, drop_unread_arguments=False, **options)
             expected = step(without, module, inputs)[:2]
-            with stand_ins(poisoned=True) as made:
+            with poisoned() as made:
                 found = step(compiled(module, **options), module, inputs)[:2]
         self.assertEqual(found, expected, rtol=0, atol=0)
         last = [v.is_contiguous(memory_format=torch.channels_last) for _, v in made]
@@ -411,7 +398,7 @@ class TestDropUnreadArguments(OneThread):
             lambda x: checkpoint(module, x, use_reentrant=False),
             torch.compiler.nested_compile_region(module),
         ):
-            with stand_ins(poisoned=True) as made:
+            with poisoned() as made:
                 self.check(function, compiled(function), inputs, module=module)
             self.assertTrue(made)
 
@@ -424,7 +411,12 @@ class TestDropUnreadArguments(OneThread):
             return default_partition(module, joint_inputs, **options)
 
         with config.patch(drop_unread_arguments=False):
-            by_aot(function, keep, dynamic=dynamic)(*inputs)
+            aot_function(
+                function,
+                fw_compiler=nop,
+                partition_fn=keep,
+                dynamic=dynamic,
+            )(*inputs)
         return found[0]
 
     def convolutions(self, module):
