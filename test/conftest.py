@@ -264,13 +264,18 @@ def derived_elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """One thread, a compile cache of its own, and nothing left of other tests."""
+    """One thread, a compile cache of its own, and nothing left of other tests.
+
+    Inductor makes plain loops, which compile fastest.
+    """
     import torch
+    from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    yield
+    with config.patch({"cpp.simdlen": 1}):
+        yield
     torch.set_num_threads(threads)

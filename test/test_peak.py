@@ -49,37 +49,6 @@ def test_each_mark_fails_where_it_should(rows, entry, factor, what):
     assert not verdicts(broken)[what]
 
 
-def upstream(rows, share):
-    """As if upstream's steps were ours, at a share of the peak."""
-    row = copy.deepcopy({**rows[0], "kind": "upstream", "curve": []})
-    for step in row["steps"]:
-        step["budgets"] = [step["budget"]]
-        step["peak"] *= share
-    return row
-
-
-LOWEST = "lowest peak, graph / upstream"
-FLOPS = "flops at no higher peak, graph / upstream"
-
-
-def test_upstreams_better_plan_is_seen(rows):
-    assert all(verdicts([*rows, upstream(rows, 1.01)]).values())
-    marks = verdicts([*rows, upstream(rows, 2 / 3)])
-    assert not marks[LOWEST]
-    cheaper = upstream(rows, 1.0)
-    cheaper["steps"][-1]["flops"] *= 0.99
-    marks = verdicts([*rows, cheaper])
-    assert marks[LOWEST] and not marks[FLOPS]
-
-
-def test_a_plan_with_wrong_gradients_is_not_upstreams_lowest(rows):
-    theirs = upstream(rows, 2 / 3)
-    for step in theirs["steps"][1:]:
-        step["off_budget_1"] = 1e-3
-    assert plans.lowest(theirs["steps"])["budget"] == 1.0
-    assert verdicts([*rows, theirs])[LOWEST]
-
-
 def test_what_is_held_to_others_is_compared_with_them():
     """A StepBudget at the peak of each block's own budget, and a graph at its own."""
     rows = []
@@ -99,10 +68,3 @@ def test_what_is_held_to_others_is_compared_with_them():
     held[0]["flops"] *= 2
     blocks[0]["flops"] *= 2
     assert not verdicts(rows)["flops at no higher peak, blocks / saved"]
-
-
-def test_each_plan_is_told_once():
-    figures = {1.0: 9, 0.75: 8, 0.5: 8, 0.25: 7, 0.0: 8}
-    steps = plans.swept(lambda b: {"peak": figures[b], "flops": 1}, [*figures])
-    assert [step["budgets"] for step in steps] == [[1.0], [0.75, 0.5], [0.25], [0.0]]
-    assert plans.lowest(steps)["peak"] == 7

@@ -51,9 +51,3 @@ def test_check_sees_another_figure_and_another_result(copies, capsys):
     assert figure.read_text() == drawn
     assert [page.read_text() for page in report.PAGES] != pages
     assert report.main(["--check"]) == 0
-
-
-def test_a_missing_result_is_named(copies):
-    (copies / "results/kept.json").unlink()
-    with pytest.raises(SystemExit, match=r"kept\.json is missing"):
-        report.main(["--check"])

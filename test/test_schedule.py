@@ -37,7 +37,7 @@ def small(monkeypatch, kind, *budgets, device="cpu"):
 
 
 def test_upstreams_budgets_are_scheduled_once_for_each_plan(monkeypatch):
-    budgets = [1.0, 0.5, 0.25, 0.0]
+    budgets = [1.0, 0.25, 0.0]
     steps = small(monkeypatch, "upstream", *budgets)
     assert [b for step in steps for b in step["budgets"]] == budgets
     assert 1 < len({step["flops"] for step in steps}) == len(steps)
@@ -45,7 +45,7 @@ def test_upstreams_budgets_are_scheduled_once_for_each_plan(monkeypatch):
 
 @pytest.mark.parametrize(
     "kind, device",
-    [("blocks", "cpu"), ("graph", "cpu"), ("graph", "h100"), ("blocks", "h100")],
+    [("blocks", "cpu"), ("graph", "h100"), ("blocks", "h100")],
 )
 def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
     if device != "cpu" and torch.version.cuda is None:

@@ -1,7 +1,6 @@
 """What fits: what is told is what training holds, and wrong calls end with 2."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -89,27 +88,6 @@ def test_the_answer(tmp_path, capsys):
     assert page.total(plan) <= 20_000_000 and plan["flops"] > size.base["flops"]
 
 
-PLANS = (9, 10, 1.0), (7, 11, 1.01), (7, 12, 1.05), (8, 10, 1.0)
-
-
-def test_what_is_cheapest_of_what_fits():
-    """No budget, where that fits; else what the lines to paste ask for."""
-    entries = "peak", "flops", "seconds"
-    plans = [{"given": 1, **dict(zip(entries, each))} for each in PLANS]
-    plans[2]["peak_bytes"] = 7
-    size = page.Size(8, plans[:1], plans[1:], memory=8)
-    assert size.within(size.by_memory) is plans[2]
-    assert size.cost(plans[2]) == "+20.0% / +5.0%"
-    assert size.cost(size.within(size.upstream)) == "does not fit"
-    smaller = page.Size(4, plans[:1], plans[1:], memory=10)
-    assert smaller.within(smaller.by_memory) is plans[0]
-    other = replace(size, upstream=plans[:2])
-    assert other.cost(other.within(other.upstream)) == "+10.0% / +1.0%"
-    assert "budgets 8, with this set 8." in page.largest("batch", [other])
-    told = page.largest("batch", [smaller, size])
-    assert "without a budget 4, with upstream's budgets 4, with this set 8." in told
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -134,13 +112,6 @@ def test_wrong_calls(words, said, capsys, monkeypatch):
         command.main([*([] if "--model" in words else ["--model", MODEL]), *words])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_sizes_and_settings_are_parsed():
-    assert command.memory("24GiB") == 24 * 2**30 and command.memory("1.5 GB") == 15e8
-    assert command.memory("1000") == 1000 and command.sizes("4,1,4") == [1, 4]
-    found = dict(map(command.setting, ("a=2", "b=.1", "c=False", "d=silu")))
-    assert found == {"a": 2, "b": 0.1, "c": False, "d": "silu"}
 
 
 def test_a_model_of_a_library_by_its_class():

@@ -5,11 +5,10 @@ Each net reads elements by a decision of its own kind.  Its plans must not repea
 operator that decides, and must keep no more than what was decided.
 """
 
-import functools
 import itertools
 import unittest
 
-from test_ac_random_ops import AOT, configured, PARTITIONS, plans
+from test_ac_random_ops import checkpointed, configured, PARTITIONS, plans
 
 import torch
 import torch._functorch.config as functorch_config
@@ -21,11 +20,7 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.inductor_utils import HAS_CPU
-from torch.utils.checkpoint import (
-    checkpoint,
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 aten = torch.ops.aten
@@ -107,25 +102,6 @@ def net(choose):
     return function, tuple(torch.randn(*shape, requires_grad=True) for shape in shapes)
 
 
-calls = []
-
-
-@torch.library.custom_op("test_ac_decisions::drift", mutates_args=())
-def drift(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with other low bits the second time, as of sums in another order."""
-    calls.append(1)
-    sign = -1 if len(calls) % 2 else 1
-    return x * (1 + sign * 1e-5 * torch.arange(x.shape[-1]))
-
-
-@drift.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-drift.register_autograd(lambda ctx, grad: grad)
-
-
 @torch.compiler.nested_compile_region
 def in_region(x, scores, experts):
     return by_argmax(x, scores, experts)
@@ -134,18 +110,6 @@ def in_region(x, scores, experts):
 def by_branch(x, scores, experts):
     given = (x, scores, experts)
     return torch.cond(scores.sum() > 0, by_argmax, lambda x, *_: x.cos(), given)
-
-
-def replayed(policy):
-    """Routing under a checkpoint, with ``policy`` for what decides."""
-
-    def choose(context, op, *args, **kwargs):
-        return policy if op is aten.topk.default else PREFER
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
-    return functools.partial(
-        checkpoint, by_topk, use_reentrant=False, context_fn=contexts
-    )
 
 
 def attention(x, scores, experts):
@@ -174,7 +138,8 @@ def rounded(x, first, router, second, experts):
     return experts[chosen], (torch.sigmoid(y) * x).sum()
 
 
-PREFER = CheckpointPolicy.PREFER_RECOMPUTE
+def is_topk(op):
+    return op is aten.topk.default
 
 
 class DecisionsTest(TestCase):
@@ -193,36 +158,14 @@ class DecisionsTest(TestCase):
         (plan,) = plans(*net(choose), SETTINGS[:1])
         self.assertLessEqual(plan.saved_bytes(), ROWS * row)
 
-    @parametrize("target_name", TARGETS)
-    def test_the_backward_goes_where_the_forward_went(self, target_name):
-        """By a router whose scores drift, and that has nothing but ties."""
-
-        def function(x, experts):
-            return experts[drift(torch.ones(ROWS, EXPERTS) * x).argmax(-1)]
-
-        x = torch.ones(1, EXPERTS, requires_grad=True)
-        for budget in BUDGETS:
-            with (
-                self.subTest(budget=budget),
-                configured(budget, False),
-                target(target_name),
-            ):
-                calls.clear()
-                torch._dynamo.reset()
-                experts = torch.arange(EXPERTS).float().requires_grad_()
-                went = torch.compile(function, backend=AOT)(x, experts)
-                went.sum().backward()
-                expected = torch.bincount(went.long(), minlength=EXPERTS)
-                self.assertEqual(experts.grad, expected.float())
-
     def test_checkpoints_keep_decisions(self):
-        plain = functools.partial(checkpoint, by_topk, use_reentrant=False)
-        for layer in (plain, replayed(PREFER)):
+        selective = checkpointed(by_topk, CheckpointPolicy.PREFER_RECOMPUTE)
+        for layer in (checkpointed(by_topk), selective):
             for plan in plans(*net(layer), SETTINGS):
                 self.assertFalse(plan.repeats(aten.topk))
                 self.assertTrue(plan.repeats(aten.tanh) or plan.saved_bytes() > 0)
         # Unless somebody insists.
-        insisting = replayed(CheckpointPolicy.MUST_RECOMPUTE)
+        insisting = checkpointed(by_topk, CheckpointPolicy.MUST_RECOMPUTE, is_topk)
         for plan in plans(*net(insisting), SETTINGS):
             self.assertTrue(plan.repeats(aten.topk))
 

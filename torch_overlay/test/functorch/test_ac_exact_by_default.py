@@ -3,16 +3,11 @@
 
 from unittest.mock import patch
 
-import torch
+from test_ac_solver_by_name import compile_chain
+
 from torch._functorch import config
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-def chain(x, *weights):
-    for weight in weights:
-        x = x @ weight
-    return x.sum()
 
 
 class TestExactByDefault(TestCase):
@@ -24,12 +19,8 @@ class TestExactByDefault(TestCase):
             asked.append("exact")
             return exact(*args)
 
-        inputs = [torch.ones(8, 8, requires_grad=True) for _ in range(5)]
-        with (
-            patch.dict(KNAPSACK_SOLVERS, {"exact": spy}),
-            config.patch(activation_memory_budget=0.5),
-        ):
-            torch.compile(chain, backend="aot_eager_decomp_partition")(*inputs)
+        with patch.dict(KNAPSACK_SOLVERS, {"exact": spy}):
+            compile_chain(config.activation_memory_budget_solver)
         self.assertEqual(asked, ["exact"])
         self.assertEqual(config.activation_memory_budget_solver, "exact")
 

@@ -252,17 +252,6 @@ def compiled(function, backend=DECOMPOSED, **options):
     return run
 
 
-def by_aot(function, partition_fn=min_cut_rematerialization_partition, **options):
-    """``function``, traced by AOTAutograd and run operator by operator."""
-    return aot_function(
-        function,
-        fw_compiler=lambda module, _: module,
-        bw_compiler=lambda module, _: module,
-        partition_fn=partition_fn,
-        **options,
-    )
-
-
 def frozen_pair(count=2):
     """``count`` frozen convolutions, each of which changes the shape, and their
     inputs."""
@@ -276,15 +265,13 @@ def frozen_pair(count=2):
 
 
 @contextmanager
-def stand_ins(poisoned=False):
-    """Lists the stand-ins that are made, and may fill them with NaN."""
+def poisoned():
+    """Lists the stand-ins that are made, and fills them with NaN."""
     make, made = frozen_layers._make_stand_in, []
 
-    def spy(user, *others):
-        node = make(user, *others)
+    def spy(stand_in):
+        node, user = make(stand_in), stand_in.user
         made.append((user.target, node.meta["val"]))
-        if not poisoned:
-            return node
         with user.graph.inserting_before(user):
             filled = user.graph.call_function(aten.add.Tensor, (node, NAN))
         filled.meta = dict(node.meta)
@@ -339,7 +326,7 @@ class TestDropUnreadArguments(OneThread):
             inputs = batch((2, 3, 9, 9), device)
             without = compiled(module, backend, drop_unread_arguments=False)
             expected = step(without, module, inputs)[:2]
-            with stand_ins(poisoned=True) as made:
+            with poisoned() as made:
                 found = step(compiled(module, backend), module, inputs)[:2]
             tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {}
             self.assertEqual(found, expected, **tolerance)
@@ -349,29 +336,17 @@ class TestDropUnreadArguments(OneThread):
             wanted = targets if trainable == (0,) else set()
             self.assertEqual({target for target, _ in made}, wanted)
 
-    def test_stand_ins_have_the_arguments_look(self):
-        def function(x, weight):
-            x = x.bfloat16().repeat(1, 1, 1, 2)[..., ::2]
-            seen.append((x.shape, x.stride(), x.dtype))
-            return F.conv2d(x, weight.to(x.dtype))
-
-        seen, inputs = [], batch((2, 3, 5, 5)).requires_grad_()
-        with stand_ins(poisoned=True) as made:
-            self.check(function, by_aot(function), inputs, batch((4, 3, 1, 1)))
-        ((_, value),) = made
-        self.assertEqual((value.shape, value.stride(), value.dtype), seen[0])
-
     @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
     def test_inductor(self):
         """It makes convolutions channels_last, though the graph says otherwise."""
-        module = Net(*frozen_convnet(), nn.AdaptiveAvgPool2d(3))
-        inputs = batch((2, 3, 9, 9))
+        frozen = nn.Conv2d(4, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(3)
+        module, inputs = Net(nn.Conv2d(3, 4, 3), *frozen), batch((2, 3, 9, 9))
         # A cache would know nothing of poison, and plain loops compile fastest.
         with inductor_config.patch({"fx_graph_cache": False, "cpp.simdlen": 0}):
             options = {"backend": "inductor", "enable_autograd_cache": False}
             without = compiled(module, drop_unread_arguments=False, **options)
             expected = step(without, module, inputs)[:2]
-            with stand_ins(poisoned=True) as made:
+            with poisoned() as made:
                 found = step(compiled(module, **options), module, inputs)[:2]
         self.assertEqual(found, expected, rtol=0, atol=0)
         last = [v.is_contiguous(memory_format=torch.channels_last) for _, v in made]
@@ -423,7 +398,7 @@ class TestDropUnreadArguments(OneThread):
             lambda x: checkpoint(module, x, use_reentrant=False),
             torch.compiler.nested_compile_region(module),
         ):
-            with stand_ins(poisoned=True) as made:
+            with poisoned() as made:
                 self.check(function, compiled(function), inputs, module=module)
             self.assertTrue(made)
 
@@ -436,7 +411,12 @@ class TestDropUnreadArguments(OneThread):
             return default_partition(module, joint_inputs, **options)
 
         with config.patch(drop_unread_arguments=False):
-            by_aot(function, keep, dynamic=dynamic)(*inputs)
+            aot_function(
+                function,
+                fw_compiler=nop,
+                partition_fn=keep,
+                dynamic=dynamic,
+            )(*inputs)
         return found[0]
 
     def convolutions(self, module):
@@ -453,6 +433,20 @@ class TestDropUnreadArguments(OneThread):
         drop_unread_arguments(module)
         self.assertNotEqual(str(module.graph), before)
 
+    def test_failure_leaves_the_graph_as_it_was(self):
+        function, *inputs = frozen_pair()
+        module = self.traced(function, *inputs)
+        before = str(module.graph)
+        # The last that the search does for its second find.
+        alike = mock.Mock(side_effect=(False, RuntimeError("no second stand-in")))
+        with (
+            mock.patch.object(frozen_layers, "_look_alike", alike),
+            self.assertLogs(frozen_layers.log, "WARNING") as logs,
+        ):
+            drop_unread_arguments(module)
+        self.assertEqual(before, str(module.graph))
+        self.assertIn("no second stand-in", logs.output[0])
+
     def test_when_in_doubt_the_argument_stays(self):
         function, *inputs = frozen_pair(1)
         (dynamic,) = self.convolutions(self.traced(function, *inputs, dynamic=True))
@@ -468,7 +462,9 @@ class TestDropUnreadArguments(OneThread):
                 (node,) = self.convolutions(module)
                 change(node, *node.args[:2])
                 before = str(module.graph)
-                drop_unread_arguments(module)
+                # What it cannot be sure of is no failure.
+                with self.assertNoLogs(frozen_layers.log, "WARNING"):
+                    drop_unread_arguments(module)
                 self.assertEqual(before, str(module.graph))
 
 

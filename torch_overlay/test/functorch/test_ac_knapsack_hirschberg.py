@@ -41,12 +41,6 @@ class TestSlidingHirschberg(TestCase):
         # https://github.com/pytorch/pytorch/issues/197871
         self.assertEqual(self.solve([1, 1, 1], [1, 1, 1], 1), 1.0)
 
-    def test_equal_items(self):
-        # Every split used to add a quantum, and each quantum was worth an item.
-        for items, capacity in ((10, 3), (100, 10), (400, 137)):
-            value = self.solve([1] * items, [1] * items, capacity)
-            self.assertEqual(value, float(capacity))
-
     def test_as_much_as_dp(self):
         for seed in range(80):
             sizes, runtimes, capacity = instance(seed, 1 + seed % 40, 60)

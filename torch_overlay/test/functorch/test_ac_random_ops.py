@@ -7,7 +7,6 @@ under one seed: what they must fit is the randomness that this forward had.
 
 import copy
 import functools
-import operator
 import unittest
 from contextlib import contextmanager
 
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._activation_checkpointing.random_ops import (
     is_random,
-    is_replayed,
     must_run_once,
 )
 from torch._functorch.aot_autograd import make_boxed_func
@@ -48,6 +46,8 @@ AOT = "aot_eager_decomp_partition"
 # (memory budget, aggressive recomputation)
 SETTINGS = ((0, False), (0.1, False), (1, True))
 LOW = ((0, False), (0.01, False))
+# No cache between plans of one graph, and plain loops, which compile fastest.
+QUICK = {"fx_graph_cache": False, "cpp.simdlen": 1}
 
 
 @contextmanager
@@ -60,8 +60,7 @@ def configured(budget, aggressive):
             enable_autograd_cache=False,
             donated_buffer=False,
         ),
-        # A precompiled header pays off only over more compilations than these.
-        inductor_config.patch(fx_graph_cache=False, cpp_cache_precompile_headers=False),
+        inductor_config.patch(QUICK),
     ):
         yield
 
@@ -214,27 +213,29 @@ def two(first, second):
     return function, (double(4, 6), double(6, 6), double(6, 6))
 
 
-def checkpointed(layer):
-    return functools.partial(checkpoint, layer, use_reentrant=False)
+def is_product(op):
+    return op is aten.mm.default
 
 
-def selective(policy, of_random=True):
-    """A checkpointed dropout with ``policy`` for its random ops, or for its mm."""
+def is_drawn(op):
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def checkpointed(layer, policy=None, chosen=is_product):
+    """``layer`` under torch.utils.checkpoint, with ``policy`` for what is chosen."""
 
     def choose(context, op, *args, **kwargs):
-        random = torch.Tag.nondeterministic_seeded in op.tags
-        chosen = random if of_random else op is aten.mm.default
-        return policy if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+        return policy if chosen(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return functools.partial(
-        checkpointed(dropped),
-        context_fn=functools.partial(create_selective_checkpoint_contexts, choose),
-    )
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    options = {} if policy is None else {"context_fn": contexts}
+    return functools.partial(checkpoint, layer, use_reentrant=False, **options)
 
 
+REPEATED = checkpointed(dropped, CheckpointPolicy.MUST_RECOMPUTE, is_drawn)
 REGIONS = {
     "checkpoint": lambda: two(checkpointed(dropped), dropped),
-    "must_recompute": lambda: two(selective(CheckpointPolicy.MUST_RECOMPUTE), dropped),
+    "must_recompute": lambda: two(REPEATED, dropped),
     "subgraph": lambda: two(region, region),
 }
 
@@ -271,6 +272,23 @@ def _(x):
 tick.register_autograd(lambda ctx, grad: grad)
 
 
+def check_gradients(compiled, inputs):
+    """They are the finite differences under the same seed."""
+
+    def seeded(*values):
+        torch.manual_seed(0)
+        return compiled(*values)
+
+    torch.autograd.gradcheck(
+        seeded,
+        inputs,
+        rtol=1e-5,
+        atol=1e-7,
+        check_undefined_grad=False,
+        fast_mode=True,
+    )
+
+
 class RandomOpsTest(TestCase):
     def each(self, settings=SETTINGS):
         for setting in settings:
@@ -283,19 +301,7 @@ class RandomOpsTest(TestCase):
             torch.manual_seed(7)
             function, inputs = case()
             compiled = torch.compile(function, backend=backend, fullgraph=True)
-
-            def seeded(*values, compiled=compiled):
-                torch.manual_seed(0)
-                return compiled(*values)
-
-            torch.autograd.gradcheck(
-                seeded,
-                inputs,
-                rtol=1e-5,
-                atol=1e-7,
-                check_undefined_grad=False,
-                fast_mode=True,
-            )
+            check_gradients(compiled, inputs)
 
     @parametrize("name", OPERATORS)
     def test_operators(self, name):
@@ -306,11 +312,10 @@ class RandomOpsTest(TestCase):
         self.check(REGIONS[name])
 
     @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
-    @parametrize("setting", [(0, False), (1, True)])
-    def test_inductor(self, setting):
+    def test_inductor(self):
         # One kernel each way: compiling them is most of this file's time.
         case = square(lambda y: (F.dropout(y, 0.4) * torch.rand(4, 4)).cos().sum())
-        self.check(case, "inductor", [setting])
+        self.check(case, "inductor", LOW[:1])
 
     def test_random_numbers_of_the_backward(self):
         for _ in self.each():
@@ -346,7 +351,7 @@ class RandomOpsTest(TestCase):
             self.assertTrue(plan.repeats(again))
 
     def test_saved_tags_hold_at_budget_zero(self):
-        save_mm = selective(CheckpointPolicy.MUST_SAVE, of_random=False)
+        save_mm = checkpointed(dropped, CheckpointPolicy.MUST_SAVE)
         for plan in plans(*two(save_mm, lambda x, w: x.exp()), LOW[:1]):
             self.assertTrue(plan.repeats(aten.tanh))
             self.assertFalse(plan.repeats(aten.mm))
@@ -362,7 +367,7 @@ class RandomOpsTest(TestCase):
         efficient = aten._scaled_dot_product_efficient_attention.default
         higher_order = torch.ops.higher_order
         # Those of GPUs, and those that inductor makes; the others run above.
-        for is_drawn, node in (
+        for drawn, node in (
             (True, call(flash, x, x, x, dropout_p=x)),
             (True, call(efficient, x, x, x, None, True, 0.1)),
             (True, call(aten.native_dropout.default, x, 0.5, None)),
@@ -375,27 +380,16 @@ class RandomOpsTest(TestCase):
             (False, call(torch.ops.rngprims.philox_rand.default, [4], x, x)),
             (False, call(higher_order.run_with_rng_state, x, aten.rand.default, [4])),
         ):
-            self.assertEqual(is_random(node), is_drawn, msg=node.format_node())
-            self.assertEqual(must_run_once(node), is_drawn)
+            self.assertEqual(is_random(node), drawn, msg=node.format_node())
+            self.assertEqual(must_run_once(node), drawn)
             # A preference lets no random one run again, and what must be saved is.
-            policy = "PREFER_SAVE" if is_drawn else "MUST_SAVE"
+            policy = "PREFER_SAVE" if drawn else "MUST_SAVE"
             node.meta["recompute"] = CheckpointPolicy[policy]
             self.assertTrue(must_run_once(node))
-
-    def test_tags_for_recomputation(self):
-        graph = torch.fx.Graph()
-        rand = aten.rand.default
-        single = graph.call_function(rand, ([4],))
-        whole = graph.call_function(
-            torch.ops.higher_order.run_and_save_rng_state, (rand, [4])
-        )
-        part = graph.call_function(operator.getitem, (whole, 1))
-        for node in (single, whole, part):
+            # Only single operators can be given the generator's state again.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        # Only single operators can be given the generator's state again.
-        self.assertFalse(must_run_once(single))
-        self.assertTrue(must_run_once(whole))
-        self.assertFalse(is_replayed(part))
+            is_whole = node.target is higher_order.run_and_save_rng_state
+            self.assertEqual(must_run_once(node), is_whole)
 
     @unittest.skipIf(not torch.cuda.is_available(), "no GPU here")
     @parametrize("name", ("dropout", "checkpoint", "attention", "subgraph"))

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends import debugging
 from torch._dynamo.utils import counters
@@ -137,32 +136,6 @@ class TestSavedReport(TestCase):
             repeated = [v for v in plan.recomputed if v.op == str(op)]
             self.assertEqual(len(repeated), second - own * first)
             self.assertGreater(len(repeated), 0)
-
-    def test_what_is_printed(self):
-        self.run_chain(0.5, solver="greedy")
-        text = printed()
-        for words in (
-            "0.5 asked, 0.4286 used (0: 0 B, 1: 1.75 KiB)",
-            "knapsack by greedy: 3 of 4 items saved",
-            "recomputed: 4 operators, estimated 1.024 kFLOP",
-        ):
-            self.assertIn(words, text)
-        # A solver is not always asked.
-        self.run_chain(0.0)
-        self.assertIn("chosen by:  budget 0\n", printed())
-        self.run_chain(0.999)
-        self.assertIn("chosen by:  min cut\n", printed())
-
-    def test_budget_zero_tells_what_it_had_to_save(self):
-        """A mask of dropout must not be drawn twice, so it is saved at any budget."""
-        x = torch.randn(8, 8, requires_grad=True)
-        for p in (0.0, 0.5):
-            self.compiled(lambda x, p=p: F.dropout(x.sin(), p).cos(), x, budget=0.0)
-            plan = last_plan()
-            masks = [v for v in plan.saved if v.why == "budget 0"]
-            self.assertEqual(plan.activation_bytes, sum(v.nbytes for v in masks))
-            self.assertEqual(plan.activation_bytes, 64 if p else 0)
-            self.assertIn(f"{plan.activation_bytes} B kept", printed())
 
     def test_several_graphs_each_have_a_plan(self):
         def broken(x, w):

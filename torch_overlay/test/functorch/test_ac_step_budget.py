@@ -38,7 +38,6 @@ from torch._functorch._activation_checkpointing.step_budget import (
     StepBudget,
     StepBudgetError,
 )
-from torch._functorch._activation_checkpointing.step_recorder import Learned
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
@@ -511,8 +510,8 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertLessEqual(first, 1.05 * budget.plan.floor)
 
-    # One graph of any size, two as Dynamo finds that sizes vary, and one for each.
-    @parametrize("dynamic", (True, None, False))
+    # Two graphs, as Dynamo finds that sizes vary, or one for each.
+    @parametrize("dynamic", (None, False))
     def test_sizes_that_vary(self, dynamic):
         model, budget = Net(dynamic=dynamic), StepBudget(share=0.5)
         rows = [BATCH, BATCH // 2, 2 * BATCH, BATCH, 3 * BATCH // 2, 2 * BATCH]
@@ -675,6 +674,8 @@ class StepBudgetTest(TestCase):
         self.assertEqual(uses, [own == 1, own == 0])
 
     @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
+    # Plain loops compile fastest.
+    @inductor_config.patch({"cpp.simdlen": 1})
     def test_inductor(self):
         make = functools.partial(Net, 2, "inductor", dropout=0.1)
         with fresh_cache():
@@ -700,45 +701,22 @@ class StepBudgetTest(TestCase):
                 lower = peak
 
     def test_what_a_device_counts(self):
-        def counted(_):
-            return math.floor((1 + miss) * budget.plan.predicted_peak) + 1000
-
-        model, budget, miss = Net(), StepBudget(share=0.5), 0.01
-        # No such device is here.
+        """No such device is here: a tenth more than was predicted."""
+        model, budget = Net(), StepBudget(share=0.5)
         budget._counters = SimpleNamespace(
             reset_peak_memory_stats=lambda _: None,
-            memory_allocated=lambda _: 1000,
-            max_memory_allocated=counted,
+            memory_allocated=lambda _: 0,
+            max_memory_allocated=lambda _: int(1.1 * budget.plan.predicted_peak),
         )
-        with self.assertNoLogs("torch._functorch", "WARNING"):
-            steps(budget, model, batch(), count=3)
-        self.assertEqual(budget.measured_peak, counted(None) - 1000)
-        self.assertIn(" measured), ", str(budget))
-        # A smaller step may hold less.
-        budget.measured_peak, miss = None, -0.5
-        with self.assertNoLogs("torch._functorch", "WARNING"):
-            steps(budget, model, batch(BATCH // 2), count=1)
-        miss, budget._learned = 0.1, Learned()
-        budget._to_record = 1
         with self.assertLogs("torch._functorch", "WARNING") as logs:
-            # Another program.
-            steps(budget, model, batch(), batch())
+            steps(budget, model, batch(), count=3)
         self.assertEqual(len(logs.output), 1)
         self.assertRegex(logs.output[0], "the device counted .* were predicted")
+        self.assertIn(" measured), ", str(budget))
         # What was counted more is left free by the next plan.
         missed = budget.measured_peak - budget.plan.predicted_peak
-        budget._learned, budget._to_record = Learned(), 1
-        steps(budget, model, batch(), batch())
+        steps(budget, model, batch(), batch(), count=3)
         self.assertLessEqual(budget.plan.predicted_peak, budget.plan.allowed - missed)
-
-    def test_outside_of_a_step(self):
-        model, budget = Net(), StepBudget(share=0.5)
-        steps(budget, model, batch())
-        steps(contextlib.nullcontext(), model, batch())
-        with torch.no_grad():
-            model(batch())
-        with self.assertNoLogs("torch._functorch", "WARNING"):
-            steps(budget, model, batch())
 
     @parametrize("why", UNPLANNED)
     def test_what_cannot_be_planned_is_said_once(self, why):

@@ -18,7 +18,6 @@ from torch._functorch._activation_checkpointing import (
     saved_report,
 )
 from torch._inductor import config as inductor_config, output_code
-from torch._inductor.utils import fresh_inductor_cache
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
 
@@ -42,23 +41,17 @@ def given():
 
 
 @contextmanager
-def budgeted(budget, cache=False, **options):
+def budgeted(budget, **options):
     torch._dynamo.reset()
     with (
         config.patch(
             activation_memory_budget=budget,
             activation_memory_budget_target="peak",
-            enable_autograd_cache=cache,
+            enable_autograd_cache=False,
             **options,
         ),
-        inductor_config.patch(
-            {
-                "fx_graph_cache": cache,
-                "cpp_cache_precompile_headers": False,
-                # Finding out what this CPU's vectors are takes longer than a kernel.
-                "cpp.simdlen": 1,
-            }
-        ),
+        # Plain loops compile fastest.
+        inductor_config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}),
     ):
         yield
 
@@ -83,14 +76,16 @@ def saved(plan):
     return sorted(value.name for value in plan.saved)
 
 
+@functools.cache
+def planned(budget, **options):
+    """The plan of a budget, its gradients, and how many plans were compiled."""
+    with budgeted(budget, **options), told_more(0) as told:
+        found = gradients(torch.compile(layers), given())
+    return saved_report.last_plan(), found, told.call_count
+
+
 @unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
 class CompiledPeakTest(TestCase):
-    def planned(self, budget, **options):
-        """The plan of a budget, its gradients, and how many plans were compiled."""
-        with budgeted(budget, **options), told_more(0) as told:
-            found = gradients(torch.compile(layers), given())
-        return saved_report.last_plan(), found, told.call_count
-
     def test_peaks_are_those_that_run(self):
         lower = 0
         # By the second, views of the weights are saved.
@@ -146,7 +141,7 @@ class CompiledPeakTest(TestCase):
         self.assertLess(abs(told / estimate - 1), 0.03)
 
     def test_a_plan_that_is_over_is_replaced(self):
-        plan, wanted, compiled = self.planned(0.5)
+        plan, wanted, compiled = planned(0.5)
         self.assertEqual(compiled, 1)
         with (
             budgeted(0.5),
@@ -177,7 +172,7 @@ class CompiledPeakTest(TestCase):
             return wrapper_memory(*args)
 
         peaks_of, wrapper_memory = compiled_peak.peaks_of, output_code.wrapper_memory
-        plan, wanted, _ = self.planned(0.5)
+        plan, wanted, _ = planned(0.5)
         with (
             budgeted(0.5),
             patch.object(compiled_peak, "peaks_of", peaks_by_fusions),
@@ -203,38 +198,30 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(len(logs.output), 1)
         self.assertIn(f"{peak.allowed} bytes are allowed", logs.output[0])
         self.assertIn(f"found is {peak.predicted} bytes", logs.output[0])
-
-    def test_the_lowest_is_what_budget_0_allows(self):
-        with (
-            budgeted(0),
-            told_more(9),
-            self.assertNoLogs(decision.log, "WARNING"),
-        ):
+        # The lowest is what budget 0 allows.
+        with budgeted(0), told_more(9), self.assertNoLogs(decision.log, "WARNING"):
             gradients(torch.compile(layers), given())
         peak = saved_report.last_plan().peak
         self.assertEqual(peak.predicted, peak.allowed)
 
     def test_a_number_of_bytes(self):
-        floor, _, _ = self.planned(0)
+        floor, found, _ = planned(0)
         with self.assertLogs(decision.log, "WARNING") as logs:
-            plan, _, _ = self.planned(1, activation_memory_peak_bytes=1)
+            plan, others, _ = planned(1, activation_memory_peak_bytes=1)
         self.assertEqual(len(logs.output), 1)
         self.assertIn("1 bytes are allowed", logs.output[0])
         self.assertIn(f"found is {plan.peak.predicted} bytes", logs.output[0])
         self.assertLessEqual(plan.peak.predicted, floor.peak.predicted)
+        with budgeted(1):
+            wanted = gradients(torch.compile(layers), given())
+        self.assertEqual([found, others], [wanted, wanted])
 
     def test_calls_that_wait(self):
-        alone, _, _ = self.planned(0)
-        two, _, _ = self.planned(0, activation_memory_graph_calls=2)
+        alone, _, _ = planned(0)
+        two, _, _ = planned(0, activation_memory_graph_calls=2)
         more = two.peak.predicted - alone.peak.predicted
         self.assertLessEqual(more, alone.activation_bytes)
         self.assertGreater(more, 0)
-
-    def test_gradients(self):
-        _, found, _ = self.planned(0)
-        with budgeted(1):
-            wanted = gradients(torch.compile(layers), given())
-        self.assertEqual(found, wanted)
 
     @unittest.skipIf(not torch.backends.mkldnn.is_available(), "no channels last here")
     def test_copies_of_inputs_are_saved(self):
@@ -267,20 +254,8 @@ class CompiledPeakTest(TestCase):
             gradients(torch.compile(inside), given())
         self.assertEqual(saved_report.last_plan().budget, 0.3)
 
-    def test_a_cache_keeps_the_peak(self):
-        found = []
-        with fresh_inductor_cache():
-            for _ in range(2):
-                with budgeted(0.2, cache=True), told_more(0) as told:
-                    gradients(torch.compile(layers), given())
-                found.append((saved_report.last_plan().peak, told.call_count))
-        (first, compiled), (second, again) = found
-        self.assertEqual((compiled, again), (1, 0))
-        self.assertTrue(second.compiled)
-        self.assertEqual(first, second)
-
     def test_a_backward_that_fails_to_compile_is_left_until_it_runs(self):
-        wanted, found, _ = self.planned(0.5)
+        wanted, found, _ = planned(0.5)
         failing = patch.object(
             compiled_peak.CompiledPeaks, "backward", side_effect=ValueError("odd")
         )

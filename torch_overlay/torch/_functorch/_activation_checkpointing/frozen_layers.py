@@ -19,6 +19,7 @@ or it is no plain tensor (layout, device, subclass, symbolic sizes).
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import sys
 from collections import defaultdict
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 
+log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 # Kernels of other devices were not looked at.
@@ -87,6 +89,16 @@ UNREAD_ARGUMENTS: dict[Any, Rule] = {
 }
 
 
+class StandIn(NamedTuple):
+    """``user`` gets, in place of ``argument``, a new tensor like ``look``, made from
+    ``base``, which is in the backward; or ``base`` itself where ``look`` is None."""
+
+    user: fx.Node
+    argument: fx.Node
+    base: fx.Node
+    look: Optional[torch.Tensor]
+
+
 def without_unread_arguments(partition_fn: Callable[..., Any]) -> Callable[..., Any]:
     """``partition_fn`` for a joint graph that goes through the pass first."""
 
@@ -113,32 +125,29 @@ def drop_unread_arguments(
 
     Parameters and buffers (``static_lifetime_input_indices``) are alive anyway and stay.
     With ``for_inductor`` the stand-ins get the layouts that inductor is going to choose,
-    which orders its kernels itself.
+    which orders its kernels itself.  Where the search fails, a warning tells.
     """
     if not config.drop_unread_arguments:  # type: ignore[attr-defined]
         return
-    graph = joint_module.graph
-    backward = _after_tangents(graph)
-    unread = _unread_arguments(graph, backward, static_lifetime_input_indices or ())
-    # Inductor lays out the forward of a convolution in channels_last.  The graph
-    # does not say so yet, but the argument would come from there.
-    channels_last = False
-    if unread and for_inductor:
-        from torch._inductor.graph import GraphLowering
-
-        channels_last = GraphLowering.decide_layout_opt(
-            joint_module, is_inference=False
+    try:
+        backward = _after_tangents(joint_module.graph)
+        static = static_lifetime_input_indices or ()
+        stand_ins = _find_stand_ins(joint_module, backward, static, for_inductor)
+    except Exception:
+        log.warning(
+            "Could not look for unread arguments, so some tensors may be saved only for "
+            "their shape; set torch._functorch.config.drop_unread_arguments = False to "
+            "skip this pass.",
+            exc_info=True,
         )
-    dropped: set[fx.Node] = set()
-    for user, argument in unread:
-        base = next(node for node in user.all_input_nodes if node in backward)
-        if _is_plain(argument.meta.get("val")) and _is_plain(base.meta.get("val")):
-            node = _make_stand_in(user, argument, base, channels_last)
-            user.replace_input_with(argument, node)
-            dropped.add(argument)
+        return
+    for stand_in in stand_ins:
+        node = _make_stand_in(stand_in)
+        stand_in.user.replace_input_with(stand_in.argument, node)
     if not for_inductor:
-        _compute_early(graph, backward, dropped)
-    if dropped:
+        dropped = {stand_in.argument for stand_in in stand_ins}
+        _compute_early(joint_module.graph, backward, dropped)
+    if stand_ins:
         joint_module.recompile()
 
 
@@ -152,25 +161,50 @@ def _after_tangents(graph: fx.Graph) -> dict[fx.Node, None]:
     return found
 
 
-def _unread_arguments(
-    graph: fx.Graph, backward: Collection[fx.Node], static_indices: Sequence[int]
-) -> list[tuple[fx.Node, fx.Node]]:
-    """The operators of the backward, each with what it takes without reading it."""
+def _find_stand_ins(
+    joint_module: fx.GraphModule,
+    backward: Collection[fx.Node],
+    static_indices: Sequence[int],
+    for_inductor: bool,
+) -> list[StandIn]:
+    """All replacements to make; changes nothing."""
     unread = defaultdict(list)
     for node in backward:
         if (argument := _unread_argument(node)) is not None:
             unread[argument].append(node)
-    inputs = graph.find_nodes(op="placeholder")
+    inputs = joint_module.graph.find_nodes(op="placeholder")
     primals = [node for node in inputs if str(node.target).startswith("primals")]
     alive = {primals[index] for index in static_indices if index < len(primals)}
-    return [
-        (user, argument)
-        for argument, users in unread.items()
-        if argument not in backward and argument not in alive
+    # Inductor lays out the forward of a convolution in channels_last.  The graph
+    # does not say so yet, but the argument would come from there.
+    channels_last = False
+    if unread and for_inductor:
+        from torch._inductor.graph import GraphLowering
+
+        channels_last = GraphLowering.decide_layout_opt(
+            joint_module, is_inference=False
+        )
+    found = []
+    for argument, users in unread.items():
         # Where another operator reads it, it is saved or recomputed for that one.
-        if {user for user in argument.users if user in backward} == {*users}
-        for user in users
-    ]
+        takers = {user for user in argument.users if user in backward}
+        if argument in backward or argument in alive or takers != set(users):
+            continue
+        value: Any = argument.meta.get("val")
+        for user in users:
+            base = next(node for node in user.all_input_nodes if node in backward)
+            if not (_is_plain(value) and _is_plain(base.meta.get("val"))):
+                continue
+            is_convolution = user.target is aten.convolution_backward.default
+            with value.fake_mode:
+                if channels_last and is_convolution and value.dim() == 4:
+                    look = torch.empty_like(value, memory_format=torch.channels_last)
+                elif _look_alike(value, base.meta["val"]):
+                    look = None
+                else:
+                    look = value.new_empty_strided(value.shape, value.stride())
+            found.append(StandIn(user, argument, base, look))
+    return found
 
 
 def _unread_argument(node: fx.Node) -> Optional[fx.Node]:
@@ -214,26 +248,16 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _make_stand_in(
-    user: fx.Node, argument: fx.Node, base: fx.Node, channels_last: bool
-) -> fx.Node:
-    """What ``user`` gets in place of ``argument``: a new tensor that looks like it.
+def _look_alike(*values: torch.Tensor) -> bool:
+    left, right = ((v.dtype, v.device, v.shape, v.stride()) for v in values)
+    return left == right
 
-    It is made from ``base``, which is in the backward, or ``base`` itself.
-    """
-    value = argument.meta["val"]
-    left, right = (
-        (each.dtype, each.device, each.shape, each.stride())
-        for each in (value, base.meta["val"])
-    )
-    is_convolution = user.target is aten.convolution_backward.default
-    with value.fake_mode:
-        if channels_last and is_convolution and value.dim() == 4:
-            look = torch.empty_like(value, memory_format=torch.channels_last)
-        elif left == right:
-            return base
-        else:
-            look = value.new_empty_strided(value.shape, value.stride())
+
+def _make_stand_in(stand_in: StandIn) -> fx.Node:
+    """The node that ``user`` gets.  All that can fail has been done by the search."""
+    user, _, base, look = stand_in
+    if look is None:
+        return base
     given = base, [*look.shape], [*look.stride()]
     options: Any = {"dtype": look.dtype, "device": look.device}
     with user.graph.inserting_before(user):

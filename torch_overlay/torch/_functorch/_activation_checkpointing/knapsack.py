@@ -40,6 +40,7 @@ from .knapsack_exact import (
     exact_knapsack,
     fill,
     solution_of,
+    solve_knapsack,
 )
 
 
@@ -77,10 +78,15 @@ def greedy_knapsack(
 def dp_knapsack(
     memory: list[float], runtime: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
-    """Solve the knapsack exactly for sizes rounded to 1/10000, ties to even."""
+    """Solve the knapsack exactly for sizes rounded to 1/10000, ties to even.
+
+    The search has no more states than the capacity has quanta, and no limit.
+    """
     check_items(memory, runtime)
     sizes: list[float] = [_quanta(size) for size in memory]
-    return exact_knapsack(sizes, runtime, _quanta(check_budget(max_memory)))
+    capacity = _quanta(check_budget(max_memory))
+    found = solve_knapsack(sizes, runtime, capacity, max_states=sys.maxsize)
+    return found[:3]
 
 
 def ilp_knapsack(
