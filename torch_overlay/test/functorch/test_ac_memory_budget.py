@@ -329,19 +329,6 @@ class TestPlans(TestCase):
         self.assertEqual(plan.decided_by, "budget 0")
         self.assertNotEqual([n.name for n in plan.saved_values], inputs)
 
-    def test_the_knee_keeps_the_budget(self):
-        joint = Joint(gated, GATED)
-        for budget, said in (
-            (0.0005, "as there is no knee"),
-            (0.5, "of the 0.5 asked, the knee: it saves"),
-        ):
-            with self.assertLogs(budget_solver.log, "WARNING") as logs:
-                plan = joint.plan(budget, KNEE)
-            self.assertIn(said, logs.output[0])
-            self.assertLessEqual(plan.activation_bytes, plan.limits.allowed(budget))
-        exact = joint.plan(budget)
-        self.assertTrue(0 < plan.activation_bytes < exact.activation_bytes)
-
     def test_roofline(self):
         """A product moves more than it computes, unless it is large."""
         joint = Joint(chain, CHAIN)

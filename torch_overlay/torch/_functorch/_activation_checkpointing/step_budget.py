@@ -214,12 +214,15 @@ class StepBudget:
         # What only garbage holds is not there in the next step.
         gc.collect()
         timeline = Timeline(recorder)
-        # Buffers that the first step makes once and for all are there in a second, in
-        # which DDP makes its buckets anew.
+        # Buffers that the first step makes once and for all are there in a second.  DDP
+        # makes its own anew in that, beside those of the first.
         is_first, self._is_first = self._is_first, False
-        if is_first and (recorder.reduces or timeline.live > _NEW * timeline.made):
+        if is_first and recorder.reduces:
+            self._to_record = 2
+        elif is_first and timeline.live > _NEW * timeline.made:
             self._to_record = 1
-        elif not states <= self._learned.states:
+        is_unsettled = self._to_record > 0 and not self._learned.states
+        if not is_unsettled and not states <= self._learned.states:
             self._to_record = 0
             self._learned.states |= states
             self._learned.add(timeline)
