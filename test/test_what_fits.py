@@ -78,6 +78,7 @@ def test_the_answer(tmp_path, capsys):
     words = ["--model", MODEL, "--batch", "4", "--json", str(stored)]
     assert command.main([*words, "--memory", "20MB"]) == 0
     printed, data = capsys.readouterr().out, json.loads(stored.read_text())
+    assert stored.with_suffix(".svg").read_text().count("<path") > 10
     _, (size,) = page.sizes_of(data)
     assert "operator by operator" in printed and "Leave 1.907 MiB free" in printed
     assert "without a budget none" in printed and "with this set 4." in printed

@@ -25,7 +25,7 @@ from benchmarks.tracing import Joint, untouched_partitioners
 from benchmarks.ways import budgeted
 
 
-NETS = ("gpt2", "llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
+NETS = ("llama-8", "lstm", "resnet50", "llama-32", "llama3-70b")
 BUDGETS = (0.1, 0.5)
 REPEATS = 3
 

@@ -92,7 +92,7 @@ def options() -> argparse.ArgumentParser:
     )
     fsdp = "shard blocks by FSDP2 over so many GPUs, one of which is looked at"
     add("--fsdp", type=int, default=0, metavar="RANKS", help=fsdp)
-    add("--json", type=Path, metavar="FILE", help="store it")
+    add("--json", type=Path, metavar="FILE", help="store it, and a picture (.svg)")
     return parser
 
 
@@ -143,6 +143,7 @@ def main(words: Optional[list[str]] = None) -> int:
     show(page.page(data))
     if asked.json is not None:
         store(asked.json, data)
+        page.plot(data, asked.json)
     return int(any("error" in row for row in rows))
 
 

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -257,6 +258,33 @@ def curve(what: str, sizes: Sequence[Size]) -> str:
     shares = [s["share"] for s in sizes[0].ours if "share" in s]
     cells.update({f"{share:g}": at(share) for share in shares})
     return columns(sizes, cells)
+
+
+def plot(data: dict[str, Any], result: Path) -> None:
+    """Memory over the batch, or the length; written beside ``result``."""
+    from matplotlib.figure import Figure
+
+    asked = data["asked"]
+    what, sizes = sizes_of(data)
+    if not sizes:
+        return
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    names = [size.name for size in sizes]
+    for label, style, steps in (
+        ("no budget", "C1s-", [size.base for size in sizes]),
+        ("upstream's lowest", "C2x-", [lowest(size.upstream) for size in sizes]),
+        ("this set's floor", "C0o-", [lowest(size.ours) for size in sizes]),
+    ):
+        axes.plot(names, [total(step) / 2**30 for step in steps], style, label=label)
+    fixed = [size.base["given"] / 2**30 for size in sizes]
+    axes.plot(names, fixed, "k:", label="fixed")
+    if asked["memory"]:
+        axes.axhline(asked["memory"] / 2**30, color="r", ls="--", label="memory")
+    title = f"{asked['model']}, {asked['gpu'] or plans.RUN}"
+    axes.set(title=title, xlabel=what, ylabel="GiB", ylim=(0, None))
+    axes.legend()
+    figure.savefig(result.with_suffix(".svg"))
 
 
 def paste(asked: dict[str, Any], sizes: Sequence[Size]) -> str:
