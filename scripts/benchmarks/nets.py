@@ -368,7 +368,8 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     """
     # It is made of what is above.
     second = importlib.import_module("benchmarks.second_set")
-    known: dict[str, Net] = {**NETS, **{net.name: net for net in second.NETS}}
+    held_out = {net.name: net for net in (*second.NETS, *second.SMALL)}
+    known: dict[str, Net] = {**NETS, **held_out}
     if spec in known:
         if sizes:
             raise ValueError(f"{spec} has a batch of its own")
