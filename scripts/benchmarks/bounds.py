@@ -140,6 +140,14 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
             *(RISES, "at most 1"),
             enforced=exact,
         )
+    yield from judged_gradients(rows)
+    for theirs in THEIRS:
+        for ours in OURS:
+            yield from judged_beside(rows, theirs, ours)
+    yield from judged_as_one_graph(rows)
+
+
+def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:
     yield from at_most(
         "gradients against those of budget 1",
         (
@@ -152,10 +160,6 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     others = every(rows, "upstream", *BOUND)
     found = [(s["gradients_off"], at) for at, s in others if "gradients_off" in s]
     yield from at_most("gradients, by other kernels", found, ROUNDING)
-    for theirs in THEIRS:
-        for ours in OURS:
-            yield from judged_beside(rows, theirs, ours)
-    yield from judged_as_one_graph(rows)
 
 
 def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:

@@ -482,12 +482,7 @@ def read(
     # A copy that nothing reads stays to the end.
     unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-    # The inputs that the forward or its caller overwrites, by the place of the result.
-    overwritten = {
-        at: description.mutated_input
-        for at, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, InputMutationAOTOutput)
-    }
+    overwritten = _overwritten(output)
     outputs: set[int] = set()
     written_back: set[int] = set()
     for at, node in enumerate(results[:num_fwd_outputs]):
@@ -515,6 +510,15 @@ def read(
     )
     _prefer_small_results(program)
     return program
+
+
+def _overwritten(output: fx.Node) -> dict[int, Any]:
+    """The inputs that the forward or its caller overwrites, by the place of the result."""
+    return {
+        at: description.mutated_input
+        for at, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, InputMutationAOTOutput)
+    }
 
 
 class _Storages:
