@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 __all__ = [
     "CompiledPeaks",
     "calls_nested_regions",
+    "copy_of",
     "fresh_copy",
     "nodes_named_as",
     "peaks_of",
@@ -369,10 +370,14 @@ def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
 def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
     """AOTAutograd's state and captured graph, to be compiled: which writes into both."""
     state, capture = _own_copy((state, capture), {})
+    capture.graph_module = copy_of(capture.graph_module)
+    return state, capture
+
+
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     with unset_fake_temporarily():
         # Its constants are real tensors.
-        capture.graph_module = copy.deepcopy(capture.graph_module)
-    return state, capture
+        return copy.deepcopy(module)
 
 
 def _own_copy(value: Any, made: dict[int, Any]) -> Any:

@@ -195,9 +195,10 @@ class PeakBytes:
         return Decision(saved, self.budget, "peak", kept, peak=peak)
 
 
-def model_of(graph: Planner) -> Program:
-    """What a graph holds: inductor's kernels, or its operators one by one."""
-    return by_kernels(graph.model) if graph.fused else graph.model
+def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
+    """What a graph holds: inductor's kernels, or its ``operators`` one by one."""
+    operators = graph.model if operators is None else operators
+    return by_kernels(operators) if graph.fused else operators
 
 
 def rerun_costs(graph: Program, expensive: OrderedSet[fx.Node]) -> list[float]:

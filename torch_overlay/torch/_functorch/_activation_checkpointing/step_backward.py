@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Callable, TYPE_CHECKING
 
 import torch
 from torch._functorch._aot_autograd.utils import _is_tangent, make_boxed_func
 from torch._guards import TracingContext
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from .compiled_peak import copy_of
 
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 
-__all__ = ["Backward"]
+__all__ = ["Backward", "boxed"]
 
 
 class Backward:
@@ -35,30 +35,28 @@ class Backward:
         compile_graph: Callable[..., Any],
         module: GraphModule,
         inputs: Sequence[Any],
+        absent: frozenset[int],
         as_traced: Callable[[], Any],
     ) -> None:
+        """Compile what runs where these tangents are absent."""
         self._compile_graph, self._as_traced = compile_graph, as_traced
         # What is compiled may be changed.
-        self._module, self._inputs = _copy_of(module), inputs
+        self._module, self._inputs = copy_of(module), inputs
         placeholders = module.graph.find_nodes(op="placeholder")
         self.tangents = [i for i, node in enumerate(placeholders) if _is_tangent(node)]
         self._runs: dict[frozenset[int], Callable[..., Any]] = {}
         self._context = TracingContext.try_get()
         self._metadata = getattr(self._context, "fw_metadata", None)
+        self._compile(module, absent)
 
     def absent(self, args: Sequence[Any]) -> frozenset[int]:
         """Which of the tangents a call misses."""
         places = enumerate(self.tangents)
         return frozenset(at for at, place in places if args[place] is None)
 
-    def compile(self, absent: frozenset[int]) -> None:
-        """Compile what runs where these are absent."""
-        module = _copy_of(self._module)
+    def _compile(self, module: GraphModule, absent: frozenset[int]) -> None:
         _drop_tangents(module, [self.tangents[at] for at in absent])
-        compiled = self._compile_graph(module, self._inputs)
-        if not getattr(compiled, "_boxed_call", False):
-            compiled = make_boxed_func(compiled)
-        self._runs[absent] = compiled
+        self._runs[absent] = boxed(self._compile_graph(module, self._inputs))
 
     def __call__(self, args: list[Any]) -> Any:
         absent = self.absent(args)
@@ -67,14 +65,14 @@ class Backward:
                 if self._context is not None:
                     # Another plan may have been compiled since.
                     self._context.fw_metadata = self._metadata
-                self.compile(absent)
+                self._compile(copy_of(self._module), absent)
         return self._runs[absent](args)
 
 
-def _copy_of(module: GraphModule) -> GraphModule:
-    with unset_fake_temporarily():
-        # Its constants are real tensors.
-        return copy.deepcopy(module)
+def boxed(compiled: Any) -> Any:
+    """What a compiler returned, as a function of a list."""
+    is_boxed = getattr(compiled, "_boxed_call", False)
+    return compiled if is_boxed else make_boxed_func(compiled)
 
 
 def _drop_tangents(module: GraphModule, places: Iterable[int]) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
-from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.traceback import _get_memory_budget_annotation
@@ -37,7 +36,7 @@ from .decision import Decision
 from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
 from .rerun_cost import concrete
-from .step_backward import Backward
+from .step_backward import Backward, boxed
 from .step_plan import GraphPlans, Missing, plan_graph
 from .step_recorder import Event, Recorder, running, running_step
 
@@ -313,9 +312,9 @@ class CompiledGraph:
         call, failure = None, f"a call of {self.graph.name} could not be tracked"
         with step.budget.warn_on_failure(failure):
             call, plan = step.begin(self, args)
-            graph = self.graph
-            graph.current = weakref.ref(self)
-            if plan not in self._runs or self.plans.missing != graph.plans.missing:
+            self.graph.current = weakref.ref(self)
+            self._renew()
+            if plan not in self._runs:
                 self.compile([plan], step.budget)
             run = self._runs[plan]
         step.call = call
@@ -365,12 +364,16 @@ class CompiledGraph:
 
     # -------------------------------------------------------------- its compiles
 
-    def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
-        """Compile by plans, where that has not been done."""
-        name = self.graph.name
+    def _renew(self) -> None:
+        """Take over the graph's plans, where those are for calls that miss others."""
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.sized(self._joint)
             self._runs, self._guarded = {}, set()
+
+    def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
+        """Compile by plans, where that has not been done."""
+        name = self.graph.name
+        self._renew()
         for plan in sorted({*plans}):
             failure = f"{name} keeps its first plan, as another failed to compile"
             if plan not in self._runs:
@@ -437,8 +440,10 @@ class CompiledGraph:
 
         def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
             missing = compiled.missing = self.plans.missing
-            result = Backward(compiled.backward, module, inputs, self._as_traced)
-            result.compile(missing.tangents if missing is not None else frozenset())
+            absent = missing.tangents if missing is not None else frozenset()
+            result = Backward(
+                compiled.backward, module, inputs, absent, self._as_traced
+            )
             if compiled.peaks is not None:
                 forward, backward = compiled.peaks
                 backward -= self.plans.model.held_by_caller
@@ -464,13 +469,12 @@ class CompiledGraph:
         recorder = call.step.recorder
         if recorder is None:
             results = run(args)
-            call.returned = _storages(results[: self._num_fwd_outputs])
-            return results
-        # No name here for what the call is to free.
-        call.inputs = recorder.numbers(_tensors(args)[: self.plans.primals], True)
-        with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
-            results = run(args)
-        call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
+        else:
+            # No name here for what the call is to free.
+            call.inputs = recorder.numbers(_tensors(args)[: self.plans.primals], True)
+            with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
+                results = run(args)
+            call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
         call.returned = _storages(results[: self._num_fwd_outputs])
         return results
 
@@ -638,10 +642,7 @@ def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
     """A compiler whose results are called by ``run``."""
 
     def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        compiled = compile_graph(graph, inputs)
-        if not getattr(compiled, "_boxed_call", False):
-            compiled = make_boxed_func(compiled)
-        return _boxed(run, compiled)
+        return _boxed(run, boxed(compile_graph(graph, inputs)))
 
     return compile_marked
 

@@ -31,9 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .budget_solver import lightest
-from .fused_peak import by_kernels
 from .knapsack_exact import solve_knapsack_budgets
-from .peak_budget import find_plans, Plans, rerun_costs, undominated
+from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
 from .rerun_cost import flops
 
 
@@ -219,10 +218,9 @@ def plan_graph(
 
 def _model(joint: Planner, missing: Optional[Missing]) -> Program:
     """The model of a graph whose calls miss something."""
-    model = joint.model
-    if missing is not None:
-        model = _without(missing, model, joint)
-    return by_kernels(model) if joint.fused else model
+    if missing is None:
+        return model_of(joint)
+    return model_of(joint, _without(missing, joint.model, joint))
 
 
 def _without(missing: Missing, model: Program, joint: Planner) -> Program:
