@@ -21,6 +21,7 @@ TOPICS = (
     "frozen_layers",
     "mask_vectors",
     "buffer_reuse",
+    "kernel_order",
     "conv_layout",
     "embedding_gradient",
     "late_addend",
