@@ -327,10 +327,17 @@ class _KernelTimeline(Timeline):
         return functools.reduce(operator.or_, few, 0)
 
     def _is_one(self, parts: frozenset[int]) -> bool:
-        inlined = self.inlined
-        reads = [s for s in parts if s not in inlined or not inlined[s].parts <= parts]
-        wide = sum(self.rule.shapes.get(s, (1,))[0] > 1 for s in reads)
-        return len(parts) <= self.rule.most_operators or wide <= 1
+        if len(parts) <= self.rule.most_operators:
+            return True
+        inlined, shapes = self.inlined, self.rule.shapes
+        wide = (
+            s
+            for s in parts
+            if shapes.get(s, (1,))[0] > 1
+            and (s not in inlined or not inlined[s].parts <= parts)
+        )
+        # At most one.
+        return next(wide, None) is None or next(wide, None) is None
 
     def _begin(self, plans: int) -> None:
         """What is before all kernels whose results are there together."""

@@ -56,7 +56,7 @@ __all__ = [
     "read",
 ]
 
-# Most plans evaluated together: the value bits of a signed 64-bit integer.
+# Most plans in a tensor: the value bits of a signed 64-bit integer.
 _TOGETHER = 63
 
 
@@ -172,15 +172,22 @@ class Timeline:
 
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
         """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
+        found: list[list[int]] = []
         # Whoever traces may have fake tensors for every tensor made.
         with _disable_current_modes(), torch.device("cpu"):
-            of_plan = torch.tensor(self.masks).unsqueeze(1) >> torch.arange(count) & 1
-            later = (of_plan * torch.tensor(self.changes).unsqueeze(1)).cumsum(0)
+            changes = torch.tensor(self.changes).unsqueeze(1)
             steps, before = torch.tensor(self.moments).unbind(1)
-            live = later[-1] - later[before] + base
-            peaks = live.new_zeros(int(steps.max()) + 1, count)
-            of_step = steps.unsqueeze(1).expand_as(live)
-            return peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
+            for first in range(0, count, _TOGETHER):
+                several = min(count - first, _TOGETHER)
+                everyone = (1 << several) - 1
+                masks = torch.tensor([mask >> first & everyone for mask in self.masks])
+                of_plan = masks.unsqueeze(1) >> torch.arange(several) & 1
+                later = (of_plan * changes).cumsum(0)
+                live = later[-1] - later[before] + base
+                peaks = live.new_zeros(int(steps.max()) + 1, several)
+                of_step = steps.unsqueeze(1).expand_as(live)
+                found += peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,9 +301,6 @@ class Program:
         The bits of an integer stand for plans, so that what many of them repeat for the
         same step is followed once, and the columns of a tensor for their live bytes.
         """
-        if len(plans) > _TOGETHER:
-            first, others = plans[:_TOGETHER], plans[_TOGETHER:]
-            return self.evaluate_all(first) + self.evaluate_all(others)
         count = len(plans)
         everyone = (1 << count) - 1
         saved = self.saved_by(plans)

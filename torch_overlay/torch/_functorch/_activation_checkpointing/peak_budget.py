@@ -240,9 +240,10 @@ def find_plans(
     plans = Plans(graph, rerun_costs(graph, expensive), calls)
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     plans.evaluate(bases)
-    for places in _places(graph):
-        chain = _Chain(plans, places)
-        peak, lowest = chain.lowest()
+    chains = [_Chain(plans, places) for places in _places(graph)]
+    _correct(plans, chains)
+    for chain in chains:
+        peak, lowest = min(chain.found, key=lambda each: each[0])
         bases += [lowest, chain.everything]
         for slack in _SLACKS:
             chosen = chain.leanest(math.floor(peak * slack))
@@ -368,6 +369,29 @@ def _places(graph: Program) -> list[list[int]]:
     return [list(choice) for choice in choices]
 
 
+def _correct(plans: Plans, chains: Sequence[_Chain]) -> None:
+    """Find the checkpoints of each chain that have the lowest peak.
+
+    Where a segment's peak depends on its neighbours after all, the answer measures
+    higher than it should.  What was learned then makes the next answer another one.
+    Chains are measured together, which takes little longer than one of them.
+    """
+    open_chains = [*chains]
+    for _ in range(_CORRECTIONS + 1):
+        plans.evaluate(
+            chain.storages(chosen) for chain in open_chains for chosen in chain.choices
+        )
+        for chain in open_chains:
+            chain.measure()
+        open_chains = [
+            chain
+            for chain in open_chains
+            if chain.expected is None or chain.found[-1][0] > chain.expected
+        ]
+        for chain in open_chains:
+            chain.choose()
+
+
 class _Chain:
     """Plans that save what crosses some of a list of places in the forward.
 
@@ -390,11 +414,15 @@ class _Chain:
         }
         self.where = self._where()
         self.peak: dict[tuple[int, int], int] = {}
-        self._measure(
+        # What to measure next, and the peak that is expected of it.
+        self.choices: list[Sequence[int]] = [
             [i for i in range(1, self.end) if i % span == offset]
             for span in range(1, _SPAN + 1)
             for offset in range(span)
-        )
+        ]
+        self.expected: Optional[int] = None
+        # The peaks of what was expected to be lowest, and what it saves.
+        self.found: list[tuple[int, frozenset[int]]] = []
 
     def storages(self, chosen: Iterable[int]) -> frozenset[int]:
         """What crosses these places."""
@@ -426,9 +454,9 @@ class _Chain:
             where.append(latest)
         return where
 
-    def _measure(self, choices: Iterable[Sequence[int]]) -> None:
-        """Evaluate plans with these checkpoints, and learn their segments' peaks."""
-        kept_by = {tuple(chosen): self.storages(chosen) for chosen in choices}
+    def measure(self) -> None:
+        """Evaluate the choices, and learn their segments' peaks."""
+        kept_by = {tuple(chosen): self.storages(chosen) for chosen in self.choices}
         evaluated = self.plans.evaluate(kept_by.values())
         for chosen, storages in kept_by.items():
             live = evaluated[storages].step_peaks[::-1]
@@ -439,35 +467,26 @@ class _Chain:
                 done = steps
                 self.peak[segment] = max(self.peak.get(segment, 0), own)
                 kept += self.width[segment]
+            if self.expected is not None:
+                self.found.append((self.plans.found[storages].peak, storages))
         self.segments = sorted(
             (stop, start, own, self.width[start, stop])
             for (start, stop), own in self.peak.items()
         )
 
-    def lowest(self) -> tuple[int, frozenset[int]]:
-        """The checkpoints with the lowest peak that was found, and that peak.
-
-        Where a segment's peak depends on its neighbours after all, the answer measures
-        higher than it should.  What was learned then makes the next answer another one.
-        """
-        measured: list[tuple[int, frozenset[int]]] = []
-        for _ in range(_CORRECTIONS):
-            # Enough for a checkpoint at every place.
-            low, high = 0, max(self.peak.values()) + self.graph.size(self.everything)
-            chosen: Sequence[int] = range(1, self.end)
-            while high - low > high // 1000 + 1:
-                middle = (low + high) // 2
-                fewest = self.leanest(middle)
-                if fewest is None:
-                    low = middle
-                else:
-                    high, chosen = middle, fewest
-            self._measure([chosen])
-            storages = self.storages(chosen)
-            measured.append((self.plans.found[storages].peak, storages))
-            if measured[-1][0] <= high:
-                break
-        return min(measured, key=lambda each: each[0])
+    def choose(self) -> None:
+        """Let the checkpoints be measured next that should have the lowest peak."""
+        # Enough for a checkpoint at every place.
+        low, high = 0, max(self.peak.values()) + self.graph.size(self.everything)
+        chosen: Sequence[int] = range(1, self.end)
+        while high - low > high // 1000 + 1:
+            middle = (low + high) // 2
+            fewest = self.leanest(middle)
+            if fewest is None:
+                low = middle
+            else:
+                high, chosen = middle, fewest
+        self.choices, self.expected = [chosen], high
 
     def leanest(self, peak: int) -> Optional[list[int]]:
         """The places to save at, so that no segment is live beyond ``peak``.
