@@ -18,7 +18,6 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
-from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -162,8 +161,8 @@ class Step:
     def begin_backward(
         self, call: Call, is_retained: bool, absent: frozenset[int]
     ) -> None:
-        if absent:
-            call.missing = Missing(absent, call.gone())
+        # A retained one may run again, with others.
+        call.missing = Missing(absent, call.gone()) if absent else None
         self._note("B", call, is_retained)
 
     def next_slot(self, graph: Graph) -> int:
@@ -531,32 +530,36 @@ class CompiledGraph:
             _get_memory_budget_annotation(node) is not None
             for node in joint.joint.nodes
         )
-        signature = None if self._is_only else self._signature(joint)
-        known = step.budget.graph_like(signature) if signature is not None else None
-        if known is None:
+        if self._is_only or not self._join(step.budget, joint):
             plans, lean = self.plans_for(None)
+            signature = None if self._is_only else self._signature(joint)
             self.graph, self.plans = Graph(self._name, signature, joint, plans), plans
             self.graph.lean = lean
-        else:
-            self.graph, self.plans = known, known.plans.sized(joint)
-            larger = self._activations / max(_activations(known.plans.model), 1)
-            self._scale = known.scale * larger
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
 
+    def _join(self, budget: StepBudget, joint: Planner) -> bool:
+        """Be a graph of this step that was traced before, if there is such a one."""
+        signature = self._signature(joint)
+        for graph in [*budget.graphs.values()]:
+            if graph.signature != signature:
+                continue
+            try:
+                plans = graph.plans.sized(joint)
+            except CannotPlan:
+                continue
+            larger = self._activations / max(_activations(graph.plans.model), 1)
+            if larger > _ROUNDED or plans.hold_no_more(graph.plans):
+                self.graph, self.plans = graph, plans
+                self._scale = graph.scale * larger
+                return True
+        return False
+
     def _signature(self, joint: Planner) -> Any:
-        """What a graph of other sizes has in common with this one."""
+        """What traces of a graph have in common, whatever their sizes are."""
         model, static = joint.model, self._state.fw_metadata.static_input_indices
-        # But for what computes sizes, where they are symbols.
-        operators = [
-            (str(node.target), str(getattr(node.meta.get("val"), "dtype", None)))
-            for node in joint.joint.nodes
-            if node.op == "call_function"
-            and not isinstance(node.meta.get("val"), py_sym_types)
-        ]
-        wiring = [(each.reads, each.writes) for each in model.operators]
         shapes = [tuple(self._state.flat_args[i].shape) for i in static]
-        ends = sorted(model.outputs), len(model.tangents), joint.num_fwd_outputs
-        return operators, wiring, ends, shapes
+        ends = model.outputs, model.tangents, model.gradients
+        return joint.num_fwd_outputs, [*map(len, ends)], shapes
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[GraphPlans, int]:
         """Plans for the graph's calls that miss this, and which of these is lean."""

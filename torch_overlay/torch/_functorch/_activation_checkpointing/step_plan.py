@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
+from .liveness import CannotPlan
 from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
 from .rerun_cost import flops
 
@@ -117,13 +118,34 @@ class GraphPlans:
     told: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def sized(self, joint: Planner) -> GraphPlans:
-        """The same plans for calls of the size that ``joint`` has."""
+        """The same plans for ``joint``: for its size, and saving its own values.
+
+        It may be another trace, where a slice is no view of the whole any more, say.
+        Raises CannotPlan where what a plan saves has no counterpart there.
+        """
         model = _model(joint, self.missing)
-        evaluations = model.evaluate_all([plan.storages for plan in self.plans])
-        pairs = zip(self.plans, evaluations)
-        plans = [GraphPlan(*_bytes(model, e), *plan[3:]) for plan, e in pairs]
+        roles = _roles(self.model)
+        counterparts = {role: s for s, role in _roles(model).items()}
+        try:
+            saved = [
+                frozenset(counterparts[roles[s]] for s in plan.storages)
+                for plan in self.plans
+            ]
+        except KeyError as error:
+            raise CannotPlan("another trace has no such value") from error
+        evaluations = model.evaluate_all(saved)
+        of_plans = zip(self.plans, evaluations, saved)
+        plans = [
+            GraphPlan(*_bytes(model, e), *plan[3:-1], storages)
+            for plan, e, storages in of_plans
+        ]
         inputs, outputs = _inputs(joint, model), _outputs(joint, model)
         return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
+
+    def hold_no_more(self, other: GraphPlans) -> bool:
+        """Whether each plan keeps and holds at most what that of the other does."""
+        pairs = zip(self.plans, other.plans)
+        return all(all(map(operator.le, own[:3], its[:3])) for own, its in pairs)
 
     def corrected(self) -> GraphPlans:
         """The plans as compiled; the others as far off as the nearest of those."""
@@ -214,6 +236,30 @@ def plan_graph(
     is_known = config.activation_memory_budget_runtime_estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
     return GraphPlans(best, model, primals, tangents, inputs, outputs, work, missing)
+
+
+def _roles(model: Program) -> dict[int, Any]:
+    """What tells a storage from others in any trace of a graph.
+
+    Which result it is, of which of so many calls of an operator; or of which input.
+    """
+    kinds: dict[Any, list[tuple[int, ...]]] = {}
+    for node, storages in model.values.items():
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            kinds.setdefault("input", []).append(storages)
+    for each in model.operators:
+        kind = (
+            str(each.node.target),
+            str(getattr(each.node.meta.get("val"), "dtype", "")),
+        )
+        kinds.setdefault(kind, []).append(each.writes)
+    return {
+        s: (kind, len(alike), at, result)
+        for kind, alike in kinds.items()
+        for at, storages in enumerate(alike)
+        for result, s in enumerate(storages)
+    }
 
 
 def _model(joint: Planner, missing: Optional[Missing]) -> Program:
