@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import fresh, quickstart
+from benchmarks import fresh, plans, quickstart
 from benchmarks.meters import relative_error, TOLERANCE
 from torch import nn
 
@@ -88,7 +88,7 @@ def test_untouched_tasks_run_on_the_wheel(measure):
 
 
 def technique(kind, budget=1.0):
-    task = {"net": own(chain), "kind": kind, "budgets": (budget,)}
+    task = {"net": own(chain), "kind": kind, "budgets": (budget,), "device": plans.RUN}
     (step,) = quickstart.measure(task)["steps"]
     return step
 

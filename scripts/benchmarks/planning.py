@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch._functorch.config as config
 from torch._functorch import partitioners
 
 from benchmarks import fresh, nets
+from benchmarks.meters import cpu_seconds
 from benchmarks.pages import at_most, columns, good, Mark, marks_table, measured_on, Row
 from benchmarks.tracing import Joint, untouched_partitioners
 from benchmarks.ways import budgeted
@@ -53,20 +52,10 @@ def measure(task: fresh.Task) -> Row:
             )
             choice = config.patch(activation_memory_budget_solver=solver)
             with budgeted(budget, target), choice:
-                times.setdefault(target, []).append(timed(split))
+                times.setdefault(target, []).append(cpu_seconds(split))
         medians = {target: statistics.median(found) for target, found in times.items()}
         steps.append({"budget": budget, **medians})
     return {"nodes": len(joint.graph.graph.nodes), "steps": steps}
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """CPU seconds; as in timeit, no collection of all that torch holds is in them."""
-    gc.collect()
-    gc.disable()
-    start = time.process_time()
-    call()
-    gc.enable()
-    return time.process_time() - start
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:

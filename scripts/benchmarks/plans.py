@@ -9,6 +9,7 @@ else is there when a step starts.
 
     upstream                a graph by budgets of saved bytes, on the untouched wheel
     saved                   the same of each block, by itself
+    eager                   none
     checkpoint              around each block; a selective one saves attention and every
                             second product
     graph, bytes            a graph by target "peak", or by a limit in bytes, half way
@@ -28,7 +29,7 @@ from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, Optional
 from unittest import mock
 
 import torch
@@ -111,26 +112,26 @@ def tasks(
 # -------------------------------------------------------------- in a process
 
 
-def as_it_is(training: Training) -> Training:
-    return training
-
-
 def measure(
-    task: fresh.Task, prepare: Callable[[Training], Training] = as_it_is
+    task: fresh.Task,
+    prepare: Callable[[Training], Training] = lambda it: it,
+    of: Optional[type[Plans]] = None,
 ) -> Row:
     torch.set_num_threads(1)
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
     gpu, net = GPUS.get(device), nets.find(task["net"])
     # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.
-    fake = kind == "upstream" and "dropout" not in net.name
+    fake = kind == "upstream" and "dropout" not in net.name and not of
     fake = device not in DEVICES and (device != RUN or fake)
     if gpu is None and device not in DEVICES:
         net = replace(net, dtype=torch.float32)
     with backend_of(device) as backend, ExitStack() as stack:
         if device not in (RUN, *DEVICES) and kind in IN_BLOCKS:
             stack.enter_context(compiled_loss(backend))
-        plans = Plans(net, device, backend, fake, prepare)
-        if kind in ON_THE_WHEEL:
+        plans = (of or Plans)(net, device, backend, fake, prepare)
+        if kind == "eager":
+            steps = [plans.measured(plans.training())]
+        elif kind in ON_THE_WHEEL:
             steps = plans.upstreams(budgets, kind == "saved")
         elif kind in CHECKPOINTS:
             steps = [plans.checkpointed(is_selective=" " in kind)]

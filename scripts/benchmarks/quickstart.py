@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config as config
 
 from benchmarks import fresh, nets, plans
 from benchmarks.meters import relative_error, TOLERANCE
@@ -36,8 +35,7 @@ from benchmarks.pages import (
     megabytes,
     Row,
 )
-from benchmarks.tracing import cpu_attention_counted
-from benchmarks.ways import OPERATORS, Training
+from benchmarks.ways import Training
 
 
 NETS = ("llama-4",)
@@ -53,23 +51,11 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
-    kind, budgets = task["kind"], task["budgets"]
-    # Or budgets would mean another thing on a CPU than on a GPU.
-    with config.patch(enable_autograd_cache=False), cpu_attention_counted():
-        net = nets.find(task["net"])
-        run = Timed(net, plans.RUN, OPERATORS, fake=False, prepare=with_optimizer)
-        if kind == "eager":
-            return {"steps": [run.measured(run.training())]}
-        if kind == "upstream":
-            steps = run.upstreams(budgets, in_blocks=False)
-            least = plans.lowest(steps)
-            told = ("budgets", "peak", "flops")
-            return {
-                "steps": [s if s is least else {e: s[e] for e in told} for s in steps]
-            }
-        asked = run.asked(kind, [{"share": budget} for budget in budgets])
-        return {"steps": [{**step, "budget": step["share"]} for step in asked]}
+    steps = plans.measure(task, with_optimizer, Timed)["steps"]
+    if task["kind"] == "upstream":
+        least, told = plans.lowest(steps), ("budgets", "peak", "flops")
+        steps = [s if s is least else {e: s[e] for e in told} for s in steps]
+    return {"steps": steps}
 
 
 def with_optimizer(training: Training) -> Training:
@@ -125,7 +111,8 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
 def budget_of(step: Row) -> str:
     if "budgets" in step:
         return f"{plans.told_budgets(step['budgets'])}, the lowest"
-    return f"{step['budget']:g}" if "budget" in step else ""
+    asked = step.get("budget", step.get("share"))
+    return "" if asked is None else f"{asked:g}"
 
 
 def page(data: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ import json
 import math
 import random
 import statistics
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import torch
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks import fresh
-from benchmarks.meters import allocations
+from benchmarks.meters import allocations, cpu_seconds
 from benchmarks.pages import Mark, marks_page, Row, stored_marks
 from benchmarks.tracing import overlay, untouched_knapsack
 
@@ -93,15 +92,9 @@ def optima() -> dict[tuple[str, float], int]:
     }
 
 
-def seconds(call: Call) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def repeated(call: Call, reference: Call) -> float:
     """Median time of a call over that of another, interleaved; the first does not count."""
-    pairs = [(seconds(call), seconds(reference)) for _ in range(REPEATS + 1)]
+    pairs = [(cpu_seconds(call), cpu_seconds(reference)) for _ in range(REPEATS + 1)]
     first, other = map(statistics.median, zip(*pairs[1:]))
     return float(first / other)
 
@@ -207,7 +200,7 @@ def hirschberg() -> Iterator[Mark]:
             runtimes = [draw.uniform(0.1, 10) for _ in range(n)]
             room = draw.uniform(0.2, 0.8) * sum(sizes)
             calls = (partial(solver, sizes, runtimes, room) for solver in solvers)
-            pairs.append([*map(seconds, calls)])
+            pairs.append([*map(cpu_seconds, calls)])
         # The first one does not count.
         first, other = map(statistics.median, zip(*pairs[1:]))
         less = 1 - first / other

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import importlib.metadata
 import importlib.util
 import sys
-from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 from unittest import mock
@@ -34,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
+from upkeep.checkout import installed_wheel, is_altered
 
 
 # ------------------------------------------------------------------ tracing
@@ -50,15 +47,10 @@ def untouched(path: str, name: str) -> ModuleType:
 
     RuntimeError where it is another one. What it imports is the running torch's.
     """
-    wheel = importlib.metadata.distribution("torch")
-    recorded = {str(f): f.hash for f in wheel.files or ()}.get(path)
-    if recorded is None:
-        raise RuntimeError(f"the installed torch has no {path} in its RECORD")
-    source = Path(str(wheel.locate_file(path)))
-    digest = hashlib.sha256(source.read_bytes()).digest()
-    if urlsafe_b64encode(digest).rstrip(b"=").decode() != recorded.value:
+    wheel = installed_wheel()
+    if is_altered(wheel, path):
         raise RuntimeError(f"the installed torch's {path} is not its wheel's")
-    spec = importlib.util.spec_from_file_location(name, source)
+    spec = importlib.util.spec_from_file_location(name, wheel.root / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their own module up.

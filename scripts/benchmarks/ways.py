@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Optional, Union
@@ -22,7 +22,7 @@ import torch._functorch.config as config
 from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.meters import gradients, record_step, Step
+from benchmarks.meters import cpu_seconds, gradients, record_step, Step
 from benchmarks.nets import BLOCKS, LossOf, Net, SEED
 
 
@@ -136,16 +136,16 @@ class Training:
             )
 
     def seconds(self, device: str = "cpu") -> float:
-        """Of a step: a GPU's, or CPU seconds of one thread, without what else runs."""
+        """Of a step: a GPU's, or CPU seconds of one thread."""
         if device == "cpu":
-            start = time.process_time()
+            return cpu_seconds(self.step)
+
+        def step() -> None:
             self.step()
-            return time.process_time() - start
+            torch.cuda.synchronize()
+
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        self.step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return timeit.timeit(step, number=1)
 
 
 def put_to_work(forward: Forward, ways: Ways) -> Forward:
