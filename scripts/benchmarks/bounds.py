@@ -14,19 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import (
-    at_most,
-    columns,
-    good,
-    Mark,
-    marks_table,
-    measured_on,
-    megabytes,
-    Named,
-    Row,
-    RUN,
-    SIMULATED,
-)
+from benchmarks import pages
+from benchmarks.pages import good, Mark, Row
 from benchmarks.plans import (
     CHECKPOINTS,
     DEVICES,
@@ -60,7 +49,7 @@ def asked(step: Row) -> list[float]:
 def told(row: Row, step: Row) -> str:
     budgets = asked(step)
     if "peak_bytes" in step:
-        return f"{row['net']} held to {megabytes(step['peak_bytes'])} MB"
+        return f"{row['net']} held to {pages.megabytes(step['peak_bytes'])} MB"
     where = f" at {told_budgets(budgets)}" if budgets else ""
     return f"{row['net']}{where}, {row['kind']}"
 
@@ -104,7 +93,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         if step.get("allowed") and step["allowed"] >= step.get("floor", 0)
     ]
     silent = [each[:2] for each in bound if not each[2]]
-    yield from at_most(
+    yield from pages.at_most(
         "peak / allowed, without a warning",
         silent,
         *(0.005, "at most +0.5%"),
@@ -113,7 +102,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     )
     if not exact:
         inside = sum(each[0] <= 0 for each in bound)
-        for mark in at_most(
+        for mark in pages.at_most(
             *("plans within the allowed", (each[:2] for each in bound), 0.0),
             *("92% of them", f"{inside} of {len(bound)}; {{:+.2%}} at most ({{}})"),
         ):
@@ -125,7 +114,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         for at, step in every(rows, *(STEP_KINDS if is_simulated else BOUND))
         if step.get("predicted")
     ]
-    yield from at_most(
+    yield from pages.at_most(
         *("predicted / measured peak", apart, 0.005 if exact else 0.02),
         "0.5 %" if exact else "2 %",
         f"off by {{:.3%}} at most ({{}}), {len(apart)} plans",
@@ -134,7 +123,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     if not exact:
         yield from compile_times(rows)
     for kind in OURS:
-        yield from at_most(
+        yield from pages.at_most(
             f"peak / at the next larger budget, {kind}",
             rising(good(rows, kind=kind)),
             *(RISES, "at most 1"),
@@ -148,7 +137,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
 
 
 def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:
-    yield from at_most(
+    yield from pages.at_most(
         "gradients against those of budget 1",
         (
             (step["off_budget_1"], at)
@@ -159,7 +148,7 @@ def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:
     )
     others = every(rows, "upstream", *BOUND)
     found = [(s["gradients_off"], at) for at, s in others if "gradients_off" in s]
-    yield from at_most("gradients, by other kernels", found, ROUNDING)
+    yield from pages.at_most("gradients, by other kernels", found, ROUNDING)
 
 
 def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -184,11 +173,11 @@ def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:
         shown = (
             f"{median:.2f} in the median; {{:.2f}} at most ({{}}), {len(ratios)} plans"
         )
-        for mark in at_most(what, ratios, limit, f"{limit} in the median", shown):
+        for mark in pages.at_most(what, ratios, limit, f"{limit} in the median", shown):
             yield mark._replace(passed=median <= limit)
 
 
-def rising(rows: Iterable[Row]) -> Iterator[Named]:
+def rising(rows: Iterable[Row]) -> Iterator[pages.Named]:
     """Each peak against that of the next larger budget."""
     for row in rows:
         steps = sorted(row["steps"], key=lambda step: -max(asked(step)))
@@ -217,7 +206,7 @@ def judged_beside(rows: Sequence[Row], theirs: str, ours: str) -> Iterator[Mark]
         (lowest(mine[row["net"]])["peak"] / lowest(row["steps"])["peak"], row["net"])
         for row in both
     ]
-    yield from at_most(
+    yield from pages.at_most(
         *(f"lowest peak, {named}", least, RISES, "at most 1"),
         f"{{:.3f}} at most ({{}}), {len(both)} nets",
         enforced=exact and ours == "graph",
@@ -232,7 +221,7 @@ def judged_beside(rows: Sequence[Row], theirs: str, ours: str) -> Iterator[Mark]
             if entry in step and costs:
                 ratios.append((min(costs) / step[entry], told(row, step)))
         mean = statistics.geometric_mean([ratio for ratio, _ in ratios] or [1])
-        for mark in at_most(
+        for mark in pages.at_most(
             *(f"{what} at no higher peak, {named}", ratios, RISES),
             "1 on average" if is_mean else "at most 1",
             f"{mean:.3f} on average; {{:.3f}} at most ({{}}), "
@@ -249,13 +238,13 @@ def judged_as_one_graph(rows: Sequence[Row]) -> Iterator[Mark]:
         (at, step, wholes[at]) for at, step in every(rows, "blocks") if at in wholes
     ]
     floors = ((step["floor"] / whole["floor"], at) for at, step, whole in pairs)
-    yield from at_most("floor / the floor of one graph", floors, 1.05)
+    yield from pages.at_most("floor / the floor of one graph", floors, 1.05)
     flops = (
         (step["flops"] / whole["flops"], at)
         for at, step, whole in pairs
         if whole["peak"] <= 1.001 * step["peak"]
     )
-    yield from at_most("flops / those of one graph at the same peak", flops, 1.03)
+    yield from pages.at_most("flops / those of one graph at the same peak", flops, 1.03)
 
 
 # ------------------------------------------------------------------- report
@@ -278,7 +267,7 @@ def by_budget(
     if any("kind" in row for row in rows):
         names["plans"] = lambda row: row["kind"]
     cells = {f"{b:g}": functools.partial(at, budget=b) for b in budgets if b in has}
-    return columns(rows, {**names, **cells, **more})
+    return pages.columns(rows, {**names, **cells, **more})
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -332,7 +321,7 @@ def table(rows: Sequence[Row]) -> str:
         return cell(row, min(low, key=lambda plan: plan[cost])) if low else "-"
 
     def bound(row: Row) -> str:
-        return megabytes(row["lower_bound"]) if "lower_bound" in row else ""
+        return pages.megabytes(row["lower_bound"]) if "lower_bound" in row else ""
 
     more: dict[str, Any] = {"lowest": at_lowest, "ours, no higher": ours}
     if any("lower_bound" in row for row in rows):
@@ -356,8 +345,8 @@ that. no plan below: what single backward steps need under any.
 def how_found(rows: Sequence[Row]) -> str:
     devices = {row["device"] for row in rows}
     if OPERATORS in devices:
-        return f"{RUN}, operator by operator,"
-    return RUN if devices & {*DEVICES} else SIMULATED
+        return f"{pages.RUN}, operator by operator,"
+    return pages.RUN if devices & {*DEVICES} else pages.SIMULATED
 
 
 def page(data: dict[str, Any]) -> str:
@@ -365,12 +354,12 @@ def page(data: dict[str, Any]) -> str:
     text, found = HOW, parts(rows)
     for name, part in found.items():
         text += f"\n### {name}\n\n" if len(found) > 1 else "\n"
-        text += marks_table(mark._asdict() for mark in judged_part(part))
+        text += pages.marks_table(mark._asdict() for mark in judged_part(part))
         text += f"\n{table(part)}"
         none = [row["net"] for row in part if not row["steps"]]
         if none:
             text += f"\nWithout blocks that repeat: {', '.join(none)}.\n"
-    return text + "\n" + measured_on(data["environment"], how_found(rows))
+    return text + "\n" + pages.measured_on(data["environment"], how_found(rows))
 
 
 def plot(data: dict[str, Any], result: Path) -> None:
@@ -398,7 +387,7 @@ def plot(data: dict[str, Any], result: Path) -> None:
     figure.axes[0].legend(fontsize=7)
     figure.supxlabel("flops / those of budget 1", fontsize=8, y=0.03)
     figure.supylabel("peak, MB", fontsize=8)
-    origin = measured_on(data["environment"], how_found(rows)).strip()
+    origin = pages.measured_on(data["environment"], how_found(rows)).strip()
     figure.text(0.01, 0.005, origin, fontsize=7, alpha=0.7)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     # Or the names of clip paths would be random.

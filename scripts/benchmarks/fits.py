@@ -22,18 +22,9 @@ from what_fits import __main__ as command
 from what_fits import page as fits
 from what_fits.page import total
 
-from benchmarks import fresh, nets, plans
+from benchmarks import fresh, nets, pages, plans
 from benchmarks.architectures import Transformer
-from benchmarks.pages import (
-    at_most,
-    columns,
-    good,
-    Mark,
-    marks_table,
-    measured_on,
-    Row,
-    SIMULATED,
-)
+from benchmarks.pages import good, Mark, Row
 from benchmarks.ways import Training
 
 
@@ -110,7 +101,7 @@ def at_size(task: fresh.Task) -> Row:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    yield from at_most(
+    yield from pages.at_most(
         "told / found by the allocator, operators on the CPU",
         (
             (abs(step["told"] / step["found"] - 1), f"{row['net']}, {row['kind']}")
@@ -139,9 +130,9 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
 
 def page(data: dict[str, Any]) -> str:
     rows = data["measured"]
-    text = marks_table(data["rows"]) + HOW
+    text = pages.marks_table(data["rows"]) + HOW
     small = [row for row in good(rows) if row["net"] != LLAMA]
-    text += columns(
+    text += pages.columns(
         small,
         {
             "net": lambda row: row["net"],
@@ -154,7 +145,7 @@ def page(data: dict[str, Any]) -> str:
     )
     large = good(rows, net=LLAMA)
     if large:
-        text += "\n" + columns(
+        text += "\n" + pages.columns(
             [(row, step) for row in large for step in row["steps"]],
             {
                 "Llama of 8B": lambda row, step: row["kind"],
@@ -166,4 +157,4 @@ def page(data: dict[str, Any]) -> str:
                 "roofline, s": lambda row, step: f"{step['seconds']:.3f}",
             },
         )
-    return text + "\n" + measured_on(data["environment"], SIMULATED)
+    return text + "\n" + pages.measured_on(data["environment"], pages.SIMULATED)

@@ -22,17 +22,9 @@ import torch._functorch.config as config
 from torch._functorch import partitioners
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import bounds, fresh, nets
+from benchmarks import bounds, fresh, nets, pages
 from benchmarks.meters import storages
-from benchmarks.pages import (
-    at_most,
-    good,
-    Mark,
-    marks_table,
-    measured_on,
-    PLANNED,
-    Row,
-)
+from benchmarks.pages import good, Mark, Row
 from benchmarks.tracing import Joint, overlay, untouched_partitioners
 
 
@@ -107,12 +99,12 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         for step in row["steps"]
     ]
     show = "{:+.4f} ({})"
-    yield from at_most(
+    yield from pages.at_most(
         f"share kept - share asked, {len(steps)} plans of {len(rows)} nets",
         ((step["share"] - step["budget"], where) for where, step in steps),
         *(1e-9, "at most 0", show, True),
     )
-    yield from at_most(
+    yield from pages.at_most(
         "share kept at a budget - at the next larger",
         (
             (low["share"] - high["share"], f"{row['net']}, budget {low['budget']:g}")
@@ -121,7 +113,7 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         ),
         *(1e-9, "at most 0", show, True),
     )
-    yield from at_most(
+    yield from pages.at_most(
         "forwards recomputed - upstream's, where as much may be kept",
         (
             (step["recomputed_at_upstreams"] - step["upstream_recomputed"], where)
@@ -141,12 +133,12 @@ def cell(row: Row, step: Row) -> str:
 
 def page(data: dict[str, Any]) -> str:
     return (
-        marks_table(data["rows"])
+        pages.marks_table(data["rows"])
         + "\nBy the share asked: share kept, ours / upstream's (bold: over by more than "
         "0.001); share of the forward recomputed, ours / upstream's, where ours may keep "
         "what upstream's plan keeps plus dropout masks (upstream redraws them, so its "
         "gradients are wrong):\n\n"
         + bounds.by_budget(good(data["measured"]), cell, BUDGETS)
         + "\nGraphs as for a GPU, one graph. "
-        + measured_on(data["environment"], PLANNED)
+        + pages.measured_on(data["environment"], pages.PLANNED)
     )

@@ -43,19 +43,10 @@ from torch import nn, Tensor
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config, partitioners
 
-from benchmarks import fresh, nets, second_set
+from benchmarks import fresh, nets, pages, second_set
 from benchmarks.architectures import ClassicShape
 from benchmarks.meters import CountedStorages, gradients
-from benchmarks.pages import (
-    at_most,
-    columns,
-    good,
-    Mark,
-    marks_table,
-    measured_on,
-    Named,
-    Row,
-)
+from benchmarks.pages import good, Mark, Row
 from benchmarks.plans import warnings_noted
 from benchmarks.tracing import cpu_attention_counted, overlay
 from benchmarks.ways import compiled, OPERATORS, Training
@@ -357,7 +348,7 @@ def summed_up(found: Sequence[Row]) -> Row:
     plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
     if not plans:
         raise RuntimeError(f"no plan in {len(found)} steps")
-    bound: list[Named] = [
+    bound: list[pages.Named] = [
         (now["peak"] / now["allowed"], f"step {at + 1}")
         for at, now in plans
         if not now["recorded"]
@@ -392,7 +383,7 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
 def judged_set(rows: Sequence[Row], name: str) -> Iterator[Mark]:
     for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
         found = [(row[entry], told(row)) for row in rows if entry in row]
-        yield from at_most(name + what, found, 0, "", "{:.0f} ({})")
+        yield from pages.at_most(name + what, found, 0, "", "{:.0f} ({})")
     for what, entry, limit in (
         ("first step's peak / floor", "first", 1.05),
         ("peaks / allowed", "bound", 1.005),
@@ -403,7 +394,7 @@ def judged_set(rows: Sequence[Row], name: str) -> Iterator[Mark]:
             for row in rows
             if entry in row["worst"]
         ]
-        yield from at_most(name + what, pairs, limit, enforced=entry == "bound")
+        yield from pages.at_most(name + what, pairs, limit, enforced=entry == "bound")
 
 
 def judged_others(rows: Sequence[Row], name: str) -> Iterator[Mark]:
@@ -414,9 +405,9 @@ def judged_others(rows: Sequence[Row], name: str) -> Iterator[Mark]:
         for entry in entries:
             found = [(row[entry], told(row)) for row in good(rows, loop=loop)]
             pairs = [(max(r) if isinstance(r, list) else r, n) for r, n in found]
-            yield from at_most(f"{name}{loop}: {entry} / without", pairs, limit)
+            yield from pages.at_most(f"{name}{loop}: {entry} / without", pairs, limit)
     flat = [(row["end"] / row["third"], told(row)) for row in good(rows, loop="memory")]
-    yield from at_most(f"{name}host memory at the end / at a third", flat, 1.01)
+    yield from pages.at_most(f"{name}host memory at the end / at a third", flat, 1.01)
 
 
 # ------------------------------------------------------------------- report
@@ -441,6 +432,6 @@ def page(data: dict[str, Any]) -> str:
         "steps": lambda row: f"`{row['trace']}`",
     }
     taken = [row for row in good(data["measured"]) if "worst" in row]
-    table = columns(taken, cells)
-    origin = measured_on(data["environment"], "Run, operator by operator,")
-    return f"{marks_table(data['rows'])}\n{table}\n{origin}"
+    table = pages.columns(taken, cells)
+    origin = pages.measured_on(data["environment"], "Run, operator by operator,")
+    return f"{pages.marks_table(data['rows'])}\n{table}\n{origin}"

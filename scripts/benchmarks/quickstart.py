@@ -23,18 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import fresh, nets, plans
+from benchmarks import fresh, nets, pages, plans
 from benchmarks.meters import relative_error, TOLERANCE
-from benchmarks.pages import (
-    at_most,
-    columns,
-    good,
-    Mark,
-    markdown,
-    measured_on,
-    megabytes,
-    Row,
-)
+from benchmarks.pages import good, Mark, Row
 from benchmarks.ways import Training
 
 
@@ -97,7 +88,7 @@ def lowest(rows: Sequence[Row], kind: str) -> Row:
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold with the patch set applied."""
-    yield from at_most(
+    yield from pages.at_most(
         "gradients, off from eager mode's",
         ((step["off_eager"], kind) for kind, step in shown(rows)),
         *(TOLERANCE, f"at most {TOLERANCE:.0e}", "{:.1e} ({})", True),
@@ -117,13 +108,13 @@ def budget_of(step: Row) -> str:
 
 def page(data: dict[str, Any]) -> str:
     rows = data["measured"]
-    text = columns(
+    text = pages.columns(
         shown(rows),
         {
             "plans": lambda kind, _: kind,
             "budget": lambda _, step: budget_of(step),
-            "peak MB": lambda _, step: megabytes(step["peak"]),
-            "saved MB": lambda _, step: megabytes(step["saved"]),
+            "peak MB": lambda _, step: pages.megabytes(step["peak"]),
+            "saved MB": lambda _, step: pages.megabytes(step["saved"]),
             "step / eager": lambda _, step: f"{step['step_over_eager']:.2f}",
             "recomputed": lambda _, step: f"{step['recomputed']:.0%}",
             "gradient error": lambda _, step: f"{step['off_eager']:.0e}",
@@ -136,7 +127,7 @@ def page(data: dict[str, Any]) -> str:
         f"Medians of {REPEATS} interleaved steps, CPU times. "
         "saved: what the forward leaves alive for the backward. recomputed: flops beyond "
         "eager mode's, as a share of the forward's. gradient error: relative to eager "
-        f"mode's. {plans.HOW_SWEPT} {measured_on(data['environment'])}"
+        f"mode's. {plans.HOW_SWEPT} {pages.measured_on(data['environment'])}"
     )
 
 
@@ -156,11 +147,11 @@ def headline(data: dict[str, Any]) -> str:
         cells = f"{step['peak'] / 1e6:,.0f} MB", f"{step['step_over_eager']:.2f}"
         lines.append([name.format(budget), *(f"{bold}{cell}{bold}" for cell in cells)])
     shape = nets.LLAMA_8
-    return markdown(
+    return pages.markdown(
         ["one training step", "peak memory", "step time, relative to eager mode"], lines
     ) + (
         f"\nLlama-like, {shape.layers} layers of width {shape.width}, batch "
         f"{shape.batch} x {shape.tokens} tokens, fp32, AdamW; one graph, operator by "
         "operator. Peaks count everything live: parameters, optimizer states, gradients "
-        f"and activations. {plans.HOW_SWEPT} {measured_on(data['environment'])}"
+        f"and activations. {plans.HOW_SWEPT} {pages.measured_on(data['environment'])}"
     )
