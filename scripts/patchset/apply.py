@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Optional
 
+from . import transaction
 from .commits import check_committable, commit_on_head
 from .files import fault
 from .images import ABSENT, APPLIED, Survey, survey
@@ -27,18 +28,7 @@ from .target import (
     Target,
     Unfinished,
 )
-from .transaction import (
-    Change,
-    commit,
-    digest,
-    Journal,
-    lock,
-    read_journal,
-    recover,
-    take_back,
-    undo,
-    WRITING,
-)
+from .transaction import Change, Journal
 
 
 DONE, CONFLICT, BAD_CALL, NOT_IN_MANIFEST, UNFINISHED = range(5)
@@ -151,7 +141,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         target = _find(options)
         report.target, report.version = str(target.root), target.version
         report.installed = target.installed
-        with lock(target):
+        with transaction.lock(target):
             ACTIONS[report.action](report, target, options)
     except BadCall as error:
         report.fail(BAD_CALL, f"error: {error}")
@@ -203,10 +193,10 @@ def _find(options: argparse.Namespace) -> Target:
 
 
 def _status(report: Report, target: Target, options: argparse.Namespace) -> None:
-    journal = read_journal(target)
+    journal = transaction.read_journal(target)
     result = survey(target, journal, options.without)
     report.take(result)
-    if journal is not None and journal.phase == WRITING:
+    if journal is not None and journal.phase == transaction.WRITING:
         report.messages.append(
             "an earlier call was interrupted; the next apply or --reverse cleans up"
         )
@@ -215,9 +205,9 @@ def _status(report: Report, target: Target, options: argparse.Namespace) -> None
 
 
 def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
-    if not options.check and recover(target):
+    if not options.check and transaction.recover(target):
         report.messages.append("an interrupted earlier call was undone first")
-    journal = read_journal(target)
+    journal = transaction.read_journal(target)
     result = survey(target, journal, options.without)
     report.take(result)
     if result.conflicts:
@@ -254,17 +244,17 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
         except (Conflict, OSError) as error:
             raise Unfinished(f"not committed: {fault(error)}") from None
     if not options.check:
-        report.take(survey(target, read_journal(target), options.without))
+        report.take(survey(target, transaction.read_journal(target), options.without))
 
 
 def _reverse(report: Report, target: Target, options: argparse.Namespace) -> None:
-    if recover(target):
+    if transaction.recover(target):
         report.messages.append("an interrupted earlier call was undone")
-    journal = read_journal(target)
+    journal = transaction.read_journal(target)
     result = survey(target, journal)
     report.release, report.in_manifest = result.release, result.in_manifest
     if journal is not None:
-        undo(target, journal)
+        transaction.undo(target, journal)
         report.files = list(journal.files)
         report.messages.append("reversed; every file is as it was before")
     elif any(step.state == APPLIED for step in result.patches):
@@ -289,7 +279,8 @@ def _pending(
         pending += [
             path
             for path, known in journal.files.items()
-            if path not in wanted and digest(target.read(path)) == known["after"]
+            if path not in wanted
+            and transaction.digest(target.read(path)) == known["after"]
         ]
     return pending
 
@@ -302,15 +293,17 @@ def _write(target: Target, old: Optional[Journal], changes: list[Change]) -> str
     """
     built = any((target.root / "torch").glob("_C.*"))
     if old is not None:
-        undo(target, old)
+        transaction.undo(target, old)
     imported = built and import_fault(target.python, target.root) is None
     try:
-        journal = commit(target, changes)
+        journal = transaction.commit(target, changes)
         if not imported:
             return f"verified: checksums and syntax ({target.python} cannot import it)"
         failure = import_fault(target.python, target.root)
         if failure is not None:
-            take_back(target, journal, f"the patched torch does not import: {failure}")
+            transaction.take_back(
+                target, journal, f"the patched torch does not import: {failure}"
+            )
     except (Conflict, OSError) as error:
         if old is None:
             raise
