@@ -12,8 +12,6 @@ A benchmark is a module. Its docstring is its --help, and it has
 
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -3,8 +3,6 @@
 ``module(*inputs).backward()`` is a training step's forward and backward.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

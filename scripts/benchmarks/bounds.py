@@ -5,8 +5,6 @@ bound; and what it was asked for: a ``budget`` or a ``share``, or, of upstream's
 ``budgets``. A row's ``curve`` are more of its plans, which were not run.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

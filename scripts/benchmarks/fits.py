@@ -10,8 +10,6 @@ tokens on each. torchtitan's pull request 3429 published its peaks: 32.07 GiB wi
 checkpoints, 52.44 where attention and products are saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

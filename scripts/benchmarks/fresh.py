@@ -4,8 +4,6 @@ A benchmark is a module with a function ``measure`` from a task to a row, which
 `measured` calls in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

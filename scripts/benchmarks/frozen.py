@@ -8,8 +8,6 @@ and compiled with it. Saved are the bytes that the forward allocated and left al
 for the backward. The exit status is 1 if bytes or gradients are off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

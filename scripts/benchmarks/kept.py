@@ -12,8 +12,6 @@ Recomputed are the flops in both halves beyond those of the joint graph, as a sh
 the forward's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -25,8 +25,6 @@ Held out are five nets. Programs that have their own loops are Hugging Face's Tr
 several settings, and DDP, FSDP2, tensor parallelism and a pipeline, by gloo.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import operator

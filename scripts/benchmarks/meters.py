@@ -14,8 +14,6 @@ the dispatcher. Its events are too many for long runs.
 All sizes are bytes. A storage counts once, whole, however many tensors view it.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time

@@ -6,8 +6,6 @@ seconds; those at real size are for fake tensors (`Net.fake`), which have sizes 
 memory.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What a benchmark leaves: rows as JSON, marks, tables, figures, and where it ran."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -6,8 +6,6 @@ CPU seconds of the whole partition of a graph that inductor compiles, by target 
 by upstream's algorithm, in one process, medians of interleaved runs.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import statistics

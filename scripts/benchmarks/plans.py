@@ -19,8 +19,6 @@ else is there when a step starts.
     one graph               a graph, at the peaks of ``blocks``
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import time
@@ -115,7 +113,7 @@ def tasks(
 def measure(
     task: fresh.Task,
     prepare: Callable[[Training], Training] = lambda it: it,
-    of: Optional[type[Plans]] = None,
+    of: Optional["type[Plans]"] = None,
 ) -> Row:
     torch.set_num_threads(1)
     kind, device, budgets = task["kind"], task["device"], task["budgets"]

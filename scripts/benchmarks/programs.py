@@ -1,7 +1,5 @@
 """Programs that train by a StepBudget in their own loops: trainers and two ranks."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

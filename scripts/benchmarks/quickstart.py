@@ -15,8 +15,6 @@ Exit status: 0 all well; 1 gradients differ from eager's, or a peak is not below
 upstream's; 2 bad call, or torch without the patches.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any

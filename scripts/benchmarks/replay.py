@@ -17,8 +17,6 @@ Not seen are scratch memory of operators that are no kernels of inductor's, what
 allocator loses to fragmentation, and what inductor chooses by benchmarks.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import types

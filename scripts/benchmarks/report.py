@@ -6,8 +6,6 @@ name, as it prints it; the README's ``headline`` from a quickstart on a larger n
 the RFC's from those of the peak and of the step. A figure stands beside its result.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -35,8 +35,6 @@ trains it: FSDP2 over 8 ranks, of which one is looked at, bf16 where it computes
 2 x 8,192 tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

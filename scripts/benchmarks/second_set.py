@@ -6,8 +6,6 @@ published model, batches of a usual size, in bfloat16. None has a data-dependent
 and none wants kernels that have to be built.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,6 @@ that does not count; they are reported and never enforced. The exit status is 1 
 a count (violations, optima, proofs, values below greedy) is off.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import itertools

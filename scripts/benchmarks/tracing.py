@@ -3,8 +3,6 @@
 `Joint` is the joint graph that a GPU would get, of fake tensors.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util

@@ -8,14 +8,12 @@ A way makes another forward of a forward, of a whole net or of each of its block
     Training(net, blocks=(checkpointed(), compiled("inductor")))    a checkpoint in each
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Optional, Union
+from typing import Any, Optional, Self, Union
 
 import torch
 import torch._functorch.config as config
@@ -119,7 +117,7 @@ class Training:
                 self.optimizer.step()
             gradients(self.parameters)
 
-    def warmed(self, steps: int = 1) -> Training:
+    def warmed(self, steps: int = 1) -> Self:
         """After steps in which everything is compiled."""
         for _ in range(steps):
             self.step()

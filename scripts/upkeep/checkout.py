@@ -13,8 +13,6 @@ Both read the wheel's RECORD and nothing else: whatever pip did not install is
 never copied or linked. The installation itself is only ever read.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import csv

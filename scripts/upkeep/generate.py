@@ -3,8 +3,6 @@
 ``--check`` writes nothing and fails where the checked-in files differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@
 ``--pattern`` is wrong. Where neither is given, upstream's linters run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

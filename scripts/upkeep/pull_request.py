@@ -1,7 +1,5 @@
 """The command behind ``scripts/export_pr.sh``: one topic as a pull request."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -8,8 +8,6 @@ The release's own torch runs them, in an environment that is deleted afterwards 
 it was there before.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

@@ -1,7 +1,5 @@
 """The supported releases' Python trees, taken from their wheels."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

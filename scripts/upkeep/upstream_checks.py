@@ -1,7 +1,5 @@
 """Upstream's linters and our test on a branch, in a work tree that is thrown away."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -10,8 +10,6 @@ says what a step holds without a budget, at the lowest of upstream's budgets, an
 lowest of this set; what the plan for that memory costs; and the lines that ask for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import itertools

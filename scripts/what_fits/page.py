@@ -12,8 +12,6 @@ Each step of its row is of a plan: ``given`` bytes are there when a step starts
 runs, gradients and the optimizer's own steps included. Tensors are fakes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
