@@ -558,8 +558,8 @@ class CompiledGraph:
         """What traces of a graph have in common, whatever their sizes are."""
         model, static = joint.model, self._state.fw_metadata.static_input_indices
         shapes = [tuple(self._state.flat_args[i].shape) for i in static]
-        ends = model.outputs, model.tangents, model.gradients
-        return joint.num_fwd_outputs, [*map(len, ends)], shapes
+        ends = len(model.outputs), len(model.tangents), len(model.gradients)
+        return joint.num_fwd_outputs, ends, shapes
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[GraphPlans, int]:
         """Plans for the graph's calls that miss this, and which of these is lean."""
