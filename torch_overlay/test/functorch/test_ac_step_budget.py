@@ -73,10 +73,12 @@ class Block(nn.Module):
 
 
 class Sliced(Block):
-    """Has operators that go where sizes are known: a slice of all, and its gradient."""
+    """Traced into other operators where sizes are symbols, or one is 1."""
 
     def forward(self, x):
-        return super().forward(x[:, :]) + x
+        # A slice of all, with its gradient; and a copy of several rows.
+        heads = x.unflatten(1, (4, -1)).transpose(0, 1).reshape(4, -1)
+        return super().forward(x[:, :]) + x + heads.sum(0).mean()
 
 
 class Net(nn.Module):
@@ -167,10 +169,12 @@ def recordings():
         yield lambda: made.call_count
 
 
-def unbudgeted(model, *batches, train=train):
+def unbudgeted(model, *batches, train=train, count=2):
     """The gradients without a budget; what was compiled for them is given up."""
     with config.patch(enable_autograd_cache=False):
-        found = steps(contextlib.nullcontext(), model, *batches, train=train)
+        found = steps(
+            contextlib.nullcontext(), model, *batches, train=train, count=count
+        )
     torch._dynamo.reset()
     return found
 
@@ -535,6 +539,46 @@ class StepBudgetTest(TestCase):
         self.assertEqual(count(), 1)
         self.assertEqual(budget.plan.allowed, allowed)
         self.assertLessEqual(max(peaks), 1.005 * allowed)
+
+    @parametrize("rows", (BATCH // 4, 1))
+    def test_sizes_that_are_traced_into_other_operators(self, rows):
+        model, budget = Net(block=Sliced), StepBudget(share=0.5)
+        sizes = [BATCH, BATCH, BATCH, rows, BATCH, rows, BATCH]
+        before = unbudgeted(Net(block=Sliced), batch(rows), count=1)
+        operators = set()
+
+        def seen(graph, _):
+            operators.add(tuple(str(n.target) for n in graph.graph.nodes))
+            return graph
+
+        with (
+            recordings() as count,
+            self.assertNoLogs("torch._functorch", "WARNING"),
+            config.patch(joint_custom_pass=seen),
+        ):
+            peaks = [measured(budget, model, batch(n)) for n in sizes]
+            self.assertLessEqual(max(peaks[1:]), 1.005 * budget.plan.allowed)
+            gradients = steps(budget, model, batch(rows), count=1)
+        self.assertEqual(count(), 1)
+        self.assertEqual(len(operators), 2)
+        self.assertEqual(gradients, before, rtol=0, atol=0)
+
+    def test_two_graphs_of_one_module(self):
+        class Either(Block):
+            def forward(self, x, squares=False):
+                x = super().forward(x)
+                return x.square().tanh() if squares else x.sin()
+
+        def train(model, x):
+            block = model.blocks[0]
+            block(block(model.embed(x)), squares=True).sum().backward()
+
+        model, budget = Net(1, block=Either), StepBudget(share=0.5)
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            steps(budget, model, batch(), train=train)
+            for rows in (BATCH // 2, 1):
+                steps(budget, model, batch(rows), train=train)
+        self.assertEqual([use.calls for use in budget.plan.graphs], [1, 1])
 
     def test_steps_with_fewer_calls(self):
         model, budget = Net(dynamic=True), StepBudget(share=0.2)

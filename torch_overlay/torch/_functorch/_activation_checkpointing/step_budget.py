@@ -262,6 +262,10 @@ class StepBudget:
             "other",
         )
 
+    def graph_like(self, signature: Any) -> Optional[Graph]:
+        """The graph of this step that has been compiled for another size."""
+        return next((g for g in self.graphs.values() if g.signature == signature), None)
+
     def allocated(self) -> int:
         """The bytes that the device counts, 0 where it does not."""
         if self._counters is None:

@@ -36,7 +36,7 @@ from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
 from .rerun_cost import concrete
 from .step_backward import Backward, boxed
-from .step_plan import GraphPlans, Missing, plan_graph
+from .step_plan import calls_in, GraphPlans, Missing, plan_graph
 from .step_recorder import Event, Recorder, running, running_step
 
 
@@ -530,36 +530,30 @@ class CompiledGraph:
             _get_memory_budget_annotation(node) is not None
             for node in joint.joint.nodes
         )
-        if self._is_only or not self._join(step.budget, joint):
+        signature = None if self._is_only else self._signature(joint)
+        known = step.budget.graph_like(signature) if signature is not None else None
+        if known is None or not self._join(known, joint):
             plans, lean = self.plans_for(None)
-            signature = None if self._is_only else self._signature(joint)
             self.graph, self.plans = Graph(self._name, signature, joint, plans), plans
             self.graph.lean = lean
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
 
-    def _join(self, budget: StepBudget, joint: Planner) -> bool:
-        """Be a graph of this step that was traced before, if there is such a one."""
-        signature = self._signature(joint)
-        for graph in [*budget.graphs.values()]:
-            if graph.signature != signature:
-                continue
-            try:
-                plans = graph.plans.sized(joint)
-            except CannotPlan:
-                continue
-            larger = self._activations / max(_activations(graph.plans.model), 1)
-            if larger > _ROUNDED or plans.hold_no_more(graph.plans):
-                self.graph, self.plans = graph, plans
-                self._scale = graph.scale * larger
-                return True
-        return False
+    def _join(self, known: Graph, joint: Planner) -> bool:
+        """Be another trace of a graph, unless that breaks what its plans promise."""
+        plans = known.plans.sized(joint)
+        larger = self._activations / max(_activations(known.plans.model), 1)
+        # For a larger call, the plans are made anew before it runs.
+        if larger <= _ROUNDED and not plans.hold_no_more(known.plans):
+            return False
+        self.graph, self.plans, self._scale = known, plans, known.scale * larger
+        return True
 
     def _signature(self, joint: Planner) -> Any:
-        """What traces of a graph have in common, whatever their sizes are."""
+        """What a graph of other sizes has in common with this one."""
         model, static = joint.model, self._state.fw_metadata.static_input_indices
         shapes = [tuple(self._state.flat_args[i].shape) for i in static]
         ends = len(model.outputs), len(model.tangents), len(model.gradients)
-        return joint.num_fwd_outputs, ends, shapes
+        return calls_in(model)[0], joint.num_fwd_outputs, ends, shapes
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[GraphPlans, int]:
         """Plans for the graph's calls that miss this, and which of these is lean."""
@@ -613,8 +607,9 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _activations(model: Program) -> int:
-    """The bytes of all that a forward computes."""
-    return sum(model.size(each.writes) for each in model.operators)
+    """The bytes of all that a forward and its backward compute."""
+    steps = (step.operator for step in model.steps)
+    return sum(each.nbytes for each in (*model.operators, *steps))
 
 
 def _symbols(given: Sequence[Any]) -> dict[Any, tuple[int, Optional[int]]]:

@@ -22,6 +22,7 @@ import functools
 import itertools
 import math
 import operator
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
@@ -32,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 
 from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
-from .liveness import CannotPlan
 from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
 from .rerun_cost import flops
 
@@ -52,6 +52,7 @@ __all__ = [
     "Missing",
     "Moments",
     "StepCurve",
+    "calls_in",
     "plan_graph",
 ]
 
@@ -118,26 +119,22 @@ class GraphPlans:
     told: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def sized(self, joint: Planner) -> GraphPlans:
-        """The same plans for ``joint``: for its size, and saving its own values.
+        """The same plans for calls of the size that ``joint`` has.
 
-        It may be another trace, where a slice is no view of the whole any more, say.
-        Raises CannotPlan where what a plan saves has no counterpart there.
+        That may have been traced by itself: what no call of it makes is not saved.
         """
         model = _model(joint, self.missing)
-        roles = _roles(self.model)
-        counterparts = {role: s for s, role in _roles(model).items()}
-        try:
-            saved = [
-                frozenset(counterparts[roles[s]] for s in plan.storages)
-                for plan in self.plans
-            ]
-        except KeyError as error:
-            raise CannotPlan("another trace has no such value") from error
-        evaluations = model.evaluate_all(saved)
-        of_plans = zip(self.plans, evaluations, saved)
+        (_, made), (_, there) = calls_in(self.model), calls_in(model)
+        same = {s: there[place] for place, s in made.items() if place in there}
+        chosen = [
+            frozenset(same[s] for s in plan.storages if s in same)
+            for plan in self.plans
+        ]
         plans = [
-            GraphPlan(*_bytes(model, e), *plan[3:-1], storages)
-            for plan, e, storages in of_plans
+            GraphPlan(*_bytes(model, evaluation), plan.cost, plan.outputs, storages)
+            for plan, storages, evaluation in zip(
+                self.plans, chosen, model.evaluate_all(chosen)
+            )
         ]
         inputs, outputs = _inputs(joint, model), _outputs(joint, model)
         return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
@@ -179,6 +176,32 @@ class GraphPlans:
             evaluations = model.evaluate_all([plan.storages for plan in self.plans])
             return [max(e.step_peaks) - beside for e in evaluations]
         return [getattr(plan, what) for plan in self.plans]
+
+
+def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
+    """What the code of a graph's forward calls, and the storages of what these make.
+
+    By both, graphs are alike that were traced for other sizes: those decide which views
+    and copies there are, and what the backward computes.
+    """
+    functions: list[Any] = []
+    made: dict[Any, int] = {}
+    names: list[str] = []
+    # How many storages each operator has made, since the last call began.
+    count: Counter[Any] = Counter()
+    for each in model.operators:
+        target: Any = each.node.target
+        stack = each.node.meta.get("source_fn_stack", ())
+        computes = each.is_required and target is not torch.ops.aten.clone.default
+        if computes and stack:
+            before, names = names, [name for name, _ in stack]
+            if names != before:
+                functions.append(stack[-1][1])
+        for s in each.writes:
+            place = len(functions), target
+            made[(*place, count[place])] = s
+            count[place] += 1
+    return functions, made
 
 
 class Held(NamedTuple):
@@ -236,30 +259,6 @@ def plan_graph(
     is_known = config.activation_memory_budget_runtime_estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
     return GraphPlans(best, model, primals, tangents, inputs, outputs, work, missing)
-
-
-def _roles(model: Program) -> dict[int, Any]:
-    """What tells a storage from others in any trace of a graph.
-
-    Which result it is, of which of so many calls of an operator; or of which input.
-    """
-    kinds: dict[Any, list[tuple[int, ...]]] = {}
-    for node, storages in model.values.items():
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            kinds.setdefault("input", []).append(storages)
-    for each in model.operators:
-        kind = (
-            str(each.node.target),
-            str(getattr(each.node.meta.get("val"), "dtype", "")),
-        )
-        kinds.setdefault(kind, []).append(each.writes)
-    return {
-        s: (kind, len(alike), at, result)
-        for kind, alike in kinds.items()
-        for at, storages in enumerate(alike)
-        for result, s in enumerate(storages)
-    }
 
 
 def _model(joint: Planner, missing: Optional[Missing]) -> Program:
