@@ -379,7 +379,7 @@ def _correct(plans: Plans, chains: Sequence[_Chain]) -> None:
     open_chains = [*chains]
     for _ in range(_CORRECTIONS + 1):
         plans.evaluate(
-            chain.storages(chosen) for chain in open_chains for chosen in chain.choices
+            saved for chain in open_chains for saved in chain.choices.values()
         )
         for chain in open_chains:
             chain.measure()
@@ -414,12 +414,12 @@ class _Chain:
         }
         self.where = self._where()
         self.peak: dict[tuple[int, int], int] = {}
-        # What to measure next, and the peak that is expected of it.
-        self.choices: list[Sequence[int]] = [
+        # What to measure next, with what that saves, and the peak that is expected of it.
+        self.choices = self._saving(
             [i for i in range(1, self.end) if i % span == offset]
             for span in range(1, _SPAN + 1)
             for offset in range(span)
-        ]
+        )
         self.expected: Optional[int] = None
         # The peaks of what was expected to be lowest, and what it saves.
         self.found: list[tuple[int, frozenset[int]]] = []
@@ -454,12 +454,15 @@ class _Chain:
             where.append(latest)
         return where
 
+    def _saving(
+        self, choices: Iterable[Sequence[int]]
+    ) -> dict[tuple[int, ...], frozenset[int]]:
+        return {tuple(chosen): self.storages(chosen) for chosen in choices}
+
     def measure(self) -> None:
-        """Evaluate the choices, and learn their segments' peaks."""
-        kept_by = {tuple(chosen): self.storages(chosen) for chosen in self.choices}
-        evaluated = self.plans.evaluate(kept_by.values())
-        for chosen, storages in kept_by.items():
-            live = evaluated[storages].step_peaks[::-1]
+        """Learn the segments' peaks of the choices, which have been evaluated."""
+        for chosen, storages in self.choices.items():
+            live = self.plans.evaluations[storages].step_peaks[::-1]
             done = kept = 0
             for segment in zip((0, *chosen), (*chosen, self.end)):
                 steps = bisect_right(self.where, self.at[segment[1]], lo=done)
@@ -486,7 +489,7 @@ class _Chain:
                 low = middle
             else:
                 high, chosen = middle, fewest
-        self.choices, self.expected = [chosen], high
+        self.choices, self.expected = self._saving([chosen]), high
 
     def leanest(self, peak: int) -> Optional[list[int]]:
         """The places to save at, so that no segment is live beyond ``peak``.
