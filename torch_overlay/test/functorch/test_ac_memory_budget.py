@@ -466,12 +466,11 @@ class TestCurve(TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
 
-    def plot(self, budget, solver="exact"):
+    def plot(self, budget):
         """Partition with the plot switched on: the plan, and what is logged."""
         with self.assertLogs(budget_curve.log, "WARNING") as logs:
             plan = self.joint.plan(
                 budget,
-                solver,
                 visualize_memory_budget_pareto=True,
                 memory_budget_pareto_dir=str(self.folder),
             )
@@ -488,38 +487,17 @@ class TestCurve(TestCase):
         saved = sum(runtimes[i] for i in asked.knapsack.saved)
         self.assertIn((0.3, sum(runtimes) - saved), points)
 
-    @parametrize("solver", ["exact", KNEE])
     @unittest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs matplotlib")
-    def test_the_plot_is_named_and_announced(self, solver):
+    def test_the_plot_is_named_and_announced(self):
         with patch.dict(sys.modules, {"matplotlib.figure": None}):
-            _, said = self.plot(0.3, solver)
+            _, said = self.plot(0.3)
         self.assertEqual(list(self.folder.iterdir()), [])
         self.assertIn("matplotlib is missing", said)
-        plan, said = self.plot(0.3, solver)
-        self.assertEqual(plan.saved_values, self.joint.plan(0.3, solver).saved_values)
+        plan, said = self.plot(0.3)
+        self.assertEqual(plan.saved_values, self.joint.plan(0.3, KNEE).saved_values)
         (plot,) = self.folder.glob("memory_budget_pareto_*.svg")
         self.assertIn(str(plot), said)
         self.assertIn("asked: 0.3", plot.read_text())
-
-
-class TestKnee(TestCase):
-    def test_the_log_says_what_was_taken_and_why(self):
-        limits, runtimes = Range(0, 1000), [100.0, 10.0, 1.0, 1.0]
-        for memory, capacity, taken, said in (
-            ([100] * 4, 400, [0], "took budget 0.1 of the 0.4 asked"),
-            ([300], 200, [], "took budget 0.002 of the 0.2 asked"),
-        ):
-            asked = memory, runtimes[: len(memory)], capacity, limits
-            with self.assertLogs(budget_solver.log, "WARNING") as logs:
-                self.assertEqual(budget_solver.knee(*asked), taken)
-            self.assertRegex(logs.output[0], said)
-
-    def test_the_partitioner_keeps_the_budget(self):
-        joint = Joint(gated, GATED)
-        for budget in (0.0005, 0.5):
-            with self.assertLogs(budget_solver.log, "WARNING"):
-                plan = joint.plan(budget, KNEE)
-            self.assertLessEqual(plan.activation_bytes, plan.limits.allowed(budget))
 
 
 if __name__ == "__main__":

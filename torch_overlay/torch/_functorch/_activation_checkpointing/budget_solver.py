@@ -7,7 +7,6 @@ and a user's own, get shares of the range of plans, as upstream's partitioner ha
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import operator
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 from torch.utils._mode_utils import no_dispatch
 
 from .knapsack import KNAPSACK_SOLVERS
-from .knapsack_exact import exact_knapsack, solve_knapsack_budgets
+from .knapsack_exact import exact_knapsack
 
 
 if TYPE_CHECKING:
@@ -23,14 +22,12 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
 
-    from .decision import Range
     from .memory_budget import Planner
 
-log = logging.getLogger(__name__)
+__all__ = ["KNEE", "Item", "WrongAnswer", "ask_solver", "lightest"]
 
-__all__ = ["KNEE", "Item", "WrongAnswer", "ask_solver", "knee", "lightest"]
-
-# The name that asks for a lower budget where a lower one is the better trade.
+# Upstream's search for a lower budget that is the better trade.  Here all of the budget
+# is used: it is another name of "exact".
 KNEE = "dynamic_memory_budget_dp"
 
 # The solvers that take bytes.
@@ -38,9 +35,6 @@ _TAKE_BYTES = ("exact", "greedy", "ilp")
 
 # Plans whose recomputed runtimes differ by less are as fast, by any estimator.
 _NOISE = 1e-3
-
-# Capacities that the knee search compares, up to the one asked.
-_KNEE_STEPS = 100
 
 
 class WrongAnswer(ValueError):
@@ -77,8 +71,6 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
     memory: Any = [item.nbytes for item in graph.items]
     runtimes = [item.runtime for item in graph.items]
     with no_dispatch():
-        if solver == KNEE:
-            return knee(memory, runtimes, capacity, limits)
         if solver in _TAKE_BYTES:
             return KNAPSACK_SOLVERS[solver](memory, runtimes, capacity)[1]
         memory = list(map(limits.size, memory))
@@ -118,28 +110,3 @@ def lightest(
         _, again, rest = exact_knapsack([*runtimes], [*memory], capacity)
     lighter = sum(memory[i] for i in again)
     return sorted(rest) if lighter > sum(memory[i] for i in recomputed) else saved
-
-
-def knee(
-    memory: Sequence[int], runtimes: Sequence[float], capacity: int, limits: Range
-) -> list[int]:
-    """What is saved at the knee of runtime against memory, up to a capacity.
-
-    Of 100 capacities at even distances, the smallest whose exact solution is nearest to
-    the origin, with the bytes saved and the runtime recomputed both scaled to [0, 1].
-    """
-    capacities = [capacity * k // _KNEE_STEPS for k in range(1, _KNEE_STEPS + 1)]
-    solved = solve_knapsack_budgets(memory, runtimes, capacities)
-    saved = _scaled([solution.weight for solution in solved])
-    recomputed = _scaled([-solution.value for solution in solved])
-    distances = list(map(math.hypot, saved, recomputed))
-    at = distances.index(min(distances))
-    taken, asked = limits.size(capacities[at]), limits.size(capacity)
-    log.warning("%s took budget %g of the %g asked, the knee", KNEE, taken, asked)
-    return solved[at].saved
-
-
-def _scaled(values: Sequence[float]) -> list[float]:
-    """``values`` on [0, 1]."""
-    low, high = min(values), max(values)
-    return [(value - low) / ((high - low) or 1) for value in values]

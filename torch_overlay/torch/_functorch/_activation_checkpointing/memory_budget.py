@@ -175,11 +175,10 @@ def decide(graph: Planner, budget: float) -> Decision:
     Raises CannotPlan where the graph has no model, and what a custom solver raises.
     """
     solver: Any = config.activation_memory_budget_solver
+    solver = "exact" if solver == KNEE else solver
     plan = _within(graph, budget, solver)
     if plan.knapsack is not None and config.visualize_memory_budget_pareto:
-        # A knee is one of the exact solver's plans.
-        others = "exact" if solver == KNEE else solver
-        plot_budgets(plan, lambda budget: _within(graph, budget, others))
+        plot_budgets(plan, lambda budget: _within(graph, budget, solver))
     if plan.limits is not None:
         allowed = plan.limits.allowed(budget)
         if plan.activation_bytes > allowed:
@@ -304,7 +303,7 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     memory = [item.nbytes for item in items]
     runtimes = [item.runtime for item in items]
     name = solver if isinstance(solver, str) else type(solver).__name__
-    if solver in ("exact", KNEE):
+    if solver == "exact":
         saved = lightest(memory, runtimes, saved)
     again = [item for i, item in enumerate(items) if i not in {*saved}]
     cut, _ = graph.cut(_ALL_CHEAP, [node for item in again for node in item.ops])
