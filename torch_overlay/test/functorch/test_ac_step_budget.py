@@ -536,9 +536,26 @@ class StepBudgetTest(TestCase):
             self.assertLessEqual(abs(budget.plan.predicted_peak / peaks[-1] - 1), 0.01)
             # A last batch that is smaller.
             peaks = [measured(budget, model, batch(n)) for n in (BATCH // 4, 2 * BATCH)]
-        self.assertEqual(count(), 1)
+        self.assertEqual(count(), 2)
         self.assertEqual(budget.plan.allowed, allowed)
         self.assertLessEqual(max(peaks), 1.005 * allowed)
+
+    def test_a_smaller_size_runs_by_what_was_compiled(self):
+        large, reference = batch(8 * BATCH), StepBudget(share=0.5)
+        steps(reference, Net(whole=True), large)
+        torch._dynamo.reset()
+        model = Net(whole=True, dynamic=False)
+        budget = StepBudget(peak_bytes=reference.plan.allowed)
+        for rows in (BATCH, BATCH, BATCH // 2):
+            steps(budget, model, batch(rows), count=1)
+        self.assertEqual(budget.plan.cost, 0)
+        steps(budget, model, large)
+        self.assertGreater(budget.plan.cost, 0)
+        decide = mock.Mock(wraps=partitioners.decide)
+        with mock.patch.object(partitioners, "decide", decide):
+            peak = measured(budget, model, batch())
+        decide.assert_not_called()
+        self.assertLessEqual(peak, budget.plan.allowed)
 
     @parametrize("rows", (BATCH // 4, 1))
     def test_sizes_that_are_traced_into_other_operators(self, rows):
@@ -559,7 +576,7 @@ class StepBudgetTest(TestCase):
             peaks = [measured(budget, model, batch(n)) for n in sizes]
             self.assertLessEqual(max(peaks[1:]), 1.005 * budget.plan.allowed)
             gradients = steps(budget, model, batch(rows), count=1)
-        self.assertEqual(count(), 1)
+        self.assertEqual(count(), 2)
         self.assertEqual(len(operators), 2)
         self.assertEqual(gradients, before, rtol=0, atol=0)
 
@@ -600,7 +617,7 @@ class StepBudgetTest(TestCase):
                 self.assertLessEqual(peak, 1.005 * before.allowed)
             for other in (forward_only, evaluated_between, train):
                 steps(budget, model, large, train=other)
-        self.assertEqual(count(), 1)
+        self.assertEqual(count(), 2)
         self.assertIs(budget.plan, before)
 
     def test_a_call_is_as_large_as_what_it_computes(self):
@@ -695,21 +712,27 @@ class StepBudgetTest(TestCase):
         self.assertEqual(notes, [str(budget)])
 
     def test_programs_in_turn(self):
-        model, other, budget = Net(), Net(block=NormBehind), StepBudget(share=0.2)
-        models = [model, other] * 4
-        with self.assertLogs("torch._functorch", "WARNING") as logs:
-            for each in models[:4]:
-                steps(budget, each, batch(), count=1)
-        self.assertEqual(len(logs.output), 1)
-        self.assertIn("a graph of its own, NormBehind", logs.output[0])
+        models = [Net(), Net(block=NormBehind)]
+        budget, plans = StepBudget(share=0.2), []
         with recordings() as count, self.assertNoLogs("torch._functorch", "WARNING"):
-            plans = []
-            for each in models[4:]:
+            for each in models:
+                steps(budget, each, batch(), count=1)
+            for each in models * 3:
                 peak = measured(budget, each, batch())
                 self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
                 plans.append(budget.plan)
-        self.assertEqual(count(), 0)
-        self.assertEqual(plans[0].graphs, plans[-1].graphs)
+        self.assertEqual(count(), 2)
+        self.assertEqual(plans[1].graphs, plans[-1].graphs)
+        # One that comes later, for a third time.
+        other = Net(2, block=Sliced)
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(budget, other, batch(), count=1)
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("a graph of its own, Sliced", logs.output[0])
+        with recordings() as count, self.assertNoLogs("torch._functorch", "WARNING"):
+            for each in (*models, other, *models, other):
+                peak = measured(budget, each, batch())
+            self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
 
     # The second is what the config has for all graphs.
     @parametrize("own", (0.0, 1.0))

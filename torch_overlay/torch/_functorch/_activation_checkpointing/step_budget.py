@@ -11,10 +11,10 @@
 
 A budget of a graph says little about a step that runs several, or one many times: what
 each call keeps for its backward is live at once.  The first step runs by lean plans and
-is recorded: the calls of each graph, and the bytes that eager code holds meanwhile (and
-the second one too, where the first leaves more behind than gradients).  When the next
-starts, :class:`.StepCurve` chooses one or two plans for each graph, and they
-are split and compiled anew from the joint graphs that were traced.
+is recorded: the calls of each graph, and the bytes that eager code holds meanwhile.  When
+the next starts (or the one after, where the first leaves more behind than gradients),
+:class:`.StepCurve` chooses one or two plans for each graph, and they are split and
+compiled anew from the joint graphs that were traced.  The second step is recorded, too.
 
 Plans are for the largest calls so far.  A step may make fewer, or smaller ones; where one
 is larger, plans are made for that before it runs.  Where a step makes others, some of the
@@ -223,7 +223,8 @@ class StepBudget:
             self._to_record = 1
         is_unsettled = self._to_record > 0 and not self._learned.states
         if not is_unsettled and not states <= self._learned.states:
-            self._to_record = 0
+            # Of two programs that take turns, the second runs next.
+            self._to_record = int(is_first and not self.strict)
             self._learned.states |= states
             self._learned.add(timeline)
             for leaf in recorder.with_gradients()[:1]:

@@ -118,7 +118,7 @@ class Step:
         # Gradients are made in the first round, and added to in the others.
         self._is_first_round = True
         # The plans of those that a checkpoint runs again, which have to save the same.
-        self._checkpointed: dict[Graph, int] = {}
+        self._checkpointed: dict[CompiledGraph, int] = {}
         self._context = ExitStack()
 
     def open(self) -> None:
@@ -133,8 +133,8 @@ class Step:
         self.call = None
         self._context.close()
 
-    def begin(self, compiled: CompiledGraph, args: Sequence[Any]) -> tuple[Call, int]:
-        """A call of a graph starts: which one, and by which plan."""
+    def begin(self, compiled: CompiledGraph, args: Sequence[Any]) -> Call:
+        """A call of a graph starts."""
         graph, scale = compiled.graph, compiled.scale_of(args)
         # It may have been compiled in a step of another budget.
         self.budget.graphs[graph.number] = graph
@@ -152,11 +152,10 @@ class Step:
         if keeps_saved:
             self._waiting.add(call)
             self._key ^= hash((graph.number, slot))
-        plan = self.plan_of(graph, slot)
-        if not keeps_saved or graph in self._checkpointed:
-            plan = self._checkpointed.setdefault(graph, plan)
-        call.plan = plan
-        return call, plan
+        call.plan = compiled.as_good(self.plan_of(graph, slot))
+        if not keeps_saved or compiled in self._checkpointed:
+            call.plan = self._checkpointed.setdefault(compiled, call.plan)
+        return call
 
     def begin_backward(
         self, call: Call, is_retained: bool, absent: frozenset[int]
@@ -258,6 +257,8 @@ class CompiledGraph:
         self._name = _module_of() or get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
+        # What runs in the place of each plan, by what compiles have told.
+        self._instead: dict[Any, int] = {}
         # The plan that it was compiled by at first, and what was made of it.
         self._first = 0
         self._first_run: Callable[..., Any]
@@ -310,9 +311,9 @@ class CompiledGraph:
             return run(args)
         call, failure = None, f"a call of {self.graph.name} could not be tracked"
         with step.budget.warn_on_failure(failure):
-            call, plan = step.begin(self, args)
+            call = step.begin(self, args)
             self.graph.current = weakref.ref(self)
-            self._renew()
+            plan = call.plan
             if plan not in self._runs:
                 self.compile([plan], step.budget)
             run = self._runs[plan]
@@ -367,7 +368,24 @@ class CompiledGraph:
         """Take over the graph's plans, where those are for calls that miss others."""
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.sized(self._joint)
-            self._runs, self._guarded = {}, set()
+            self._runs, self._instead, self._guarded = {}, {}, set()
+
+    def as_good(self, plan: int) -> int:
+        """What was compiled, and does for calls of this size what a plan may at most.
+
+        The plan itself, if nothing was.  Where sizes have graphs of their own, plans are
+        for the largest of them, and another one may be compiled already.
+        """
+        self._renew()
+        known = plan, *self.plans.told.items()
+        if known not in self._instead:
+            most = self.graph.plans.corrected().plans[plan]
+            # One for all sizes has to do for the largest.
+            own = (self.graph if self._symbols else self).plans.corrected().plans
+            compiled = (each for each in sorted(self._runs) if each <= plan)
+            good = (each for each in compiled if own[each].holds_no_more(most))
+            self._instead[known] = next(good, plan)
+        return self._instead[known]
 
     def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
         """Compile by plans, where that has not been done."""

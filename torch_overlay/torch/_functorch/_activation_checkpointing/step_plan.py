@@ -95,6 +95,11 @@ class GraphPlan(NamedTuple):
     outputs: frozenset[int]
     storages: frozenset[int]
 
+    def holds_no_more(self, other: GraphPlan) -> bool:
+        """Whether it keeps and holds at most what another does."""
+        is_no_more = all(map(operator.le, self[:3], other[:3]))
+        return is_no_more and self.outputs <= other.outputs
+
 
 @dataclass(frozen=True)
 class GraphPlans:
@@ -141,8 +146,7 @@ class GraphPlans:
 
     def hold_no_more(self, other: GraphPlans) -> bool:
         """Whether each plan keeps and holds at most what that of the other does."""
-        pairs = zip(self.plans, other.plans)
-        return all(all(map(operator.le, own[:3], its[:3])) for own, its in pairs)
+        return all(map(GraphPlan.holds_no_more, self.plans, other.plans))
 
     def corrected(self) -> GraphPlans:
         """The plans as compiled; the others as far off as the nearest of those."""
