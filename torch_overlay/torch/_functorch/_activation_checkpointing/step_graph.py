@@ -135,16 +135,15 @@ class Step:
 
     def begin(self, compiled: CompiledGraph, args: Sequence[Any]) -> Call:
         """A call of a graph starts."""
-        graph, scale = compiled.graph, compiled.scale_of(args)
+        graph, sizes = compiled.graph, compiled.sizes_of(args)
         # It may have been compiled in a step of another budget.
         self.budget.graphs[graph.number] = graph
+        failure = f"{graph.name} has no plans for larger calls"
+        with self.budget.warn_on_failure(failure):
+            if compiled.meet(sizes) and graph in self.choices:
+                self.budget.make_plan()
+        scale = compiled.scales.get(sizes, graph.scale)
         self.is_largest &= scale >= graph.scale / _ROUNDED
-        if scale > graph.scale * _ROUNDED:
-            failure = f"{graph.name} has no plans for larger calls"
-            with self.budget.warn_on_failure(failure):
-                compiled.grow(scale, args)
-                if graph in self.choices:
-                    self.budget.make_plan()
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
         call = Call(graph, self, scale, slot, keeps_saved)
@@ -225,6 +224,13 @@ class Graph:
         self.scale = 1.0
         self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
 
+    def grow(self, scale: float, joint: Planner, plans: GraphPlans) -> None:
+        """Let the plans also be for calls of this size."""
+        if scale > self.scale:
+            self.scale, self.largest = scale, joint
+            self.plans, plans = plans, self.plans
+        self.plans = self.plans.at_least(plans)
+
     def expect(self, missing: Optional[Missing]) -> None:
         """Let the plans be for calls that miss this, if they are not."""
         compiled = self.current()
@@ -267,7 +273,8 @@ class CompiledGraph:
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
         self._symbols = _symbols(self._state.flat_args)
-        self._scales: dict[tuple[int, ...], float] = {}
+        # By how much more calls of some sizes compute, in bytes, than the graph's first one.
+        self.scales: dict[tuple[int, ...], float] = {}
         # Of the size that was traced, by that of the graph's first call.
         self._scale = 1.0
 
@@ -277,20 +284,27 @@ class CompiledGraph:
         self._runs[self._first] = self._first_run = run
         return _boxed(self._call), metadata
 
-    def scale_of(self, args: Sequence[Any]) -> float:
-        """By how much more a call computes, in bytes, than the first one of the graph."""
-        if not self._symbols:
-            return self._scale
-        sizes = self._sizes(args)
-        if sizes not in self._scales:
-            more = _activations(self._sized(sizes).model) / self._activations
-            self._scales[sizes] = self._scale * more
-        return self._scales[sizes]
-
-    def _sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
+    def sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
         """What the symbols in the graph are in a call."""
         places = self._symbols.values()
         return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
+
+    def meet(self, sizes: tuple[int, ...]) -> bool:
+        """Have the graph's plans hold for calls of these sizes; whether they did not.
+
+        As where one has more rows than all before, or fewer of a greater length.
+        """
+        self._renew()
+        if sizes in self.scales:
+            return False
+        joint = self._sized(sizes)
+        plans = self.plans.sized(joint)
+        more = _activations(plans.model) / self._activations
+        scale = self.scales[sizes] = self._scale * more
+        if plans.hold_no_more(self.graph.plans):
+            return False
+        self.graph.grow(scale, joint, plans)
+        return True
 
     def _sized(self, sizes: Sequence[int]) -> Planner:
         """The graph where its symbols are these."""
@@ -368,7 +382,7 @@ class CompiledGraph:
         """Take over the graph's plans, where those are for calls that miss others."""
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.sized(self._joint)
-            self._runs, self._instead, self._guarded = {}, {}, set()
+            self._runs, self._instead, self._guarded, self.scales = {}, {}, set(), {}
 
     def as_good(self, plan: int) -> int:
         """What was compiled, and does for calls of this size what a plan may at most.
@@ -376,7 +390,6 @@ class CompiledGraph:
         The plan itself, if nothing was.  Where sizes have graphs of their own, plans are
         for the largest of them, and another one may be compiled already.
         """
-        self._renew()
         known = plan, *self.plans.told.items()
         if known not in self._instead:
             most = self.graph.plans.corrected().plans[plan]
@@ -550,21 +563,17 @@ class CompiledGraph:
         )
         signature = None if self._is_only else self._signature(joint)
         known = step.budget.graph_like(signature) if signature is not None else None
-        if known is None or not self._join(known, joint):
+        if known is None:
             plans, lean = self.plans_for(None)
             self.graph, self.plans = Graph(self._name, signature, joint, plans), plans
             self.graph.lean = lean
+            if not self._symbols:
+                self.scales[()] = 1.0
+        else:
+            self.graph, self.plans = known, known.plans.sized(joint)
+            larger = self._activations / max(_activations(known.plans.model), 1)
+            self._scale = known.scale * larger
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
-
-    def _join(self, known: Graph, joint: Planner) -> bool:
-        """Be another trace of a graph, unless that breaks what its plans promise."""
-        plans = known.plans.sized(joint)
-        larger = self._activations / max(_activations(known.plans.model), 1)
-        # For a larger call, the plans are made anew before it runs.
-        if larger <= _ROUNDED and not plans.hold_no_more(known.plans):
-            return False
-        self.graph, self.plans, self._scale = known, plans, known.scale * larger
-        return True
 
     def _signature(self, joint: Planner) -> Any:
         """What a graph of other sizes has in common with this one."""
@@ -596,12 +605,6 @@ class CompiledGraph:
         # A model that is compiled as a whole wants no gradient but its parameters'.
         is_part = any(each.requires_grad for i, each in infos if i not in static)
         return _CALLS if is_part else 1
-
-    def grow(self, scale: float, args: Sequence[Any]) -> None:
-        """Let the plans of the graph be for this call, larger than all before."""
-        self.graph.largest = self._sized(self._sizes(args))
-        self.graph.plans = self.plans.sized(self.graph.largest)
-        self.graph.scale = scale
 
 
 def _module_of() -> Optional[str]:

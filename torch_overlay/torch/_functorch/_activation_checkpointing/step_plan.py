@@ -148,6 +148,14 @@ class GraphPlans:
         """Whether each plan keeps and holds at most what that of the other does."""
         return all(map(GraphPlan.holds_no_more, self.plans, other.plans))
 
+    def at_least(self, other: GraphPlans) -> GraphPlans:
+        """The same, with as many bytes as those of another have."""
+        plans = [
+            GraphPlan(*map(max, own[:3], its[:3]), *own[3:])
+            for own, its in zip(self.plans, other.plans)
+        ]
+        return replace(self, plans=plans)
+
     def corrected(self) -> GraphPlans:
         """The plans as compiled; the others as far off as the nearest of those."""
         plans = []
