@@ -171,7 +171,7 @@ FOR_THE_PEAK = {"budget": 0.7, "budget_target": "peak"}
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
 @settings(
-    max_examples=int(FUZZ or 20),
+    max_examples=int(FUZZ or 12),
     derandomize=FUZZ is None,
     deadline=None,
     print_blob=True,

@@ -150,10 +150,10 @@ class GraphPlans:
 
     def at_least(self, other: GraphPlans) -> GraphPlans:
         """The same, with as many bytes as those of another have."""
-        plans = [
-            GraphPlan(*map(max, own[:3], its[:3]), *own[3:])
-            for own, its in zip(self.plans, other.plans)
-        ]
+        plans = []
+        for own, its in zip(self.plans, other.plans):
+            kept, forward, backward = map(max, own[:3], its[:3])
+            plans.append(own._replace(kept=kept, forward=forward, backward=backward))
         return replace(self, plans=plans)
 
     def corrected(self) -> GraphPlans:
