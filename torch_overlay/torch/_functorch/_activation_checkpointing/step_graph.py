@@ -628,9 +628,13 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _activations(model: Program) -> int:
-    """The bytes of all that a forward and its backward compute."""
-    steps = (step.operator for step in model.steps)
-    return sum(each.nbytes for each in (*model.operators, *steps))
+    """The bytes of all that a forward and its backward compute, but for the gradients.
+
+    Those of parameters are as large for any batch.
+    """
+    returned = set(model.returned)
+    calls = (*model.operators, *(step.operator for step in model.steps))
+    return sum(each.nbytes for each in calls if returned.isdisjoint(each.writes))
 
 
 def _symbols(given: Sequence[Any]) -> dict[Any, tuple[int, Optional[int]]]:
