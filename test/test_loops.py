@@ -49,7 +49,7 @@ def test_a_loop_is_measured(loop, share, monkeypatch):
     net = nets.language("x", Shape(layers=1, tokens=32))
     monkeypatch.setitem(nets.NETS, net.name, net)
     found = loops.measure({"net": "x", "way": "whole", "loop": loop, "share": share})
-    assert found["trace"].startswith("RC") and found["trace"].endswith("........")
+    assert found["trace"].startswith("RR") and found["trace"].endswith("........")
     assert (found["again"], found["warnings"]) == (0, [])
     assert found["worst"]["first"][0] >= 1 >= found["worst"]["bound"][0]
     assert ("flops" in found["worst"]) == (share == 1)
