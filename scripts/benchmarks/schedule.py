@@ -73,7 +73,7 @@ ON_DEVICE: Kinds = {
     "graph": SHARES,
     "blocks": (0.2, 0.0),
 }
-CHECKED: Kinds = {"graph": (1.0, 0.5), "blocks": (0.5,)}
+CHECKED: Kinds = {"graph": (1.0, 0.5, 0.0), "blocks": (0.5, 0.0)}
 CHECKED_STEPS: Kinds = {"saved": (0.5,), "blocks": (1.0, 0.0), "held": ()}
 OPTIONS = {
     "device": {
