@@ -33,4 +33,6 @@ if [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ]; then
   export TORCHINDUCTOR_CACHE_DIR
   trap 'rm -rf "$TORCHINDUCTOR_CACHE_DIR"' EXIT
 fi
+# What is imported from build/ and the .venv keeps its bytecode: 5 s of each process.
+unset PYTHONDONTWRITEBYTECODE
 "$@"

@@ -5,6 +5,7 @@ uv does: nothing may be written through a link. ``release_tree`` compares the
 originals at the end of the run.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -45,6 +46,12 @@ def pytest_configure():
     # A shell starts its background jobs with this ignored, and children inherit it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    # What is imported by now stays: collections, and torch asks for many, need not look.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):

@@ -25,6 +25,7 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path, PurePosixPath
 
 from patchset.files import locked
@@ -251,7 +252,12 @@ def assemble(wheel: Wheel, destination: Path) -> str:
             shutil.rmtree(staging)
         for path in sources:
             (staging / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(wheel.root / path, staging / path)
+            # Bytecode is for a time of change: with it, there is nothing to compile.
+            shutil.copy2(wheel.root / path, staging / path)
+            cached = cache_from_source(path)
+            if path.endswith(".py") and (wheel.root / cached).is_file():
+                (staging / cached).parent.mkdir(exist_ok=True)
+                shutil.copy2(wheel.root / cached, staging / cached)
         (staging / "version.txt").write_text(wheel.release + "\n")
         (staging / MARKER).write_text(json.dumps({"digest": wheel.digest()}) + "\n")
         link(staging, wheel)
