@@ -42,16 +42,20 @@ def pytest_addoption(parser):
     )
 
 
-def pytest_configure():
+class FewerToCollect:
+    """What there is before a test stays; its many collections need not look at that."""
+
+    def pytest_runtest_setup(self):
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_configure(config):
+    # A hook of this file would be for the tests beside it only.
+    config.pluginmanager.register(FewerToCollect())
     # A shell starts its background jobs with this ignored, and children inherit it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_finish():
-    # What is imported by now stays: collections, and torch asks for many, need not look.
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):
