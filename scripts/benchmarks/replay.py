@@ -267,6 +267,10 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
         wrappers.append(made)
         return made
 
+    settings: dict[str, Any] = {"compile_threads": 1, "shape_padding": False}
+    if gpu is None:
+        # Plain loops take and write the same buffers, and no one compiles them.
+        settings.update({"cpp.simdlen": 1, "cpp.vec_isa_ok": True})
     make_kernel = _always(_Kernel())
     torch._dynamo.reset()
     with (
@@ -275,7 +279,7 @@ def compiled_for(gpu: Optional[SimpleNamespace]) -> Iterator[Callable[..., Any]]
         mock.patch.object(AsyncCompile, "cpp_pybinding", make_kernel),
         mock.patch.object(AsyncCompile, "wait", _always(None)),
         # Padding is decided by a benchmark; a cache would hide the graphs.
-        config.patch(force_disable_caches=True, compile_threads=1, shape_padding=False),
+        config.patch(force_disable_caches=True, **settings),
         _pretend(gpu),
         nullcontext() if gpu is None else _partitioned_on_gpu(),
     ):

@@ -146,11 +146,13 @@ class CompiledPeakTest(TestCase):
         with (
             budgeted(0.5),
             told_more(0.23) as told,
+            # On some releases that alone would do.
+            patch.object(compiled_peak, "has_guard", return_value=False),
             self.assertNoLogs(decision.log, "WARNING"),
         ):
             found = gradients(torch.compile(layers), given())
         other = saved_report.last_plan()
-        self.assertEqual(told.call_count, 2 + compiled_peak.has_guard())
+        self.assertEqual(told.call_count, 2)
         self.assertNotEqual(saved(other), saved(plan))
         self.assertLessEqual(other.peak.predicted, other.peak.allowed)
         self.assertEqual(other.peak.allowed, plan.peak.allowed)
