@@ -235,6 +235,35 @@ NETS = (
         use_linear_projection=True,
         cross_attention_dim=2048,
     ),
+    # Declared when the planner was as it is.
+    # Norms before and after the branches, a large vocabulary.
+    held_out(
+        *("glm4", "Glm4ForCausalLM", 1, 1024),
+        **sized(2048, 6144, 4, 16),
+        num_key_value_heads=4,
+    ),
+    # Squared activations without a gate.
+    held_out(
+        *("nemotron", "NemotronForCausalLM", 2, 1024),
+        **sized(2048, 8192, 4, 16),
+        num_key_value_heads=16,
+        vocab_size=50304,
+    ),
+    # A bias by distance for each head.
+    held_out(
+        *("bloom", "BloomForCausalLM", 2, 1024),
+        hidden_size=2048,
+        n_layer=4,
+        n_head=16,
+        vocab_size=50304,
+    ),
+    # Keys of fewer pixels, and convolutions within the MLP.
+    held_out("segformer", "SegformerForImageClassification", 32),
+    held_out(
+        *("pegasus", "PegasusForConditionalGeneration", 8, 256),
+        encoder_layers=2,
+        decoder_layers=2,
+    ),
 )
 
 # Small ones, for loops on a CPU.
