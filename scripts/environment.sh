@@ -72,11 +72,10 @@ ensure_environment() {
   base=$(base_python)
   echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
   "$base" -m venv --clear "$VENV"
-  # pip would make the bytecode on one core; trees that tests link or copy need it, and
-  # of a library of four hundred models hardly anything is imported.
+  # pip would make all bytecode, on one core; trees that are made of torch need its own.
   quiet unconstrained_pip install --quiet --no-compile \
     "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
-  "$PYTHON" -m compileall -q -j 0 -x '/transformers/models/' "$VENV/lib" >/dev/null || true
+  "$PYTHON" -m compileall -q -j 0 "$VENV"/lib/python*/site-packages/torch >/dev/null || true
   echo "$wanted" >"$VENV/.complete"
 }
 

@@ -81,7 +81,8 @@ def test_check_of_a_branch(bodies, tmp_path, capsys):
     root = tmp_path / "pytorch"
     assert checkout.main(["assemble", str(root)]) == 0
     built = ("*.so*", "torch/bin", "torch/lib", "torch/include", "torch/share")
-    (root / ".gitignore").write_text("\n".join(built) + "\n")
+    ignored = "\n".join(["__pycache__", *built, ""])
+    (root / ".gitignore").write_text(ignored)
     commit_all(root)
     code = pull_request.main(["knapsack-solvers", str(root), "--check"])
     said = capsys.readouterr().out
