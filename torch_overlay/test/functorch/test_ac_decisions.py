@@ -145,6 +145,8 @@ def is_topk(op):
 class DecisionsTest(TestCase):
     @parametrize("name", NETS)
     def test_nothing_is_decided_again(self, name):
+        if name == "queue" and torch.__version__ < (2, 13):
+            self.skipTest("before 2.13, no graph with one_hot's asserts can be split")
         choose, decides, row = NETS[name]
         for bounded, partition in itertools.product(TARGETS, PARTITIONS):
             if partition == "aot" and name not in ("topk", "queue"):
