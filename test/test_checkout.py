@@ -5,11 +5,14 @@ the module.
 """
 
 import shutil
+import struct
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
+from importlib.util import cache_from_source
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from conftest import commit_all, git, rewrite, snapshot
@@ -89,6 +92,12 @@ def test_whole_wheel(tmp_path):
         assert copy.is_file() and not copy.is_symlink(), path
         assert copy.stat().st_ino != installed.stat().st_ino, path
         assert copy.read_bytes() == installed.read_bytes(), path
+    # Bytecode names time and size of its source: the wheel's is current for the copy, of
+    # what nothing has imported, too.
+    source = place / "torch/utils/tensorboard/writer.py"
+    current = int(source.stat().st_mtime), source.stat().st_size
+    bytecode = Path(cache_from_source(source)).read_bytes()
+    assert struct.unpack("<II", bytecode[8:16]) == current
     for path in ("torch/lib/libtorch_cpu.so", "torch/include/ATen"):
         assert (place / path).readlink() == WHEEL.root / path
 

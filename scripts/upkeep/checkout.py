@@ -251,13 +251,9 @@ def assemble(wheel: Wheel, destination: Path) -> str:
         if staging.exists():
             shutil.rmtree(staging)
         for path in sources:
-            (staging / path).parent.mkdir(parents=True, exist_ok=True)
-            # Bytecode is for a time of change: with it, there is nothing to compile.
-            shutil.copy2(wheel.root / path, staging / path)
-            cached = cache_from_source(path)
-            if path.endswith(".py") and (wheel.root / cached).is_file():
-                (staging / cached).parent.mkdir(exist_ok=True)
-                shutil.copy2(wheel.root / cached, staging / cached)
+            for each in (path, cache_from_source(path)):
+                if (wheel.root / each).is_file():
+                    _copy(wheel.root / each, staging / each)
         (staging / "version.txt").write_text(wheel.release + "\n")
         (staging / MARKER).write_text(json.dumps({"digest": wheel.digest()}) + "\n")
         link(staging, wheel)
@@ -272,6 +268,14 @@ def assemble(wheel: Wheel, destination: Path) -> str:
         f"assembled {destination} from torch {wheel.version}: "
         f"{len(sources)} files copied, the binaries linked"
     )
+
+
+def _copy(source: Path, destination: Path) -> None:
+    """With the time of change, by which bytecode is current, but writable."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, destination)
+    times = source.stat()
+    os.utime(destination, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def run(arguments: argparse.Namespace) -> None:
