@@ -985,6 +985,29 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertEqual(peak > 1.05 * budget.plan.floor, calls is None)
 
+    def test_graphs_of_a_break_wait_for_each_other(self):
+        def broken(x, first, second):
+            x = (x @ first).sin()
+            torch._dynamo.graph_break()
+            return (x @ second).sin().sum()
+
+        graph_calls._warn_of_calls.cache_clear()
+        matrices = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+        options = {
+            "activation_memory_budget_target": "peak",
+            "activation_memory_budget": 0.2,
+            "enable_autograd_cache": False,
+        }
+        compiled = torch.compile(broken, backend=AOT)
+        with (
+            self.assertLogs("torch._functorch", "WARNING") as logs,
+            config.patch(options),
+        ):
+            compiled(*matrices).backward()
+        (said,) = logs.output
+        self.assertIn("2 calls of 2 graphs wait", said)
+        self.assertIn("each graph was planned alone", said)
+
     @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
     def test_larger_batch_than_one_graph_was_planned_for(self):
         def call(rows):

@@ -143,16 +143,17 @@ class CompiledPeakTest(TestCase):
     def test_a_plan_that_is_over_is_replaced(self):
         plan, wanted, compiled = planned(0.5)
         self.assertEqual(compiled, 1)
+        idle = property(lambda peaks: False, lambda peaks, value: None)
         with (
             budgeted(0.5),
             told_more(0.23) as told,
-            # On some releases that alone would do.
-            patch.object(compiled_peak, "has_guard", return_value=False),
+            # What a guard takes off, and so whether it is enough, differs by release.
+            patch.object(compiled_peak.CompiledPeaks, "guarded", idle, create=True),
             self.assertNoLogs(decision.log, "WARNING"),
         ):
             found = gradients(torch.compile(layers), given())
         other = saved_report.last_plan()
-        self.assertEqual(told.call_count, 2)
+        self.assertEqual(told.call_count, 2 + compiled_peak.has_guard())
         self.assertNotEqual(saved(other), saved(plan))
         self.assertLessEqual(other.peak.predicted, other.peak.allowed)
         self.assertEqual(other.peak.allowed, plan.peak.allowed)
