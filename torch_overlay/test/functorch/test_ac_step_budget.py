@@ -110,6 +110,16 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x), x.detach()[:, :8].argmax(1))
 
 
+def decorated(forward):
+    """As transformers has it around those of its models."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args):
+        return forward(self, *args)
+
+    return wrapper
+
+
 class Speller(nn.Module):
     """Returns its loss and, for `both`, the logits."""
 
@@ -120,6 +130,7 @@ class Speller(nn.Module):
         if compiled:
             self.compile(backend=AOT)
 
+    @decorated
     def forward(self, x):
         logits = self.head(self.body(x))
         loss = F.cross_entropy(logits, x.argmax(1))
@@ -460,6 +471,7 @@ class StepBudgetTest(TestCase):
 
         steps(budget, model, batch(), train=train, count=3)
         states = [v for state in optimizer.state.values() for v in state.values()]
+        self.assertEqual(budget.plan.optimizer_states, sum(t.nbytes for t in states))
         given = sum(t.nbytes for t in (*model.parameters(), *states))
         # And the batch, and what the learning rate was multiplied by.
         self.assertLessEqual(abs(budget.plan.given - given), batch().nbytes + 4096)
@@ -669,6 +681,7 @@ class StepBudgetTest(TestCase):
             with self.assertNoLogs("torch._functorch", "WARNING"):
                 peak = measured(budget, model, batch(), train=train)
             self.assertLessEqual(abs(peak - budget.plan.predicted_peak), 0.01 * peak)
+            self.assertEqual(budget.plan.graphs[0].name, "Speller")
             found.append((peak, gradients))
         (alone, gradients), (peak, same) = found
         self.assertLessEqual(peak, 1.01 * alone)
@@ -706,6 +719,7 @@ class StepBudgetTest(TestCase):
         plan = budget.plan
         self.assertEqual(plan.peak.total, plan.predicted_peak)
         self.assertEqual(plan.at_floor.total, plan.floor)
+        self.assertRegex(plan.peak.what, r"^backward of Net at blocks\.[01]")
         self.assertIn(f"at the peak: {plan.peak.what}", str(budget))
         self.assertEqual(plan.graphs[0].name, "Net")
         with tempfile.TemporaryDirectory() as folder:

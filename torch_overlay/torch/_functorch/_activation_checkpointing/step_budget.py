@@ -137,7 +137,7 @@ class StepBudget:
         self._learned = Learned()
         # What the last step has recorded, and the bytes that are there when one starts.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
-        self._given = self._parameters = 0
+        self._given = self._parameters = self._states = 0
         # By one of the parameters, what is learned if there is no gradient at a start.
         self._if_anew: list[tuple[weakref.ref[torch.Tensor], Learned]] = []
         # Whether there are no plans yet for what was learned.
@@ -233,6 +233,7 @@ class StepBudget:
                 self._if_anew.append((weakref.ref(leaf), anew))
             self._given = max(self._given, recorder.bytes_at_next_start())
             self._parameters = max(self._parameters, recorder.parameter_bytes())
+            self._states = max(self._states, recorder.optimizer_bytes())
             self._is_new = True
 
     def _check_gradients(self) -> None:
@@ -347,7 +348,8 @@ class StepBudget:
             )
         for number, choice in plan.choices.items():
             self._choices[graphs[number]] = choice
-        facts = moments, learned.calls, graphs, allowed, given, self._parameters
+        there = given, self._parameters, self._states
+        facts = moments, learned.calls, graphs, allowed, *there
         self.plan = summary_of(plan, curve, *facts, beyond)
         log.info("%s: %s", self._name, self.plan.headline)
 
@@ -386,7 +388,8 @@ class StepBudget:
                 sizes[0], measured, *sizes[1:], what
             ),
             f"live at step start: {format_bytes(plan.given)}, of which "
-            f"{format_bytes(plan.parameters)} parameters; {figures}",
+            f"{format_bytes(plan.parameters)} parameters and "
+            f"{format_bytes(plan.optimizer_states)} optimizer states; {figures}",
             f"at the peak: {plan.peak}",
             f"at the floor's: {plan.at_floor}",
             *plan.table(),

@@ -610,7 +610,10 @@ class CompiledGraph:
 def _module_of() -> Optional[str]:
     """The class of the module that is being compiled, if Dynamo tells."""
     codes = getattr(TracingContext.try_get(), "traced_code", ())
-    names = (getattr(code, "co_qualname", "") for code in codes)
+    # What was called first, and then what that called, as it ended: of a decorated
+    # forward, the last is the one within.
+    ordered = (*codes[:1], *reversed(codes[1:]))
+    names = (getattr(code, "co_qualname", "") for code in ordered)
     forwards = (name.split(".")[-2:] for name in names if name.endswith(".forward"))
     return next((name for name, _ in forwards), None)
 

@@ -174,6 +174,20 @@ class GraphPlans:
             plans.append(plan)
         return replace(self, plans=plans)
 
+    def place_of_peak(self, index: int) -> str:
+        """Whose backward holds most by a plan, operator by operator; empty if not known.
+
+        A module below the one that was compiled, or a function that this one calls.
+        """
+        peaks = self.model.evaluate(self.plans[index].storages).step_peaks
+        _, step = max(zip(peaks, self.model.steps), key=operator.itemgetter(0))
+        meta = step.operator.node.meta
+        modules = [path for path, _ in (meta.get("fwd_nn_module_stack") or {}).values()]
+        functions = [name for name, _ in meta.get("fwd_source_fn_stack", ())]
+        # That which was compiled is a local variable, as L['self'].layers.0.
+        paths = (path.partition("].")[2] for path in modules[-1:])
+        return next(filter(None, (*paths, *functions)), "")
+
     def live(self, what: str, of: Any) -> list[int]:
         """By plan, what a call of the graph holds; see :class:`Held`."""
         if what == "output":

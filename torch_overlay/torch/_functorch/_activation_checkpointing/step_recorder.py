@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     TorchDispatchMode,
@@ -102,6 +103,8 @@ class Recorder(TorchDispatchMode):
         # The storages that were seen to be gradients; whether there may be others by now.
         self.seen_gradients: set[int] = set()
         self._ran_backward = False
+        # The storages of optimizers that have stepped, and their bytes.
+        self._states: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
@@ -109,11 +112,13 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         _resizes.patch()
+        self._hook = register_optimizer_step_post_hook(self._stepped)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         _resizes.unpatch()
+        self._hook.remove()
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -234,6 +239,17 @@ class Recorder(TorchDispatchMode):
         """The bytes of what gradients were wanted for."""
         storages = self._storages([*self._leaves.values()])
         return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # The hook is for all threads.
+        step = running_step()
+        if step is not None and step.recorder is self:
+            states = self._storages([*optimizer.state.values()])
+            self._states.update((s._cdata, s.nbytes()) for s in states)
+
+    def optimizer_bytes(self) -> int:
+        """The bytes of the states of optimizers that have stepped."""
+        return sum(self._states.values())
 
     def bytes_at_next_start(self) -> int:
         """The bytes that are there when the next step starts."""

@@ -42,7 +42,8 @@ class Moment(NamedTuple):
     """What is live at a moment of a step, in bytes beyond those that it starts with.
 
     Args:
-        what: what runs: the forward or backward of a graph, or eager code.
+        what: what runs: the forward or backward of a graph, or eager code; of a backward,
+            at which module or function it holds most, operator by operator.
         saved: of graphs whose backward is to come.
         transient: of the graph that runs, beyond that.
         gradients: of the parameters.
@@ -74,8 +75,8 @@ class StepSummary:
 
     ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest plans
     that repeat nothing expensive, as those of budget 1 do.  They are beyond the ``given``
-    bytes that are there when a step starts, ``parameters`` among them, but for a budget of
-    ``device_bytes``, which means all.  ``work`` is what graphs compute without a budget, 0 where it is unknown,
+    bytes that are there when a step starts, ``parameters`` and ``optimizer_states`` among
+    them, but for a budget of ``device_bytes``, which means all.  ``work`` is what graphs compute without a budget, 0 where it is unknown,
     and ``is_told`` whether compiles have told what their kernels hold.  ``moments`` are
     in the order in which they were first seen, ``at_floor`` is the peak of the floor.
     """
@@ -86,6 +87,7 @@ class StepSummary:
     unbudgeted: int
     given: int
     parameters: int
+    optimizer_states: int
     cost: float
     graphs: tuple[GraphUse, ...]
     work: float
@@ -151,6 +153,7 @@ def summary_of(
     allowed: int,
     given: int,
     parameters: int,
+    optimizer_states: int,
     beyond: int,
 ) -> StepSummary:
     """The summary of a plan for a step with these moments; see :class:`StepSummary`.
@@ -168,6 +171,7 @@ def summary_of(
         curve.unbudgeted.peak + beyond,
         given,
         parameters,
+        optimizer_states,
         plan.cost,
         tuple(_uses(calls, graphs, curve, plan)),
         work,
@@ -207,6 +211,11 @@ def _moments(
     def live(graph: int, what: str, of: Any) -> list[int]:
         return curve.graphs[graph].live(what, of)
 
+    @functools.cache
+    def place(graph: int, index: int) -> str:
+        name = curve.graphs[graph].place_of_peak(index)
+        return f" at {name}" if name else ""
+
     for held, nbytes in moments.items():
         what, saved, transient = "eager code", 0, 0
         for graph, slot, kind, of in held:
@@ -216,6 +225,8 @@ def _moments(
                 saved += size
                 continue
             what = f"{kind} of {graphs[graph].name}"
+            if kind == "backward":
+                what += place(graph, index)
             kept = live(graph, "kept", None)[index] if kind == "backward" else 0
             saved += kept
             transient += size - kept
