@@ -51,6 +51,19 @@ def test_bytes_of_a_few_operators(record):
     assert left == 6 + 1000
 
 
+def test_scratch_of_an_operator():
+    x = matrices(1)[0].detach()
+
+    def run():
+        # It fills a copy of its argument.
+        return x.t().argsort(0)
+
+    found = [allocations(run, scratch)[1:] for scratch in (True, False)]
+    (peak, left), without = found
+    assert without == (left, left)
+    assert peak > left
+
+
 # ------------------------------------------------------------ training step
 
 

@@ -128,6 +128,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
             enforced=exact,
         )
     yield from judged_gradients(rows)
+    yield from told_scratch(rows)
     for theirs in THEIRS:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
@@ -147,6 +148,18 @@ def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:
     others = every(rows, "upstream", *BOUND)
     found = [(s["gradients_off"], at) for at, s in others if "gradients_off" in s]
     yield from pages.at_most("gradients, by other kernels", found, ROUNDING)
+
+
+def told_scratch(rows: Sequence[Row]) -> Iterator[Mark]:
+    """What operators take for themselves, which is no plan's."""
+    found = [
+        (step["allocated"] / step["peak"] - 1, at)
+        for at, step in every(rows, *BOUND)
+        if "allocated" in step
+    ]
+    for more, at in sorted(found)[-1:]:
+        what = "scratch of operators, beyond the peaks"
+        yield Mark(what, f"{more:.1%} at most ({at})", "", True, False)
 
 
 def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:

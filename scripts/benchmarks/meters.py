@@ -14,6 +14,7 @@ the dispatcher. Its events are too many for long runs.
 All sizes are bytes. A storage counts once, whole, however many tensors view it.
 """
 
+import bisect
 import gc
 import itertools
 import time
@@ -127,26 +128,43 @@ class CountedStorages(TorchDispatchMode):
         self._live.clear()
 
 
-def allocations(call: Callable[[], Any]) -> tuple[Any, int, int]:
+def allocations(call: Callable[[], Any], scratch: bool = True) -> tuple[Any, int, int]:
     """What a call returned, and the bytes beyond those that were live before it: the most
     that torch's allocators, of all devices together, had handed out at once, and those
-    that were left at its end. On CUDA a block is a multiple of 512."""
+    that were left at its end. On CUDA a block is a multiple of 512. Without ``scratch``,
+    what operators have while they run counts as far as it is left when they end."""
     activities = torch.profiler.supported_activities()
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
     profiler = profile.profiler
     assert profiler is not None and profiler.kineto_results is not None
-    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda event: event.start_ns())]
+    events = sorted(profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    operators = [e for e in events if not scratch and e.name().startswith("aten::")]
+    starts = [e.start_ns() for e in operators]
+    ends = (e.start_ns() + e.duration_ns() for e in operators)
+    # An operator may call others, which end before it does.
+    outer_ends = [0, *itertools.accumulate(ends, max)]
+
+    def counted_at(event: Any) -> int:
+        at: int = event.start_ns()
+        end: int = outer_ends[bisect.bisect(starts, at)]
+        return max(at, end)
+
+    memory = (e for e in events if e.name() == "[memory]")
+    groups = itertools.groupby(memory, counted_at)
+    changes = [sum(e.nbytes() for e in group) for _, group in groups]
     live = list(itertools.accumulate(changes, initial=0))
     return result, max(live), live[-1]
 
 
-def device_peak(call: Callable[[], Any], device: str) -> int:
-    """The most bytes that a call takes of a device's allocator beyond what was there."""
+def device_peak(call: Callable[[], Any], device: str, scratch: bool = True) -> int:
+    """The most bytes that a call takes of a device's allocator beyond what was there.
+
+    On a CPU, that may be without the ``scratch`` of its operators.
+    """
     gc.collect()
     if device == "cpu":
-        return allocations(call)[1]
+        return allocations(call, scratch)[1]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
