@@ -121,6 +121,7 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     )
     if not exact:
         yield from compile_times(rows)
+        yield from cost_of_guard(rows)
     for kind in OURS:
         yield from pages.at_most(
             f"peak / at the next larger budget, {kind}",
@@ -163,6 +164,26 @@ def told_scratch(rows: Sequence[Row]) -> Iterator[Mark]:
     for more, at in sorted(found)[-1:]:
         what = "scratch of operators, beyond the peaks"
         yield Mark(what, f"{more:.1%} at most ({at})", "", True, False)
+
+
+def cost_of_guard(rows: Sequence[Row]) -> Iterator[Mark]:
+    """What the limit for fusions does to a plan: to its time, and its peak."""
+    times, peaks = (
+        [
+            (step[entry] / step["with_all"][entry], at)
+            for at, step in every(rows, "guard")
+        ]
+        for entry in ("seconds", "peak")
+    )
+    means = (
+        statistics.fmean(ratio for ratio, _ in found or [(1, "")])
+        for found in (times, peaks)
+    )
+    shown = "{:.3f} on average, {{:.3f}} at most ({{}}); peaks {:.3f}; {} plans"
+    yield from pages.at_most(
+        *("roofline time with fusions limited / without, same plan", times, 1.03),
+        show=shown.format(*means, len(times)),
+    )
 
 
 def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:

@@ -36,6 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import partitioners
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -135,6 +136,8 @@ def measure(
             steps = [plans.checkpointed(is_selective=" " in kind)]
         elif kind == "graph":
             steps = [plans.by_peak(budget) for budget in budgets]
+        elif kind == "guard":
+            steps = [plans.guarded(budget) for budget in budgets]
         elif kind == "bytes":
             peaks = [plans.by_peak(budget)["peak"] for budget in (0.0, 1.0)]
             steps = [{"budget": 0.5, **plans.within(sum(peaks) // 2)}]
@@ -243,6 +246,19 @@ class Plans:
         with budgeted(budget, "peak"), patched:
             row = {"budget": budget, **self.measured(self.graph())}
         return {**row, **bound(), "compiled": decide.call_count}
+
+    def guarded(self, budget: float) -> Row:
+        """The plan that is tried first, without the fusions that raise a peak.
+
+        And what it holds and takes ``with_all`` of them.
+        """
+        search = overlay("compiled_peak")
+        with mock.patch.object(search, "TRIES", 1):
+            fused = self.by_peak(budget)
+            with inductor_config.patch({search._GUARD: 0.0}):
+                row = self.by_peak(budget)
+        with_all = {entry: fused[entry] for entry in ("peak", "seconds", "flops")}
+        return {**row, "with_all": with_all}
 
     def within(self, nbytes: int) -> Row:
         with config.patch(activation_memory_peak_bytes=nbytes):
