@@ -63,7 +63,7 @@ def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each set of nets and device, by what they are called."""
     found: dict[str, list[Row]] = {}
     for row in good(rows):
-        if row["kind"] in (*THEIRS, *BOUND):
+        if row["kind"] in (*THEIRS, *BOUND, "guard"):
             device = "CPU" if row["device"] == "cpu" else row["device"]
             if device in GPUS:
                 device = GPUS[device].name
