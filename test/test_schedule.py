@@ -66,13 +66,15 @@ def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
         ("bytes", "allowed", 49, ["peak / allowed", "plans within"]),
         ("upstream", "peak", 49, ["lowest peak"] * 3),
         ("whole", "flops", 9, ["flops"]),
-        ("blocks", "seconds", 5.0, ["roofline time"]),
+        ("blocks", "seconds", 5.5, ["roofline time"]),
+        ("upstream", "seconds", 4.1, ["roofline time"] * 3),
     ],
 )
 def test_what_is_off_is_seen(kind, entry, value, wrong):
     rows = []
     for each in ("upstream", *bounds.OURS, "bytes"):
-        ends = [{"budget": b, "flops": 8, "seconds": 4.0} for b in (1.0, 0.0)]
+        seconds = 4.5 if each == "upstream" else 4.0
+        ends = [{"budget": b, "flops": 8, "seconds": seconds} for b in (1.0, 0.0)]
         for step, peak in zip(ends, (100, 50)):
             step.update(dict.fromkeys(("peak", "allowed", "predicted"), peak))
         row = {"set": "second", "net": "x", "device": "h100", "kind": each}
@@ -82,6 +84,24 @@ def test_what_is_off_is_seen(kind, entry, value, wrong):
     assert len(marks) == len(wrong)
     for what, begin in zip(marks, wrong):
         assert what.startswith(f"Second set of nets, NVIDIA H100 80GB HBM3: {begin}")
+
+
+def test_limits_are_upstreams_peaks_where_budgets_plans_cost_more():
+    row = {"set": "project", "net": "x", "device": "h100"}
+    upstream = [{"budgets": [1.0], "peak": 90, "flops": 10}]
+    upstream += [{"budgets": [0.9, 0.8], "peak": 80, "flops": 12}]
+    graph = [{"budget": 1.0, "peak": 90, "flops": 8}]
+    graph += [{"budget": 0.5, "peak": 70, "flops": 13}]
+    rows = [{**row, "kind": "upstream", "steps": upstream}]
+    rows += [{**row, "kind": "graph", "steps": graph}]
+    (held,) = bounds.cheaper(rows, net="x", device="h100")
+    assert held == {"budgets": [0.9, 0.8], "peak": 80}
+    assert any("flops at no higher" in what for what in failed(rows))
+    steps = [{**held, "allowed": 80, "peak": 79, "flops": 11}]
+    rows += [{**row, "kind": "bytes", "steps": steps}]
+    assert not any("flops at no higher" in what for what in failed(rows))
+    # Measured anew they are the same.
+    assert bounds.cheaper(rows, net="x", device="h100") == [held]
 
 
 def test_without_cuda(monkeypatch, capsys):

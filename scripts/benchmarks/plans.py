@@ -12,11 +12,12 @@ else is there when a step starts.
     eager                   none
     checkpoint              around each block; a selective one saves attention and every
                             second product
-    graph, bytes            a graph by target "peak", or by a limit in bytes, half way
-                            between the peaks of budgets 0 and 1
+    graph                   a graph by target "peak"
     blocks, whole           by a StepBudget: the blocks by themselves, or all as one graph
     held                    blocks by a StepBudget, at the peaks of other ways
     one graph               a graph, at the peaks of ``blocks``
+    bytes                   the same at those of ``upstream`` that a ``graph`` of no higher
+                            peak, by the budgets that were asked for, is dearer than
 """
 
 import functools
@@ -138,12 +139,9 @@ def measure(
             steps = [plans.by_peak(budget) for budget in budgets]
         elif kind == "guard":
             steps = [plans.guarded(budget) for budget in budgets]
-        elif kind == "bytes":
-            peaks = [plans.by_peak(budget)["peak"] for budget in (0.0, 1.0)]
-            steps = [{"budget": 0.5, **plans.within(sum(peaks) // 2)}]
-        elif kind == "one graph":
-            held = [(s["share"], s["peak"]) for s in task["_steps"]]
-            steps = [{"share": share, **plans.within(peak)} for share, peak in held]
+        elif kind in ("one graph", "bytes"):
+            held = task["_steps"]
+            steps = [{**asked, **plans.within(asked["peak"])} for asked in held]
         elif kind == "held":
             asked = [{"peak_bytes": step["peak"]} for step in task["_steps"]]
             steps = [*plans.asked(kind, asked)]

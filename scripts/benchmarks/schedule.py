@@ -25,7 +25,7 @@ compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
 target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
-and bytes (a limit in bytes). The exit status is 1 if a plan is over what is allowed without a warning.
+and bytes (limits in bytes, at upstream's peaks). The exit status is 1 if a plan is over what is allowed without a warning.
 
 Of whole steps each block is compiled by itself, at real size also the loss. Beside the
 StepBudget's plans stand each block's own budgets, which are upstream's; checkpoints around
@@ -65,7 +65,7 @@ SCHEDULED: Kinds = {
     "graph": BUDGETS,
     "blocks": SHARES,
     "whole": SHARES,
-    "bytes": (0.5,),
+    "bytes": (),
 }
 GUARDED: Kinds = {"guard": (0.5, 0.2, 0.0)}
 IN_STEPS: Kinds = {"saved": SWEEP, CHECKPOINTS[0]: (), "blocks": FINE, "held": ()}
@@ -120,6 +120,8 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         every_net, kinds = (CHECKED_NET,), CHECKED_STEPS if asked.steps else CHECKED
     for task in plans.tasks(asked.nets or every_net, kinds, device, rows):
         held_out = nets.find(task["net"]).held_out
+        if task["kind"] == "bytes":
+            task["_steps"] = bounds.cheaper(rows, net=task["net"], device=device)
         yield {"set": "second" if held_out else "project", **task}
 
 
