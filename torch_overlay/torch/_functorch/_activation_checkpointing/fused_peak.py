@@ -9,7 +9,8 @@ several operators, and what is used inside of one alone is never stored.
     stored, if something that cannot be fused runs between them.
 -   What kernels write between two operators that cannot be fused is there at once, as
     they are fused where they read the same.  But a kernel writes its result over an
-    argument laid out alike that no other one reads later; only kernels pad rows.
+    argument laid out alike that no other one reads later.  Kernels pad rows, and so do
+    products that nothing views first.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something waits for that, unless it would hold more meanwhile than it is itself.
 
@@ -45,6 +46,7 @@ aten = torch.ops.aten
 
 # The names of ATen's scatters have one of these.
 _SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
+_RESHAPES = (aten.view, aten._unsafe_view, aten.reshape)
 # What inductor computes again for each reader, by default, reads at most so many
 # buffers and has at most so many operators and reads.
 _MOST_READS = 4
@@ -101,7 +103,8 @@ def _shapes(program: Program, fusible: Collection[fx.Node]) -> dict[int, Any]:
     for node, storages in program.values.items():
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
-            is_padded = node in fusible and _is_padded(value)
+            is_flexible = node in fusible or _is_flexible_product(node)
+            is_padded = is_flexible and _is_padded(value)
             # A guess for a symbolic size, as comparing those would guard.
             shape = concrete(value.numel()), value.dtype, is_padded
             for s in storages:
@@ -109,8 +112,21 @@ def _shapes(program: Program, fusible: Collection[fx.Node]) -> dict[int, Any]:
     return shapes
 
 
+def _is_flexible_product(node: fx.Node) -> bool:
+    """Whether the layout of a product is still open when a kernel reads it.
+
+    What is viewed in another shape first is laid out as that needs.
+    """
+    target = getattr(node.target, "overloadpacket", None)
+    user = next(iter(node.users), node)
+    return (
+        target in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+        and getattr(user.target, "overloadpacket", None) not in _RESHAPES
+    )
+
+
 def _is_padded(value: torch.Tensor) -> bool:
-    """Whether a kernel that stores this value pads its rows."""
+    """Whether the rows of this value are padded, if its layout is inductor's to choose."""
     options: Any = inductor_config
     least, align = options.padding_stride_threshold, options.padding_alignment_bytes
     if value.device.type == "cpu" and options.disable_padding_cpu:
@@ -272,26 +288,23 @@ class _KernelTimeline(Timeline):
 
     def _read(self, storages: Iterable[int], plans: int) -> dict[int, int]:
         """What a kernel is the last to read, with the plans where it is."""
-        reads: dict[int, int] = {}
+        dying: dict[int, int] = {}
         pending = [(s, plans) for s in storages]
         while pending:
             s, plans = pending.pop()
-            new = plans & ~reads.get(s, 0)
-            if new:
-                reads[s] = reads.get(s, 0) | new
-                if s in self.inlined:
-                    computed = new & ~self.stored[s]
-                    sources = self.inlined[s].operator.reads
-                    pending += [(r, computed) for r in sources]
-        dying: dict[int, int] = {}
-        for s in sorted(reads):
-            last = reads[s] & ~self.touched[s]
+            # What is computed in a later reader has its sources read there.
+            last = plans & ~self.touched[s]
+            if not last:
+                continue
             self.touched[s] |= last
             if s in self.inlined:
-                last &= self.stored[s]
+                stored = last & self.stored[s]
+                sources = self.inlined[s].operator.reads
+                pending += [(r, last ^ stored) for r in sources]
+                last = stored
             if last and self.freeable[s]:
-                dying[s] = last
-        return dying
+                dying[s] = dying.get(s, 0) | last
+        return dict(sorted(dying.items()))
 
     def _write_over(
         self, dying: dict[int, int], each: Operator, plans: int
@@ -314,6 +327,8 @@ class _KernelTimeline(Timeline):
 
     def _are_one(self, parts: frozenset[int], plans: int) -> int:
         """The plans in which so few parts are computed that inductor has one operator."""
+        if len(parts) <= self.rule.most_operators:
+            return plans
         found = {parts: plans}
         for s in sorted(parts & self.inlined.keys()):
             for some, of in [*found.items()]:
