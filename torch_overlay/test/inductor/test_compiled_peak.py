@@ -4,6 +4,7 @@
 import functools
 import unittest
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from test_buffer_reuse import live_at_most
@@ -208,6 +209,24 @@ class CompiledPeakTest(TestCase):
             gradients(torch.compile(layers), given())
         peak = saved_report.last_plan().peak
         self.assertEqual(peak.predicted, peak.allowed)
+
+    def test_where_none_is_within_the_lowest_to_expect_is_tried(self):
+        # What saves least holds almost twice what was estimated, all else a tenth more.
+        plans = [
+            peak_budget.PlannedPeak(peak, 20 - peak / 10, frozenset([peak]))
+            for peak in range(200, 99, -10)
+        ]
+        found = SimpleNamespace(graph=None, found=dict(enumerate(plans)))
+        curve = peak_budget.Curve(found, margin=0.05)
+        search = compiled_peak._Search(peak_budget.PeakBytes(budget=0.0))
+        tried = []
+        while (trying := search._next(curve)) not in search.told:
+            peak = trying.plan.peak
+            search.told[trying] = 190 if peak == 100 else peak * 11 // 10
+            tried.append(peak)
+        guarded = [100] if compiled_peak.has_guard() else []
+        self.assertEqual(tried, [100, *guarded, 140, 130, 120][: compiled_peak.TRIES])
+        self.assertEqual(trying.plan.peak, tried[-1])
 
     def test_a_number_of_bytes(self):
         floor, found, _ = planned(0)

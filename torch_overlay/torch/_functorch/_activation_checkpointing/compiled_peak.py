@@ -289,6 +289,10 @@ class _Search:
         within = [plan for plan in untried if self._corrected(plan, lowest) <= allowed]
         if within:
             plan = min(within, key=lambda plan: (plan.cost, plan.peak))
+        elif len(tried) > 1:
+            plan = min(
+                untried, key=lambda plan: (self._corrected(plan, lowest), plan.cost)
+            )
         else:
             # Too low to believe. Plans that save more may hold as little, and cost less.
             middle = math.sqrt(lowest.plan.peak * self.told[lowest])
