@@ -1,5 +1,7 @@
 """What the replay of inductor's wrappers and the judgement of schedules say."""
 
+import argparse
+
 import pytest
 import torch
 from benchmarks import __main__ as command
@@ -102,6 +104,9 @@ def test_limits_are_upstreams_peaks_where_budgets_plans_cost_more():
     assert not any("flops at no higher" in what for what in failed(rows))
     # Measured anew they are the same.
     assert bounds.cheaper(rows, net="x", device="h100") == [held]
+    # Where no plan of upstream's costs less, there is none to measure.
+    asked = argparse.Namespace(device="cpu", check=False, steps=False, nets=["vit"])
+    assert "bytes" not in {task["kind"] for task in schedule.tasks(asked, rows)}
 
 
 def test_without_cuda(monkeypatch, capsys):

@@ -122,6 +122,8 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         held_out = nets.find(task["net"]).held_out
         if task["kind"] == "bytes":
             task["_steps"] = bounds.cheaper(rows, net=task["net"], device=device)
+            if not task["_steps"]:
+                continue
         yield {"set": "second" if held_out else "project", **task}
 
 
