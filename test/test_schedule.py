@@ -68,7 +68,7 @@ def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
         ("bytes", "allowed", 49, ["peak / allowed", "plans within"]),
         ("upstream", "peak", 49, ["lowest peak"] * 3),
         ("whole", "flops", 9, ["flops"]),
-        ("blocks", "seconds", 5.5, ["roofline time"]),
+        ("blocks", "seconds", 5.0, ["roofline time"]),
         ("upstream", "seconds", 4.1, ["roofline time"] * 3),
     ],
 )

@@ -39,8 +39,8 @@ SHOWN = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 RISES = 1.0005
 COSTS = {"flops": "flops", "seconds": "roofline time"}
 MEAN_TIME = 0.92
-# By a limit in bytes.
-HELD = {"graph": "bytes", "blocks": "held"}
+# The kind that is held to bytes.
+BY_BYTES = {"graph": "bytes", "blocks": "held"}
 Plan = tuple[str, Row]  # its name, and the step
 
 
@@ -226,7 +226,7 @@ def rising(rows: Iterable[Row]) -> Iterator[pages.Named]:
 
 def no_higher(rows: Iterable[Row], net: str, kind: str, peak: float) -> list[Row]:
     """Ours of a net with at most that peak, also those that were held to one."""
-    kinds = kind, HELD.get(kind, kind)
+    kinds = kind, BY_BYTES.get(kind, kind)
     mine = [row for row in rows if row["net"] == net and row["kind"] in kinds]
     plans = [step for row in mine for step in row["steps"]]
     plans += [

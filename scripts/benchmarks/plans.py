@@ -16,8 +16,8 @@ else is there when a step starts.
     blocks, whole           by a StepBudget: the blocks by themselves, or all as one graph
     held                    blocks by a StepBudget, at the peaks of other ways
     one graph               a graph, at the peaks of ``blocks``
-    bytes                   the same at those of ``upstream`` that a ``graph`` of no higher
-                            peak, by the budgets that were asked for, is dearer than
+    bytes                   a graph, at those peaks of ``upstream`` where no budget of
+                            ``graph`` is as cheap
 """
 
 import functools

@@ -25,7 +25,8 @@ compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
 target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
-and bytes (limits in bytes, at upstream's peaks). The exit status is 1 if a plan is over what is allowed without a warning.
+and bytes (limits in bytes, at upstream's peaks). The exit status is 1 if a plan is over what
+is allowed without a warning.
 
 Of whole steps each block is compiled by itself, at real size also the loss. Beside the
 StepBudget's plans stand each block's own budgets, which are upstream's; checkpoints around
