@@ -36,12 +36,14 @@ from typing import Any, Optional, TYPE_CHECKING
 import torch
 from torch._dynamo.exc import RestartAnalysis
 
+from .device_bytes import DeviceBytes
 from .peak_budget import allowed_peak
 from .planning import is_number
 from .saved_report import format_bytes
 from .step_graph import Graph, Step
 from .step_plan import StepCurve, StepPlan
-from .step_recorder import Learned, Recorder, running, Timeline
+from .step_recorder import Recorder, running
+from .step_timeline import dropped_before, Learned, program_of, Timeline
 from .step_report import GraphUse, Moment, StepSummary, summary_of
 
 
@@ -58,10 +60,15 @@ __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
 # How often plans are chosen anew, as compiles tell what those hold that were chosen.
 _ROUNDS = 4
+# By so much a step may hold more than is allowed without a word.
+_OVER = 0.005
 # What a device counts may be as much more or less than what was predicted.
 _MISS = 0.02
-# Of what eager code makes, what a step may leave behind and be recorded only once.
+# Of what eager code makes, what a step may leave behind and be recorded only once.  Of a
+# planned peak, by how much what is live between steps may grow.
 _NEW = 0.01
+# Less than that tells nothing on a CPU, where the whole process counts.
+_NOISE = 2**16
 # Steps that are recorded at most, in order to see again what was not planned for.
 _RECORDED = 8
 
@@ -84,7 +91,7 @@ class StepBudget:
             training by a `StepBudgetError` before it can be exceeded.
 
     ``plan`` is the :class:`StepSummary` of the steps from the second on, None before, and
-    ``measured_peak`` what the device counted in the first of them, as its
+    ``measured_peak`` what the device counted in the last of them, as its
     ``predicted_peak``, None where it does not count.
     Raises ValueError for invalid values.
     """
@@ -122,11 +129,12 @@ class StepBudget:
         self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
         self.plan: Optional[StepSummary] = None
         self.measured_peak: Optional[int] = None
-        counters = torch.get_device_module(self.device)
-        is_counted = hasattr(counters, "reset_peak_memory_stats")
-        self._counters: Any = counters if is_counted else None
-        # Live bytes at the start of the step that is measured.
+        self.counter = DeviceBytes(self.device)
+        # Live bytes at the start of the step, and of the steps before it.
         self._start: Optional[int] = None
+        self._usual_start: Optional[int] = None
+        # Bytes that plans leave free, as a device counted so much more than predicted.
+        self._missed = 0
         # By their numbers; they go with the models that they were compiled for.
         self.graphs: weakref.WeakValueDictionary[int, Graph] = (
             weakref.WeakValueDictionary()
@@ -138,12 +146,14 @@ class StepBudget:
         # What the last step has recorded, and the bytes that are there when one starts.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
         self._given = self._parameters = self._states = 0
-        # By one of the parameters, what is learned if there is no gradient at a start.
-        self._if_anew: list[tuple[weakref.ref[torch.Tensor], Learned]] = []
+        # The parameters that the last recorded step has seen.
+        self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         # Whether there are no plans yet for what was learned.
         self._is_new = False
-        # How many of the next steps are recorded.
+        # How many of the next steps are recorded; how many come before more may be, which
+        # grows with each time that something new was seen.
         self._to_record = 1
+        self._wait = self._pause = 0
         self._is_first = True
         self._warnings: dict[str, str] = {}
 
@@ -151,6 +161,12 @@ class StepBudget:
 
     def __enter__(self) -> Self:
         left = running.get()
+        if left is not None and left.budget is not self:
+            self.warn(
+                f"it was entered within a step of {left.budget._name}, which goes on as "
+                "if it had not been; use one budget for both"
+            )
+            return self
         if left is not None:
             # An exception kept a callback from ending it.
             left.close()
@@ -158,17 +174,17 @@ class StepBudget:
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
                 self._learn(*recorded)
-            self._check_gradients()
+            self._is_new |= self._learned.check_gradients()
+            self._start = self.counter.live()
+            self._check_start()
             is_new, self._is_new = self._is_new, False
             if is_new:
                 self.make_plan()
-        is_planned = self.plan is not None and not self._to_record
-        if is_planned and self.measured_peak is None and self._counters is not None:
-            self._counters.reset_peak_memory_stats(self.device)
-            self._start = self.allocated()
+                self._usual_start = None
+        self.counter.begin()
         recorder = None
         if self._to_record:
-            recorder = Recorder(self.device, self.allocated())
+            recorder = Recorder(self.device, self.counter.given(), self._leaves)
         Step(self, self._choices, self._learned.states, recorder).open()
         return self
 
@@ -177,43 +193,101 @@ class StepBudget:
         if step is None or step.budget is not self:
             return
         step.close()
-        start, self._start = self._start, None
         if kind is not None:
             if issubclass(kind, torch.OutOfMemoryError) and hasattr(
                 error[0], "add_note"
             ):
                 error[0].add_note(str(self))
             return
-        if start is not None and self.plan is not None:
-            is_all = step.is_largest and step.states == self._learned.states
-            self._measure(start, self.plan.predicted_peak, is_all)
+        self._wait = max(self._wait - 1, 0)
         if step.recorder is not None:
             self._to_record -= 1
             with self.warn_on_failure("the step could not be recorded"):
                 self._check(step, step.recorder)
-        elif not step.states <= self._learned.states:
-            self._to_record = _RECORDED
+            return
+        self._measure(step)
+        if not step.states <= self._learned.states:
+            self._record_again(_RECORDED)
             self.warn_of(min(step.states - self._learned.states, key=lambda s: s[:3]))
+        elif self._holds_less(step):
+            self._record_again(1)
+
+    def _record_again(self, count: int) -> None:
+        """Record the next steps, unless that was done for something new just before."""
+        if not self._wait:
+            self._to_record = count
+            # Not a multiple of the steps after which a loop repeats itself.
+            self._pause = 2 * self._pause + 1
+            self._wait = count + self._pause
+
+    def _check_start(self) -> None:
+        """Whether more is live than when earlier steps began.
+
+        As of a queue that fills, or of states that an optimizer makes late.  Eager code may
+        hold more in the step as well, so it is recorded.
+        """
+        if self._start is None or self.plan is None or self._to_record or self._is_new:
+            return
+        usual = self._start if self._usual_start is None else self._usual_start
+        more = self._start - usual
+        self._usual_start = max(self._start, usual)
+        if more > max(_NEW * self.plan.predicted_peak, _NOISE):
+            self._given += more
+            # Of a step's own bytes these are none.
+            self._is_new = self.device_bytes is not None
+            self._record_again(1)
+
+    def _holds_less(self, step: Step) -> bool:
+        """Whether a step that was trained made fewer calls at once than each recorded one.
+
+        What runs in eager mode in their place, as beyond Dynamo's limit of recompiles, is
+        not planned for.
+        """
+        if not any(kind == "B" for kind, *_ in step.states):
+            return False
+        slots = {state[1:3] for state in step.states}
+        return all(
+            slots != {state[1:3] for state in program.states}
+            for program in self._learned.programs
+        )
 
     def _check(self, step: Step, recorder: Recorder) -> None:
         """Let the next step be planned by this one, where it tells enough."""
         if recorder.error is not None:
             self._learned.states |= step.states
             raise recorder.error
-        if any(kind == "B" for kind, *_ in step.states):
-            self._recorded = recorder, step.states
+        if not any(kind == "B" for kind, *_ in step.states):
+            self._learned.states |= step.states
+            if not self._warnings:
+                self.warn(
+                    "no backward of a compiled graph was seen in this step; if the model "
+                    "was compiled earlier, call torch.compiler.reset() first"
+                )
             return
-        self._learned.states |= step.states
-        if not self._warnings:
+        self._recorded = recorder, step.states
+        if self.plan is not None and step.states <= self._learned.states:
+            self._check_peak(Timeline(recorder))
+
+    def _check_peak(self, step: Timeline) -> None:
+        """Warn where a step held more than is allowed, as eager code did."""
+        plan: Any = self.plan
+        graphs = {n: self.graphs[n] for n in step.calls if n in self.graphs}
+        plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
+        choices = {n: self._choices.get(graph, ()) for n, graph in graphs.items()}
+        beyond = self._given if self.device_bytes is not None else 0
+        peak = beyond + step.peak(plans, choices)
+        if peak > plan.allowed * (1 + _OVER):
             self.warn(
-                "no backward of a compiled graph was seen in this step; if the model was "
-                "compiled earlier, call torch.compiler.reset() first"
+                f"a step held {format_bytes(peak)}, and {format_bytes(plan.allowed)} are "
+                "allowed; what eager code holds in it had not been recorded",
+                "eager",
             )
 
     def _learn(self, recorder: Recorder, states: set[Any]) -> None:
         # What only garbage holds is not there in the next step.
         gc.collect()
         timeline = Timeline(recorder)
+        self._leaves = weakref.WeakSet(recorder.leaves)
         # Buffers that the first step makes once and for all are there in a second.  DDP
         # makes its own anew in that, beside those of the first.
         is_first, self._is_first = self._is_first, False
@@ -221,32 +295,17 @@ class StepBudget:
             self._to_record = 2
         elif is_first and timeline.live > _NEW * timeline.made:
             self._to_record = 1
-        is_unsettled = self._to_record > 0 and not self._learned.states
-        if not is_unsettled and not states <= self._learned.states:
-            # Of two programs that take turns, the second runs next.
-            self._to_record = int(is_first and not self.strict)
-            self._learned.states |= states
-            self._learned.add(timeline)
-            for leaf in recorder.with_gradients()[:1]:
-                anew = Learned()
-                anew.add(Timeline(recorder, anew=True))
-                self._if_anew.append((weakref.ref(leaf), anew))
-            self._given = max(self._given, recorder.bytes_at_next_start())
-            self._parameters = max(self._parameters, recorder.parameter_bytes())
-            self._states = max(self._states, recorder.optimizer_bytes())
+        if self._to_record > 0 and not self._learned.programs:
+            return
+        is_dropped = self._learned.drop_gradients(dropped_before(recorder))
+        peak = self.plan.predicted_peak if self.plan is not None else 0
+        if self._learned.add(program_of(recorder, states), _NEW * peak) or is_dropped:
             self._is_new = True
-
-    def _check_gradients(self) -> None:
-        """Whether those are made anew that were there at the start of an earlier step.
-
-        As where two programs take turns, and each gives up its own.
-        """
-        for each in [*self._if_anew]:
-            leaf, learned = each[0](), each[1]
-            if leaf is not None and leaf.grad is None:
-                self._if_anew.remove(each)
-                self._learned.add(learned)
-                self._is_new = True
+            # Of two programs that take turns, the second runs next.
+            self._to_record = int(is_first)
+        self._given = max(self._given, recorder.bytes_at_next_start())
+        self._parameters = max(self._parameters, recorder.parameter_bytes())
+        self._states = max(self._states, recorder.optimizer_bytes())
 
     def warn_of(self, state: Any) -> None:
         """That a step was not planned for, as it had this state."""
@@ -268,26 +327,29 @@ class StepBudget:
         """The graph of this step that has been compiled for another size."""
         return next((g for g in self.graphs.values() if g.signature == signature), None)
 
-    def allocated(self) -> int:
-        """The bytes that the device counts, 0 where it does not."""
-        if self._counters is None:
-            return 0
-        return int(self._counters.memory_allocated(self.device))
-
-    def _measure(self, start: int, predicted: int, is_all: bool) -> None:
+    def _measure(self, step: Step) -> None:
         """Compare what the device counted in a step with what was predicted.
 
-        That may be more, unless the step was ``is_all`` that was planned for.
+        That may be more, unless the step was all that was planned for.
         """
-        beyond = start if self.device_bytes is None else 0
-        peak = self._counters.max_memory_allocated(self.device) - beyond
-        self.measured_peak = peak
-        missed = abs(peak - predicted) if is_all else peak - predicted
-        if missed > _MISS * predicted:
+        peak, plan, start = self.counter.peak(), self.plan, self._start
+        if peak is None or plan is None or start is None:
+            return
+        self.measured_peak = peak - (start if self.device_bytes is None else 0)
+        missed = self.measured_peak - plan.predicted_peak
+        is_all = step.is_largest and step.states == self._learned.states
+        if missed > _MISS * plan.predicted_peak or (
+            is_all and -missed > _MISS * plan.predicted_peak
+        ):
             self.warn(
-                f"the device counted {format_bytes(peak)} in a step, and "
-                f"{format_bytes(predicted)} were predicted"
+                f"the device counted {format_bytes(self.measured_peak)} in a step, and "
+                f"{format_bytes(plan.predicted_peak)} were predicted",
+                "counted",
+                can_exceed=missed > 0,
             )
+        # What was not predicted of one step will not be of the next.
+        if self.measured_peak > plan.allowed and missed > self._missed * (1 + _MISS):
+            self._missed, self._is_new = missed, True
 
     @contextmanager
     def warn_on_failure(self, what: str) -> Iterator[None]:
@@ -301,9 +363,9 @@ class StepBudget:
             log.debug("%s", what, exc_info=error)
             self.warn(f"{what}: {type(error).__name__}: {error}")
 
-    def warn(self, reason: str, kind: str = "") -> None:
+    def warn(self, reason: str, kind: str = "", can_exceed: bool = True) -> None:
         """Log a reason, once of its kind; the report has the last one of each."""
-        if self.strict:
+        if self.strict and can_exceed:
             raise StepBudgetError(f"{self._name} may be exceeded: {reason}")
         if (kind or reason) not in self._warnings:
             log.warning("%s may be exceeded: %s", self._name, reason)
@@ -313,6 +375,7 @@ class StepBudget:
 
     def make_plan(self) -> None:
         """Choose plans for what was learned, and for the largest calls so far."""
+        self.measured_peak = None
         learned, given = self._learned, self._given
         graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
         for number, graph in graphs.items():
@@ -329,11 +392,8 @@ class StepBudget:
 
         curve = find()
         # Of estimates but for the lean plans. It stays, whatever compiles tell from here on.
-        allowed = wanted = self._allowed(curve, given)
-        if self.plan is not None and self.measured_peak is not None:
-            # What was not predicted of one step will not be of the next.
-            wanted -= max(self.measured_peak - self.plan.predicted_peak, 0)
-            self.measured_peak = None
+        allowed = self._allowed(curve, given)
+        wanted = allowed - self._missed
         for left in reversed(range(_ROUNDS + 1)):
             plan = curve.within(wanted)
             if not left or not self._compile(graphs, plan):

@@ -177,7 +177,8 @@ class Step:
         state = kind, number, call.slot, flag, first, waiting, call.missing
         self.states.add(state)
         self._is_known = self._is_known and state in self._known
-        if self.budget.strict and not self._is_known and self.recorder is None:
+        is_planned = self.recorder is None or self.budget.plan is not None
+        if self.budget.strict and not self._is_known and is_planned:
             self.budget.warn_of(state)
 
     def end(self, call: Call, has_run: bool = False) -> bool:
@@ -362,10 +363,11 @@ class CompiledGraph:
 
     def _watch(self, results: Iterable[Any], call: Call) -> None:
         """See when the caller drops what was returned."""
-        places = {ref: at for at, ref in enumerate(call.returned) if ref is not None}
+        storages = (ref() if ref is not None else None for ref in call.returned)
+        places = {id(s): at for at, s in enumerate(storages) if s is not None}
         recorder = call.step.recorder
         for each in _tensors(results):
-            at = places.get(weakref.ref(each.untyped_storage()))
+            at = places.get(id(each.untyped_storage()))
             if at is None:
                 continue
 

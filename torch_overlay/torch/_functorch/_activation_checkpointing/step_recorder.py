@@ -1,18 +1,15 @@
 """What a training step holds, outside of its compiled graphs, from event to event.
 
-A :class:`Recorder` follows storages through a step, and a :class:`Timeline` turns what it
+A :class:`Recorder` follows storages through a step, and a :class:`.Timeline` turns what it
 saw into what :class:`.StepCurve` plans for.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import threading
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
@@ -23,24 +20,15 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from .step_plan import Held, Missing
-
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing_extensions import Self
 
-    from .step_graph import Graph, Step
+    from .step_graph import Step
 
 
-__all__ = [
-    "Event",
-    "Learned",
-    "Recorder",
-    "Timeline",
-    "running",
-    "running_step",
-]
+__all__ = ["Event", "Recorder", "running", "running_step"]
 
 
 class Event(NamedTuple):
@@ -82,13 +70,15 @@ class Recorder(TorchDispatchMode):
 
     ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
     ``given`` are the bytes that the device counts when the step starts, 0 where it does
-    not.
+    not, and ``leaves`` the parameters that are known by then.
     """
 
     # As a checkpoint inside of a compiled graph makes of random ones.
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, given: int) -> None:
+    def __init__(
+        self, device: torch.device, given: int, leaves: Iterable[torch.Tensor] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
         self.log: list[Event] = []
@@ -107,8 +97,13 @@ class Recorder(TorchDispatchMode):
         self._states: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
-            weakref.WeakValueDictionary()
+            weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         )
+        # The parameters that have a gradient when the step begins, and its storages.
+        self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
+        for leaf in self.with_gradients():
+            self.numbers(leaf.grad, is_existing=True)
+        self.given_gradients = self.gradients()
 
     def __enter__(self) -> Self:
         _resizes.patch()
@@ -229,11 +224,25 @@ class Recorder(TorchDispatchMode):
         """The parameters that have some by now."""
         return [leaf for leaf in self._leaves.values() if leaf.grad is not None]
 
-    def gradients(self) -> set[int]:
-        """What is there of the parameters' gradients."""
-        grads = [leaf.grad for leaf in self.with_gradients()]
+    def with_new_gradients(self) -> list[torch.Tensor]:
+        """Those of them that had none when the step began."""
+        leaves = self.with_gradients()
+        return [leaf for leaf in leaves if id(leaf) not in self._had_gradients]
+
+    def gradients(self, of: Optional[Iterable[torch.Tensor]] = None) -> set[int]:
+        """What is there of the gradients of some parameters, by default of all."""
+        grads = [leaf.grad for leaf in (self.with_gradients() if of is None else of)]
         keys = {storage._cdata for storage in self._storages(grads)}
         return {self._live[key][0] for key in keys & self._live.keys()}
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The parameters that were seen."""
+        return [*self._leaves.values()]
+
+    def size(self, storages: Iterable[int]) -> int:
+        """The bytes of these storages."""
+        return sum(self.nbytes[s] for s in storages)
 
     def parameter_bytes(self) -> int:
         """The bytes of what gradients were wanted for."""
@@ -254,210 +263,9 @@ class Recorder(TorchDispatchMode):
     def bytes_at_next_start(self) -> int:
         """The bytes that are there when the next step starts."""
         made = {event.storage for event in self.log if event.kind == "+"}
-        left = sum(self.nbytes[s] for s in self.remaining() & made)
-        return (self._given or self._existing) + left
-
-
-class Bytes(NamedTuple):
-    """What eager code holds: in all, what larger inputs make no larger, and gradients."""
-
-    total: int
-    fixed: int
-    gradients: int
-
-
-@dataclass
-class Learned:
-    """What the recorded steps held, and the calls that later ones may make.
-
-    ``moments`` and ``calls`` are the largest of their timelines, and ``scales`` those of the
-    calls of each graph, which are numbers here.  ``states`` has every event of a call,
-    with the calls that waited meanwhile.
-    """
-
-    moments: dict[frozenset[Held], Bytes] = field(default_factory=dict)
-    calls: dict[int, list[int]] = field(default_factory=dict)
-    scales: dict[int, float] = field(default_factory=dict)
-    states: set[Any] = field(default_factory=set)
-
-    def add(self, other: Timeline | Learned) -> None:
-        for held, nbytes in other.moments.items():
-            self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
-        for graph, calls in other.calls.items():
-            both = itertools.zip_longest(calls, self.calls.get(graph, ()), fillvalue=0)
-            self.calls[graph] = [*itertools.starmap(max, both)]
-        _keep_largest(self.scales, other.scales)
-
-    def missing(self, graph: int) -> Optional[Missing]:
-        """What all calls of a graph miss whose backward ran."""
-        found = {s[-1] for s in self.states if s[:2] == ("B", graph)}
-        return found.pop() if len(found) == 1 else None
-
-    def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
-        """The moments of a step with the largest calls of these graphs."""
-        scales = ((n, scale) for n, scale in self.scales.items() if n in graphs)
-        factor = max((graphs[n].scale / scale for n, scale in scales), default=1.0)
-        return {
-            held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed, gradients)
-            for held, (total, fixed, gradients) in self.moments.items()
-            # A graph goes with the model that it was compiled for.
-            if all(each.graph in graphs for each in held)
-        }
-
-
-def _keep_largest(of: dict[int, float], new: Mapping[int, float]) -> None:
-    for key, value in new.items():
-        of[key] = max(value, of.get(key, value))
-
-
-class Timeline:
-    """Live bytes and waiting calls of a recorded step, as the next one is going to be.
-
-    An optimizer's state that is still there then is not made anew, and a gradient only
-    until it is added to the one that is there, unless gradients are made ``anew``.
-    ``moments`` is the step; of all that eager code made, ``made``, it leaves behind
-    ``live`` bytes beside those.  Of each graph, ``calls`` has how many are in each slot,
-    and ``scales`` the largest of their scales.
-    O(events).
-    """
-
-    def __init__(self, recorder: Recorder, anew: bool = False) -> None:
-        self.moments: dict[frozenset[Held], Bytes] = {}
-        self.calls: dict[int, list[int]] = {}
-        self.scales: dict[int, float] = {}
-        self.live = self.fixed = self.of_gradients = self.made = 0
-        self._log = recorder.log
-        self._nbytes = recorder.nbytes
-        self._remaining = recorder.remaining()
-        self._gradients = set() if anew else recorder.gradients()
-        ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
-        self._last = max(ends, default=0)
-        # Gradients, what stays, and what is resized as shards are, grow with no input.
-        resized = {event.storage for event in self._log if event.kind == "="}
-        self._all_gradients = recorder.seen_gradients | recorder.gradients()
-        self._of_no_input = self._remaining | resized | self._all_gradients
-        # What the caller dropped and the backward misses counts only as far as it is saved.
-        backwards = (event.call for event in self._log if event.kind == "B")
-        self._dropped = {
-            call.outputs[at]
-            for call in backwards
-            for at in (call.missing.outputs if call.missing else ())
-        }
-        self._passing, self._most = 0, Bytes(0, 0, 0)
-        # Of a storage, its bytes beyond those that it had before the step.
-        self._beyond: dict[int, int] = {}
-        self._waiting: dict[Any, None] = {}
-        for at, event in enumerate(self._log):
-            if event.kind == "+":
-                self._make(at, event)
-            elif event.storage >= 0:
-                if event.kind != "d" or event.storage in self._dropped:
-                    self._change(event)
-            elif event.kind in "FB":
-                self._begin(at, event)
-            else:
-                self._end(event)
-        self._note(self._most, self._held(self._waiting))
-
-    def _make(self, at: int, event: Event) -> None:
-        self.made += event.nbytes
-        if event.storage in self._gradients:
-            self._passing += event.nbytes
-        elif event.flag or event.storage not in self._remaining or at < self._last:
-            self._set(event.storage, event.nbytes)
-        self._most = max(self._most, self._live())
-
-    def _change(self, event: Event) -> None:
-        """A storage is resized or gone."""
-        self._passing = 0
-        # What was there may have been made out of sight: nothing is gained when it
-        # goes, and nothing lost when it is back.
-        is_resized = event.kind == "="
-        before = self._beyond.get(event.storage, 0)
-        self._set(event.storage, before + event.nbytes if is_resized else 0)
-        if not is_resized:
-            self._beyond.pop(event.storage, None)
-        self._most = max(self._most, self._live())
-
-    def _set(self, storage: int, nbytes: int) -> None:
-        more = max(nbytes, 0) - max(self._beyond.get(storage, 0), 0)
-        self._beyond[storage] = nbytes
-        self.live += more
-        if storage in self._of_no_input:
-            self.fixed += more
-        if storage in self._all_gradients:
-            self.of_gradients += more
-
-    def _live(self) -> Bytes:
-        beside = self.live, self.fixed, self.of_gradients
-        return Bytes(*(nbytes + self._passing for nbytes in beside))
-
-    def _count(self, call: Any) -> None:
-        graph = call.graph.number
-        calls = self.calls.setdefault(graph, [])
-        calls += [0] * (call.slot + 1 - len(calls))
-        calls[call.slot] += 1
-        _keep_largest(self.scales, {graph: call.scale})
-
-    def _begin(self, at: int, event: Event) -> None:
-        """A compiled forward or backward runs."""
-        held = self._held(self._waiting)
-        self._note(self._most, held)
-        call = event.call
-        if event.kind == "F":
-            self._count(call)
-            held |= self._held_by(call, "forward")
-        else:
-            held = self._held({**self._waiting, call: None})
-            alone: frozenset[int] = frozenset()
-            if not event.flag:
-                # What was kept goes while the backward runs, whose peak has that too.
-                held -= self._held_by(call, "kept")
-                alone = self._held_alone(at, event)
-            held |= self._held_by(call, "backward", alone)
-        self._passing = 0
-        self._most = self._live()
-        self._note(self._most, held)
-
-    def _end(self, event: Event) -> None:
-        if event.kind == "x":
-            # In the midst of what eager code does.
-            self._note(self._most, self._held(self._waiting))
-        if event.flag:
-            self._waiting[event.call] = None
-        else:
-            self._waiting.pop(event.call, None)
-        self._passing = 0
-        self._most = self._live()
-
-    def _note(self, nbytes: Bytes, held: frozenset[Held]) -> None:
-        """Eager code has so much while calls hold this."""
-        self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
-
-    def _held_by(self, call: Any, what: str, of: Any = None) -> frozenset[Held]:
-        return frozenset([Held(call.graph.number, call.slot, what, of)])
-
-    def _held(self, calls: Iterable[Any]) -> frozenset[Held]:
-        """What waiting calls keep, and their outputs that nobody holds."""
-        return frozenset().union(
-            *(self._held_by(call, "kept") for call in calls),
-            *(
-                self._held_by(call, "output", index)
-                for call in calls
-                for index, s in enumerate(call.outputs)
-                if s is not None and s not in self._beyond
-            ),
-        )
-
-    def _held_alone(self, at: int, begin: Event) -> frozenset[int]:
-        """The inputs that a backward alone holds: they die while it runs."""
-        dying = set()
-        while self._log[at].kind != "b":
-            if self._log[at].kind == "-":
-                dying.add(self._log[at].storage)
-            at += 1
-        dying &= self._beyond.keys()
-        return frozenset(i for i, s in enumerate(begin.inputs) if s in dying)
+        left = self.size(self.remaining() & made)
+        gone = self.size(self.given_gradients - self.remaining())
+        return (self._given or self._existing) + left - gone
 
 
 class _Resizes:

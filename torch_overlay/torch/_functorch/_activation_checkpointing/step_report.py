@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .step_graph import Graph
     from .step_plan import Held, StepCurve, StepPlan
-    from .step_recorder import Bytes
+    from .step_timeline import Bytes
 
 
 __all__ = ["GraphUse", "Moment", "StepSummary", "summary_of"]
