@@ -42,7 +42,7 @@ from .planning import is_number
 from .saved_report import format_bytes
 from .step_graph import Graph, Step
 from .step_plan import StepCurve, StepPlan
-from .step_recorder import Recorder, running
+from .step_recorder import Recorder, running_steps
 from .step_timeline import dropped_before, Learned, program_of, Timeline
 from .step_report import GraphUse, Moment, StepSummary, summary_of
 
@@ -155,21 +155,17 @@ class StepBudget:
         self._to_record = 1
         self._wait = self._pause = 0
         self._is_first = True
+        # Whether the next step may be another program, without a word.
+        self._expects_new = True
+        # Whether there are graphs without a plan, of which a warning has told.
+        self.has_unplanned = False
         self._warnings: dict[str, str] = {}
 
     # ---------------------------------------------------------------- the steps
 
     def __enter__(self) -> Self:
-        left = running.get()
-        if left is not None and left.budget is not self:
-            self.warn(
-                f"it was entered within a step of {left.budget._name}, which goes on as "
-                "if it had not been; use one budget for both"
-            )
-            return self
-        if left is not None:
-            # An exception kept a callback from ending it.
-            left.close()
+        # An exception may have kept a callback from ending a step.
+        self._close()
         with self.warn_on_failure("no plan could be made for the step"):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
@@ -180,7 +176,6 @@ class StepBudget:
             is_new, self._is_new = self._is_new, False
             if is_new:
                 self.make_plan()
-                self._usual_start = None
         self.counter.begin()
         recorder = None
         if self._to_record:
@@ -189,10 +184,9 @@ class StepBudget:
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
-        step = running.get()
-        if step is None or step.budget is not self:
+        step = self._close()
+        if step is None:
             return
-        step.close()
         if kind is not None:
             if issubclass(kind, torch.OutOfMemoryError) and hasattr(
                 error[0], "add_note"
@@ -200,17 +194,28 @@ class StepBudget:
                 error[0].add_note(str(self))
             return
         self._wait = max(self._wait - 1, 0)
+        new = step.states - self._learned.states
+        is_expected, self._expects_new = self._expects_new, False
         if step.recorder is not None:
             self._to_record -= 1
             with self.warn_on_failure("the step could not be recorded"):
                 self._check(step, step.recorder)
-            return
-        self._measure(step)
-        if not step.states <= self._learned.states:
-            self._record_again(_RECORDED)
-            self.warn_of(min(step.states - self._learned.states, key=lambda s: s[:3]))
-        elif self._holds_less(step):
-            self._record_again(1)
+        else:
+            self._measure(step)
+            if new:
+                self._record_again(_RECORDED)
+            elif self._holds_less(step):
+                self._record_again(1)
+        if new and not is_expected:
+            self.warn_of(min(new, key=lambda state: state[:3]))
+
+    def _close(self) -> Optional[Step]:
+        """End the running step of this budget, and those that were begun within it."""
+        steps = [*running_steps()]
+        own = next((step for step in steps if step.budget is self), None)
+        for step in steps[: steps.index(own) + 1] if own is not None else ():
+            step.close()
+        return own
 
     def _record_again(self, count: int) -> None:
         """Record the next steps, unless that was done for something new just before."""
@@ -237,6 +242,10 @@ class StepBudget:
             self._is_new = self.device_bytes is not None
             self._record_again(1)
 
+    def was_compiling(self) -> None:
+        """What is live as steps begin is another number from here on."""
+        self._usual_start = None
+
     def _holds_less(self, step: Step) -> bool:
         """Whether a step that was trained made fewer calls at once than each recorded one.
 
@@ -256,9 +265,18 @@ class StepBudget:
         if recorder.error is not None:
             self._learned.states |= step.states
             raise recorder.error
+        is_seen = recorder.saw_unplanned or recorder.saw_uncounted
+        if is_seen and not self.has_unplanned:
+            self.has_unplanned = True
+            uncounted = ", nor are their kernels counted" * recorder.saw_uncounted
+            self.warn(
+                "compiled graphs ran in the step that have no plan of this budget"
+                f"{uncounted}; if they were compiled earlier, call "
+                "torch.compiler.reset() first"
+            )
         if not any(kind == "B" for kind, *_ in step.states):
             self._learned.states |= step.states
-            if not self._warnings:
+            if not self._warnings and not self._learned.programs:
                 self.warn(
                     "no backward of a compiled graph was seen in this step; if the model "
                     "was compiled earlier, call torch.compiler.reset() first"
@@ -266,7 +284,7 @@ class StepBudget:
             return
         self._recorded = recorder, step.states
         if self.plan is not None and step.states <= self._learned.states:
-            self._check_peak(Timeline(recorder))
+            self._check_peak(Timeline(recorder, given=recorder.existing))
 
     def _check_peak(self, step: Timeline) -> None:
         """Warn where a step held more than is allowed, as eager code did."""
@@ -276,7 +294,7 @@ class StepBudget:
         choices = {n: self._choices.get(graph, ()) for n, graph in graphs.items()}
         beyond = self._given if self.device_bytes is not None else 0
         peak = beyond + step.peak(plans, choices)
-        if peak > plan.allowed * (1 + _OVER):
+        if peak > max(plan.allowed, plan.predicted_peak) * (1 + _OVER):
             self.warn(
                 f"a step held {format_bytes(peak)}, and {format_bytes(plan.allowed)} are "
                 "allowed; what eager code holds in it had not been recorded",
@@ -296,6 +314,7 @@ class StepBudget:
         elif is_first and timeline.live > _NEW * timeline.made:
             self._to_record = 1
         if self._to_record > 0 and not self._learned.programs:
+            self._expects_new = True
             return
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
         peak = self.plan.predicted_peak if self.plan is not None else 0
@@ -303,6 +322,7 @@ class StepBudget:
             self._is_new = True
             # Of two programs that take turns, the second runs next.
             self._to_record = int(is_first)
+            self._expects_new = is_first
         self._given = max(self._given, recorder.bytes_at_next_start())
         self._parameters = max(self._parameters, recorder.parameter_bytes())
         self._states = max(self._states, recorder.optimizer_bytes())
@@ -361,6 +381,7 @@ class StepBudget:
             raise
         except Exception as error:
             log.debug("%s", what, exc_info=error)
+            self.has_unplanned = True
             self.warn(f"{what}: {type(error).__name__}: {error}")
 
     def warn(self, reason: str, kind: str = "", can_exceed: bool = True) -> None:
@@ -376,6 +397,7 @@ class StepBudget:
     def make_plan(self) -> None:
         """Choose plans for what was learned, and for the largest calls so far."""
         self.measured_peak = None
+        self.was_compiling()
         learned, given = self._learned, self._given
         graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
         for number, graph in graphs.items():

@@ -19,8 +19,12 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch.fx.traceback import _get_memory_budget_annotation
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from . import memory_budget
 from .compiled_peak import (
@@ -37,7 +41,7 @@ from .liveness import CannotPlan
 from .rerun_cost import concrete
 from .step_backward import Backward, boxed
 from .step_plan import calls_in, GraphPlans, Missing, plan_graph
-from .step_recorder import Event, Recorder, running, running_step
+from .step_recorder import Event, PLANNED, Recorder, running, running_step
 
 
 if TYPE_CHECKING:
@@ -120,8 +124,11 @@ class Step:
         # The plans of those that a checkpoint runs again, which have to save the same.
         self._checkpointed: dict[CompiledGraph, int] = {}
         self._context = ExitStack()
+        # The step of another budget, within which this one was begun.
+        self.outer: Optional[Step] = None
 
     def open(self) -> None:
+        self.outer = running.get()
         running.set(self)
         # The plans of a step are not those that a cache has for its graphs.
         self._context.enter_context(config.patch(enable_autograd_cache=False))
@@ -129,7 +136,7 @@ class Step:
             self._context.enter_context(self.recorder)
 
     def close(self) -> None:
-        running.set(None)
+        running.set(self.outer)
         self.call = None
         self._context.close()
 
@@ -198,6 +205,14 @@ class Step:
             return False
         pack, _ = hooks
         if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
+            modes = _get_current_dispatch_mode_stack()
+            if any(isinstance(each, _CachingTorchDispatchMode) for each in modes):
+                self.budget.warn(
+                    "selective checkpoints are set around compiled graphs; what they "
+                    "save of their operators is not counted. Set them within what is "
+                    "compiled",
+                    "selective",
+                )
             return True
         self.budget.warn(
             "saved-tensor hooks are set around compiled graphs; whatever they keep "
@@ -336,12 +351,14 @@ class CompiledGraph:
         try:
             result = run(args)
         except BaseException:
+            step.call = None
             if call is not None:
                 step.end(call)
             raise
         if call is not None:
             with step.budget.warn_on_failure(failure):
                 self._await_backward(result, call)
+        step.call = None
         return result
 
     def _await_backward(self, result: Any, call: Call) -> None:
@@ -350,7 +367,7 @@ class CompiledGraph:
         if node is None:
             step.end(call)
             return
-        node.metadata[CALL] = call
+        node.metadata.update({CALL: call, PLANNED: True})
         if self._may_miss:
             node.set_materialize_grads(False)
             self._watch(tree_leaves(result), call)
@@ -457,6 +474,9 @@ class CompiledGraph:
 
     def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
         """Split and compile a copy of the joint graph by a plan, None for the first."""
+        step = running_step()
+        if step is not None:
+            step.budget.was_compiling()
         # Splitting a graph writes down in there what it finds.
         state, capture = fresh_copy(self._state, self._capture)
         # Of another plan, what does not compile has to be known before it runs. But the

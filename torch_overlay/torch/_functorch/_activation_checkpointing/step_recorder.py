@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     from .step_graph import Step
 
 
-__all__ = ["Event", "Recorder", "running", "running_step"]
+__all__ = [
+    "Event",
+    "PLANNED",
+    "Recorder",
+    "running",
+    "running_step",
+    "running_steps",
+]
+
+# What marks the autograd node of a compiled backward that a step knows.
+PLANNED = "activation memory budget: planned"
 
 
 class Event(NamedTuple):
@@ -65,6 +75,14 @@ def running_step() -> Optional[Step]:
     return step
 
 
+def running_steps() -> Iterator[Step]:
+    """That step, and those within which it was begun."""
+    step = running_step()
+    while step is not None:
+        yield step
+        step = step.outer
+
+
 class Recorder(TorchDispatchMode):
     """Follows storages through a step, except those inside of compiled graphs.
 
@@ -86,10 +104,14 @@ class Recorder(TorchDispatchMode):
         self.inside = 0
         # Whether gradients are reduced over ranks, as DDP does.
         self.reduces = False
+        # Whether compiled graphs ran that are not the budget's, as those compiled before it,
+        # and whether there were some whose bytes nobody tells.
+        self.saw_unplanned = self.saw_uncounted = False
         # Why nothing more is recorded.
         self.error: Optional[Exception] = None
         self._given = given
-        self._existing = 0
+        # The storages that were there when they were first seen.
+        self.existing: set[int] = set()
         # The storages that were seen to be gradients; whether there may be others by now.
         self.seen_gradients: set[int] = set()
         self._ran_backward = False
@@ -106,13 +128,13 @@ class Recorder(TorchDispatchMode):
         self.given_gradients = self.gradients()
 
     def __enter__(self) -> Self:
-        _resizes.patch()
+        _patches.apply()
         self._hook = register_optimizer_step_post_hook(self._stepped)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _resizes.unpatch()
+        _patches.undo()
         self._hook.remove()
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
@@ -192,6 +214,8 @@ class Recorder(TorchDispatchMode):
                 if storage.device.type == self.device:
                     if value.requires_grad and value.is_leaf:
                         self._leaves[id(value)] = value
+                    elif value.requires_grad and not value._is_view():
+                        self._look_at(value.grad_fn)
                     yield storage
 
     def follow(self, storage: torch.UntypedStorage, is_existing: bool = False) -> int:
@@ -211,10 +235,23 @@ class Recorder(TorchDispatchMode):
 
         self._live[key] = s, weakref.ref(storage, died)
         if is_existing:
-            self._existing += nbytes
+            self.existing.add(s)
         else:
             self.log.append(Event("+", s, nbytes, flag=torch.is_grad_enabled()))
         return s
+
+    def _look_at(self, node: Any) -> None:
+        """See whether a compiled graph made something that no step knows."""
+        step = running_step()
+        # The node of a call is marked when that has returned.
+        if step is not None and step.call is None and not self.saw_unplanned:
+            self.saw_unplanned = _is_unplanned(node)
+
+    def uses(self, nbytes: int) -> None:
+        """Something had so many bytes for itself, for a moment."""
+        s = len(self.nbytes)
+        self.nbytes.append(nbytes)
+        self.log += Event("+", s, nbytes, flag=True), Event("-", s)
 
     def remaining(self) -> set[int]:
         """What is still there."""
@@ -265,45 +302,77 @@ class Recorder(TorchDispatchMode):
         made = {event.storage for event in self.log if event.kind == "+"}
         left = self.size(self.remaining() & made)
         gone = self.size(self.given_gradients - self.remaining())
-        return (self._given or self._existing) + left - gone
+        return (self._given or self.size(self.existing)) + left - gone
 
 
-class _Resizes:
-    """Lets recorders see storages resized, as sharded parameters are to be gathered.
+def _is_unplanned(node: Any) -> bool:
+    """Whether an autograd node is that of a compiled graph which no step knows."""
+    is_compiled = hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+    return is_compiled and PLANNED not in node.metadata
 
-    The dispatcher does not see that.  There is one patch, for all threads that record.
+
+class _Patches:
+    """Lets recorders see what the dispatcher does not.
+
+    That is storages that are resized, as sharded parameters are to be gathered, and the
+    graphs that inductor compiled.  The patches are for all threads that record.
     """
 
     def __init__(self) -> None:
         self.resize: Any = None
+        self.run: Any = None
         self._count = 0
         self._lock = threading.Lock()
 
-    def patch(self) -> None:
+    def apply(self) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+
         with self._lock:
             if not self._count:
                 self.resize = torch.UntypedStorage.resize_
+                self.run = CompiledFxGraph.__call__
                 torch.UntypedStorage.resize_ = _resize_and_follow  # type: ignore[assignment]
+                CompiledFxGraph.__call__ = _run_and_follow  # type: ignore[method-assign]
             self._count += 1
 
-    def unpatch(self) -> None:
+    def undo(self) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+
         with self._lock:
             self._count -= 1
             if not self._count:
                 torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+                CompiledFxGraph.__call__ = self.run  # type: ignore[method-assign]
 
 
-_resizes = _Resizes()
+_patches = _Patches()
+
+
+def _recorders() -> list[Recorder]:
+    steps = (step.recorder for step in running_steps())
+    return [recorder for recorder in steps if recorder is not None]
 
 
 def _resize_and_follow(storage: Any, nbytes: int) -> Any:
-    step = running_step()
-    recorder = step.recorder if step is not None else None
-    if recorder is None or storage.device.type != recorder.device:
-        return _resizes.resize(storage, nbytes)
-    with recorder.guarded():
-        recorder.follow(storage, is_existing=True)
-    result = _resizes.resize(storage, nbytes)
-    with recorder.guarded():
-        recorder.follow(storage)
+    recorders = [r for r in _recorders() if r.device == storage.device.type]
+    for recorder in recorders:
+        with recorder.guarded():
+            recorder.follow(storage, is_existing=True)
+    result = _patches.resize(storage, nbytes)
+    for recorder in recorders:
+        with recorder.guarded():
+            recorder.follow(storage)
+    return result
+
+
+def _run_and_follow(graph: Any, inputs: Any) -> Any:
+    result = _patches.run(graph, inputs)
+    for recorder in _recorders():
+        if not recorder.inside:
+            # Its wrapper allocates out of the dispatcher's sight.
+            memory = getattr(graph, "memory", None)
+            recorder.saw_uncounted |= memory is None
+            if memory is not None:
+                recorder.uses(memory.peak())
+            recorder.numbers(list(result))
     return result

@@ -60,8 +60,9 @@ class Program:
 
     def add(self, other: Program, least: float) -> bool:
         """Hold what another step held, too; whether that is ``least`` bytes more."""
+        known = self._scaled(other.scales)
         is_more = not other.states <= self.states or any(
-            held not in self.moments or nbytes.total > self.moments[held].total + least
+            held not in known or nbytes.total > known[held].total + least
             for held, nbytes in other.moments.items()
         )
         self.states |= other.states
@@ -72,13 +73,21 @@ class Program:
 
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
         """The moments with the largest calls of these graphs."""
-        scales = ((n, scale) for n, scale in self.scales.items() if n in graphs)
-        factor = max((graphs[n].scale / scale for n, scale in scales), default=1.0)
+        moments = self._scaled({n: graph.scale for n, graph in graphs.items()})
+        return {
+            held: nbytes
+            for held, nbytes in moments.items()
+            # A graph goes with the model that it was compiled for.
+            if all(each.graph in graphs for each in held)
+        }
+
+    def _scaled(self, scales: Mapping[int, float]) -> dict[frozenset[Held], Bytes]:
+        """The moments where calls are as large as these, if that is larger."""
+        factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
+        factor = max(factors, default=1.0)
         return {
             held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed, gradients)
             for held, (total, fixed, gradients) in self.moments.items()
-            # A graph goes with the model that it was compiled for.
-            if all(each.graph in graphs for each in held)
         }
 
 
@@ -187,14 +196,20 @@ class Timeline:
 
     An optimizer's state that is still there then is not made anew.  A gradient is only
     until it is added to the one that is there, but for what ``replaced`` says of those
-    that the step leaves: see :class:`Program`.
+    that the step leaves: see :class:`Program`.  Something is gained by the end of the
+    storages that are ``given`` as the step begins, by default gradients.
     ``moments`` is the step; of all that eager code made, ``made``, it leaves behind
     ``live`` bytes beside those.  Of each graph, ``calls`` has how many are in each slot,
     and ``scales`` the largest of their scales.
     O(events).
     """
 
-    def __init__(self, recorder: Recorder, replaced: Optional[str] = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        replaced: Optional[str] = None,
+        given: Optional[set[int]] = None,
+    ) -> None:
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
@@ -202,7 +217,7 @@ class Timeline:
         self._log = recorder.log
         self._nbytes = recorder.nbytes
         self._remaining = recorder.remaining()
-        self._given_gradients = recorder.given_gradients
+        self._given = recorder.given_gradients if given is None else given
         new = recorder.gradients(recorder.with_new_gradients())
         self._gradients = new if replaced is None else set()
         # Those that a step like this drops, and before which kind of call.
@@ -256,8 +271,8 @@ class Timeline:
         # goes, and nothing lost when it is back.
         is_resized = event.kind == "="
         before = self._beyond.get(event.storage, 0)
-        if event.kind == "-" and event.storage in self._given_gradients:
-            self._drop_gradients(self._nbytes[event.storage])
+        if event.kind == "-" and event.storage in self._given:
+            self._drop_given(self._nbytes[event.storage])
         self._set(event.storage, before + event.nbytes if is_resized else 0)
         if not is_resized:
             self._beyond.pop(event.storage, None)
@@ -292,8 +307,8 @@ class Timeline:
             for held, nbytes in self.moments.items()
         )
 
-    def _drop_gradients(self, nbytes: int) -> None:
-        """Gradients are gone that were there when the step began."""
+    def _drop_given(self, nbytes: int) -> None:
+        """Something is gone, of gradients, that was there when the step began."""
         self.live -= nbytes
         self.fixed -= nbytes
         self.of_gradients -= nbytes
@@ -313,7 +328,7 @@ class Timeline:
         """A compiled forward or backward runs."""
         nbytes, before = self._dropping
         if event.kind == before:
-            self._drop_gradients(nbytes)
+            self._drop_given(nbytes)
             self._dropping = 0, None
         held = self._held(self._waiting)
         self._note(self._most, held)
