@@ -35,6 +35,7 @@ from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.utils import counters
 
 from .device_bytes import DeviceBytes
 from .peak_budget import allowed_peak
@@ -68,7 +69,7 @@ _MISS = 0.02
 # planned peak, by how much what is live between steps may grow.
 _NEW = 0.01
 # Less than that tells nothing on a CPU, where the whole process counts.
-_NOISE = 2**16
+_NOISE = 2**18
 # Steps that are recorded at most, in order to see again what was not planned for.
 _RECORDED = 8
 
@@ -133,6 +134,8 @@ class StepBudget:
         # Live bytes at the start of the step, and of the steps before it.
         self._start: Optional[int] = None
         self._usual_start: Optional[int] = None
+        # How many graphs Dynamo had made by then: compiling leaves bytes behind, too.
+        self._compiled = 0
         # Bytes that plans leave free, as a device counted so much more than predicted.
         self._missed = 0
         # By their numbers; they go with the models that they were compiled for.
@@ -233,10 +236,12 @@ class StepBudget:
         """
         if self._start is None or self.plan is None or self._to_record or self._is_new:
             return
-        usual = self._start if self._usual_start is None else self._usual_start
-        more = self._start - usual
-        self._usual_start = max(self._start, usual)
+        compiled = counters["stats"]["unique_graphs"]
+        if self._usual_start is None or compiled != self._compiled:
+            self._usual_start, self._compiled = self._start, compiled
+        more = self._start - self._usual_start
         if more > max(_NEW * self.plan.predicted_peak, _NOISE):
+            self._usual_start = self._start
             self._given += more
             # Of a step's own bytes these are none.
             self._is_new = self.device_bytes is not None
