@@ -18,6 +18,7 @@ import functools
 import inspect
 import logging
 import math
+import warnings
 from collections import defaultdict
 from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -379,7 +380,9 @@ def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
 
 
 def copy_of(module: fx.GraphModule) -> fx.GraphModule:
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), warnings.catch_warnings():
+        # Upstream's copy of a graph makes leaves of tree specs by their deprecated class.
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         # Its constants are real tensors.
         return copy.deepcopy(module)
 
