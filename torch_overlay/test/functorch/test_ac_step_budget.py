@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 import unittest
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -526,6 +527,13 @@ class StepBudgetTest(TestCase):
         self.assertIn("at once", str(budget))
         self.assertEqual(saved_report.last_plan().decided_by, "step")
 
+    def test_nothing_deprecated_is_used(self):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps(StepBudget(share=0.3), Net(2), batch())
+        kinds = [FutureWarning, DeprecationWarning]
+        self.assertEqual([w for w in caught if w.category in kinds], [])
+
     @parametrize("whole", (False, True))
     def test_first_step_is_lean(self, whole):
         model, budget = Net(whole=whole), StepBudget(share=1.0)
@@ -692,6 +700,49 @@ class StepBudgetTest(TestCase):
         eager = Speller(compiled=False)
         train_both(eager, batch())
         self.assertEqual(gradients, [p.grad for p in eager.parameters()])
+
+    def test_dropped_outputs_whose_sizes_are_expressions(self):
+        class Several(Net):
+            def forward(self, x):
+                z = self.head(self.embed(x).tanh())
+                flat = z.flatten(0, 1)
+                others = flat, torch.cat([z, z]), z.flatten().unflatten(0, (2, -1))
+                return z.square().mean(), *others
+
+        def train(model, x):
+            model(x)[0].backward()
+
+        def trained(budget):
+            torch._dynamo.reset()
+            model = Several(1, whole=True, dynamic=True)
+            for n in (8, 6, 10):
+                x = batch(4 * n).unflatten(0, (n, 4))
+                gradients = steps(budget, model, x, train=train, count=1)
+            return gradients
+
+        wanted, budget = trained(contextlib.nullcontext()), StepBudget(share=0.3)
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            self.assertEqual(trained(budget), wanted, rtol=0, atol=0)
+        (missing,) = (graph.plans.missing for graph in budget.graphs.values())
+        # Two of them are views of one another.
+        self.assertEqual(len(missing.tangents), 2)
+
+    def test_backward_that_does_not_compile_without_what_is_dropped(self):
+        def train(model, x):
+            model(x)[0].backward()
+
+        before = unbudgeted(Speller(), batch(), train=train)
+        fault = mock.patch(
+            f"{PLACE}.step_backward.constant_fold_uniform_value",
+            side_effect=RuntimeError("injected"),
+        )
+        model, budget = Speller(), StepBudget(share=0.3)
+        with fault, self.assertNoLogs("torch._functorch", "WARNING"):
+            gradients = steps(budget, model, batch(), train=train, count=3)
+            peak = measured(budget, model, batch(), train=train)
+        self.assertEqual(gradients, before, rtol=0, atol=0)
+        # The zeros are planned for.
+        self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
 
     def test_strict(self):
         model, budget = Net(dynamic=True), StepBudget(share=0.2, strict=True)

@@ -17,7 +17,9 @@ import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
+from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -68,6 +70,8 @@ class Call:
     scale: float
     slot: int
     keeps_saved: bool
+    # What tells how large a symbolic size is.
+    number: Callable[[Any], int]
     plan: int = 0
     # What its forward returned: each storage, and the tensor that the caller has of it.
     returned: list[Any] = field(default_factory=list)
@@ -146,7 +150,8 @@ class Step:
         self.is_largest &= scale >= graph.scale / _ROUNDED
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
-        call = Call(graph, self, scale, slot, keeps_saved)
+        number = compiled.number_for(sizes)
+        call = Call(graph, self, scale, slot, keeps_saved, number)
         self._note("F", call, keeps_saved)
         if keeps_saved:
             self._waiting.add(call)
@@ -297,7 +302,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = self._sized(sizes)
+        joint = replace(self._joint, number=self.number_for(sizes))
         plans = self.plans.sized(joint)
         more = _activations(plans.model) / self._activations
         scale = self.scales[sizes] = self._scale * more
@@ -306,8 +311,8 @@ class CompiledGraph:
         self.graph.grow(scale, joint, plans)
         return True
 
-    def _sized(self, sizes: Sequence[int]) -> Planner:
-        """The graph where its symbols are these."""
+    def number_for(self, sizes: Sequence[int]) -> Callable[[Any], int]:
+        """What tells how large a symbolic size is, where the graph's symbols are these."""
         symbols = dict(zip(self._symbols, sizes))
 
         def number(size: Any) -> int:
@@ -316,7 +321,7 @@ class CompiledGraph:
             found = size.node.expr.xreplace(symbols)
             return int(found) if getattr(found, "is_number", True) else concrete(size)
 
-        return replace(self._joint, number=number)
+        return number
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._first_run
@@ -512,12 +517,13 @@ class CompiledGraph:
         node: Any = torch._C._current_autograd_node()
         call = node.metadata.get(CALL) if node is not None else None
         step = running_step()
+        absent = run.complete(args, call.number) if call is not None else frozenset()
         # To another step, what is left of one is as eager code.
         if call is None or step is None or call.step is not step:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
-        step.begin_backward(call, is_retained, run.absent(args))
+        step.begin_backward(call, is_retained, absent)
         recorder = step.recorder
         if recorder is None:
             results = run(args)
@@ -552,8 +558,12 @@ class CompiledGraph:
         """The plans of the graph, or those of the same graph of another size."""
         self._num_fwd_outputs, self._joint = joint.num_fwd_outputs, joint
         metas = self._state.fw_metadata.subclass_tangent_meta
-        # Inside of a tensor subclass, none can be missing.
-        self._may_miss = all(isinstance(meta, PlainTensorMeta) for meta in metas)
+        tangents = filter(_is_tangent, joint.joint.find_nodes(op="placeholder"))
+        sizes = set().union(*(free_symbols(node.meta["val"]) for node in tangents))
+        # Inside of a tensor subclass, none can be missing; nor one whose size depends on
+        # data.
+        is_plain = all(isinstance(meta, PlainTensorMeta) for meta in metas)
+        self._may_miss = is_plain and sizes <= self._symbols.keys()
         self._activations = max(_activations(joint.model), 1)
         step: Any = running_step()
         # A budget that the user gave to a region of the model stays.
