@@ -514,7 +514,7 @@ class StepBudgetTest(TestCase):
         model, budget = Net(), StepBudget(share=0.3)
         self.assertIn("no plan before the second step", str(budget))
         counters.clear()
-        made = []
+        made, before = [], saved_report.plans()
         with config.patch(joint_custom_pass=lambda graph, _: made.append(1) or graph):
             steps(budget, model, batch(), count=1)
             self.assertEqual(len(made), 1)
@@ -526,6 +526,8 @@ class StepBudgetTest(TestCase):
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
         self.assertIn("at once", str(budget))
         self.assertEqual(saved_report.last_plan().decided_by, "step")
+        (listed,) = (p for p in saved_report.plans() if p not in before)
+        self.assertIs(listed, saved_report.last_plan())
 
     def test_nothing_deprecated_is_used(self):
         with warnings.catch_warnings(record=True) as caught:

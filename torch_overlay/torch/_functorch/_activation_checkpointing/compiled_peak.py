@@ -313,12 +313,13 @@ class _Search:
         curve, trying = self.curve, self.trying
         if curve is None or trying is None or self.peaks.peaks is None:
             return
-        kept = saved_report.last_plan()
+        # Another thread may have compiled the last one of all.
+        kept: Any = saved_report.kept_plan(metadata)
         peak: Any = kept.peak
         told = max(self.peaks.peaks) + (self.asked.calls - 1) * kept.activation_bytes
         self.told[trying] = told
         if self._next(curve) != trying:
-            saved_report.drop_last()
+            saved_report.replace_plan(kept, None)
             log.info(
                 "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
                 "it is compiled again",

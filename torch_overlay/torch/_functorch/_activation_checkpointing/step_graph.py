@@ -37,6 +37,7 @@ from .decision import Decision
 from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
 from .rerun_cost import concrete
+from .saved_report import kept_plan, replace_plan
 from .step_backward import Backward, boxed
 from .step_plan import calls_in, GraphPlans, Missing, plan_graph
 from .step_recorder import Event, Recorder, running, running_step
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
     from .liveness import Program
     from .memory_budget import Planner
+    from .saved_report import Plan
 
     from .step_budget import StepBudget
 
@@ -273,6 +275,9 @@ class CompiledGraph:
         # The plan that it was compiled by at first, and what was made of it.
         self._first = 0
         self._first_run: Callable[..., Any]
+        # What `plans()` has of each plan that was compiled, and lists now.
+        self._reports: dict[int, Optional[Plan]] = {}
+        self._listed: Optional[Plan] = None
         # The plans that were compiled with a guard against fusions, too.
         self._guarded: set[int] = set()
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
@@ -406,8 +411,8 @@ class CompiledGraph:
         return self._instead[known]
 
     def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
-        """Compile by plans, where that has not been done."""
-        name = self.graph.name
+        """Compile by plans, where that has not been done, and list the first of them."""
+        name, plans = self.graph.name, [*plans]
         self._renew()
         for plan in sorted({*plans}):
             failure = f"{name} keeps its first plan, as another failed to compile"
@@ -421,6 +426,13 @@ class CompiledGraph:
                 failure = f"{name} failed to compile with fusions guarded"
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._compile_guarded(plan)
+        self._list(self._reports.get(plans[0]))
+
+    def _list(self, report: Optional[Plan]) -> None:
+        """Let this be the one entry of the graph in `plans()`."""
+        if report is not None:
+            replace_plan(self._listed, report)
+            self._listed = report
 
     def _holds_more(self, plan: int) -> bool:
         """Whether what is compiled by a plan is known to hold more than it may."""
@@ -488,13 +500,18 @@ class CompiledGraph:
                 self.plans.told[index] = errors
             return result
 
-        return self._compile_graph(
+        run, metadata = self._compile_graph(
             state,
             capture,
             functools.partial(self._partition, request=_Variant(self, plan, compiled)),
             _marked(compiled.forward, self._forward),
             _marked(compile_backward, self._backward),
         )
+        report = self._reports[self._first if plan is None else plan] = kept_plan(
+            metadata
+        )
+        self._list(report)
+        return run, metadata
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()
