@@ -40,7 +40,8 @@ from .rerun_cost import concrete
 from .saved_report import kept_plan, replace_plan
 from .step_backward import Backward, boxed
 from .step_plan import calls_in, GraphPlans, Missing, plan_graph
-from .step_recorder import Event, Recorder, running, running_step
+from .step_recorder import Caller, Event, Recorder, running, running_step
+from .step_report import traced_name
 
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class CompiledGraph:
         # Partitioned before their caller, each by itself.
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
-        self._name = _module_of() or get_aot_graph_name()
+        self._name = traced_name() or get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
         # What runs in the place of each plan, by what compiles have told.
@@ -632,17 +633,6 @@ class CompiledGraph:
         # A model that is compiled as a whole wants no gradient but its parameters'.
         is_part = any(each.requires_grad for i, each in infos if i not in static)
         return _CALLS if is_part else 1
-
-
-def _module_of() -> Optional[str]:
-    """The class of the module that is being compiled, if Dynamo tells."""
-    codes = getattr(TracingContext.try_get(), "traced_code", ())
-    # What was called first, and then what that called, as it ended: of a decorated
-    # forward, the last is the one within.
-    ordered = (*codes[:1], *reversed(codes[1:]))
-    names = (getattr(code, "co_qualname", "") for code in ordered)
-    forwards = (name.split(".")[-2:] for name in names if name.endswith(".forward"))
-    return next((name for name, _ in forwards), None)
 
 
 def _storages(values: Iterable[Any]) -> list[Any]:
