@@ -39,6 +39,7 @@ from torch._functorch._activation_checkpointing.step_budget import (
     StepBudget,
     StepBudgetError,
 )
+from torch._functorch._activation_checkpointing.step_recorder import running_step
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
@@ -900,6 +901,74 @@ class StepBudgetTest(TestCase):
         with budget:
             first.__exit__(None, None, None)
             model(batch()).backward()
+
+    @parametrize("is_callback", (False, True))
+    @parametrize("is_recorded", (False, True))
+    def test_exception_in_a_loop_that_is_called_back(self, is_callback, is_recorded):
+        model, budget = Net(1), StepBudget(share=0.2)
+        if not is_recorded:
+            steps(budget, model, batch(), count=3)
+
+        def begin():
+            budget.__enter__()
+            batch().sum()
+
+        def fit():
+            begin() if is_callback else budget.__enter__()
+            model(batch()).sum().backward()
+            self.assertIsNotNone(running_step())
+            raise ValueError("a bad batch")
+
+        with config.patch(enable_autograd_cache=True):
+            with self.assertRaisesRegex(ValueError, "a bad batch"):
+                fit()
+            for _ in range(2):
+                # What was there at first is kept.
+                x = batch() + 1
+                del x
+            self.assertIsNone(running_step())
+            self.assertTrue(config.enable_autograd_cache)
+        self.assertEqual(_get_current_dispatch_mode_stack(), [])
+        steps(budget, model, batch(), count=3)
+        self.assertIsNotNone(budget.plan)
+
+    @unittest.skipIf(not hasattr(os, "fork"), "no processes are forked here")
+    def test_process_that_is_forked_in_a_step(self):
+        with StepBudget(share=0.2):
+            child = os.fork()
+            if not child:
+                is_free = not _get_current_dispatch_mode_stack()
+                os._exit(0 if is_free and running_step() is None else 1)
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            self.assertIsNotNone(running_step())
+
+    def test_first_step_without_a_backward(self):
+        def evaluated(model, x):
+            with torch.no_grad():
+                model(x)
+
+        for strict in (False, True):
+            torch._dynamo.reset()
+            model, budget = Net(2), StepBudget(share=0.3, strict=strict)
+            with self.assertNoLogs("torch._functorch", "WARNING"):
+                steps(budget, model, batch(), train=evaluated, count=1)
+                steps(budget, model, batch(), count=3)
+            self.assertIsNotNone(budget.plan)
+
+    def test_names_of_functions(self):
+        def loss(x):
+            return F.gelu(x).square().sum()
+
+        x, budget = batch().requires_grad_(), StepBudget(share=0.2)
+        for function in (loss, lambda x: F.silu(x).square().sum()):
+            compiled = torch.compile(function, backend=AOT)
+            for _ in range(2):
+                with budget:
+                    compiled(x).backward()
+        line = function.__code__.co_firstlineno
+        place = f"{os.path.basename(__file__)}:{line}"
+        names = [graph.name for graph in budget.graphs.values()]
+        self.assertEqual(names, ["loss", place])
 
     def test_loss_of_an_earlier_step(self):
         model, budget, kept = Net(), StepBudget(share=0.5), []

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import weakref
 from contextlib import contextmanager
 from typing import Any, Optional, TYPE_CHECKING
@@ -169,7 +170,7 @@ class StepBudget:
         recorder = None
         if self._to_record:
             recorder = Recorder(self.device, self.allocated())
-        Step(self, self._choices, self._learned.states, recorder).open()
+        Step(self, self._choices, self._learned.states, recorder).open(sys._getframe(1))
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:

@@ -46,6 +46,7 @@ from .step_report import traced_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from torch.fx import GraphModule
     from .liveness import Program
@@ -128,16 +129,19 @@ class Step:
         self._checkpointed: dict[CompiledGraph, int] = {}
         self._context = ExitStack()
 
-    def open(self) -> None:
+    def open(self, caller: FrameType) -> None:
+        self.caller = Caller(caller)
         running.set(self)
         # The plans of a step are not those that a cache has for its graphs.
         self._context.enter_context(config.patch(enable_autograd_cache=False))
         if self.recorder is not None:
+            self.recorder.caller = self.caller
             self._context.enter_context(self.recorder)
 
     def close(self) -> None:
         running.set(None)
         self.call = None
+        self.caller.forget()
         self._context.close()
 
     def begin(self, compiled: CompiledGraph, args: Sequence[Any]) -> Call:
