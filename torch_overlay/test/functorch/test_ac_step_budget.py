@@ -5,6 +5,7 @@ Every peak is what torch's allocators tell the profiler while the step runs.
 """
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -12,6 +13,7 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import tempfile
 import threading
 import unittest
@@ -1087,7 +1089,13 @@ class StepBudgetTest(TestCase):
             ("share is nan", {"share": math.nan}),
             ("peak_bytes is True", {"peak_bytes": True}),
             ("peak_bytes is 0; it must be a positive", {"peak_bytes": 0}),
-            ("device_bytes is 1.5", {"device_bytes": 1.5}),
+            ("peak_bytes is -1.5; it must be a positive", {"peak_bytes": -1.5}),
+            ("device_bytes is nan; .* whole number", {"device_bytes": math.nan}),
+            ("device_bytes is inf", {"device_bytes": math.inf}),
+            (
+                "device_bytes is '24 apples'; .* as '24GiB'",
+                {"device_bytes": "24 apples"},
+            ),
             ("pass only one of", {"share": 0.5, "peak_bytes": 1}),
         ):
             with self.assertRaisesRegex(ValueError, message):
@@ -1095,6 +1103,29 @@ class StepBudgetTest(TestCase):
         if not torch.accelerator.is_available():
             with self.assertRaisesRegex(ValueError, "pass share, peak_bytes or"):
                 StepBudget()
+
+    def test_bytes_in_other_forms(self):
+        for given, nbytes in (
+            (0.9 * 2**30, int(0.9 * 2**30)),
+            (torch.tensor(7), 7),
+            (torch.tensor(7.9), 7),
+            ("24GiB", 24 * 2**30),
+            ("24 gib", 24 * 2**30),
+            ("24GB", 24 * 10**9),
+            ("1.5m", 1_500_000),
+            ("512", 512),
+        ):
+            self.assertEqual(StepBudget(device_bytes=given).device_bytes, nbytes)
+
+    def test_a_copy_is_a_new_budget(self):
+        budget = StepBudget(device_bytes="1KiB", strict=True)
+        self.assertEqual(repr(budget), "StepBudget(device_bytes=1024, strict=True)")
+        model, budget = Net(1), StepBudget(share=0.3)
+        steps(budget, model, batch())
+        for copied in (copy.deepcopy(budget), pickle.loads(pickle.dumps(budget))):
+            self.assertEqual(repr(copied), repr(budget))
+            self.assertIsNone(copied.plan)
+            self.assertIsNot(copied.graphs, budget.graphs)
 
     @parametrize("calls", (None, 4))
     def test_without_a_step_budget(self, calls):

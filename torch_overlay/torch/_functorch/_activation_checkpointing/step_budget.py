@@ -27,6 +27,7 @@ random operators are repeated with, of 5 KB each.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import sys
@@ -38,7 +39,7 @@ import torch
 from torch._dynamo.exc import RestartAnalysis
 
 from .peak_budget import allowed_peak
-from .planning import is_number
+from .planning import as_bytes, is_number
 from .saved_report import format_bytes
 from .step_graph import Graph, Step
 from .step_plan import StepCurve, StepPlan
@@ -78,7 +79,8 @@ class StepBudget:
         share: of the way from the step's lowest peak to that without a budget, from 0
             to 1.
         peak_bytes: most live bytes beyond those that are there when the step starts
-            (parameters, optimizer states, the batch, gradients that are not None).
+            (parameters, optimizer states, the batch, gradients that are not None): a
+            number, which is rounded down, or text such as "24GiB".
         device_bytes: most live bytes in all; without any of the three, the memory of the
             device.
         strict: whether what would be a warning, that the bound may not be kept, ends the
@@ -86,7 +88,8 @@ class StepBudget:
 
     ``plan`` is the :class:`StepSummary` of the steps from the second on, None before, and
     ``measured_peak`` what the device counted in the first of them, as its
-    ``predicted_peak``, None where it does not count.
+    ``predicted_peak``, None where it does not count.  A pickle or a copy is a new budget
+    with the same arguments, which has learned nothing yet.
     Raises ValueError for invalid values.
     """
 
@@ -94,33 +97,41 @@ class StepBudget:
         self,
         share: Optional[float] = None,
         *,
-        peak_bytes: Optional[int] = None,
-        device_bytes: Optional[int] = None,
+        peak_bytes: Optional[float | str] = None,
+        device_bytes: Optional[float | str] = None,
         strict: bool = False,
     ) -> None:
         # A build for GPUs names one even where there is none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
-        asked = {"share": share, "peak_bytes": peak_bytes, "device_bytes": device_bytes}
+        asked: dict[str, Any] = {
+            "share": share,
+            "peak_bytes": peak_bytes,
+            "device_bytes": device_bytes,
+        }
         asked = {name: value for name, value in asked.items() if value is not None}
         if len(asked) > 1:
             raise ValueError("pass only one of share, peak_bytes and device_bytes")
+        if "share" in asked and not is_number(share, 0, 1):
+            raise ValueError(f"share is {share!r}; it must be a number from 0 to 1")
+        for name in asked.keys() - {"share"}:
+            try:
+                asked[name] = as_bytes(asked[name])
+            except ValueError as error:
+                raise ValueError(f"{name} is {asked[name]!r}; it {error}") from None
+        self._arguments = {**asked, "strict": True} if strict else asked
         if not asked:
             if accelerator is None:
                 raise ValueError(
                     "no accelerator found: pass share, peak_bytes or device_bytes"
                 )
-            device_bytes = torch.get_device_module(self.device).mem_get_info()[1]
-            asked = {"device_bytes": device_bytes}
+            total = torch.get_device_module(self.device).mem_get_info()[1]
+            asked = {"device_bytes": total}
         ((name, value),) = asked.items()
-        if name == "share" and not is_number(value, 0, 1):
-            raise ValueError(f"share is {value!r}; it must be a number from 0 to 1")
-        if name != "share" and (type(value) is not int or value <= 0):
-            raise ValueError(
-                f"{name} is {value!r}; it must be a positive number of bytes"
-            )
         self._name, self.strict = f"StepBudget({name}={value})", strict
-        self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
+        self.share: Optional[float] = asked.get("share")
+        self.peak_bytes: Optional[int] = asked.get("peak_bytes")
+        self.device_bytes: Optional[int] = asked.get("device_bytes")
         self.plan: Optional[StepSummary] = None
         self.measured_peak: Optional[int] = None
         counters = torch.get_device_module(self.device)
@@ -147,6 +158,9 @@ class StepBudget:
         self._to_record = 1
         self._is_first = True
         self._warnings: dict[str, str] = {}
+
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), **self._arguments), ()
 
     # ---------------------------------------------------------------- the steps
 
@@ -369,6 +383,10 @@ class StepBudget:
         if self.peak_bytes is not None:
             return self.peak_bytes
         return (self.device_bytes or 0) - given
+
+    def __repr__(self) -> str:
+        given = (f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def __str__(self) -> str:
         reasons = [f"may be exceeded: {reason}" for reason in self._warnings.values()]
