@@ -788,6 +788,24 @@ class StepBudgetTest(TestCase):
         notes = getattr(caught.exception, "__notes__", [str(budget)])
         self.assertEqual(notes, [str(budget)])
 
+    def test_lines_that_tell_of_plans(self):
+        budget = StepBudget(share=0.5)
+        plan = SimpleNamespace(headline="4 of 5 MiB")
+        torch_log, seen = logging.getLogger("torch"), []
+        handler = logging.Handler()
+        handler.emit = seen.append
+        torch_log.addHandler(handler)
+        try:
+            for _ in range(30):
+                budget._tell(plan)
+            self.assertEqual(len(seen), 6)
+            self.assertEqual({each.levelname for each in seen}, {"INFO"})
+            self.assertEqual(seen[0].getMessage(), "StepBudget(share=0.5): 4 of 5 MiB")
+            # Nothing overrides what TORCH_LOGS asks for.
+            self.assertEqual(step_budget.log.level, logging.NOTSET)
+        finally:
+            torch_log.removeHandler(handler)
+
     def test_programs_in_turn(self):
         models = [Net(), Net(block=NormBehind)]
         budget, plans = StepBudget(share=0.2), []

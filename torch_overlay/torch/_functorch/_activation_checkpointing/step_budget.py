@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-# For the line that tells of a plan; that of torch shows what is passed on to it.
-log.setLevel(logging.INFO)
 
 __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
@@ -66,6 +64,8 @@ _MISS = 0.02
 _NEW = 0.01
 # Steps that are recorded at most, in order to see again what was not planned for.
 _RECORDED = 8
+# The first plans are all told of, and then each tenth.
+_TOLD = 3
 
 
 class StepBudgetError(RuntimeError):
@@ -321,8 +321,20 @@ class StepBudget:
         if self.strict:
             raise StepBudgetError(f"{self._name} may be exceeded: {reason}")
         if (kind or reason) not in self._warnings:
-            log.warning("%s may be exceeded: %s", self._name, reason)
-        self._warnings[kind or reason] = reason
+            log.warning("%s%s: %s", self._name, risk, reason)
+        self._warnings[kind or reason] = (
+            f"may be exceeded: {reason}" if risk else reason
+        )
+
+    def _tell(self, plan: StepSummary) -> None:
+        """A line for the user, by default too, when torch shows warnings only."""
+        self._plans += 1
+        is_told = self._plans <= _TOLD or self._plans % 10 == 0
+        if is_told and log.isEnabledFor(logging.WARNING):
+            # What is asked of TORCH_LOGS stays as it is.
+            path, line, *_ = log.findCaller()
+            words = "%s: %s", (self._name, plan.headline)
+            log.handle(log.makeRecord(log.name, logging.INFO, path, line, *words, None))
 
     # ---------------------------------------------------------------- the plan
 
@@ -366,7 +378,7 @@ class StepBudget:
         there = given, self._parameters, self._states
         facts = moments, learned.calls, graphs, allowed, *there
         self.plan = summary_of(plan, curve, *facts, beyond)
-        log.info("%s: %s", self._name, self.plan.headline)
+        self._tell(self.plan)
 
     def _compile(self, graphs: Mapping[int, Graph], plan: StepPlan) -> bool:
         """Compile by a plan what ran last; whether one of its peaks was not known."""
