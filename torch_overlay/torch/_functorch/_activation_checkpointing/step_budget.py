@@ -157,6 +157,8 @@ class StepBudget:
         # How many of the next steps are recorded.
         self._to_record = 1
         self._is_first = True
+        # Steps in which no backward was seen, and plans so far.
+        self._idle = self._plans = 0
         self._warnings: dict[str, str] = {}
 
     def __reduce__(self) -> Any:
@@ -218,8 +220,13 @@ class StepBudget:
         if any(kind == "B" for kind, *_ in step.states):
             self._recorded = recorder, step.states
             return
-        self._learned.states |= step.states
-        if not self._warnings:
+        # What is first may be a check of all but the training.
+        self._idle += 1
+        if not self._learned.calls and self._idle < _RECORDED:
+            self._to_record = max(self._to_record, 1)
+        else:
+            self._learned.states |= step.states
+        if self._idle > 1 and not self._warnings:
             self.warn(
                 "no backward of a compiled graph was seen in this step; if the model was "
                 "compiled earlier, call torch.compiler.reset() first"
