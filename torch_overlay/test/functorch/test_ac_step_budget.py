@@ -830,6 +830,10 @@ class StepBudgetTest(TestCase):
             for each in (*models, other):
                 peak = measured(budget, each, batch())
                 self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
+        # And a fourth.
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(budget, Net(1, block=CheckpointInside), batch(), count=1)
+        self.assertIn("a graph of its own, CheckpointInside", logs.output[0])
 
     # The second is what the config has for all graphs.
     @parametrize("own", (0.0, 1.0))
@@ -883,12 +887,26 @@ class StepBudgetTest(TestCase):
         with self.assertLogs("torch._functorch", "WARNING") as logs:
             steps(budget, model, batch(), count=3)
         self.assertEqual(len(logs.output), 1)
-        self.assertRegex(logs.output[0], "the device counted .* were predicted")
+        self.assertRegex(
+            logs.output[0], "may be exceeded: the device counted .* were predicted"
+        )
         self.assertIn(" measured), ", str(budget))
         # What was counted more is left free by the next plan.
         missed = budget.measured_peak - budget.plan.predicted_peak
         steps(budget, model, batch(), batch(), count=3)
         self.assertLessEqual(budget.plan.predicted_peak, budget.plan.allowed - missed)
+
+    def test_what_cannot_exceed_the_bound_ends_no_training(self):
+        model, budget = Net(), StepBudget(share=0.5, strict=True)
+        budget._counters = SimpleNamespace(
+            reset_peak_memory_stats=lambda _: None,
+            memory_allocated=lambda _: 0,
+            max_memory_allocated=lambda _: int(0.9 * budget.plan.predicted_peak),
+        )
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(budget, model, batch(), count=3)
+        self.assertEqual(len(logs.output), 1)
+        self.assertNotIn("may be exceeded", logs.output[0] + str(budget))
 
     @parametrize("why", UNPLANNED)
     def test_what_cannot_be_planned_is_said_once(self, why):

@@ -283,7 +283,7 @@ class StepBudget:
             f"a step had {what if calls else f'a graph of its own, {name}'}, and no "
             f"recorded one had; from there on it ran by lean plans, and {_RECORDED} more "
             "steps at most are recorded, to plan for it when it comes again",
-            "other",
+            f"another {name}",
         )
 
     def graph_like(self, signature: Any) -> Optional[Graph]:
@@ -308,11 +308,12 @@ class StepBudget:
         if missed > _MISS * predicted:
             self.warn(
                 f"the device counted {format_bytes(peak)} in a step, and "
-                f"{format_bytes(predicted)} were predicted"
+                f"{format_bytes(predicted)} were predicted",
+                is_risk=peak > predicted,
             )
 
     @contextmanager
-    def warn_on_failure(self, what: str) -> Iterator[None]:
+    def warn_on_failure(self, what: str, is_risk: bool = True) -> Iterator[None]:
         """Training goes on without what fails within; a warning tells of it once."""
         try:
             yield
@@ -321,12 +322,16 @@ class StepBudget:
             raise
         except Exception as error:
             log.debug("%s", what, exc_info=error)
-            self.warn(f"{what}: {type(error).__name__}: {error}")
+            self.warn(f"{what}: {type(error).__name__}: {error}", is_risk=is_risk)
 
-    def warn(self, reason: str, kind: str = "") -> None:
-        """Log a reason, once of its kind; the report has the last one of each."""
-        if self.strict:
-            raise StepBudgetError(f"{self._name} may be exceeded: {reason}")
+    def warn(self, reason: str, kind: str = "", is_risk: bool = True) -> None:
+        """Log a reason, once of its kind; the report has the last one of each.
+
+        Unless it ``is_risk``, the bound is kept all the same.
+        """
+        risk = " may be exceeded" if is_risk else ""
+        if self.strict and is_risk:
+            raise StepBudgetError(f"{self._name}{risk}: {reason}")
         if (kind or reason) not in self._warnings:
             log.warning("%s%s: %s", self._name, risk, reason)
         self._warnings[kind or reason] = (
@@ -408,7 +413,7 @@ class StepBudget:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def __str__(self) -> str:
-        reasons = [f"may be exceeded: {reason}" for reason in self._warnings.values()]
+        reasons = self._warnings.values()
         if self.plan is None:
             line = f"{self._name}: no plan before the second step"
             return "\n".join([line, *reasons])
@@ -432,7 +437,7 @@ class StepBudget:
             f"at the floor's: {plan.at_floor}",
             *plan.table(),
         ]
-        return "\n".join(lines + reasons)
+        return "\n".join([*lines, *reasons])
 
     def plot(self, path: str) -> None:
         """Draw what is live over the step, by kind, into a file that matplotlib knows.

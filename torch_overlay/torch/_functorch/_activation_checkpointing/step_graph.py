@@ -429,7 +429,8 @@ class CompiledGraph:
             if has_guard() and plan not in self._guarded and self._holds_more(plan):
                 self._guarded.add(plan)
                 failure = f"{name} failed to compile with fusions guarded"
-                with budget.warn_on_failure(failure), self._as_traced():
+                # What was compiled stays, and is known to hold more.
+                with budget.warn_on_failure(failure, False), self._as_traced():
                     self._compile_guarded(plan)
         self._list(self._reports.get(plans[0]))
 
