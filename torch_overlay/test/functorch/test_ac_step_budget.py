@@ -5,6 +5,7 @@ Every peak is what torch's allocators tell the profiler while the step runs.
 """
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -12,9 +13,11 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import tempfile
 import threading
 import unittest
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -38,6 +41,7 @@ from torch._functorch._activation_checkpointing.step_budget import (
     StepBudget,
     StepBudgetError,
 )
+from torch._functorch._activation_checkpointing.step_recorder import running_step
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
@@ -180,10 +184,13 @@ def recordings():
         yield lambda: made.call_count
 
 
-def without_live_bytes(budget):
-    """Let the profiler's own bytes and those of logs not be taken for the step's."""
-    budget.counter = SimpleNamespace(
-        begin=lambda: None, given=lambda: 0, live=lambda: None, peak=lambda: None
+def counting(budget, factor=None):
+    """A device that counts so many times what was predicted, by default nothing."""
+    return SimpleNamespace(
+        begin=lambda: None,
+        given=lambda: 0,
+        live=lambda: factor and 0,
+        peak=lambda: factor and budget.plan and int(factor * budget.plan.predicted_peak),
     )
 
 
@@ -520,7 +527,7 @@ class StepBudgetTest(TestCase):
         model, budget = Net(), StepBudget(share=0.3)
         self.assertIn("no plan before the second step", str(budget))
         counters.clear()
-        made = []
+        made, before = [], saved_report.plans()
         with config.patch(joint_custom_pass=lambda graph, _: made.append(1) or graph):
             steps(budget, model, batch(), count=1)
             self.assertEqual(len(made), 1)
@@ -532,6 +539,15 @@ class StepBudgetTest(TestCase):
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
         self.assertIn("at once", str(budget))
         self.assertEqual(saved_report.last_plan().decided_by, "step")
+        (listed,) = (p for p in saved_report.plans() if p not in before)
+        self.assertIs(listed, saved_report.last_plan())
+
+    def test_nothing_deprecated_is_used(self):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps(StepBudget(share=0.3), Net(2), batch())
+        kinds = [FutureWarning, DeprecationWarning]
+        self.assertEqual([w for w in caught if w.category in kinds], [])
 
     @parametrize("whole", (False, True))
     def test_first_step_is_lean(self, whole):
@@ -582,7 +598,8 @@ class StepBudgetTest(TestCase):
     @parametrize("rows", (BATCH // 4, 1))
     def test_sizes_that_are_traced_into_other_operators(self, rows):
         model, budget = Net(block=Sliced), StepBudget(share=0.5)
-        without_live_bytes(budget)
+        # Not those of the profiler, nor of logs.
+        budget.counter = counting(budget)
         sizes = [BATCH, BATCH, BATCH, rows, BATCH, rows, BATCH]
         before = unbudgeted(Net(block=Sliced), batch(rows), count=1)
         operators = set()
@@ -622,7 +639,8 @@ class StepBudgetTest(TestCase):
 
     def test_steps_with_fewer_calls(self):
         model, budget = Net(dynamic=True), StepBudget(share=0.2)
-        without_live_bytes(budget)
+        # Not those of the profiler, nor of logs.
+        budget.counter = counting(budget)
 
         def forward_only(model, x):
             model(x)
@@ -702,6 +720,49 @@ class StepBudgetTest(TestCase):
         train_both(eager, batch())
         self.assertEqual(gradients, [p.grad for p in eager.parameters()])
 
+    def test_dropped_outputs_whose_sizes_are_expressions(self):
+        class Several(Net):
+            def forward(self, x):
+                z = self.head(self.embed(x).tanh())
+                flat = z.flatten(0, 1)
+                others = flat, torch.cat([z, z]), z.flatten().unflatten(0, (2, -1))
+                return z.square().mean(), *others
+
+        def train(model, x):
+            model(x)[0].backward()
+
+        def trained(budget):
+            torch._dynamo.reset()
+            model = Several(1, whole=True, dynamic=True)
+            for n in (8, 6, 10):
+                x = batch(4 * n).unflatten(0, (n, 4))
+                gradients = steps(budget, model, x, train=train, count=1)
+            return gradients
+
+        wanted, budget = trained(contextlib.nullcontext()), StepBudget(share=0.3)
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            self.assertEqual(trained(budget), wanted, rtol=0, atol=0)
+        (missing,) = (graph.plans.missing for graph in budget.graphs.values())
+        # Two of them are views of one another.
+        self.assertEqual(len(missing.tangents), 2)
+
+    def test_backward_that_does_not_compile_without_what_is_dropped(self):
+        def train(model, x):
+            model(x)[0].backward()
+
+        before = unbudgeted(Speller(), batch(), train=train)
+        fault = mock.patch(
+            f"{PLACE}.step_backward.constant_fold_uniform_value",
+            side_effect=RuntimeError("injected"),
+        )
+        model, budget = Speller(), StepBudget(share=0.3)
+        with fault, self.assertNoLogs("torch._functorch", "WARNING"):
+            gradients = steps(budget, model, batch(), train=train, count=3)
+            peak = measured(budget, model, batch(), train=train)
+        self.assertEqual(gradients, before, rtol=0, atol=0)
+        # The zeros are planned for.
+        self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
+
     def test_strict(self):
         model, budget = Net(dynamic=True), StepBudget(share=0.2, strict=True)
         steps(budget, model, batch(), count=3)
@@ -741,6 +802,24 @@ class StepBudgetTest(TestCase):
         notes = getattr(caught.exception, "__notes__", [str(budget)])
         self.assertEqual(notes, [str(budget)])
 
+    def test_lines_that_tell_of_plans(self):
+        budget = StepBudget(share=0.5)
+        plan = SimpleNamespace(headline="4 of 5 MiB")
+        torch_log, seen = logging.getLogger("torch"), []
+        handler = logging.Handler()
+        handler.emit = seen.append
+        torch_log.addHandler(handler)
+        try:
+            for _ in range(30):
+                budget._tell(plan)
+            self.assertEqual(len(seen), 6)
+            self.assertEqual({each.levelname for each in seen}, {"INFO"})
+            self.assertEqual(seen[0].getMessage(), "StepBudget(share=0.5): 4 of 5 MiB")
+            # Nothing overrides what TORCH_LOGS asks for.
+            self.assertEqual(step_budget.log.level, logging.NOTSET)
+        finally:
+            torch_log.removeHandler(handler)
+
     def test_programs_in_turn(self):
         models = [Net(), Net(block=NormBehind)]
         budget, plans = StepBudget(share=0.2), []
@@ -765,6 +844,10 @@ class StepBudgetTest(TestCase):
             for each in (*models, other):
                 peak = measured(budget, each, batch())
                 self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
+        # And a fourth.
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(budget, Net(1, block=CheckpointInside), batch(), count=1)
+        self.assertIn("a graph of its own, CheckpointInside", logs.output[0])
 
     # The second is what the config has for all graphs.
     @parametrize("own", (0.0, 1.0))
@@ -810,21 +893,26 @@ class StepBudgetTest(TestCase):
     def test_what_a_device_counts(self):
         """No such device is here: a tenth more than was predicted."""
         model, budget = Net(), StepBudget(share=0.5)
-        budget.counter = SimpleNamespace(
-            begin=lambda: None,
-            given=lambda: 0,
-            live=lambda: 0,
-            peak=lambda: budget.plan and int(1.1 * budget.plan.predicted_peak),
-        )
+        budget.counter = counting(budget, 1.1)
         with self.assertLogs("torch._functorch", "WARNING") as logs:
             steps(budget, model, batch(), count=3)
         self.assertEqual(len(logs.output), 1)
-        self.assertRegex(logs.output[0], "the device counted .* were predicted")
+        self.assertRegex(
+            logs.output[0], "may be exceeded: the device counted .* were predicted"
+        )
         self.assertIn(" measured), ", str(budget))
         # What was counted more is left free by the next plan.
         missed = budget.measured_peak - budget.plan.predicted_peak
         steps(budget, model, batch(), batch(), count=3)
         self.assertLessEqual(budget.plan.predicted_peak, budget.plan.allowed - missed)
+
+    def test_what_cannot_exceed_the_bound_ends_no_training(self):
+        model, budget = Net(), StepBudget(share=0.5, strict=True)
+        budget.counter = counting(budget, 0.9)
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            steps(budget, model, batch(), count=3)
+        self.assertEqual(len(logs.output), 1)
+        self.assertNotIn("may be exceeded", logs.output[0] + str(budget))
 
     @parametrize("why", UNPLANNED)
     def test_what_cannot_be_planned_is_said_once(self, why):
@@ -857,6 +945,74 @@ class StepBudgetTest(TestCase):
         with budget:
             first.__exit__(None, None, None)
             model(batch()).backward()
+
+    @parametrize("is_callback", (False, True))
+    @parametrize("is_recorded", (False, True))
+    def test_exception_in_a_loop_that_is_called_back(self, is_callback, is_recorded):
+        model, budget = Net(1), StepBudget(share=0.2)
+        if not is_recorded:
+            steps(budget, model, batch(), count=3)
+
+        def begin():
+            budget.__enter__()
+            batch().sum()
+
+        def fit():
+            begin() if is_callback else budget.__enter__()
+            model(batch()).sum().backward()
+            self.assertIsNotNone(running_step())
+            raise ValueError("a bad batch")
+
+        with config.patch(enable_autograd_cache=True):
+            with self.assertRaisesRegex(ValueError, "a bad batch"):
+                fit()
+            for _ in range(2):
+                # What was there at first is kept.
+                x = batch() + 1
+                del x
+            self.assertIsNone(running_step())
+            self.assertTrue(config.enable_autograd_cache)
+        self.assertEqual(_get_current_dispatch_mode_stack(), [])
+        steps(budget, model, batch(), count=3)
+        self.assertIsNotNone(budget.plan)
+
+    @unittest.skipIf(not hasattr(os, "fork"), "no processes are forked here")
+    def test_process_that_is_forked_in_a_step(self):
+        with StepBudget(share=0.2):
+            child = os.fork()
+            if not child:
+                is_free = not _get_current_dispatch_mode_stack()
+                os._exit(0 if is_free and running_step() is None else 1)
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            self.assertIsNotNone(running_step())
+
+    def test_first_step_without_a_backward(self):
+        def evaluated(model, x):
+            with torch.no_grad():
+                model(x)
+
+        for strict in (False, True):
+            torch._dynamo.reset()
+            model, budget = Net(2), StepBudget(share=0.3, strict=strict)
+            with self.assertNoLogs("torch._functorch", "WARNING"):
+                steps(budget, model, batch(), train=evaluated, count=1)
+                steps(budget, model, batch(), count=3)
+            self.assertIsNotNone(budget.plan)
+
+    def test_names_of_functions(self):
+        def loss(x):
+            return F.gelu(x).square().sum()
+
+        x, budget = batch().requires_grad_(), StepBudget(share=0.2)
+        for function in (loss, lambda x: F.silu(x).square().sum()):
+            compiled = torch.compile(function, backend=AOT)
+            for _ in range(2):
+                with budget:
+                    compiled(x).backward()
+        line = function.__code__.co_firstlineno
+        place = f"{os.path.basename(__file__)}:{line}"
+        names = [graph.name for graph in budget.graphs.values()]
+        self.assertEqual(names, ["loss", place])
 
     def test_loss_of_an_earlier_step(self):
         model, budget, kept = Net(), StepBudget(share=0.5), []
@@ -976,7 +1132,13 @@ class StepBudgetTest(TestCase):
             ("share is nan", {"share": math.nan}),
             ("peak_bytes is True", {"peak_bytes": True}),
             ("peak_bytes is 0; it must be a positive", {"peak_bytes": 0}),
-            ("device_bytes is 1.5", {"device_bytes": 1.5}),
+            ("peak_bytes is -1.5; it must be a positive", {"peak_bytes": -1.5}),
+            ("device_bytes is nan; .* whole number", {"device_bytes": math.nan}),
+            ("device_bytes is inf", {"device_bytes": math.inf}),
+            (
+                "device_bytes is '24 apples'; .* as '24GiB'",
+                {"device_bytes": "24 apples"},
+            ),
             ("pass only one of", {"share": 0.5, "peak_bytes": 1}),
         ):
             with self.assertRaisesRegex(ValueError, message):
@@ -984,6 +1146,29 @@ class StepBudgetTest(TestCase):
         if not torch.accelerator.is_available():
             with self.assertRaisesRegex(ValueError, "pass share, peak_bytes or"):
                 StepBudget()
+
+    def test_bytes_in_other_forms(self):
+        for given, nbytes in (
+            (0.9 * 2**30, int(0.9 * 2**30)),
+            (torch.tensor(7), 7),
+            (torch.tensor(7.9), 7),
+            ("24GiB", 24 * 2**30),
+            ("24 gib", 24 * 2**30),
+            ("24GB", 24 * 10**9),
+            ("1.5m", 1_500_000),
+            ("512", 512),
+        ):
+            self.assertEqual(StepBudget(device_bytes=given).device_bytes, nbytes)
+
+    def test_a_copy_is_a_new_budget(self):
+        budget = StepBudget(device_bytes="1KiB", strict=True)
+        self.assertEqual(repr(budget), "StepBudget(device_bytes=1024, strict=True)")
+        model, budget = Net(1), StepBudget(share=0.3)
+        steps(budget, model, batch())
+        for copied in (copy.deepcopy(budget), pickle.loads(pickle.dumps(budget))):
+            self.assertEqual(repr(copied), repr(budget))
+            self.assertIsNone(copied.plan)
+            self.assertIsNot(copied.graphs, budget.graphs)
 
     @parametrize("calls", (None, 4))
     def test_without_a_step_budget(self, calls):

@@ -18,6 +18,7 @@ import functools
 import inspect
 import logging
 import math
+import warnings
 from collections import defaultdict
 from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -312,12 +313,13 @@ class _Search:
         curve, trying = self.curve, self.trying
         if curve is None or trying is None or self.peaks.peaks is None:
             return
-        kept = saved_report.last_plan()
+        # Another thread may have compiled the last one of all.
+        kept: Any = saved_report.kept_plan(metadata)
         peak: Any = kept.peak
         told = max(self.peaks.peaks) + (self.asked.calls - 1) * kept.activation_bytes
         self.told[trying] = told
         if self._next(curve) != trying:
-            saved_report.drop_last()
+            saved_report.replace_plan(kept, None)
             log.info(
                 "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
                 "it is compiled again",
@@ -379,7 +381,9 @@ def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
 
 
 def copy_of(module: fx.GraphModule) -> fx.GraphModule:
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), warnings.catch_warnings():
+        # Upstream's copy of a graph makes leaves of tree specs by their deprecated class.
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         # Its constants are real tensors.
         return copy.deepcopy(module)
 

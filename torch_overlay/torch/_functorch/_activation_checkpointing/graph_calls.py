@@ -16,7 +16,7 @@ from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 
 from .rerun_cost import concrete
-from .saved_report import format_bytes
+from .saved_report import format_bytes, kept_plan
 
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     limit: Optional[int] = options.activation_memory_peak_bytes
     if limit is None and options.activation_memory_budget_target != "peak":
         return run
-    plan: Optional[Plan] = getattr(metadata, "activation_memory_plan", None)
+    plan = kept_plan(metadata)
     if plan is None:
         return run
     is_only = options.activation_memory_graph_calls is None

@@ -8,6 +8,8 @@ the graph partitioned may hand one over; otherwise :func:`requested` reads the c
 from __future__ import annotations
 
 import logging
+import math
+import re
 from numbers import Real
 from typing import Any, Optional, Protocol, TYPE_CHECKING
 
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "Request",
+    "as_bytes",
     "by_config",
     "check_budget_options",
     "decide",
@@ -149,3 +152,31 @@ def is_number(value: Any, low: float, high: float) -> bool:
     """Whether a value is a number, and no bool, between two others."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and low <= value <= high
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def as_bytes(value: Any) -> int:
+    """A number of bytes above 0: of a number, rounded down, or of text as "24 GiB".
+
+    K, M, G and T are powers of 1,000, and of 1,024 with an i, in either case.  Raises
+    ValueError for everything else.
+    """
+    number: Any = value
+    unit = 1
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        number = float(match[1]) if match else 0
+        if match and match[2]:
+            base = 1024 if match[3] else 1000
+            unit = base ** ("kmgt".index(match[2].lower()) + 1)
+    elif hasattr(value, "item"):
+        # Of numpy or torch.
+        number = value.item()
+    if not is_number(number, 0, math.inf) or number == math.inf or number * unit < 1:
+        raise ValueError(
+            "must be a positive number of bytes, which is rounded down to a whole "
+            "number, or text such as '24GiB'"
+        )
+    return int(number * unit)

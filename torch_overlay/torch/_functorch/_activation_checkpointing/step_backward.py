@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Callable, TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Backward", "boxed"]
 
@@ -45,27 +48,60 @@ class Backward:
         placeholders = module.graph.find_nodes(op="placeholder")
         self.tangents = [i for i, node in enumerate(placeholders) if _is_tangent(node)]
         self._runs: dict[frozenset[int], Callable[..., Any]] = {}
+        # For these, the backward needs zeros.
+        self._needed: set[frozenset[int]] = set()
         self._context = TracingContext.try_get()
         self._metadata = getattr(self._context, "fw_metadata", None)
         self._compile(module, absent)
 
-    def absent(self, args: Sequence[Any]) -> frozenset[int]:
-        """Which of the tangents a call misses."""
+    def _absent(self, args: Sequence[Any]) -> frozenset[int]:
         places = enumerate(self.tangents)
         return frozenset(at for at, place in places if args[place] is None)
 
     def _compile(self, module: GraphModule, absent: frozenset[int]) -> None:
-        _drop_tangents(module, [self.tangents[at] for at in absent])
-        self._runs[absent] = boxed(self._compile_graph(module, self._inputs))
+        try:
+            _drop_tangents(module, [self.tangents[at] for at in absent])
+        except Exception as error:
+            # Such as a size that only the tangent itself tells.
+            log.debug("a backward needs zeros for %s", absent, exc_info=error)
+            self._needed.add(absent)
+            module, absent = copy_of(self._module), frozenset()
+        if absent not in self._runs:
+            self._runs[absent] = boxed(self._compile_graph(module, self._inputs))
+
+    def _compile_again(self, absent: frozenset[int]) -> None:
+        with self._as_traced():
+            if self._context is not None:
+                # Another plan may have been compiled since.
+                self._context.fw_metadata = self._metadata
+            self._compile(copy_of(self._module), absent)
+
+    def complete(self, args: list[Any], number: Callable[[Any], int]) -> frozenset[int]:
+        """Make the zeros that a call misses and cannot run without.
+
+        ``number`` tells what a symbolic size is in the call.  Returns the tangents that
+        it misses still.
+        """
+        absent = self._absent(args)
+        if absent and absent not in self._runs.keys() | self._needed:
+            try:
+                self._compile_again(absent)
+            except Exception as error:
+                log.debug("no backward without %s", absent, exc_info=error)
+                self._needed.add(absent)
+        if absent not in self._needed:
+            return absent
+        for at in absent:
+            value = self._inputs[self.tangents[at]]
+            sizes = (tuple(map(number, of)) for of in (value.shape, value.stride()))
+            options = {"dtype": value.dtype, "device": value.device}
+            args[self.tangents[at]] = torch.empty_strided(*sizes, **options).zero_()
+        return frozenset()
 
     def __call__(self, args: list[Any]) -> Any:
-        absent = self.absent(args)
+        absent = self._absent(args)
         if absent not in self._runs:
-            with self._as_traced():
-                if self._context is not None:
-                    # Another plan may have been compiled since.
-                    self._context.fw_metadata = self._metadata
-                self._compile(copy_of(self._module), absent)
+            self._compile_again(absent)
         return self._runs[absent](args)
 
 
@@ -76,21 +112,29 @@ def boxed(compiled: Any) -> Any:
 
 
 def _drop_tangents(module: GraphModule, places: Iterable[int]) -> None:
-    """Let a backward have zeros for these of its inputs, and add none of those."""
-    graph, found = module.graph, []
+    """Let a backward have zeros for these of its inputs, and add none of those.
+
+    Raises AssertionError or RuntimeError where no other input tells how large they are.
+    """
+    graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
-    for place in places:
-        tangent = placeholders[place]
-        value = tangent.meta["val"]
+    tangents = [placeholders[place] for place in places]
+    if not tangents:
+        return
+    # Nothing can be read from those, nor a size.
+    values = [tangent.meta.pop("val") for tangent in tangents]
+    for tangent, value in zip(tangents, values):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        with graph.inserting_after(placeholders[-1]):
+        # Behind the nodes of the sizes.
+        with graph.inserting_before(placeholders[-1].next):
             size = graph.materialize_symints(value.shape)
             full = torch.ops.aten.full.default
             zeros = graph.call_function(full, (size, 0), options)
         zeros.meta["val"] = value.new_empty(value.shape)
         tangent.replace_all_uses_with(zeros)
-        found.append(zeros)
-    if found:
-        constant_fold_uniform_value(module)
-        graph.eliminate_dead_code()
-        module.recompile()
+    for tangent, value in zip(tangents, values):
+        tangent.meta["val"] = value
+    constant_fold_uniform_value(module)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()

@@ -27,8 +27,10 @@ random operators are repeated with, of 5 KB each.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
+import sys
 import weakref
 from contextlib import contextmanager
 from typing import Any, Optional, TYPE_CHECKING
@@ -39,7 +41,7 @@ from torch._dynamo.utils import counters
 
 from .device_bytes import DeviceBytes
 from .peak_budget import allowed_peak
-from .planning import is_number
+from .planning import as_bytes, is_number
 from .saved_report import format_bytes
 from .step_graph import Graph, Step
 from .step_plan import StepCurve, StepPlan
@@ -54,8 +56,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-# For the line that tells of a plan; that of torch shows what is passed on to it.
-log.setLevel(logging.INFO)
 
 __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
@@ -72,6 +72,8 @@ _NEW = 0.01
 _NOISE = 2**18
 # Steps that are recorded at most, in order to see again what was not planned for.
 _RECORDED = 8
+# The first plans are all told of, and then each tenth.
+_TOLD = 3
 
 
 class StepBudgetError(RuntimeError):
@@ -85,7 +87,8 @@ class StepBudget:
         share: of the way from the step's lowest peak to that without a budget, from 0
             to 1.
         peak_bytes: most live bytes beyond those that are there when the step starts
-            (parameters, optimizer states, the batch, gradients that are not None).
+            (parameters, optimizer states, the batch, gradients that are not None): a
+            number, which is rounded down, or text such as "24GiB".
         device_bytes: most live bytes in all; without any of the three, the memory of the
             device.
         strict: whether what would be a warning, that the bound may not be kept, ends the
@@ -93,7 +96,8 @@ class StepBudget:
 
     ``plan`` is the :class:`StepSummary` of the steps from the second on, None before, and
     ``measured_peak`` what the device counted in the last of them, as its
-    ``predicted_peak``, None where it does not count.
+    ``predicted_peak``, None where it does not count.  A pickle or a copy is a new budget
+    with the same arguments, which has learned nothing yet.
     Raises ValueError for invalid values.
     """
 
@@ -101,33 +105,41 @@ class StepBudget:
         self,
         share: Optional[float] = None,
         *,
-        peak_bytes: Optional[int] = None,
-        device_bytes: Optional[int] = None,
+        peak_bytes: Optional[float | str] = None,
+        device_bytes: Optional[float | str] = None,
         strict: bool = False,
     ) -> None:
         # A build for GPUs names one even where there is none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
-        asked = {"share": share, "peak_bytes": peak_bytes, "device_bytes": device_bytes}
+        asked: dict[str, Any] = {
+            "share": share,
+            "peak_bytes": peak_bytes,
+            "device_bytes": device_bytes,
+        }
         asked = {name: value for name, value in asked.items() if value is not None}
         if len(asked) > 1:
             raise ValueError("pass only one of share, peak_bytes and device_bytes")
+        if "share" in asked and not is_number(share, 0, 1):
+            raise ValueError(f"share is {share!r}; it must be a number from 0 to 1")
+        for name in asked.keys() - {"share"}:
+            try:
+                asked[name] = as_bytes(asked[name])
+            except ValueError as error:
+                raise ValueError(f"{name} is {asked[name]!r}; it {error}") from None
+        self._arguments = {**asked, "strict": True} if strict else asked
         if not asked:
             if accelerator is None:
                 raise ValueError(
                     "no accelerator found: pass share, peak_bytes or device_bytes"
                 )
-            device_bytes = torch.get_device_module(self.device).mem_get_info()[1]
-            asked = {"device_bytes": device_bytes}
+            total = torch.get_device_module(self.device).mem_get_info()[1]
+            asked = {"device_bytes": total}
         ((name, value),) = asked.items()
-        if name == "share" and not is_number(value, 0, 1):
-            raise ValueError(f"share is {value!r}; it must be a number from 0 to 1")
-        if name != "share" and (type(value) is not int or value <= 0):
-            raise ValueError(
-                f"{name} is {value!r}; it must be a positive number of bytes"
-            )
         self._name, self.strict = f"StepBudget({name}={value})", strict
-        self.share, self.peak_bytes, self.device_bytes = share, peak_bytes, device_bytes
+        self.share: Optional[float] = asked.get("share")
+        self.peak_bytes: Optional[int] = asked.get("peak_bytes")
+        self.device_bytes: Optional[int] = asked.get("device_bytes")
         self.plan: Optional[StepSummary] = None
         self.measured_peak: Optional[int] = None
         self.counter = DeviceBytes(self.device)
@@ -162,7 +174,12 @@ class StepBudget:
         self._expects_new = True
         # Whether there are graphs without a plan, of which a warning has told.
         self.has_unplanned = False
+        # Steps in which no backward was seen, and plans so far.
+        self._idle = self._plans = 0
         self._warnings: dict[str, str] = {}
+
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), **self._arguments), ()
 
     # ---------------------------------------------------------------- the steps
 
@@ -183,7 +200,7 @@ class StepBudget:
         recorder = None
         if self._to_record:
             recorder = Recorder(self.device, self.counter.given(), self._leaves)
-        Step(self, self._choices, self._learned.states, recorder).open()
+        Step(self, self._choices, self._learned.states, recorder).open(sys._getframe(1))
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
@@ -280,16 +297,25 @@ class StepBudget:
                 "torch.compiler.reset() first"
             )
         if not any(kind == "B" for kind, *_ in step.states):
-            self._learned.states |= step.states
-            if not self._warnings and not self._learned.programs:
-                self.warn(
-                    "no backward of a compiled graph was seen in this step; if the model "
-                    "was compiled earlier, call torch.compiler.reset() first"
-                )
+            self._expects_training(step)
             return
         self._recorded = recorder, step.states
         if self.plan is not None and step.states <= self._learned.states:
             self._check_peak(Timeline(recorder, given=recorder.existing))
+
+    def _expects_training(self, step: Step) -> None:
+        """What is first may be a check of all but the training."""
+        self._idle += 1
+        if not self._learned.programs and self._idle < _RECORDED:
+            self._to_record = max(self._to_record, 1)
+            self._expects_new = True
+        else:
+            self._learned.states |= step.states
+        if self._idle > 1 and not self._warnings and not self._learned.programs:
+            self.warn(
+                "no backward of a compiled graph was seen in this step; if the model was "
+                "compiled earlier, call torch.compiler.reset() first"
+            )
 
     def _check_peak(self, step: Timeline) -> None:
         """Warn where a step held more than is allowed, as eager code did."""
@@ -345,7 +371,7 @@ class StepBudget:
             f"a step had {what if calls else f'a graph of its own, {name}'}, and no "
             f"recorded one had; from there on it ran by lean plans, and {_RECORDED} more "
             "steps at most are recorded, to plan for it when it comes again",
-            "other",
+            f"another {name}",
         )
 
     def graph_like(self, signature: Any) -> Optional[Graph]:
@@ -370,14 +396,14 @@ class StepBudget:
                 f"the device counted {format_bytes(self.measured_peak)} in a step, and "
                 f"{format_bytes(plan.predicted_peak)} were predicted",
                 "counted",
-                can_exceed=missed > 0,
+                is_risk=missed > 0,
             )
         # What was not predicted of one step will not be of the next.
         if self.measured_peak > plan.allowed and missed > self._missed * (1 + _MISS):
             self._missed, self._is_new = missed, True
 
     @contextmanager
-    def warn_on_failure(self, what: str) -> Iterator[None]:
+    def warn_on_failure(self, what: str, is_risk: bool = True) -> Iterator[None]:
         """Training goes on without what fails within; a warning tells of it once."""
         try:
             yield
@@ -387,15 +413,31 @@ class StepBudget:
         except Exception as error:
             log.debug("%s", what, exc_info=error)
             self.has_unplanned = True
-            self.warn(f"{what}: {type(error).__name__}: {error}")
+            self.warn(f"{what}: {type(error).__name__}: {error}", is_risk=is_risk)
 
-    def warn(self, reason: str, kind: str = "", can_exceed: bool = True) -> None:
-        """Log a reason, once of its kind; the report has the last one of each."""
-        if self.strict and can_exceed:
-            raise StepBudgetError(f"{self._name} may be exceeded: {reason}")
+    def warn(self, reason: str, kind: str = "", is_risk: bool = True) -> None:
+        """Log a reason, once of its kind; the report has the last one of each.
+
+        Unless it ``is_risk``, the bound is kept all the same.
+        """
+        risk = " may be exceeded" if is_risk else ""
+        if self.strict and is_risk:
+            raise StepBudgetError(f"{self._name}{risk}: {reason}")
         if (kind or reason) not in self._warnings:
-            log.warning("%s may be exceeded: %s", self._name, reason)
-        self._warnings[kind or reason] = reason
+            log.warning("%s%s: %s", self._name, risk, reason)
+        self._warnings[kind or reason] = (
+            f"may be exceeded: {reason}" if risk else reason
+        )
+
+    def _tell(self, plan: StepSummary) -> None:
+        """A line for the user, by default too, when torch shows warnings only."""
+        self._plans += 1
+        is_told = self._plans <= _TOLD or self._plans % 10 == 0
+        if is_told and log.isEnabledFor(logging.WARNING):
+            # What is asked of TORCH_LOGS stays as it is.
+            path, line, *_ = log.findCaller()
+            words = "%s: %s", (self._name, plan.headline)
+            log.handle(log.makeRecord(log.name, logging.INFO, path, line, *words, None))
 
     # ---------------------------------------------------------------- the plan
 
@@ -438,7 +480,7 @@ class StepBudget:
         there = given, self._parameters, self._states
         facts = moments, learned.calls, graphs, allowed, *there
         self.plan = summary_of(plan, curve, *facts, beyond)
-        log.info("%s: %s", self._name, self.plan.headline)
+        self._tell(self.plan)
 
     def _compile(self, graphs: Mapping[int, Graph], plan: StepPlan) -> bool:
         """Compile by a plan what ran last; whether one of its peaks was not known."""
@@ -456,8 +498,12 @@ class StepBudget:
             return self.peak_bytes
         return (self.device_bytes or 0) - given
 
+    def __repr__(self) -> str:
+        given = (f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({', '.join(given)})"
+
     def __str__(self) -> str:
-        reasons = [f"may be exceeded: {reason}" for reason in self._warnings.values()]
+        reasons = self._warnings.values()
         if self.plan is None:
             line = f"{self._name}: no plan before the second step"
             return "\n".join([line, *reasons])
@@ -481,7 +527,7 @@ class StepBudget:
             f"at the floor's: {plan.at_floor}",
             *plan.table(),
         ]
-        return "\n".join(lines + reasons)
+        return "\n".join([*lines, *reasons])
 
     def plot(self, path: str) -> None:
         """Draw what is live over the step, by kind, into a file that matplotlib knows.

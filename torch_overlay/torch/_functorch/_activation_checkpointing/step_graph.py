@@ -17,7 +17,9 @@ import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
+from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -39,17 +41,21 @@ from .decision import Decision
 from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
 from .rerun_cost import concrete
+from .saved_report import kept_plan, replace_plan
 from .step_backward import Backward, boxed
 from .step_plan import calls_in, GraphPlans, Missing, plan_graph
-from .step_recorder import Event, PLANNED, Recorder, running, running_step
+from .step_recorder import Caller, Event, PLANNED, Recorder, running, running_step
+from .step_report import traced_name
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from torch.fx import GraphModule
     from .liveness import Program
     from .memory_budget import Planner
+    from .saved_report import Plan
 
     from .step_budget import StepBudget
 
@@ -72,6 +78,8 @@ class Call:
     scale: float
     slot: int
     keeps_saved: bool
+    # What tells how large a symbolic size is.
+    number: Callable[[Any], int]
     plan: int = 0
     # What its forward returned: each storage, and the tensor that the caller has of it.
     returned: list[Any] = field(default_factory=list)
@@ -127,17 +135,19 @@ class Step:
         # The step of another budget, within which this one was begun.
         self.outer: Optional[Step] = None
 
-    def open(self) -> None:
-        self.outer = running.get()
+    def open(self, caller: FrameType) -> None:
+        self.caller, self.outer = Caller(caller), running.get()
         running.set(self)
         # The plans of a step are not those that a cache has for its graphs.
         self._context.enter_context(config.patch(enable_autograd_cache=False))
         if self.recorder is not None:
+            self.recorder.caller = self.caller
             self._context.enter_context(self.recorder)
 
     def close(self) -> None:
         running.set(self.outer)
         self.call = None
+        self.caller.forget()
         self._context.close()
 
     def begin(self, compiled: CompiledGraph, args: Sequence[Any]) -> Call:
@@ -153,7 +163,8 @@ class Step:
         self.is_largest &= scale >= graph.scale / _ROUNDED
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
-        call = Call(graph, self, scale, slot, keeps_saved)
+        number = compiled.number_for(sizes)
+        call = Call(graph, self, scale, slot, keeps_saved, number)
         self._note("F", call, keeps_saved)
         if keeps_saved:
             self._waiting.add(call)
@@ -276,7 +287,7 @@ class CompiledGraph:
         # Partitioned before their caller, each by itself.
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
-        self._name = _module_of() or get_aot_graph_name()
+        self._name = traced_name() or get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
         # What runs in the place of each plan, by what compiles have told.
@@ -284,6 +295,9 @@ class CompiledGraph:
         # The plan that it was compiled by at first, and what was made of it.
         self._first = 0
         self._first_run: Callable[..., Any]
+        # What `plans()` has of each plan that was compiled, and lists now.
+        self._reports: dict[int, Optional[Plan]] = {}
+        self._listed: Optional[Plan] = None
         # The plans that were compiled with a guard against fusions, too.
         self._guarded: set[int] = set()
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
@@ -313,7 +327,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = self._sized(sizes)
+        joint = replace(self._joint, number=self.number_for(sizes))
         plans = self.plans.sized(joint)
         more = _activations(plans.model) / self._activations
         scale = self.scales[sizes] = self._scale * more
@@ -322,8 +336,8 @@ class CompiledGraph:
         self.graph.grow(scale, joint, plans)
         return True
 
-    def _sized(self, sizes: Sequence[int]) -> Planner:
-        """The graph where its symbols are these."""
+    def number_for(self, sizes: Sequence[int]) -> Callable[[Any], int]:
+        """What tells how large a symbolic size is, where the graph's symbols are these."""
         symbols = dict(zip(self._symbols, sizes))
 
         def number(size: Any) -> int:
@@ -332,7 +346,7 @@ class CompiledGraph:
             found = size.node.expr.xreplace(symbols)
             return int(found) if getattr(found, "is_number", True) else concrete(size)
 
-        return replace(self._joint, number=number)
+        return number
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._first_run
@@ -420,8 +434,8 @@ class CompiledGraph:
         return self._instead[known]
 
     def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
-        """Compile by plans, where that has not been done."""
-        name = self.graph.name
+        """Compile by plans, where that has not been done, and list the first of them."""
+        name, plans = self.graph.name, [*plans]
         self._renew()
         for plan in sorted({*plans}):
             failure = f"{name} keeps its first plan, as another failed to compile"
@@ -433,8 +447,16 @@ class CompiledGraph:
             if has_guard() and plan not in self._guarded and self._holds_more(plan):
                 self._guarded.add(plan)
                 failure = f"{name} failed to compile with fusions guarded"
-                with budget.warn_on_failure(failure), self._as_traced():
+                # What was compiled stays, and is known to hold more.
+                with budget.warn_on_failure(failure, False), self._as_traced():
                     self._compile_guarded(plan)
+        self._list(self._reports.get(plans[0]))
+
+    def _list(self, report: Optional[Plan]) -> None:
+        """Let this be the one entry of the graph in `plans()`."""
+        if report is not None:
+            replace_plan(self._listed, report)
+            self._listed = report
 
     def _holds_more(self, plan: int) -> bool:
         """Whether what is compiled by a plan is known to hold more than it may."""
@@ -505,13 +527,18 @@ class CompiledGraph:
                 self.plans.told[index] = errors
             return result
 
-        return self._compile_graph(
+        run, metadata = self._compile_graph(
             state,
             capture,
             functools.partial(self._partition, request=_Variant(self, plan, compiled)),
             _marked(compiled.forward, self._forward),
             _marked(compile_backward, self._backward),
         )
+        report = self._reports[self._first if plan is None else plan] = kept_plan(
+            metadata
+        )
+        self._list(report)
+        return run, metadata
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()
@@ -534,12 +561,13 @@ class CompiledGraph:
         node: Any = torch._C._current_autograd_node()
         call = node.metadata.get(CALL) if node is not None else None
         step = running_step()
+        absent = run.complete(args, call.number) if call is not None else frozenset()
         # To another step, what is left of one is as eager code.
         if call is None or step is None or call.step is not step:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
-        step.begin_backward(call, is_retained, run.absent(args))
+        step.begin_backward(call, is_retained, absent)
         recorder = step.recorder
         if recorder is None:
             results = run(args)
@@ -574,8 +602,12 @@ class CompiledGraph:
         """The plans of the graph, or those of the same graph of another size."""
         self._num_fwd_outputs, self._joint = joint.num_fwd_outputs, joint
         metas = self._state.fw_metadata.subclass_tangent_meta
-        # Inside of a tensor subclass, none can be missing.
-        self._may_miss = all(isinstance(meta, PlainTensorMeta) for meta in metas)
+        tangents = filter(_is_tangent, joint.joint.find_nodes(op="placeholder"))
+        sizes = set().union(*(free_symbols(node.meta["val"]) for node in tangents))
+        # Inside of a tensor subclass, none can be missing; nor one whose size depends on
+        # data.
+        is_plain = all(isinstance(meta, PlainTensorMeta) for meta in metas)
+        self._may_miss = is_plain and sizes <= self._symbols.keys()
         self._activations = max(_activations(joint.model), 1)
         step: Any = running_step()
         # A budget that the user gave to a region of the model stays.
@@ -627,17 +659,6 @@ class CompiledGraph:
         # A model that is compiled as a whole wants no gradient but its parameters'.
         is_part = any(each.requires_grad for i, each in infos if i not in static)
         return _CALLS if is_part else 1
-
-
-def _module_of() -> Optional[str]:
-    """The class of the module that is being compiled, if Dynamo tells."""
-    codes = getattr(TracingContext.try_get(), "traced_code", ())
-    # What was called first, and then what that called, as it ended: of a decorated
-    # forward, the last is the one within.
-    ordered = (*codes[:1], *reversed(codes[1:]))
-    names = (getattr(code, "co_qualname", "") for code in ordered)
-    forwards = (name.split(".")[-2:] for name in names if name.endswith(".forward"))
-    return next((name for name, _ in forwards), None)
 
 
 def _storages(values: Iterable[Any]) -> list[Any]:

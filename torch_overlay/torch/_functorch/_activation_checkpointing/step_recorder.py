@@ -6,6 +6,10 @@ saw into what :class:`.StepCurve` plans for.
 
 from __future__ import annotations
 
+import dis
+import inspect
+import os
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -23,14 +27,16 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from types import FrameType
     from typing_extensions import Self
 
     from .step_graph import Step
 
 
 __all__ = [
-    "Event",
     "PLANNED",
+    "Caller",
+    "Event",
     "Recorder",
     "running",
     "running_step",
@@ -69,6 +75,9 @@ running: ContextVar[Optional[Step]] = ContextVar("running step", default=None)
 def running_step() -> Optional[Step]:
     """The step that this thread runs, or that the backward which it serves is part of."""
     step = running.get()
+    while step is not None and step.caller.has_failed():
+        _abandon(step)
+        step = step.outer
     if step is None and torch._C._is_key_in_tls("context"):
         context = torch._C._get_obj_in_tls("context")
         step = context.get(running) if context is not None else None
@@ -81,6 +90,73 @@ def running_steps() -> Iterator[Step]:
     while step is not None:
         yield step
         step = step.outer
+
+
+def _abandon(step: Step) -> None:
+    """Close a step, unless an operator runs that is recorded in it."""
+    modes = _get_current_dispatch_mode_stack()
+    if step.recorder is None or (modes and modes[-1] is step.recorder):
+        step.close()
+
+
+class Caller:
+    """The code that began a step, for as long as it may come to end the step.
+
+    Where callbacks begin and end steps, each returns, and an exception in the loop that
+    calls them leaves a step open.  Its thread may run anything then.
+    """
+
+    def __init__(self, frame: Optional[FrameType]) -> None:
+        while frame is not None and frame.f_code.co_flags & _RESUMED:
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+        self._has_failed = False
+
+    def has_failed(self) -> bool:
+        """Whether an exception has ended it.  O(depth of the stack)."""
+        if self._frame is None or threading.get_ident() != self._thread:
+            return self._has_failed
+        while self._frame is not None and not _is_running(self._frame):
+            # Whoever called what has returned may come to end the step.
+            frame, self._frame = self._frame, self._frame.f_back
+            if frame.f_code.co_flags & _RESUMED:
+                self._frame = None
+            elif not _has_returned(frame):
+                self._frame, self._has_failed = None, True
+        return self._has_failed
+
+    def forget(self) -> None:
+        """Let go of what the code has in its variables."""
+        self._frame = None
+
+
+# What a frame may leave and come back to: nobody can tell whether it has ended.
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _is_running(frame: FrameType) -> bool:
+    current: Optional[FrameType] = sys._getframe()
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether the last instruction of a frame that has ended was to return."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
+
+
+def _end_in_child() -> None:
+    """Let no process that is forked within a step, such as a loader's, record its own."""
+    # Another thread may have had it.
+    _patches.lock = threading.Lock()
+    step = running.get()
+    if step is not None:
+        step.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
 
 
 class Recorder(TorchDispatchMode):
@@ -109,6 +185,9 @@ class Recorder(TorchDispatchMode):
         self.saw_unplanned = self.saw_uncounted = False
         # Why nothing more is recorded.
         self.error: Optional[Exception] = None
+        # Whoever is to end the step, and what was made after that had failed.
+        self.caller = Caller(None)
+        self._results: list[weakref.ref[Any]] = []
         self._given = given
         # The storages that were there when they were first seen.
         self.existing: set[int] = set()
@@ -156,6 +235,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.inside:
             return func(*args, **kwargs)
+        if self.caller.has_failed():
+            return self._leave_after(func(*args, **kwargs))
         if self._ran_backward and torch._C._current_graph_task_id() == -1:
             # Before an optimizer uses them up.
             self._ran_backward = False
@@ -166,6 +247,17 @@ class Recorder(TorchDispatchMode):
             self.numbers((args, kwargs), is_existing=True)
         result = func(*args, **kwargs)
         self.numbers(result)
+        return result
+
+    def _leave_after(self, result: Any) -> Any:
+        """Close the step when this goes, or an earlier result, while no operator runs."""
+
+        def gone(_: Any) -> None:
+            step = running.get()
+            if step is not None and step.recorder is self:
+                _abandon(step)
+
+        self._results += [weakref.ref(s, gone) for s in self._storages(result)]
         return result
 
     @contextmanager
@@ -322,12 +414,12 @@ class _Patches:
         self.resize: Any = None
         self.run: Any = None
         self._count = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def apply(self) -> None:
         from torch._inductor.output_code import CompiledFxGraph
 
-        with self._lock:
+        with self.lock:
             if not self._count:
                 self.resize = torch.UntypedStorage.resize_
                 self.run = CompiledFxGraph.__call__
@@ -338,7 +430,7 @@ class _Patches:
     def undo(self) -> None:
         from torch._inductor.output_code import CompiledFxGraph
 
-        with self._lock:
+        with self.lock:
             self._count -= 1
             if not self._count:
                 torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
