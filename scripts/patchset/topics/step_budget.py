@@ -25,6 +25,7 @@ partitioned and compiled again from their joint graphs.
         module_path("step_report"),
         module_path("step_timeline"),
         module_path("graph_calls"),
+        "test/functorch/test_ac_step_loops.py",
     ),
     needs=("compiled-peak", "frozen-layers"),
     edits=edits("""\

@@ -1,0 +1,307 @@
+# Owner(s): ["module: functorch"]
+"""Training loops that are not tidy: a StepBudget keeps its bound, or says that it does not.
+
+Every peak is what torch's allocators tell the profiler while the step runs.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+from test_ac_peak_budget import allocated_at_most
+from test_ac_step_budget import AOT, Block, WIDTH
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._functorch._activation_checkpointing.step_budget import (
+    StepBudget,
+    StepBudgetError,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.utils.checkpoint import (
+    checkpoint,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+
+
+PLACES = ("first", "between", "last", "outside")
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=4, out=8, backend=AOT, block=Block, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, out)
+        for each in self.blocks:
+            each.compile(backend=backend, **options)
+
+    def forward(self, x):
+        for each in self.blocks:
+            x = each(x)
+        return self.head(x)
+
+
+def batch(rows=256, seed=0):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class StepLoopsTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+
+    def run_steps(self, budget, step, count=5):
+        """The peaks of so many steps."""
+        peaks = []
+        for at in range(count):
+
+            def one(at=at):
+                with budget:
+                    step(at)
+
+            peaks.append(allocated_at_most(one))
+        return peaks
+
+    def check(self, budget, peak, room=0.005):
+        """What a step held is what was predicted, and within what is allowed."""
+        plan = budget.plan
+        self.assertLessEqual(peak, (1 + room) * plan.allowed)
+        self.assertLessEqual(abs(plan.predicted_peak - peak), room * peak)
+
+    @parametrize("place", PLACES)
+    @parametrize("strict", (False, True))
+    def test_gradients_go_anywhere(self, place, strict):
+        model, x = Net(), batch()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def drop(where):
+            if place == where:
+                optimizer.zero_grad()
+
+        def step(at):
+            drop("first")
+            loss = model(x).square().mean()
+            drop("between")
+            loss.backward()
+            optimizer.step()
+            drop("last")
+
+        budget, peaks = StepBudget(share=0.5, strict=strict), []
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            for _ in range(4):
+                peaks += self.run_steps(budget, step, 1)
+                drop("outside")
+        self.check(budget, peaks[-1])
+
+    def test_programs_have_sizes_of_their_own(self):
+        model, other = Net(out=2048, dynamic=True), Block()
+        other.compile(backend=AOT, dynamic=True)
+        plan = [("all", 32), ("some", 512), ("all", 32), ("some", 512), ("all", 512)]
+
+        def step(at):
+            what, rows = plan[at]
+            x = batch(rows)
+            y = model(x) if what == "all" else other(model.blocks[0](x))
+            y.square().mean().backward()
+            model.zero_grad()
+
+        budget = StepBudget(share=0.5)
+        peaks = self.run_steps(budget, step, len(plan))
+        self.assertLessEqual(peaks[-1], 1.005 * budget.plan.allowed)
+
+    def test_eager_code_that_holds_more_from_step_to_step(self):
+        model, queue = Net(out=WIDTH), []
+
+        def step(at):
+            z = F.normalize(model(batch(512, at)))
+            keys = torch.cat([z.detach(), *queue])
+            F.cross_entropy(z @ keys.T, torch.arange(len(z))).backward()
+            model.zero_grad()
+            queue.append(z.detach().clone())
+            del queue[6:]
+
+        budget = StepBudget(share=0.5)
+        # Not what the profiler and the logs take.
+        budget.counter = SimpleNamespace(
+            begin=lambda: None,
+            given=lambda: 0,
+            live=lambda: sum(each.nbytes for each in queue),
+            peak=lambda: None,
+        )
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            peaks = self.run_steps(budget, step, 12)
+        self.assertIn("a step held", logs.output[0])
+        self.assertLessEqual(peaks[-1], 1.005 * budget.plan.allowed)
+
+    def test_states_that_an_optimizer_makes_late(self):
+        def train(budget, late):
+            torch._dynamo.reset()
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            budget.counter = SimpleNamespace(
+                begin=lambda: None,
+                given=lambda: 0,
+                live=lambda: sum(
+                    value.nbytes
+                    for state in optimizer.state.values()
+                    for value in state.values()
+                ),
+                peak=lambda: None,
+            )
+            given = sum(p.nbytes for p in model.parameters())
+
+            def step(at):
+                model(batch()).square().mean().backward()
+                if at >= late:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+            peaks = self.run_steps(budget, step, 6)
+            return given + budget.counter.live() + peaks[-1]
+
+        roomy = StepBudget(share=1.0)
+        most = train(roomy, 0)
+        budget = StepBudget(device_bytes=int(0.9 * most))
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            self.assertLessEqual(train(budget, 4), 1.005 * budget.device_bytes)
+
+    def test_fewer_calls_than_were_recorded(self):
+        model, budget = Net(), StepBudget(share=0.2)
+        budget.counter.live = lambda: None
+
+        def step(at):
+            if at >= 3:
+                # As where Dynamo gives up on a block.
+                for each in model.blocks[1:]:
+                    each._compiled_call_impl = None
+            model(batch()).square().mean().backward()
+            model.zero_grad()
+
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            peaks = self.run_steps(budget, step, 8)
+        self.assertIn("a step held", logs.output[0])
+        self.assertLessEqual(peaks[-1], 1.005 * budget.plan.predicted_peak)
+
+    def test_buffers_that_the_forward_overwrites(self):
+        class Normed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+            def forward(self, x):
+                return F.gelu(self.norm(self.linear(x)))
+
+        model, budget = Net(block=Normed), StepBudget(share=0.3, strict=True)
+
+        def step(at):
+            model(batch()).square().mean().backward()
+            model.zero_grad()
+
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1])
+
+    def test_budget_within_a_step_of_another(self):
+        outer, inner = Net(), Net(2)
+        budgets = StepBudget(share=0.3), StepBudget(share=0.3)
+
+        def step(at):
+            loss = outer(batch()).square().mean()
+            with budgets[1]:
+                inner(batch()).square().mean().backward()
+            loss.backward()
+            outer.zero_grad(), inner.zero_grad()
+
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            peaks = self.run_steps(budgets[0], step)
+        self.assertIsNotNone(budgets[1].plan)
+        self.assertLessEqual(peaks[-1], budgets[0].plan.allowed)
+        # One that is never ended ends with the one around it.
+        with budgets[0]:
+            budgets[1].__enter__()
+        self.assertEqual(
+            torch.utils._python_dispatch._get_current_dispatch_mode_stack(), []
+        )
+
+    @parametrize("backend", (AOT, *(["inductor"] if HAS_CPU else [])))
+    def test_graphs_that_were_compiled_before(self, backend):
+        model = Net(2, backend=backend)
+        model(batch()).sum().backward()
+        loss_of = torch.compile(lambda y: y.square().mean(), backend=AOT)
+        budget = StepBudget(share=0.0)
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            self.run_steps(budget, lambda at: loss_of(model(batch())).backward(), 3)
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("have no plan of this budget", logs.output[0])
+
+    def test_selective_checkpoints_around_compiled_blocks(self):
+        def policy(_, operator, *args, **kwargs):
+            saves = operator == torch.ops.aten.addmm.default
+            return (
+                CheckpointPolicy.MUST_SAVE
+                if saves
+                else CheckpointPolicy.PREFER_RECOMPUTE
+            )
+
+        def contexts():
+            return create_selective_checkpoint_contexts(policy)
+
+        model, budget = Net(), StepBudget(share=0.3)
+
+        def step(at):
+            x = batch().requires_grad_()
+            for each in model.blocks:
+                x = checkpoint(each, x, use_reentrant=False, context_fn=contexts)
+            x.sum().backward()
+
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            self.run_steps(budget, step, 2)
+        self.assertIn("selective checkpoints are set around", logs.output[0])
+
+    def test_what_a_device_counts_outlives_a_plan(self):
+        model, budget, more = Net(dynamic=True), StepBudget(share=0.5), 2**17
+        budget.counter = SimpleNamespace(
+            begin=lambda: None,
+            given=lambda: 0,
+            live=lambda: 0,
+            peak=lambda: budget.plan and budget.plan.predicted_peak + more,
+        )
+
+        def step(at):
+            model(batch(256 if at < 4 else 512)).square().mean().backward()
+            model.zero_grad()
+
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            self.run_steps(budget, step, 7)
+        self.assertEqual([text for text in logs.output if "counted" not in text], [])
+        self.assertLessEqual(budget.plan.predicted_peak + more, budget.plan.allowed)
+
+    def test_strict_counts_the_second_step(self):
+        model, budget = Net(), StepBudget(share=0.2, strict=True)
+        head = Block()
+        head.compile(backend=AOT)
+
+        def step(at):
+            y = model(batch())
+            if at == 1:
+                y = y.sum() + head(batch()).sum()
+            y.sum().backward()
+
+        with self.assertRaises(StepBudgetError):
+            self.run_steps(budget, step, 2)
+        with contextlib.suppress(StepBudgetError):
+            budget.__exit__(None, None, None)
+
+
+instantiate_parametrized_tests(StepLoopsTest)
+
+if __name__ == "__main__":
+    run_tests()
