@@ -93,7 +93,7 @@ def _find_overwritten(
     def is_overwritten(source: fx.Node) -> bool:
         results = written.get(_of_whole(source.meta.get("desc")), ())
         # Where only the metadata changes, the result is a view.
-        return any(map(_writes_to, source.users, [source] * len(source.users))) or any(
+        return any(_writes_to(user, source) for user in source.users) or any(
             _storages(source).isdisjoint(_storages(result)) for result in results
         )
 
@@ -130,8 +130,9 @@ def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
     }
     for reader in readers:
         reader.replace_input_with(source, copy)
-        # The budget of a region, say.
-        copy.meta.setdefault("custom", reader.meta.get("custom"))
+        if "custom" in reader.meta:
+            # The budget of a region, say.
+            copy.meta["custom"] = reader.meta["custom"]
     return copy
 
 
