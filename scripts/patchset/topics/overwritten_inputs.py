@@ -30,6 +30,11 @@ is not made.
 +    drop_unsaved_copies(joint_module.graph, saved_values)
 +
      # Now that we have the finalized list of saved values, we need to ensure
+@@ torch/_functorch/partitioners.py default_partition
+-    saved_values = []
++    # Copies of inputs, which were made last.
++    saved_values = [node for node in node_info.inputs if node.op != "placeholder"]
+     saved_sym_nodes = []
 @@ torch/_functorch/partitioners.py classify_nodes
 +    copies = copy_overwritten_inputs(joint_module, num_fwd_outputs)
      name_to_node = get_name_to_node(joint_module.graph)

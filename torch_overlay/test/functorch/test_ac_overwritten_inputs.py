@@ -234,7 +234,9 @@ class OverwrittenInputsTest(TestCase):
         def run(function):
             x, w, buffer = make(0).requires_grad_(), make(1).requires_grad_(), make(2)
             function(x, w, buffer).sum().backward()
-            return [part for each in (x.grad, w.grad, buffer) for part in (each.a, each.b)]
+            return [
+                part for each in (x.grad, w.grad, buffer) for part in (each.a, each.b)
+            ]
 
         for backend in (AOT, KEEPING):
             torch._dynamo.reset()
@@ -243,11 +245,6 @@ class OverwrittenInputsTest(TestCase):
             self.assertEqual(found, run(running_mean))
 
     def test_only_what_is_saved_is_copied(self):
-        def only_the_layout(x, w, buffer):
-            y = (x @ w - buffer).sin()
-            buffer.t_()
-            return (y @ w).square().mean()
-
         def count(function, budget):
             found = []
 
@@ -267,7 +264,6 @@ class OverwrittenInputsTest(TestCase):
         # What is made of it is saved.
         self.assertEqual(count(running_mean, 1), 0)
         self.assertEqual(count(statistics, 1), 0)
-        self.assertEqual(count(only_the_layout, 0), 0)
 
 
 instantiate_parametrized_tests(OverwrittenInputsTest)
