@@ -15,6 +15,7 @@ TOPICS = (
     "knapsack_solvers",
     "solver_by_name",
     "cache_key",
+    "overwritten_inputs",
     "random_ops",
     "memory_budget",
     "saved_report",

@@ -320,15 +320,6 @@ class TestPlans(TestCase):
         self.assertGreater(plan.limits.high, 0)
         self.assertEqual(plan.activation_bytes, 0)
 
-    def test_an_overwritten_input_needs_a_plan_at_budget_zero(self):
-        joint = Joint(chain, CHAIN)
-        inputs = [n.name for n in joint.plan(0).saved_values]
-        x = joint.info.inputs[0]
-        x.meta["aot_runtime_epilogue_input_mutation"] = True
-        plan = joint.plan(0)
-        self.assertEqual(plan.decided_by, "budget 0")
-        self.assertNotEqual([n.name for n in plan.saved_values], inputs)
-
     def test_roofline(self):
         """A product moves more than it computes, unless it is large."""
         joint = Joint(chain, CHAIN)

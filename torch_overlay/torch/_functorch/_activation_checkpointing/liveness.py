@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .random_ops import is_overwritten, is_replayed, must_run_once
+from .random_ops import is_replayed, must_run_once
 from .rerun_cost import concrete, is_view
 
 
@@ -486,12 +486,12 @@ def read(
     # A copy that nothing reads stays to the end.
     unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-    overwritten = _overwritten(output)
+    copied = _written_back(output)
     outputs: set[int] = set()
     written_back: set[int] = set()
     for at, node in enumerate(results[:num_fwd_outputs]):
         made = (s for s in storages.read_by(_nodes([node])) if first_use[s] >= 0)
-        (written_back if at in overwritten else outputs).update(made)
+        (written_back if at in copied else outputs).update(made)
     program = Program(
         storages.values,
         nbytes,
@@ -501,7 +501,7 @@ def read(
         saved_as,
         always_saved,
         operators,
-        _choose_what_to_repeat(operators, storages, required, overwritten.values()),
+        [not (each.is_required and _runs_once(each.node)) for each in operators],
         forward,
         _steps(calls, backward),
         outputs,
@@ -516,10 +516,10 @@ def read(
     return program
 
 
-def _overwritten(output: fx.Node) -> dict[int, Any]:
-    """The inputs that the forward or its caller overwrites, by the place of the result."""
+def _written_back(output: fx.Node) -> set[int]:
+    """The places of the results that the caller copies into its inputs."""
     return {
-        at: description.mutated_input
+        at
         for at, description in enumerate(output.meta.get("desc") or ())
         if isinstance(description, InputMutationAOTOutput)
     }
@@ -688,36 +688,6 @@ def _choose_what_to_save(
     return saved_as, always_saved
 
 
-def _choose_what_to_repeat(
-    operators: list[Operator],
-    storages: _Storages,
-    required: Container[fx.Node],
-    overwritten: Iterable[Any],
-) -> list[bool]:
-    """Whether the backward may run each operator; ``overwritten`` describes inputs."""
-    mutated = {
-        s
-        for node, read in storages.read_via.items()
-        if (node in required and _is_mutable(node))
-        or (
-            node.op == "placeholder"
-            and (is_overwritten(node) or node.meta.get("desc") in overwritten)
-        )
-        for s in read
-    }
-
-    def runs_once(each: Operator) -> bool:
-        # An input that the forward overwrites is another one in the backward.
-        is_stale = not mutated.isdisjoint(each.reads)
-        return (
-            must_run_once(each.node)
-            or _is_mutable(each.node)
-            or (is_stale and not _only_updates_statistics(each.node))
-        )
-
-    return [not each.is_required or not runs_once(each) for each in operators]
-
-
 def _prefer_small_results(program: Program) -> None:
     """Of an operator that must run once, keep what is made of it if it is smaller.
 
@@ -748,20 +718,12 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
     return [value for value in values if isinstance(value, fx.Node)]
 
 
-def _is_mutable(node: fx.Node) -> bool:
-    """Whether the partitioner leaves the node to the phase that it was traced in."""
+def _runs_once(node: fx.Node) -> bool:
+    """Whether the backward must not run a node that the forward runs."""
     target = node.target
-    return node.meta.get("partitioner_tag") == "must_be_in_forward" or (
-        isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-    )
-
-
-def _only_updates_statistics(node: fx.Node) -> bool:
-    """Whether a node is a batch norm in training, whose result is that of the batch."""
-    name = str(node.target)
-    if not isinstance(node.target, torch._ops.OpOverload) or "batch_norm" not in name:
-        return False
-    return "batch_norm_with_update" in name or any(
-        argument.name in ("training", "train") and value is True
-        for argument, value in zip(node.target._schema.arguments, node.args)
+    return (
+        must_run_once(node)
+        # The partitioner leaves these to the phase that they were traced in.
+        or node.meta.get("partitioner_tag") == "must_be_in_forward"
+        or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
     )

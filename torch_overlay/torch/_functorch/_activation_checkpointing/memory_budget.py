@@ -36,7 +36,7 @@ from .budget_curve import plot_budgets
 from .budget_solver import ask_solver, Item, KNEE, lightest
 from .decision import Decision, Knapsack, Range
 from .liveness import CannotPlan, Program, read
-from .random_ops import is_overwritten, must_run_once, NEVER, recomputable_nodes
+from .random_ops import must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, rerun_cost
 
 
@@ -135,8 +135,7 @@ class Planner:
     def least(self) -> list[fx.Node]:
         """What budget 0 saves: the inputs, and what must not be computed twice."""
         again = recomputable_nodes(self.joint)
-        # The backward can compute nothing from an input that was overwritten by then.
-        if again is None and not any(map(is_overwritten, self.info.inputs)):
+        if again is None:
             return self.info.inputs
         cut, _ = self.cut((), again)
         fewest = self.model.saved_values(self.model.evaluate(()).saved)
@@ -153,7 +152,9 @@ class Planner:
         return Decision(saved, budget, decided_by, self.kept_bytes(saved))
 
     def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
-        return activation_bytes(self.info.inputs, saved)
+        # The copies of those that are overwritten are there for the backward alone.
+        given = (node for node in self.info.inputs if node.op == "placeholder")
+        return activation_bytes(given, saved)
 
 
 @dataclass(frozen=True)

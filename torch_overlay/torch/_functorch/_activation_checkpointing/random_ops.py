@@ -50,7 +50,6 @@ __all__ = [
     "NEVER",
     "draw_on_one_side",
     "is_decision",
-    "is_overwritten",
     "is_random",
     "is_replayed",
     "mark_decisions",
@@ -145,11 +144,6 @@ def must_run_once(node: fx.Node) -> bool:
         or is_decision(node)
         or is_random(node)
     )
-
-
-def is_overwritten(placeholder: fx.Node) -> bool:
-    """Whether an input is overwritten between the forward and the backward."""
-    return bool(placeholder.meta.get("aot_runtime_epilogue_input_mutation", False))
 
 
 def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:

@@ -1,0 +1,161 @@
+"""Lets the backward read copies of the inputs that the forward overwrites.
+
+A buffer may be read and then written to: a codebook, a queue of keys, a running mean that
+is used.  By the time of the backward it has other values, whether the graph writes to it
+or AOTAutograd does behind the graph.  Neither the input nor a view of it may be saved then,
+and nothing may be computed from it again.
+
+So :func:`copy_overwritten_inputs` has whatever reaches the backward read a copy, which the
+forward alone may make.  It is a value like any other: a partitioner saves it, or what is
+made of it.  Where nothing of it is saved, :func:`drop_unsaved_copies` takes it out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+
+aten = torch.ops.aten
+
+__all__ = ["copy_overwritten_inputs", "drop_unsaved_copies"]
+
+# Where a copy has what it is of.
+_SOURCE = "copy_of_overwritten_input"
+
+
+def copy_overwritten_inputs(
+    joint_module: fx.GraphModule, num_fwd_outputs: int
+) -> list[fx.Node]:
+    """Put the copies that the backward may need into a joint graph, and return them.
+
+    Its first outputs, so many, are the forward's.  O(nodes + edges).
+    """
+    from torch._functorch import partitioners
+
+    graph = joint_module.graph
+    fwd_outputs, gradients, descs, _ = partitioners._extract_fwd_bwd_outputs(
+        joint_module, num_fwd_outputs=num_fwd_outputs
+    )
+    overwritten = _find_overwritten(graph, fwd_outputs, descs)
+    if not overwritten:
+        return []
+    for_backward = OrderedSet(gradients)
+    for node in reversed(graph.nodes):
+        if node in for_backward or partitioners._must_be_in_backward(node):
+            for_backward.update(node.all_input_nodes)
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in overwritten:
+        readers = [user for user in source.users if user in for_backward]
+        if readers or source in gradients:
+            copies[source] = _copy(source, readers)
+    _update_views(graph, for_backward, copies)
+    if not copies.keys().isdisjoint(gradients):
+        (output,) = graph.find_nodes(op="output")
+        gradients = [copies.get(node, node) for node in gradients]
+        output.args = ((*fwd_outputs, *gradients),)
+    return [*copies.values()]
+
+
+def drop_unsaved_copies(graph: fx.Graph, saved_values: Iterable[fx.Node]) -> None:
+    """Let the forward read the input itself where nothing of its copy is saved."""
+    saved = {storage for node in saved_values for storage in _storages(node)}
+    for node in graph.nodes:
+        if _SOURCE in node.meta and saved.isdisjoint(_storages(node)):
+            node.replace_all_uses_with(node.meta[_SOURCE])
+
+
+def _find_overwritten(
+    graph: fx.Graph, fwd_outputs: list[fx.Node], descs: list[Any]
+) -> list[fx.Node]:
+    """The inputs that the forward writes to, or AOTAutograd what the forward returns."""
+    written = defaultdict(list)
+    for node, desc in zip(fwd_outputs, map(_of_whole, descs)):
+        if isinstance(desc, InputMutationAOTOutput):
+            written[desc.mutated_input].append(node)
+
+    def is_overwritten(source: fx.Node) -> bool:
+        results = written.get(_of_whole(source.meta.get("desc")), ())
+        # Where only the metadata changes, the result is a view.
+        return any(_writes_to(user, source) for user in source.users) or any(
+            _storages(source).isdisjoint(_storages(result)) for result in results
+        )
+
+    return [node for node in graph.find_nodes(op="placeholder") if is_overwritten(node)]
+
+
+def _of_whole(desc: Any) -> Any:
+    """The description of the subclass that a plain tensor is a part of."""
+    while isinstance(desc, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        desc = desc.base
+    return desc
+
+
+def _writes_to(node: fx.Node, source: fx.Node) -> bool:
+    """Whether the forward overwrites an input here; it has no other way to do so."""
+    return (
+        node.target in (aten.copy_.default, aten.set_.source_Tensor)
+        and node.args[0] is source
+        and node.meta.get("partitioner_tag") == "must_be_in_forward"
+    )
+
+
+def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
+    """A copy that is made before all else, and read by these."""
+    graph = source.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        copy = graph.call_function(aten.clone.default, (source,))
+    copy.meta = {
+        "val": source.meta["val"].detach().clone(),
+        "recompute": CheckpointPolicy.MUST_SAVE,
+        "partitioner_tag": "must_be_in_forward",
+        _SOURCE: source,
+    }
+    for reader in readers:
+        reader.replace_input_with(source, copy)
+        if "custom" in reader.meta:
+            # The budget of a region, say.
+            copy.meta["custom"] = reader.meta["custom"]
+    return copy
+
+
+def _update_views(
+    graph: fx.Graph, readers: Container[fx.Node], sources: Iterable[fx.Node]
+) -> None:
+    """Make views of the copies of what readers have as views of the sources."""
+    stale = {storage for source in sources for storage in _storages(source)}
+    for node in graph.nodes:
+        if (
+            node in readers
+            and not stale.isdisjoint(_storages(node))
+            and (node.target is operator.getitem or hasattr(node.target, "_schema"))
+        ):
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda argument: argument.meta.get("val")
+            )
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {
+        value.untyped_storage()._cdata
+        for value in tree_leaves(node.meta.get("val"))
+        if isinstance(value, torch.Tensor) and torch._C._has_storage(value)
+    }
