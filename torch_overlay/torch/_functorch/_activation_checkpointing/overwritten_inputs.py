@@ -137,20 +137,26 @@ def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
 
 
 def _update_views(
-    graph: fx.Graph, readers: Container[fx.Node], sources: Iterable[fx.Node]
+    graph: fx.Graph, readers: Container[fx.Node], copies: dict[fx.Node, fx.Node]
 ) -> None:
-    """Make views of the copies of what readers have as views of the sources."""
-    stale = {storage for source in sources for storage in _storages(source)}
+    """Make views of the copies of what readers have as views of the sources.
+
+    Where a clone by the user was taken out, its views still have its storage.
+    """
+    stale = {storage for source in copies for storage in _storages(source)}
+    views = {*copies.values()}
     for node in graph.nodes:
-        if (
-            node in readers
-            and not stale.isdisjoint(_storages(node))
-            and (node.target is operator.getitem or hasattr(node.target, "_schema"))
-        ):
+        target = node.target
+        is_view = getattr(target, "is_view", False) or target is operator.getitem
+        of_copy = is_view and not views.isdisjoint(node.all_input_nodes)
+        is_stale = not stale.isdisjoint(_storages(node))
+        can_run = target is operator.getitem or hasattr(target, "_schema")
+        if node in readers and can_run and (of_copy or is_stale):
             args, kwargs = fx.map_arg(
                 (node.args, node.kwargs), lambda argument: argument.meta.get("val")
             )
-            node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = target(*args, **kwargs)
+            views.add(node)
 
 
 def _storages(node: fx.Node) -> set[int]:
