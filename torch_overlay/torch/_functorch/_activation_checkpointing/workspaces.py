@@ -1,0 +1,89 @@
+"""What an operator takes for itself while it runs, which no plan counts.
+
+On a CPU, convolutions reorder their arguments into memory of their own, which may be as
+large as these.  What one takes depends on the library, the processor and the sizes, so it
+is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from .rerun_cost import flops
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch.fx as fx
+
+
+aten = torch.ops.aten
+
+__all__ = ["workspace_of_convolutions"]
+
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
+def workspace_of_convolutions(nodes: Iterable[fx.Node]) -> int:
+    """The most bytes that the largest convolution of each kind takes on a CPU.
+
+    It is run on arguments of its sizes.  0 where there is none, where its sizes are
+    symbols, or while somebody else profiles.
+    """
+    largest: dict[Any, fx.Node] = {}
+    for node in nodes:
+        before = largest.get(node.target)
+        if node.target in _CONVOLUTIONS and (
+            before is None or flops(node) > flops(before)
+        ):
+            largest[node.target] = node
+    if torch.autograd._profiler_enabled():
+        return 0
+    return max(map(_workspace, largest.values()), default=0)
+
+
+def _workspace(node: fx.Node) -> int:
+    values = tree_leaves(torch.fx.map_arg((node.args, node.kwargs), _value_of))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not all(
+        each.device.type == "cpu" and all(isinstance(n, int) for n in each.shape)
+        for each in tensors
+    ):
+        return 0
+    with _disable_current_modes(), torch.no_grad():
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), _zeros_for)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            results = node.target(*args, **kwargs)  # type: ignore[operator]
+    events = [
+        event
+        for event in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if event.name() == "[memory]"
+    ]
+    events.sort(key=lambda event: event.start_ns())
+    live = itertools.accumulate((event.nbytes() for event in events), initial=0)
+    made = sum(
+        each.untyped_storage().nbytes()
+        for each in tree_leaves(results)
+        if isinstance(each, torch.Tensor)
+    )
+    return max(max(live) - made, 0)
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _zeros_for(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return value
+    strided = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return strided.zero_()
