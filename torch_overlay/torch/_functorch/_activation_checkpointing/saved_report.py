@@ -186,20 +186,33 @@ def keep_plan(forward: GraphModule, metadata: Any) -> None:
                 metadata.activation_memory_plan = plan
 
 
-def drop_last() -> None:
-    """Forget the last plan, as its graph is compiled by another one."""
-    _plans.pop()
+def kept_plan(metadata: Any) -> Optional[Plan]:
+    """What `keep_plan` or a cache left with a graph's ViewAndMutationMeta."""
+    return getattr(metadata, "activation_memory_plan", None)
+
+
+def replace_plan(old: Optional[Plan], new: Optional[Plan]) -> None:
+    """List a plan as the last, if any, in the place of an earlier one of its graph."""
+    for plan in (old, new):
+        # By identity: other graphs may have equal ones.
+        places = (at for at, each in enumerate(_plans) if each is plan)
+        at = next(places, None)
+        if at is not None:
+            del _plans[at]
+    if new is not None:
+        _plans.append(new)
 
 
 def keep_peak(peak: Peak, metadata: Any) -> None:
-    """Let the last plan, which `keep_plan` left with ``metadata``, have another peak."""
-    plan = replace(last_plan(), peak=peak)
-    _plans[-1] = metadata.activation_memory_plan = plan
+    """Let the plan that `keep_plan` left with ``metadata`` have another peak."""
+    kept: Any = kept_plan(metadata)
+    metadata.activation_memory_plan = replace(kept, peak=peak)
+    replace_plan(kept, metadata.activation_memory_plan)
 
 
 def recall_plan(metadata: Any) -> None:
     """Take the plan of a graph from the compile cache for that of the last one."""
-    plan = getattr(metadata, "activation_memory_plan", None)
+    plan = kept_plan(metadata)
     if plan is not None:
         if plan.peak is not None:
             plan.peak.warn_if_over()
