@@ -895,6 +895,28 @@ class StepBudgetTest(TestCase):
                 self.assertLessEqual(lower, peak)
                 lower = peak
 
+    @unittest.skipIf(not HAS_CPU, "inductor needs a C++ compiler")
+    @unittest.skipIf(not torch.backends.mkldnn.is_available(), "no channels last here")
+    @inductor_config.patch({"cpp.simdlen": 1})
+    def test_calls_that_wait_keep_copies_of_weights(self):
+        class Convolution(nn.Conv2d):
+            def forward(self, x):
+                return x + super().forward(x)
+
+        def train(model, x):
+            model(x).sum().backward()
+
+        model = nn.Sequential(*(Convolution(64, 64, 3, padding=1) for _ in range(8)))
+        for each in model:
+            each.forward = torch.compile(each.forward)
+        x, budget = torch.ones(1, 64, 4, 4, requires_grad=True), StepBudget(share=0.5)
+        steps(budget, model, x, train=train)
+        peak = measured(budget, model, x, train=train)
+        weight = model[0].weight.nbytes
+        self.assertGreater(peak, 8 * weight)
+        # A convolution's backward has two more for itself.
+        self.assertLessEqual(abs(peak - budget.plan.predicted_peak), 2.5 * weight)
+
     def test_what_a_device_counts(self):
         """No such device is here: a tenth more than was predicted."""
         model, budget = Net(), StepBudget(share=0.5)

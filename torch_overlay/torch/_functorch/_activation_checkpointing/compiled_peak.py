@@ -38,7 +38,7 @@ from torch.fx import Node
 from . import planning, saved_report
 from .decision import Peak
 from .memory_budget import activation_bytes
-from .peak_budget import PeakBytes
+from .peak_budget import allowed_peak, PeakBytes
 
 
 if TYPE_CHECKING:
@@ -76,12 +76,27 @@ def has_guard() -> bool:
     return getattr(inductor_config, _GUARD, 0.0) is None
 
 
+class Told(NamedTuple):
+    """What the two compiled graphs of a joint graph hold, in bytes.
+
+    Args:
+        kept: what the forward leaves alive for the backward, beyond inputs and outputs.
+        forward: most that is live while it runs, beyond the inputs.
+        backward: most that is live while the backward runs, with what was kept, tangents
+            and what the forward returned.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
 class CompiledPeaks:
     """The two compilers of a joint graph, and what the graphs that they compile hold.
 
-    ``peaks`` is in bytes, of the forward and of the backward, as `peaks_of` has them, or
-    None where the backward is not compiled yet or its compiler does not tell.  Where
-    ``guarded``, no fusion may raise them.
+    ``told`` is in bytes, as `peaks_of` has them, or None where the backward is not
+    compiled yet or its compiler does not tell.  Where ``guarded``, no fusion may raise
+    the peaks.
     """
 
     def __init__(self, *compilers: Callable[..., Any]) -> None:
@@ -90,7 +105,7 @@ class CompiledPeaks:
         self.num_fwd_outputs = 0
         # What a step's calls miss, and so nobody holds.
         self.missing: Optional[Missing] = None
-        self.peaks: Optional[tuple[int, int]] = None
+        self.told: Optional[Told] = None
         self._memory: Optional[WrapperMemory] = None
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -121,7 +136,7 @@ class CompiledPeaks:
             of = enumerate(self._memory.results)
             results = tuple(None if at in gone else result for at, result in of)
             forward = self._memory._replace(results=results)
-            self.peaks = peaks_of(
+            self.told = peaks_of(
                 self._results, names, forward, memory, n, tangent_bytes
             )
         return compiled
@@ -145,10 +160,8 @@ def peaks_of(
     backward: WrapperMemory,
     num_fwd_outputs: int,
     tangent_bytes: int,
-) -> tuple[int, int]:
-    """The most bytes live in each of a joint graph's two graphs.
-
-    Parameters and inputs do not count, tangents and what the forward returned do.
+) -> Told:
+    """What the two graphs of a joint graph hold; parameters and inputs do not count.
 
     Args:
         results: the names of the nodes that the forward returns, those to its caller
@@ -167,7 +180,7 @@ def peaks_of(
             owned[storage].append(place)
     alone = backward.peak((nbytes, places) for (_, nbytes), places in owned.items())
     held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
-    return forward.peak(), alone + held
+    return Told(sum(nbytes for _, nbytes in owned), forward.peak(), alone + held)
 
 
 # -------------------------------------------------------------------- compile again
@@ -274,19 +287,30 @@ class _Search:
         return replace(decision, saved_values=saved)
 
     def _next(self, curve: Curve) -> _Try:
-        """What to compile: the cheapest that is within, by what was told so far."""
+        """What to compile: the cheapest that is within, by what was told so far.
+
+        Or what was compiled already, and is to stay.
+        """
         allowed = self.asked.allowed(curve)
         if not self.told:
             return _Try(curve.within(allowed))
         lowest = min(self.told, key=lambda each: (self.told[each], each.plan.cost))
         tried = {each.plan for each in self.told}
         untried = [plan for plan in curve.plans if plan not in tried]
-        if self.told[lowest] <= allowed or len(self.told) == TRIES:
+        if self.told[lowest] <= allowed:
             return lowest
+        fastest, left = curve.fastest, TRIES - len(self.told)
+        is_above = fastest not in tried and self.told[lowest] > fastest.peak
+        if is_above and left and (left == 1 or not untried):
+            # No plan that is kept is to be above this one.
+            return _Try(fastest, lowest.guarded)
+        if not left or not untried:
+            reached = [t for t in self.told if self.told[t] <= self._reached(curve)]
+            return min(
+                reached, key=lambda t: (t.plan.cost, self.told[t]), default=lowest
+            )
         if len(self.told) == 1 and has_guard():
             return _Try(lowest.plan, guarded=True)
-        if not untried:
-            return lowest
         within = [plan for plan in untried if self._corrected(plan, lowest) <= allowed]
         if within:
             plan = min(within, key=lambda plan: (plan.cost, plan.peak))
@@ -300,6 +324,16 @@ class _Search:
             plan = min(untried, key=lambda plan: (abs(plan.peak - middle), plan.peak))
         return _Try(plan, lowest.guarded)
 
+    def _reached(self, curve: Curve) -> int:
+        """What is allowed, where the lowest of what was compiled is the floor."""
+        allowed = self.asked.allowed(curve)
+        if self.asked.limit is not None:
+            return allowed
+        floor = min(self.told.values())
+        tops = [self.told[t] for t in self.told if t.plan is curve.fastest]
+        top = max(min(tops, default=curve.fastest.peak), floor)
+        return max(allowed, allowed_peak(self.asked.budget, floor, top))
+
     def _corrected(self, plan: PlannedPeak, lowest: _Try) -> int:
         """A plan's peak, were it as far off as the nearest that was compiled likewise."""
         alike = [each for each in self.told if each.guarded == lowest.guarded]
@@ -311,12 +345,13 @@ class _Search:
     def _check(self, metadata: Any) -> None:
         """Keep the plan that was compiled, or raise `_Over`."""
         curve, trying = self.curve, self.trying
-        if curve is None or trying is None or self.peaks.peaks is None:
+        if curve is None or trying is None or self.peaks.told is None:
             return
         # Another thread may have compiled the last one of all.
         kept: Any = saved_report.kept_plan(metadata)
         peak: Any = kept.peak
-        told = max(self.peaks.peaks) + (self.asked.calls - 1) * kept.activation_bytes
+        waits, *peaks = self.peaks.told
+        told = max(peaks) + (self.asked.calls - 1) * waits
         self.told[trying] = told
         if self._next(curve) != trying:
             saved_report.replace_plan(kept, None)
@@ -329,11 +364,11 @@ class _Search:
                 peak.allowed,
             )
             raise _Over
-        allowed = peak.allowed
-        if self.asked.limit is None and self.asked.budget == 0:
-            # That is the lowest that was found.
-            allowed = max(allowed, told)
-        floor = min(peak.floor, *self.told.values())
+        allowed, floor = peak.allowed, min(self.told.values())
+        if told > allowed:
+            allowed = self._reached(curve)
+        else:
+            floor = min(peak.floor, floor)
         peak = Peak(allowed, told, floor, peak.fastest, peak.fused, compiled=True)
         peak.warn_if_over()
         saved_report.keep_peak(peak, metadata)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 import sys
 import weakref
 from contextlib import contextmanager
@@ -38,21 +39,25 @@ from typing import Any, Optional, TYPE_CHECKING
 import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
+from torch._functorch import config
 
 from .device_bytes import DeviceBytes
 from .peak_budget import allowed_peak
 from .planning import as_bytes, is_number
 from .saved_report import format_bytes
 from .step_graph import Graph, Step
-from .step_plan import StepCurve, StepPlan
+from .step_plan import GraphPlans, StepCurve
 from .step_recorder import Recorder, running_steps
 from .step_timeline import dropped_before, Learned, program_of, Timeline
 from .step_report import GraphUse, Moment, StepSummary, summary_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing_extensions import Self
+
+    from .step_plan import Held, StepPlan
+    from .step_timeline import Bytes
 
 
 log = logging.getLogger(__name__)
@@ -450,24 +455,13 @@ class StepBudget:
         for number, graph in graphs.items():
             graph.expect(learned.missing(number))
         moments = learned.expected(graphs)
-        rest = {held: nbytes.total for held, nbytes in moments.items()}
-
-        def find() -> StepCurve:
-            """By what the compiles have told so far."""
-            plans = {
-                number: graph.plans.corrected() for number, graph in graphs.items()
-            }
-            return StepCurve(plans, learned.calls, rest)
-
-        curve = find()
-        # Of estimates but for the lean plans. It stays, whatever compiles tell from here on.
-        allowed = self._allowed(curve, given)
+        search = _Search(self, graphs, learned.calls, moments)
+        # It stays, whatever compiles tell from here on.
+        allowed = self._allowed(search, given)
         wanted = allowed - self._missed
-        for left in reversed(range(_ROUNDS + 1)):
-            plan = curve.within(wanted)
-            if not left or not self._compile(graphs, plan):
-                break
-            curve = find()
+        search.compile(graphs, wanted, lambda curve: curve.within(wanted))
+        curve = search.known()
+        plan = curve.within(wanted)
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
@@ -482,18 +476,9 @@ class StepBudget:
         self.plan = summary_of(plan, curve, *facts, beyond)
         self._tell(self.plan)
 
-    def _compile(self, graphs: Mapping[int, Graph], plan: StepPlan) -> bool:
-        """Compile by a plan what ran last; whether one of its peaks was not known."""
-        told = [dict(graph.plans.told) for graph in graphs.values()]
-        for number, choice in plan.choices.items():
-            compiled = graphs[number].current()
-            if compiled is not None:
-                compiled.compile(choice, self)
-        return told != [graph.plans.told for graph in graphs.values()]
-
-    def _allowed(self, curve: StepCurve, given: int) -> int:
+    def _allowed(self, search: _Search, given: int) -> int:
         if self.share is not None:
-            return allowed_peak(self.share, curve.floor, curve.unbudgeted.peak)
+            return search.allowed(self.share)
         if self.peak_bytes is not None:
             return self.peak_bytes
         return (self.device_bytes or 0) - given
@@ -537,3 +522,110 @@ class StepBudget:
         if self.plan is None:
             raise RuntimeError(f"{self._name} has no plan before the second step")
         self.plan.draw(f"{self._name}: {self.plan.headline}", path)
+
+
+class _Search:
+    """The plans of a step's graphs, as compiles tell what those hold that are chosen."""
+
+    def __init__(
+        self,
+        budget: StepBudget,
+        graphs: Mapping[int, Graph],
+        calls: Mapping[int, Sequence[int]],
+        moments: Mapping[frozenset[Held], Bytes],
+    ) -> None:
+        self._budget, self._graphs, self._calls = budget, graphs, calls
+        self._rest = {held: nbytes.total for held, nbytes in moments.items()}
+        options: Any = config
+        # By which share of its peak a plan may hold more than was estimated.
+        self._margin: float = options.activation_memory_peak_margin
+        self._curves: dict[Any, StepCurve] = {}
+        self._rounds_left = _ROUNDS
+
+    def known(self) -> StepCurve:
+        """The plans that were compiled, and the fastest ones."""
+
+        def known(plans: GraphPlans) -> GraphPlans:
+            return plans.corrected().only({0, *plans.told}) if plans.told else plans
+
+        return self._curve(known)
+
+    def allowed(self, share: float) -> int:
+        """The bytes that a share allows, between ends that compiles have told."""
+        tell = {n: graph for n, graph in self._graphs.items() if graph.plans.told}
+        if share > 0:
+            self._compile(tell, self._curve(GraphPlans.corrected).unbudgeted)
+        if tell and share < 1:
+            estimated = self._curve(lambda plans: plans).floor
+            believed = estimated + math.ceil(estimated * self._margin)
+            self.compile(tell, believed, lambda curve: curve.plans[0], leaving=1)
+        curve = self.known()
+        return allowed_peak(share, curve.floor, curve.unbudgeted.peak)
+
+    def compile(
+        self,
+        graphs: Mapping[int, Graph],
+        peak: int,
+        choose: Callable[[StepCurve], StepPlan],
+        leaving: int = 0,
+    ) -> None:
+        """Compile by the plan that is chosen, until all that it holds is known.
+
+        And by others, as long as that is more than a peak; ``leaving`` rounds for more.
+        """
+        between: Optional[StepPlan] = None
+        while self._rounds_left > leaving:
+            plan = choose(self._curve(GraphPlans.corrected))
+            is_new = self._compile(graphs, plan)
+            if not is_new and plan.peak > peak and self._errs():
+                if between is None:
+                    between = self._between(plan.peak)
+                    is_new = self._compile(graphs, between)
+                is_new = is_new or self._compile(graphs, self._untried())
+            if not is_new:
+                break
+            self._rounds_left -= 1
+        fastest = self._curve(lambda plans: plans).unbudgeted
+        if choose(self.known()).peak > fastest.peak:
+            # No plan is to hold more than there is without a budget.
+            self._compile(graphs, fastest)
+        self._compile(graphs, choose(self.known()))
+
+    def _errs(self) -> bool:
+        """Whether compiles have told more than was estimated."""
+        return any(g.plans.errs(self._margin) for g in self._graphs.values())
+
+    def _between(self, told: int) -> StepPlan:
+        """A plan to compile where the lowest one holds this.
+
+        Its estimate was too low to believe.  Plans that save more may hold as little.
+        """
+        curve = self._curve(lambda plans: plans)
+        middle = math.sqrt(curve.floor * told)
+        return min(curve.plans, key=lambda plan: abs(plan.peak - middle))
+
+    def _untried(self) -> StepPlan:
+        """Of what was not compiled, the lowest, by what was told of the rest."""
+
+        def untried(plans: GraphPlans) -> GraphPlans:
+            rest = {*range(len(plans.plans))}.difference(plans.told)
+            is_tried = rest and plans.errs(self._margin)
+            return plans.corrected().only(rest) if is_tried else plans.corrected()
+
+        return self._curve(untried).plans[0]
+
+    def _curve(self, of: Callable[[GraphPlans], GraphPlans]) -> StepCurve:
+        plans = {n: of(graph.plans) for n, graph in self._graphs.items()}
+        key = tuple((bool(each.told), *each.plans) for each in plans.values())
+        if key not in self._curves:
+            self._curves[key] = StepCurve(plans, self._calls, self._rest)
+        return self._curves[key]
+
+    def _compile(self, graphs: Mapping[int, Graph], plan: StepPlan) -> bool:
+        """Compile by a plan what ran last; whether one of its peaks was not known."""
+        told = [dict(graph.plans.told) for graph in graphs.values()]
+        for number, graph in graphs.items():
+            compiled = graph.current()
+            if compiled is not None:
+                compiled.compile(plan.choices[number], self._budget)
+        return told != [graph.plans.told for graph in graphs.values()]

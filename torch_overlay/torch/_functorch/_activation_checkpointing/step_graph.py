@@ -462,12 +462,13 @@ class CompiledGraph:
         """Whether what is compiled by a plan is known to hold more than it may."""
         margin: float = config.activation_memory_peak_margin  # type: ignore[attr-defined]
         own = self.plans.plans[plan]
-        return self._most(plan) > max(own.forward, own.backward) * (1 + margin)
+        most = max(own.forward, own.backward) * (1 + margin)
+        return plan in self.plans.told and self._most(plan) > most
 
-    def _most(self, plan: int) -> float:
-        """The peak of what was compiled by a plan, 0 where it was not told."""
-        own, told = self.plans.plans[plan], self.plans.told.get(plan, (0, 0))
-        return max(own.forward * told[0], own.backward * told[1])
+    def _most(self, plan: int) -> int:
+        """The peak of what was compiled by a plan."""
+        _, forward, backward, *_ = self.plans.corrected().plans[plan]
+        return max(forward, backward)
 
     def _compile_guarded(self, plan: int) -> None:
         """Compile without the fusions that raise the peak, and keep what holds less."""
@@ -518,13 +519,11 @@ class CompiledGraph:
             result = Backward(
                 compiled.backward, module, inputs, absent, self._as_traced
             )
-            if compiled.peaks is not None:
-                forward, backward = compiled.peaks
+            if compiled.told is not None:
+                kept, forward, backward = compiled.told
                 backward -= self.plans.model.held_by_caller
                 index = self._first if plan is None else plan
-                own = self.plans.plans[index]
-                errors = forward / max(own.forward, 1), backward / max(own.backward, 1)
-                self.plans.told[index] = errors
+                self.plans.tell(index, (kept, forward, backward))
             return result
 
         run, metadata = self._compile_graph(

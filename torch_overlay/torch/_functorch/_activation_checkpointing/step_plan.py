@@ -38,7 +38,7 @@ from .rerun_cost import flops
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     import torch.fx as fx
     from .liveness import Evaluation, Program
@@ -62,6 +62,8 @@ _BUDGETS = [k / 48 for k in range(48)]
 _COMBINED, _SPLITS = 16, 32
 # Peaks between the floor and the fastest that are planned for.
 _LEVELS = 48
+# More bytes than there are.
+_NEVER = 2**60
 # How often each graph gets its turn, at most, as others choose anew.
 _SWEEPS = 8
 
@@ -107,8 +109,9 @@ class GraphPlans:
 
     Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
     each; ``inputs`` has their storages, by the ``model``, and bytes, and ``outputs`` the
-    bytes of what the forward returns.  Of the plans that were
-    compiled, ``told`` has the true bytes of ``forward`` and ``backward`` by the estimates.
+    bytes of what the forward returns.  Of the plans that were compiled, ``told`` has by
+    how much ``kept``, ``forward`` and ``backward`` are above the estimates, in units of
+    the estimate for the backward, as the size of calls may be another one.
     """
 
     plans: list[GraphPlan]
@@ -121,7 +124,7 @@ class GraphPlans:
     work: float
     # What its calls miss, in the model's view.
     missing: Optional[Missing] = None
-    told: dict[int, tuple[float, float]] = field(default_factory=dict)
+    told: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def sized(self, joint: Planner) -> GraphPlans:
         """The same plans for calls of the size that ``joint`` has.
@@ -156,8 +159,18 @@ class GraphPlans:
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
         return replace(self, plans=plans)
 
+    def tell(self, index: int, told: tuple[int, int, int]) -> None:
+        """Let it be known what a plan that was compiled keeps and holds."""
+        plan = self.plans[index]
+        errors = map(operator.sub, told, plan[:3])
+        self.told[index] = tuple(error / max(plan.backward, 1) for error in errors)
+
     def corrected(self) -> GraphPlans:
-        """The plans as compiled; the others as far off as the nearest of those."""
+        """The plans as compiled; the others as far off as the nearest of those.
+
+        A copy that a kernel wants of a parameter is as large whatever else is kept, so
+        errors are added.
+        """
         plans = []
         for index, plan in enumerate(self.plans):
             # A plan that is known is the nearest to itself.
@@ -167,12 +180,26 @@ class GraphPlans:
                 default=None,
             )
             if near is not None:
-                forward, backward = map(operator.mul, plan[1:3], self.told[near])
-                plan = plan._replace(
-                    forward=math.ceil(forward), backward=math.ceil(backward)
+                size = max(self.plans[near].backward, 1)
+                kept, forward, backward = (
+                    max(nbytes + round(error * size), 0)
+                    for nbytes, error in zip(plan[:3], self.told[near])
                 )
+                plan = plan._replace(kept=kept, forward=forward, backward=backward)
             plans.append(plan)
         return replace(self, plans=plans)
+
+    def only(self, wanted: Container[int]) -> GraphPlans:
+        """The same, where no other plan is of use."""
+        plans = [
+            plan if i in wanted else plan._replace(kept=_NEVER, forward=_NEVER)
+            for i, plan in enumerate(self.plans)
+        ]
+        return replace(self, plans=plans)
+
+    def errs(self, margin: float) -> bool:
+        """Whether some plan holds more than estimated, by such a share of its peak."""
+        return any(error > margin for errors in self.told.values() for error in errors)
 
     def place_of_peak(self, index: int) -> str:
         """Whose backward holds most by a plan, operator by operator; empty if not known.
