@@ -50,7 +50,7 @@ class Random(step_budget.StepBudget):
     """Draws numbers, and so other dropout than without it."""
 
     def __enter__(self):
-        torch.rand(self.plan is not None)
+        torch.rand(int(self.plan is not None))
         return super().__enter__()
 
 

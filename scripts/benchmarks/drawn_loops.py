@@ -8,7 +8,7 @@ the backward is most of what a step holds.
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Optional
 
 import torch
@@ -32,7 +32,8 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+        found: Tensor = self.down(F.gelu(self.up(x)))
+        return x + found
 
 
 class Transformer(nn.Module):
@@ -44,9 +45,11 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = heads.unbind()
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(found.transpose(1, 2).flatten(2)))
-        return self.dropout(self.mlp(x))
+        result: Tensor = self.dropout(self.mlp(x))
+        return result
 
 
 class Convolution(nn.Module):
@@ -59,7 +62,8 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         image = x.transpose(1, 2).unflatten(2, (-1, 8))
-        return x + self.norm(self.conv(image)).relu().flatten(2).transpose(1, 2)
+        found: Tensor = self.norm(self.conv(image)).relu()
+        return x + found.flatten(2).transpose(1, 2)
 
 
 class Lstm(nn.Module):
@@ -148,7 +152,8 @@ class Lora(nn.Module):
         self.up = nn.Linear(4, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.frozen(x) + self.up(self.down(x))).tanh()
+        found: Tensor = self.frozen(x) + self.up(self.down(x))
+        return found.tanh()
 
 
 class Cond(nn.Module):
@@ -158,7 +163,8 @@ class Cond(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def other(x: Tensor) -> Tensor:
-            return x + self.other(x).sin()
+            found: Tensor = self.other(x)
+            return x + found.sin()
 
         found: Tensor = torch.cond(x.sum() > 0, self.one.forward, other, (x,))
         return found
@@ -270,7 +276,9 @@ def drawn(seed: int, most: int = 6) -> Loop:
     dynamic = rng.choice((False, False, True, None, None))
     # Each size is compiled for if they are static.
     sizes = 1 if rng.random() < 0.4 else 2 if dynamic is False else 4
-    drawn_sizes = [(rng.randrange(4, 13), 32 * rng.randrange(1, 4)) for _ in range(sizes)]
+    drawn_sizes = [
+        (rng.randrange(4, 13), 32 * rng.randrange(1, 4)) for _ in range(sizes)
+    ]
     return Loop(
         programs,
         tuple(_turns(rng, count, drawn_sizes)),
@@ -333,7 +341,7 @@ def simpler(loop: Loop) -> Iterator[Loop]:
             yield replace(loop, programs=programs)
     usual = {"dynamic": False, "zero_grad": "last", "optimizer": "sgd", "dropout": 0.0}
     yield from _by_one(loop, usual)
-    plain = {"what": "", "batches": 1, "size": loop.turns[0].size}
+    plain: dict[str, Any] = {"what": "", "batches": 1, "size": loop.turns[0].size}
     for entry, value in plain.items():
         turns = tuple(replace(turn, **{entry: value}) for turn in loop.turns)
         if turns != loop.turns:

@@ -184,7 +184,9 @@ def run(loop: Loop, budget: Any = None) -> Iterator[Row]:
         gc.collect()
         with warnings_noted() as row["said"]:
             # Where much is compiled, the profiler notes too much to count.
-            row["peak"] = allocations(step, scratch=False)[1] if at >= SETTLED else step()
+            row["peak"] = (
+                allocations(step, scratch=False)[1] if at >= SETTLED else step()
+            )
         yield row
 
 
@@ -199,7 +201,10 @@ def _step(
     def step() -> None:
         torch.manual_seed(at)
         try:
-            with budget or nullcontext(), torch.set_grad_enabled(turn.what != "no_grad"):
+            with (
+                budget or nullcontext(),
+                torch.set_grad_enabled(turn.what != "no_grad"),
+            ):
                 if batches:
                     computed.extend(program.take(batches, turn, loop.zero_grad))
         except Planned:
@@ -324,7 +329,9 @@ def tasks(asked: Any, rows: list[Row]) -> Iterator[fresh.Task]:
         yield {"loop": f"seeds {first} to {last - 1}", **limits}
         if "error" in rows[-1]:
             # Each by itself, to know which it is.
-            yield from ({"loop": f"seeds {n} to {n}", **limits} for n in range(first, last))
+            yield from (
+                {"loop": f"seeds {n} to {n}", **limits} for n in range(first, last)
+            )
 
 
 def measure(task: fresh.Task) -> Row:
