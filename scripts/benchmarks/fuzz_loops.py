@@ -18,7 +18,6 @@ A fault is shrunk: what the loop can lack without losing it goes, one thing at a
 
 import gc
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -114,9 +113,8 @@ class Trained:
         self.parameters = [p for m in models for p in m.parameters() if p.requires_grad]
         optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[loop.optimizer]
         self.optimizer: torch.optim.Optimizer = optimizer(self.parameters, lr=0.01)
-        for part in itertools.chain(
-            models if program.whole else (b for m in models for b in m.blocks)
-        ):
+        blocks = [block for model in models for block in model.blocks]
+        for part in models if program.whole else blocks:
             part.compile(backend=OPERATORS, dynamic=loop.dynamic)
         self.models = models
         self.kept: Optional[Tensor] = None
@@ -221,6 +219,11 @@ class Fault(NamedTuple):
     detail: str
     step: int
 
+    def like(self) -> tuple[str, str]:
+        """What faults have in common: their kind, and the type of an error."""
+        error = self.detail.split(":")[0] if self.kind == "raises" else ""
+        return self.kind, error
+
 
 class Outcome(NamedTuple):
     """What became of a loop: an ``error`` is one that it has without a budget, too."""
@@ -298,17 +301,13 @@ def exceeds(loop: Loop, turn: Turn, peak: int, plan: Any) -> Optional[str]:
 
 def shrunk(loop: Loop, fault: Fault, tries: int) -> tuple[Loop, Fault]:
     """A loop with a fault of that kind that has little else."""
-    kind = fault.kind, fault.detail.split(":")[0] if fault.kind == "raises" else ""
     while True:
         for other in simpler(loop):
             if not tries:
                 return loop, fault
             tries -= 1
             found = tried(other).fault
-            if found is None:
-                continue
-            of = found.detail.split(":")[0] if found.kind == "raises" else ""
-            if (found.kind, of) == kind:
+            if found is not None and found.like() == fault.like():
                 loop, fault = other, found
                 break
         else:
