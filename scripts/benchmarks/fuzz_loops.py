@@ -181,10 +181,9 @@ def run(loop: Loop, budget: Any = None) -> Iterator[Row]:
         step = _step(loop, turn, at, programs[turn.program], budget, row["computed"])
         gc.collect()
         with warnings_noted() as row["said"]:
-            # Where much is compiled, the profiler notes too much to count.
-            row["peak"] = (
-                allocations(step, scratch=False)[1] if at >= SETTLED else step()
-            )
+            # The first steps too: the profiler tells only of those frees whose memory it
+            # has seen allocated, as gradients that a later step gives up.
+            row["peak"] = allocations(step, scratch=False)[1]
         yield row
 
 
