@@ -3,9 +3,19 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|planning|fits|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|planning|fits|gpu [OPTIONS]"
 case ${1:-} in
   solvers | kept | frozen | loops | schedule | planning | fits) ;;
+  fuzz-loops)
+    # SEED and COUNT may be given without their options' names.
+    words=()
+    for option in --seed --count; do
+      [[ ${2:-} =~ ^[0-9]+$ ]] || break
+      words+=("$option" "$2")
+      set -- "$1" "${@:3}"
+    done
+    set -- fuzz_loops "${words[@]}" "${@:2}"
+    ;;
   peak) set -- schedule --device operators "${@:2}" ;;
   step) set -- schedule --device operators --steps "${@:2}" ;;
   gpu)
@@ -29,6 +39,9 @@ $usage
                what budgets and checkpoints of single blocks reach (hours)
   loops        such a budget in training loops whose steps differ: what is learned again,
                exceeded, recomputed and warned of (hours)
+  fuzz-loops SEED COUNT
+               loops drawn at random: the same bits as without a budget, peaks within what
+               is allowed, or a warning; faults are shrunk (an hour for 300)
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   planning     the time that the partitioner takes, beside upstream's (minutes)

@@ -34,7 +34,7 @@ KEY = (*KINDS, "net", "device", "way", "share")
 
 def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"benchmark.sh {name}",
+        prog=f"benchmark.sh {name.replace('_', '-')}",
         description=benchmark.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

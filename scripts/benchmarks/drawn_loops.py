@@ -1,0 +1,392 @@
+"""Training loops that are drawn at random, described, and made simpler.
+
+A `Loop` is a description: it can be printed in one line of JSON and read again. Blocks
+take and return (rows, length, `WIDTH`); the sizes are such that what blocks save for
+the backward is most of what a step holds.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn, Tensor
+
+
+WIDTH = 32
+CLASSES = 10
+CODES = 16
+
+
+# -------------------------------------------------------------------- blocks
+
+
+class Mlp(nn.Module):
+    """What other blocks are replaced by where a fault stays without them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(F.gelu(self.up(x)))
+        return x + found
+
+
+class Transformer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.unbind()
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(found.transpose(1, 2).flatten(2)))
+        result: Tensor = self.dropout(self.mlp(x))
+        return result
+
+
+class Convolution(nn.Module):
+    """Its batch norm overwrites buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.transpose(1, 2).unflatten(2, (-1, 8))
+        found: Tensor = self.norm(self.conv(image)).relu()
+        return x + found.flatten(2).transpose(1, 2)
+
+
+class Lstm(nn.Module):
+    """A cell that takes the quarters of a text one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        quarters = x.unflatten(1, (4, -1)).unbind(1)
+        h = c = torch.zeros_like(quarters[0]).flatten(0, 1)
+        found = []
+        for quarter in quarters:
+            h, c = self.cell(quarter.flatten(0, 1), (h, c))
+            found.append(h.view_as(quarter))
+        return x + torch.cat(found, 1)
+
+
+class GraphAttention(nn.Module):
+    """Every token has edges from four others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.scores = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = self.values(x.flatten(0, 1))
+        count = nodes.shape[0]
+        target = torch.arange(count, device=x.device).repeat(4)
+        source = (torch.arange(4 * count, device=x.device) * 5 + 3) % count
+        ends = self.scores(nodes)
+        weights = F.leaky_relu(ends[source, 0] + ends[target, 1], 0.2).exp()
+        total = torch.zeros_like(ends[:, 0]).index_add(0, target, weights)
+        messages = nodes[source] * (weights / total[target])[:, None]
+        found = torch.zeros_like(nodes).index_add(0, target, messages)
+        return x + F.elu(found).view_as(x)
+
+
+class Codebook(nn.Module):
+    """A buffer that is read and then overwritten; gradients pass straight through."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.randn(CODES, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x)).flatten(0, 1)
+        chosen = self.codes[torch.cdist(h, self.codes).argmin(-1)]
+        # Its gradient reads the codes that were there.
+        near = (h * chosen).sum(-1, keepdim=True).tanh()
+        with torch.no_grad():
+            self.codes.copy_(self.codes * 0.9 + h[:CODES] * 0.1)
+        return x + (near * h + (chosen - h).detach()).view_as(x)
+
+
+class Experts(nn.Module):
+    """Each of two experts takes the half of the tokens that it scores highest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        shares = self.gate(tokens).softmax(-1)
+        weights, chosen = shares.topk(tokens.shape[0] // 2, dim=0)
+        found = torch.zeros_like(tokens)
+        for at, expert in enumerate(self.experts):
+            own = chosen[:, at]
+            found = found.index_add(0, own, expert(tokens[own]) * weights[:, at, None])
+        return x + found.view_as(x)
+
+
+class Lora(nn.Module):
+    """Frozen weights beside trained ones of a low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = Mlp().requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.frozen(x) + self.up(self.down(x))
+        return found.tanh()
+
+
+class Cond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def other(x: Tensor) -> Tensor:
+            found: Tensor = self.other(x)
+            return x + found.sin()
+
+        found: Tensor = torch.cond(x.sum() > 0, self.one.forward, other, (x,))
+        return found
+
+
+BLOCKS: dict[str, Callable[[float], nn.Module]] = {
+    "mlp": lambda _: Mlp(),
+    "transformer": Transformer,
+    "convolution": lambda _: Convolution(),
+    "lstm": lambda _: Lstm(),
+    "graph": lambda _: GraphAttention(),
+    "codebook": lambda _: Codebook(),
+    "experts": lambda _: Experts(),
+    "lora": lambda _: Lora(),
+    "cond": lambda _: Cond(),
+}
+
+
+# ------------------------------------------------------------------ described
+
+
+@dataclass(frozen=True)
+class Program:
+    """Models, each the names of its blocks; what one returns is the next one's input.
+
+    The last has a head, and returns the loss alone, or logits as well: those are
+    "dropped" before the backward, as they are or "flat", or "held" to the step's end, or
+    "kept" until others take their place. Compiled are ``whole`` models, or their blocks.
+    """
+
+    models: tuple[tuple[str, ...], ...]
+    whole: bool = True
+    checkpoints: bool = False
+    outputs: str = "loss"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step of a program: ``batches`` of rows and a length.
+
+    ``what`` it does instead of training, one of `WHATS`.
+    """
+
+    size: tuple[int, int]
+    program: int = 0
+    batches: int = 1
+    what: str = ""
+
+
+# A forward without a backward, one without gradients, nothing at all, and exceptions
+# before the first backward and after the last.
+WHATS = ("skipped", "no_grad", "empty", "raises early", "raises late")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop. ``dynamic`` is torch.compile's, and ``zero_grad`` where in a step.
+
+    ``share`` is a StepBudget's; without it, ``part`` is that of the highest peak without
+    a budget, which is given as ``peak_bytes``.
+    """
+
+    programs: tuple[Program, ...]
+    turns: tuple[Turn, ...]
+    share: Optional[float] = None
+    part: float = 1.0
+    dynamic: Optional[bool] = False
+    zero_grad: str = "last"
+    optimizer: str = "sgd"
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        """One line of JSON, without what is as usual."""
+        return json.dumps(_unusual(self))
+
+
+def _unusual(of: Any) -> Any:
+    if isinstance(of, tuple):
+        return [*map(_unusual, of)]
+    if not isinstance(of, (Loop, Program, Turn)):
+        return of
+    values = ((each, getattr(of, each.name)) for each in fields(of))
+    return {each.name: _unusual(v) for each, v in values if v != each.default}
+
+
+def read(text: str) -> Loop:
+    """What `Loop` prints."""
+    found = json.loads(text)
+    programs = (
+        Program(**{**each, "models": tuple(map(tuple, each["models"]))})
+        for each in found["programs"]
+    )
+    turns = (Turn(**{**each, "size": tuple(each["size"])}) for each in found["turns"])
+    return Loop(**{**found, "programs": tuple(programs), "turns": tuple(turns)})
+
+
+# --------------------------------------------------------------------- drawn
+
+
+SHARES = (0.0, 0.2, 0.5, 0.9)
+PARTS = (0.5, 0.7, 0.9)
+
+
+def drawn(seed: int, most: int = 6) -> Loop:
+    """The loop of a seed; a program has at most so many blocks."""
+    rng = random.Random(seed)
+    count = 2 if rng.random() < 0.25 else 1
+    programs = tuple(_program(rng, most) for _ in range(count))
+    dynamic = rng.choice((False, False, True, None, None))
+    # Each size is compiled for if they are static.
+    sizes = 1 if rng.random() < 0.4 else 2 if dynamic is False else 4
+    drawn_sizes = [
+        (rng.randrange(4, 13), 32 * rng.randrange(1, 4)) for _ in range(sizes)
+    ]
+    return Loop(
+        programs,
+        tuple(_turns(rng, count, drawn_sizes)),
+        **_budget(rng),
+        dynamic=dynamic,
+        zero_grad=rng.choice(("first", "last", "outside")),
+        optimizer=rng.choice(("sgd", "adamw")),
+        dropout=rng.choice((0.0, 0.0, 0.1)),
+    )
+
+
+def _program(rng: random.Random, most: int) -> Program:
+    # A few kinds, which come again, as in real nets.
+    names = [name for name in BLOCKS if name != "mlp"]
+    kinds = rng.sample(names, rng.choice((1, 1, 2, 3)))
+    # Small ones more often, since each block has to be compiled.
+    blocks = [rng.choice(kinds) for _ in range(rng.randint(1, rng.randint(1, most)))]
+    count = min(len(blocks), rng.choice((1, 1, 1, 2, 3)))
+    cuts = sorted(rng.sample(range(1, len(blocks)), count - 1))
+    ends = zip([0, *cuts], [*cuts, len(blocks)])
+    return Program(
+        tuple(tuple(blocks[start:end]) for start, end in ends),
+        whole=rng.random() < 0.5,
+        # A codebook that is overwritten again by a checkpoint is an error in itself.
+        checkpoints="codebook" not in blocks and rng.random() < 0.15,
+        outputs=rng.choice(("loss", "loss", "dropped", "flat", "held", "kept")),
+    )
+
+
+def _budget(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.7:
+        return {"share": rng.choice(SHARES)}
+    return {"part": rng.choice(PARTS)}
+
+
+def _turns(
+    rng: random.Random, programs: int, sizes: list[tuple[int, int]]
+) -> Iterator[Turn]:
+    count = rng.randint(8, 12)
+    most_batches = rng.choice((1, 1, 2, 4))
+    # One step each, or several.
+    length = rng.choice((1, 1, 3))
+    others = rng.sample(WHATS, 2) if rng.random() < 0.5 else ()
+    for at in range(count):
+        what = rng.choice(others) if others and rng.random() < 0.2 else ""
+        program = at // length % programs
+        yield Turn(rng.choice(sizes), program, rng.randint(1, most_batches), what)
+
+
+# ---------------------------------------------------------------- made simpler
+
+
+def simpler(loop: Loop) -> Iterator[Loop]:
+    """Loops that lack one thing that this one has, the largest first."""
+    yield from _fewer_programs(loop)
+    yield from _fewer_turns(loop)
+    for at, program in enumerate(loop.programs):
+        for other in _simpler_programs(program):
+            programs = loop.programs[:at] + (other,) + loop.programs[at + 1 :]
+            yield replace(loop, programs=programs)
+    usual = {"dynamic": False, "zero_grad": "last", "optimizer": "sgd", "dropout": 0.0}
+    yield from _by_one(loop, usual)
+    plain: dict[str, Any] = {"what": "", "batches": 1, "size": loop.turns[0].size}
+    for entry, value in plain.items():
+        turns = tuple(replace(turn, **{entry: value}) for turn in loop.turns)
+        if turns != loop.turns:
+            yield replace(loop, turns=turns)
+    for at, turn in enumerate(loop.turns):
+        for other in _by_one(turn, plain):
+            turns = loop.turns[:at] + (other,) + loop.turns[at + 1 :]
+            yield replace(loop, turns=turns)
+
+
+def _by_one(of: Any, usual: dict[str, Any]) -> Iterator[Any]:
+    for entry, value in usual.items():
+        if getattr(of, entry) != value:
+            yield replace(of, **{entry: value})
+
+
+def _fewer_programs(loop: Loop) -> Iterator[Loop]:
+    for at in range(len(loop.programs) if len(loop.programs) > 1 else 0):
+        # Its steps go too, or are the other's.
+        others = [turn for turn in loop.turns if turn.program == at]
+        for turns in (others, loop.turns):
+            own = tuple(replace(turn, program=0) for turn in turns)
+            yield replace(loop, programs=(loop.programs[at],), turns=own)
+
+
+def _fewer_turns(loop: Loop) -> Iterator[Loop]:
+    turns = loop.turns
+    if len(turns) > 4:
+        yield replace(loop, turns=turns[: max(4, len(turns) // 2)])
+    for at in reversed(range(len(turns) if len(turns) > 1 else 0)):
+        yield replace(loop, turns=turns[:at] + turns[at + 1 :])
+
+
+def _simpler_programs(program: Program) -> Iterator[Program]:
+    models = program.models
+    for at, blocks in enumerate(models):
+        before, after = models[:at], models[at + 1 :]
+        if len(models) > 1:
+            yield replace(program, models=before + after)
+        for index in range(len(blocks) if len(blocks) > 1 else 0):
+            fewer = blocks[:index] + blocks[index + 1 :]
+            yield replace(program, models=(*before, fewer, *after))
+        for index, name in enumerate(blocks):
+            if name != "mlp":
+                plain = blocks[:index] + ("mlp",) + blocks[index + 1 :]
+                yield replace(program, models=(*before, plain, *after))
+    usual = {"whole": True, "checkpoints": False, "outputs": "loss"}
+    yield from _by_one(program, usual)
