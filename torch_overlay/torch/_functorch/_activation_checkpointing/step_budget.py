@@ -474,7 +474,21 @@ class StepBudget:
         there = given, self._parameters, self._states
         facts = moments, learned.calls, graphs, allowed, *there
         self.plan = summary_of(plan, curve, *facts, beyond)
+        self._warn_of_workspaces(graphs)
         self._tell(self.plan)
+
+    def _warn_of_workspaces(self, graphs: Mapping[int, Graph]) -> None:
+        """Tell what no plan counts, where that is measured."""
+        plan: Any = self.plan
+        if self.device.type == "cpu":
+            most = max((graph.workspace for graph in graphs.values()), default=0)
+            if most > _OVER * plan.predicted_peak:
+                self.warn(
+                    f"a convolution takes up to {format_bytes(most)} for itself on this "
+                    "CPU, which no plan counts",
+                    "workspaces",
+                    is_risk=False,
+                )
 
     def _allowed(self, search: _Search, given: int) -> int:
         if self.share is not None:

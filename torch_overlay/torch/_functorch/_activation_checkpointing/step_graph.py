@@ -46,6 +46,7 @@ from .step_backward import Backward, boxed
 from .step_plan import calls_in, GraphPlans, Missing, plan_graph
 from .step_recorder import Caller, Event, PLANNED, Recorder, running, running_step
 from .step_report import traced_name
+from .workspaces import workspace_of_convolutions
 
 
 if TYPE_CHECKING:
@@ -250,6 +251,11 @@ class Graph:
         self.number = next(_numbers)
         self.scale = 1.0
         self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
+
+    @functools.cached_property
+    def workspace(self) -> int:
+        """The most bytes that one of its convolutions takes for itself on a CPU."""
+        return workspace_of_convolutions(self.largest.joint.nodes)
 
     def grow(self, scale: float, joint: Planner, plans: GraphPlans) -> None:
         """Let the plans also be for calls of this size."""
