@@ -17,6 +17,11 @@ anything has run. After four compiles the lowest is kept, with a warning.
     sources=(module_path("compiled_peak"), "torch/_inductor/wrapper_memory.py"),
     needs=("peak-budget", "buffer-reuse"),
     edits=edits("""\
+@@ torch/_inductor/config.py
++# The device whose live bytes compiled graphs tell (CompiledFxGraph.memory), None: none.
++live_bytes_of: str | None = None
++
+ memory_planning = os.environ.get("TORCHINDUCTOR_MEMORY_PLANNING", "0") == "1"
 @@ torch/_inductor/output_code.py
  from .runtime.autotune_cache import AutotuneCacheBundler
 +from .wrapper_memory import wrapper_memory

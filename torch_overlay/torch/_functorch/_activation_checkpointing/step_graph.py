@@ -277,6 +277,10 @@ class CompiledGraph:
         self.scales: dict[tuple[int, ...], float] = {}
         # Of the size that was traced, by that of the graph's first call.
         self._scale = 1.0
+        # Storages of fakes are on meta, whatever device those stand for.
+        step: Any = running_step()
+        device = step.budget.device
+        self._device = None if device.type == "meta" else device
 
     def first(self) -> Any:
         """Compile by the plan of its first call; returns what AOTAutograd wants."""
@@ -540,6 +544,7 @@ class CompiledGraph:
 
         Raises CannotPlan where the graph has no model.
         """
+        joint = replace(joint, device=self._device)
         if plan is None:
             self._find_plans(joint)
         model = self.plans.model
