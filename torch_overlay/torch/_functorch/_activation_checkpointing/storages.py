@@ -184,20 +184,6 @@ class Storages:
                 self._known[graph] = _body_of(graph, self.number, self.device)
         return [self._known[graph] for graph in graphs]
 
-    def _passed_on(
-        self, node: fx.Node, bodies: Sequence[Optional[_Body]]
-    ) -> dict[int, int]:
-        """Where the results are stored that a nested region was given, by their place."""
-        if not bodies or node.target is not torch.ops.higher_order.invoke_subgraph:
-            return {}
-        operands = [[*self.read_by(_nodes([each]))] for each in node.args[2:]]
-        given = bodies[0].given if bodies[0] is not None else []
-        return {
-            at: operands[i][0]
-            for at, i in enumerate(given)
-            if i is not None and operands[i]
-        }
-
     def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
         """Count what the caller holds of a tangent, and the copy that is made of it.
 
@@ -222,9 +208,8 @@ class Storages:
         """The storages of a value, new ones unless they are read or another input's."""
         first = len(self.nbytes)
         found: dict[int, None] = {}
-        bodies = self._bodies(node)
-        passed = self._passed_on(node, bodies)
-        for at, part in enumerate(tree_leaves(value)):
+        runs_bodies = bool(self._bodies(node))
+        for part in tree_leaves(value):
             if isinstance(part, torch.Tensor):
                 try:
                     storage = part.untyped_storage()
@@ -238,11 +223,11 @@ class Storages:
                 continue
             # One result may be a view of another.
             known = (*reads, *range(first if reads else 0, len(self.nbytes)))
-            if bodies:
-                # The fakes of its results may be those of another call.
+            if runs_bodies:
+                # Fakes of its results may be those of another call.  Where a nested
+                # region returns what it is given, it has to run again for that.
                 known = (*range(first, len(self.nbytes)),)
             s = next((s for s in known if self._keys[s] == key), -1)
-            s = passed.get(at, s)
             if s < 0 and reads and is_view(node):
                 # Common subexpressions were merged: what is viewed is its twin.
                 s = reads[0]
@@ -264,13 +249,11 @@ class _Body(NamedTuple):
         peak: most that is live while it runs.
         results: of each of its results, 0 where it has not allocated that.
         values: its results, None for constants.
-        given: which of its inputs each result is stored in, or None.
     """
 
     peak: int
     results: list[int]
     values: list[Any]
-    given: list[Optional[int]]
 
 
 def _body_of(
@@ -291,15 +274,12 @@ def _body_of(
         peak = max(peak, live + each.scratch)
         touched = {*each.reads, *each.writes} - returned
         live -= storages.size(s for s in touched if last[s] == at)
-    inputs = enumerate(graph.find_nodes(op="placeholder"))
-    place = {s: i for i, node in inputs for s in storages.values[node]}
     results = [_nodes([each]) for each in tree_leaves(output.args)]
     stored = [*map(storages.read_by, results)]
     return _Body(
         peak,
         [*map(storages.size, stored)],
         [each[0].meta.get("val") if each else None for each in results],
-        [next((place[s] for s in each if s in place), None) for each in stored],
     )
 
 
