@@ -227,6 +227,11 @@ class Program:
         """Those of the operators."""
         return [each.node for each in self.operators]
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether these are kernels of inductor's."""
+        return self.timeline is not Timeline
+
     @functools.cached_property
     def with_bodies(self) -> list[Operator]:
         """The higher-order operators that have more live than their results, or may."""

@@ -280,7 +280,7 @@ class CompiledGraph:
         # Storages of fakes are on meta, whatever device those stand for.
         step: Any = running_step()
         device = step.budget.device
-        self._device = None if device.type == "meta" else device
+        self.device = None if device.type == "meta" else device
 
     def first(self) -> Any:
         """Compile by the plan of its first call; returns what AOTAutograd wants."""
@@ -544,7 +544,6 @@ class CompiledGraph:
 
         Raises CannotPlan where the graph has no model.
         """
-        joint = replace(joint, device=self._device)
         if plan is None:
             self._find_plans(joint)
         model = self.plans.model
@@ -665,7 +664,9 @@ class _Variant(NamedTuple):
     compiled: CompiledPeaks
 
     def decide(self, graph: Planner) -> Decision:
+        graph = replace(graph, device=self.graph.device)
         self.compiled.num_fwd_outputs = graph.num_fwd_outputs
+        self.compiled.device = graph.counted
         return self.graph.decide(graph, self.plan)
 
 
