@@ -302,7 +302,9 @@ class CompiledPeakTest(TestCase):
         region = torch.compiler.nested_compile_region(double)
 
         def branch(x, weight):
-            args = torch.cond(x.sum() > 0, double, lambda *a: double(*a).cos(), (x, weight))
+            args = torch.cond(
+                x.sum() > 0, double, lambda *a: double(*a).cos(), (x, weight)
+            )
             return (args.sin().sum(),)
 
         def loop(x, weight):
@@ -322,7 +324,11 @@ class CompiledPeakTest(TestCase):
 
             x, weight, *_ = (each.detach() for each in given())
             torch._dynamo.reset()
-            options = {"fx_graph_cache": False, "cpp.simdlen": 1, "live_bytes_of": "cpu"}
+            options = {
+                "fx_graph_cache": False,
+                "cpp.simdlen": 1,
+                "live_bytes_of": "cpu",
+            }
             with (
                 inductor_config.patch(options),
                 patch.object(output_code, "wrapper_memory", note),

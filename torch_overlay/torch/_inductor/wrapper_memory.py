@@ -85,15 +85,15 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
         results = walk.follow()
     except Exception as error:
         # No compile is to fail for it.
-        _log_unread(type(error))
+        _log_unread(type(error).__name__)
         return None
     return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results)
 
 
 @functools.cache
-def _log_unread(kind: type[Exception]) -> None:
+def _log_unread(kind: str) -> None:
     """Once for each kind, in the handler of the error."""
-    log.debug("what a wrapper has live is not told: %s", kind.__name__, exc_info=True)
+    log.debug("what a wrapper has live is not told: %s", kind, exc_info=True)
 
 
 class _Unknown(Exception):
