@@ -316,28 +316,26 @@ class CompiledPeakTest(TestCase):
             return (region(region(x, weight), weight).sum(),)
 
         for function in (branch, loop, nested):
-            found = []
+            told, measured = self.told_and_measured(function)
+            self.assertEqual(told, measured, function.__name__)
 
-            def note(*args):
-                found.append(wrapper_memory.wrapper_memory(*args))
-                return found[-1]
+    def told_and_measured(self, function):
+        """The peak of a function that is compiled without a backward."""
+        found = []
 
-            x, weight, *_ = (each.detach() for each in given())
-            torch._dynamo.reset()
-            options = {
-                "fx_graph_cache": False,
-                "cpp.simdlen": 1,
-                "live_bytes_of": "cpu",
-            }
-            with (
-                inductor_config.patch(options),
-                patch.object(output_code, "wrapper_memory", note),
-            ):
-                compiled = torch.compile(function, fullgraph=True)
-                compiled(x, weight)
-            (memory,) = found
-            measured = live_at_most(lambda: compiled(x, weight))
-            self.assertEqual(memory.peak(), measured, function.__name__)
+        def note(*args):
+            found.append(wrapper_memory.wrapper_memory(*args))
+            return found[-1]
+
+        x, weight, *_ = (each.detach() for each in given())
+        torch._dynamo.reset()
+        options = {"fx_graph_cache": False, "cpp.simdlen": 1, "live_bytes_of": "cpu"}
+        noted = patch.object(output_code, "wrapper_memory", note)
+        with inductor_config.patch(options), noted:
+            compiled = torch.compile(function, fullgraph=True)
+            compiled(x, weight)
+        (memory,) = found
+        return memory.peak(), live_at_most(lambda: compiled(x, weight))
 
     def test_what_cannot_be_read_is_not_told(self):
         """And fails no compile; where no peak is asked for, nothing is read."""

@@ -16,7 +16,6 @@ operator allocates for itself.
 from __future__ import annotations
 
 import ast
-import functools
 import logging
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+# The kinds of errors that were logged, each once.
+_unread: set[str] = set()
 
 __all__ = ["WrapperMemory", "wrapper_memory"]
 
@@ -85,15 +86,12 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
         results = walk.follow()
     except Exception as error:
         # No compile is to fail for it.
-        _log_unread(type(error).__name__)
+        kind = type(error).__name__
+        if kind not in _unread:
+            _unread.add(kind)
+            log.debug("what a wrapper has live is not told", exc_info=error)
         return None
     return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results)
-
-
-@functools.cache
-def _log_unread(kind: str) -> None:
-    """Once for each kind, in the handler of the error."""
-    log.debug("what a wrapper has live is not told: %s", kind, exc_info=True)
 
 
 class _Unknown(Exception):

@@ -28,7 +28,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional, TYPE_CHECKING
 
-import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch.utils._ordered_set import OrderedSet
@@ -45,6 +44,7 @@ from .storages import device_of, is_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
     from .liveness import Evaluation
