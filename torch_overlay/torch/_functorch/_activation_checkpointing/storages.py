@@ -260,7 +260,10 @@ def _body_of(
     graph: fx.Graph, number: Callable[[Any], int], device: torch.device
 ) -> Optional[_Body]:
     """What a body allocates, None where that is not known."""
-    storages = Storages(graph, {*graph.nodes}, (), number, device)
+    try:
+        storages = Storages(graph, {*graph.nodes}, (), number, device)
+    except CannotPlan:
+        return None
     (output,) = graph.find_nodes(op="output")
     returned = {*storages.read_by(output.all_input_nodes)}
     last: dict[int, int] = {}
@@ -306,6 +309,8 @@ def _peak_of(
         return None
     (body,) = bodies
     given: Any = node.args[1 if name == "map_impl" else 2]
+    if not given:
+        return None
     values = [each.meta["val"] for each in given]
     length = number(values[0].shape[0])
     if name == "map_impl":
