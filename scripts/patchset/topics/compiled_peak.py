@@ -8,8 +8,8 @@ PATCH = Patch(
 Plans for peak memory are chosen by an estimate of what inductor's kernels hold. Fusion
 across layers can make it wrong by a factor of two, and nobody is told.
 
-CompiledFxGraph.memory has what a graph holds, read from its wrapper: every allocation
-and every del. Where forward and backward of a plan hold more than was asked for, the
+CompiledFxGraph.memory has what a graph holds on config.live_bytes_of, the device that
+is asked about, read from its wrapper: every allocation and every del. Where forward and backward of a plan hold more than was asked for, the
 estimates are corrected by it and the joint graph is compiled by another plan, before
 anything has run. After four compiles the lowest is kept, with a warning.
 """,
@@ -17,6 +17,11 @@ anything has run. After four compiles the lowest is kept, with a warning.
     sources=(module_path("compiled_peak"), "torch/_inductor/wrapper_memory.py"),
     needs=("peak-budget", "buffer-reuse"),
     edits=edits("""\
+@@ torch/_inductor/config.py
++# The device whose live bytes compiled graphs tell (CompiledFxGraph.memory), None: none.
++live_bytes_of: str | None = None
++
+ memory_planning = os.environ.get("TORCHINDUCTOR_MEMORY_PLANNING", "0") == "1"
 @@ torch/_inductor/output_code.py
  from .runtime.autotune_cache import AutotuneCacheBundler
 +from .wrapper_memory import wrapper_memory
@@ -34,7 +39,7 @@ anything has run. After four compiles the lowest is kept, with a warning.
     since=(2, 13),
     landed=((GRAPH_COMPILE, "@within_peak\n"),),
     risks="""\
-Reading a wrapper of 3,900 lines takes some 40 ms. A plan that is replaced costs one
-more compile of the graph; that is only where a peak is asked for.
+Only where a peak is asked for: reading a wrapper of 3,900 lines takes some 40 ms, and a
+plan that is replaced costs one more compile of the graph.
 """,
 )

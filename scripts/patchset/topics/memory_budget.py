@@ -26,6 +26,7 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
         module_path("budget_solver"),
         module_path("liveness"),
         module_path("rerun_cost"),
+        module_path("storages"),
     ),
     edits=edits("""\
 @@ torch/_functorch/config.py

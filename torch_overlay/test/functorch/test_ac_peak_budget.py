@@ -31,6 +31,9 @@ from torch._functorch._activation_checkpointing import (
 )
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._functorch.compilers import nop
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor.utils import fresh_cache
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import (
@@ -357,6 +360,53 @@ def overwritten_statistics(x, w, buffer):
 OVERWRITTEN = (overwritten_after, overwritten_statistics)
 
 
+def with_branch(x, w):
+    # What it computes on the way is four times as large, on either side.
+    wide = lambda x, w: x + torch.cat(4 * [x @ w]).sin().sum()  # noqa: E731
+    return torch.cond(x.sum() > 0, wide, lambda x, w: wide(x, w).cos(), (x, w))
+
+
+def with_scan(x, w):
+    def body(carried, row):
+        carried = (carried + row) @ w
+        return carried.clone(), (carried @ w).tanh() @ w
+
+    rows = x.sin().view(8, -1, x.shape[-1])
+    carried, rows = scan(body, rows[0] * 0, rows)
+    return rows.view(x.shape) + carried.sum()
+
+
+def with_map(x, w):
+    rows = x.sin().view(8, -1, x.shape[-1])
+    return map_rows(lambda row, w: (row @ w).sin() @ w, rows, w).view(x.shape)
+
+
+def with_loop(x, w):
+    step = lambda i, y: (i + 1, torch.cat(3 * [y @ w]).sin()[: len(y)])  # noqa: E731
+    with torch.no_grad():
+        _, y = while_loop(lambda i, y: i < 3, step, (torch.tensor(0), x.detach()))
+    return y * x + w.sum()
+
+
+def with_region(x, w):
+    return widely(widely(x, w), w)
+
+
+@torch.compiler.nested_compile_region
+def widely(x, w):
+    return x + torch.cat(4 * [x @ w]).sin().sum()
+
+
+# By how much more than is live each one may be said to hold.
+WITH_BODIES = {
+    with_branch: 0.005,
+    with_scan: 0.05,
+    with_map: 0.005,
+    with_loop: 0.005,
+    with_region: 0.15,
+}
+
+
 class PeakBudgetTest(TestCase):
     def setUp(self):
         super().setUp()
@@ -407,6 +457,55 @@ class PeakBudgetTest(TestCase):
         with configured(budget, **options):
             asked = joint.joint, joint.info, joint.num_fwd_outputs
             return planning.decide(*asked, budget, fused=fused)
+
+    @parametrize("layer", WITH_BODIES)
+    def test_bodies_count(self, layer):
+        given = layers(layer, count=1, side=32)
+        # Lengths of loops are sizes that a body reads.
+        with (
+            torch._dynamo.config.patch(capture_scalar_outputs=True),
+            configured(0.3),
+            self.assertNoLogs(LOGS, "WARNING"),
+        ):
+            compiled = self.compiled(given, fullgraph=True)
+            step(compiled, given)
+        measured, peak = step(compiled, given).peak, last_plan().peak
+        self.assertLessEqual(measured, peak.predicted + NUMBERS)
+        self.assertLessEqual(peak.predicted, (1 + WITH_BODIES[layer]) * measured)
+
+    def test_a_loop_of_unknown_length_is_not_planned(self):
+        def function(x, w):
+            step = lambda i, y: (i + 1, (y @ w).sin())  # noqa: E731
+            _, y = while_loop(lambda i, y: i < 3, step, (torch.tensor(0), x))
+            return y.sum()
+
+        given = case(function, square(32, 8), square(8, 8))
+        scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
+        for budget in (0, 0.5):
+            told = self.assertLogs(LOGS, "WARNING")
+            with configured(budget), scalars, told as logs:
+                step(self.compiled(given), given)
+            (said,) = logs.output
+            self.assertIn("cannot be planned: CannotPlan: it is not known", said)
+            self.assertIsNone(last_plan().peak)
+
+    def test_other_devices_do_not_count(self):
+        def function(x, w, other):
+            # As values that are offloaded.
+            return dense(x, w).square().mean(), other.sin().exp().sin()
+
+        x, w = square(32, 8), square(8, 8)
+        peaks = []
+        for device, rows in (("meta", 1), ("meta", 4096)):
+            other = torch.empty(rows, 8, device=device, requires_grad=True)
+            with configured(0.5):
+                torch._dynamo.reset()
+                loss, _ = torch.compile(function, backend=AOT)(x, w, other)
+                loss.backward()
+            plan = last_plan()
+            peaks.append((plan.peak, plan.activation_bytes))
+        self.assertEqual(*peaks)
+        self.assertGreater(peaks[0][1], 0)
 
     @parametrize("net", NETS)
     def test_nets(self, net):

@@ -21,7 +21,8 @@ from torch._functorch._activation_checkpointing import (
     step_graph,
 )
 from torch._functorch._activation_checkpointing.step_budget import StepBudget
-from torch._inductor import config as inductor_config, output_code
+from torch._higher_order_ops.while_loop import while_loop
+from torch._inductor import config as inductor_config, output_code, wrapper_memory
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
 
@@ -231,9 +232,9 @@ class CompiledPeakTest(TestCase):
 
         def note(*args):
             limits.append(getattr(inductor_config, compiled_peak._GUARD))
-            return wrapper_memory(*args)
+            return wrapper_memory.wrapper_memory(*args)
 
-        peaks_of, wrapper_memory = compiled_peak.peaks_of, output_code.wrapper_memory
+        peaks_of = compiled_peak.peaks_of
         plan, wanted, _ = planned(0.5)
         with (
             budgeted(0.5),
@@ -338,12 +339,97 @@ class CompiledPeakTest(TestCase):
         failing = patch.object(
             compiled_peak.CompiledPeaks, "backward", side_effect=ValueError("odd")
         )
-        with budgeted(0.5), failing:
+        told = self.assertLogs(compiled_peak.log, "WARNING")
+        with budgeted(0.5), failing, told as logs:
             others = gradients(torch.compile(layers), given())
         plan = saved_report.last_plan()
+        self.assertIn("a plan failed to compile: ValueError: odd", logs.output[0])
         self.assertFalse(plan.peak.compiled)
         self.assertEqual(saved(plan), saved(wanted))
         self.assertEqual(found, others)
+
+    def test_branches_loops_and_regions_are_told(self):
+        """Of a branch, the other side may hold more; here both hold the same."""
+
+        def double(x, weight):
+            return (x @ weight).sin() @ weight.t()
+
+        region = torch.compiler.nested_compile_region(double)
+
+        def branch(x, weight):
+            args = torch.cond(
+                x.sum() > 0, double, lambda *a: double(*a).cos(), (x, weight)
+            )
+            return (args.sin().sum(),)
+
+        def loop(x, weight):
+            step = lambda i, x: (i + 1, double(x, weight))  # noqa: E731
+            _, found = while_loop(lambda i, _: i < 3, step, (torch.tensor(0), x))
+            return (found.sum(),)
+
+        def nested(x, weight):
+            return (region(region(x, weight), weight).sum(),)
+
+        for function in (branch, loop, nested):
+            told, measured = self.told_and_measured(function)
+            self.assertEqual(told, measured, function.__name__)
+
+    def told_and_measured(self, function):
+        """The peak of a function that is compiled without a backward."""
+        found = []
+
+        def note(*args):
+            found.append(wrapper_memory.wrapper_memory(*args))
+            return found[-1]
+
+        x, weight, *_ = (each.detach() for each in given())
+        torch._dynamo.reset()
+        options = {"fx_graph_cache": False, "cpp.simdlen": 1, "live_bytes_of": "cpu"}
+        noted = patch.object(output_code, "wrapper_memory", note)
+        with inductor_config.patch(options), noted:
+            compiled = torch.compile(function, fullgraph=True)
+            compiled(x, weight)
+        (memory,) = found
+        return memory.peak(), live_at_most(lambda: compiled(x, weight))
+
+    def test_what_cannot_be_read_is_not_told(self):
+        """And fails no compile; where no peak is asked for, nothing is read."""
+        odd = patch.object(wrapper_memory, "_Walk", side_effect=KeyError("odd"))
+        x, *weights = given()
+        plain = {"fx_graph_cache": False, "cpp.simdlen": 1}
+        torch._dynamo.reset()
+        with odd as walk, inductor_config.patch(plain):
+            gradients(torch.compile(layers), [x, *weights])
+        self.assertFalse(walk.called)
+        with odd as walk, budgeted(0.5):
+            gradients(torch.compile(layers), [x, *weights])
+        self.assertTrue(walk.called)
+        self.assertFalse(saved_report.last_plan().peak.compiled)
+
+    def test_statements_that_no_wrapper_has_today(self):
+        """Chained assignments, unknown variables that are cleared, both sides of a branch."""
+        source = """
+def call(args):
+    x, = args
+    args.clear()
+    unknown.clear()
+    a = b = empty_strided_cpu((4,), (1,), torch.float32)
+    del a
+    if x.item():
+        c = empty_strided_cpu((8,), (1,), torch.float32)
+    else:
+        c = empty_strided_cpu((2,), (1,), torch.float32)
+        d = empty_strided_cuda((99,), (1,), torch.float32)
+    del b
+    return (c,)
+"""
+        graph = SimpleNamespace(graph_inputs=["x"], name_to_buffer={})
+        with inductor_config.patch(live_bytes_of="cpu"):
+            memory = wrapper_memory.wrapper_memory(graph, source)
+            self.assertEqual(memory.live, (16, 48, 24, 24))
+            self.assertEqual(memory.results, ((3, 8),))
+            stacked = source.replace("del b", "b.append(c)")
+            self.assertIsNone(wrapper_memory.wrapper_memory(graph, stacked))
 
 
 if __name__ == "__main__":

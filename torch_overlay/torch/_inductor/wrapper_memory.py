@@ -8,25 +8,31 @@ every buffer, and drops it after its last use::
     buf2 = torch.ops.aten.sort.default(buf1)  # two more
     del buf0, buf1
 
-So what is live at any moment follows from that code, without running it.  Not seen is
-what a kernel or an operator allocates for itself.
+So what is live at any moment follows from that code, without running it.  Of a branch
+both sides are followed, and a loop goes round twice.  Not seen is what a kernel or an
+operator allocates for itself.
 """
 
 from __future__ import annotations
 
 import ast
+import logging
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._prims_common import compute_required_storage_length
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch._inductor.graph import GraphLowering
 
+
+log = logging.getLogger(__name__)
+# The kinds of errors that were logged, each once.
+_unread: set[str] = set()
 
 __all__ = ["WrapperMemory", "wrapper_memory"]
 
@@ -67,15 +73,23 @@ class WrapperMemory(NamedTuple):
 
 
 def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]:
-    """What the wrapper of a graph has live; None where its ``source`` does not tell.
+    """What the wrapper of a graph has live on the device ``config.live_bytes_of``.
 
-    That is where it branches, loops, or calls an operator whose results have no known size.
-    O(source).
+    None where none is asked for, or where its ``source`` does not tell, as where it calls
+    an operator whose results have no known size.  O(source).
     """
+    device = config.live_bytes_of  # type: ignore[attr-defined]
+    if device is None:
+        return None
     try:
-        walk = _Walk(graph, source)
+        walk = _Walk(graph, source, torch.device(device))
         results = walk.follow()
-    except (_Unknown, SyntaxError):
+    except Exception as error:
+        # No compile is to fail for it.
+        kind = type(error).__name__
+        if kind not in _unread:
+            _unread.add(kind)
+            log.debug("what a wrapper has live is not told", exc_info=error)
         return None
     return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results)
 
@@ -104,10 +118,17 @@ class _Walk:
 
     Its variables refer to a `_Storage`, to a list of values, to None, which is all that
     has no memory, or to what an operator returned: a dict of values by their indices.
+    Storages on another device have no bytes.
     """
 
-    def __init__(self, graph: GraphLowering, source: str) -> None:
-        self.graph = graph
+    def __init__(self, graph: GraphLowering, source: str, device: torch.device) -> None:
+        self.device = device
+        # With the graphs that they belong to.
+        self.buffers = {
+            name: (buffer, owner)
+            for owner in _with_subgraphs(graph)
+            for name, buffer in owner.name_to_buffer.items()
+        }
         self.functions = {
             node.name: node
             for node in ast.walk(ast.parse(source))
@@ -117,7 +138,7 @@ class _Walk:
         self.dropped = [0] * len(graph.graph_inputs)
         self._now = 0
         self._parts: dict[str, dict[tuple[Any, ...], str]] = {}
-        for name, buffer in graph.name_to_buffer.items():
+        for name, (buffer, _) in self.buffers.items():
             if isinstance(buffer, ir.MultiOutput):
                 indices = tuple(index for _, index in buffer.indices)
                 whole: Any = buffer.inputs[0]
@@ -153,8 +174,12 @@ class _Walk:
     def _block(self, body: Sequence[ast.stmt], names: dict[str, Any]) -> Any:
         for statement in body:
             if isinstance(statement, ast.Assign):
-                (target,) = statement.targets
-                _assign(target, self._value(statement.value, names, target), names)
+                first = statement.targets[0]
+                value = self._value(statement.value, names, first)
+                for target in statement.targets:
+                    _assign(target, value, names)
+                # Only the variables are to keep it alive.
+                del value
             elif isinstance(statement, ast.Delete):
                 for target in statement.targets:
                     names.pop(ast.unparse(target), None)
@@ -163,13 +188,29 @@ class _Walk:
             elif isinstance(statement, ast.Return):
                 return self._value(statement.value, names)
             elif isinstance(statement, ast.Expr):
-                called = getattr(statement.value, "func", None)
-                if isinstance(called, ast.Attribute) and called.attr == "clear":
-                    names[ast.unparse(called.value)].clear()
+                self._method(statement.value, names)
+            elif isinstance(statement, ast.If):
+                # Arguments that only one side drops stay, as they do after the other.
+                self._block(statement.body, _copy_of(names))
+                self._block(statement.orelse, names)
+            elif isinstance(statement, ast.While):
+                # The second time, what is carried is the loop's own.
+                self._block(statement.body * 2, names)
             elif any(isinstance(part, ast.Assign) for part in ast.walk(statement)):
-                # A branch or a loop.
                 raise _Unknown(ast.unparse(statement))
         return None
+
+    def _method(self, value: ast.expr, names: dict[str, Any]) -> None:
+        """Follow a call whose result nobody wants."""
+        called = getattr(value, "func", None)
+        if not isinstance(called, ast.Attribute):
+            return
+        if called.attr in ("append", "extend"):
+            # As a loop does that stacks what each round returns.
+            raise _Unknown(ast.unparse(value))
+        held = names.get(ast.unparse(called.value))
+        if called.attr == "clear" and isinstance(held, list):
+            held.clear()
 
     def _value(
         self, value: Any, names: dict[str, Any], target: Optional[ast.expr] = None
@@ -181,6 +222,8 @@ class _Walk:
             return [self._value(each, names) for each in value.elts]
         if isinstance(value, ast.Subscript):
             return self._part(value, names)
+        if isinstance(value, ast.BinOp) and isinstance(value.left, ast.List):
+            return [None] * ast.literal_eval(value.right)
         if not isinstance(value, ast.Call):
             return None
         called: Any = value.func
@@ -202,6 +245,8 @@ class _Walk:
             indices.insert(0, ast.literal_eval(whole.slice))
             whole = whole.value
         found = self._value(whole, names)
+        if isinstance(found, list):
+            return found[indices[0]]
         return found.get((*indices,)) if isinstance(found, dict) else None
 
     def _result(
@@ -216,24 +261,46 @@ class _Walk:
                 indices: self._buffer(part, names)
                 for indices, part in self._parts[name].items()
             }
-        if name in self.graph.name_to_buffer:
+        if name in self.buffers:
             return self._buffer(name, names)
-        if ast.unparse(call.func).startswith("empty_strided"):
-            return self._made(_literal_bytes(call))
+        called = ast.unparse(call.func)
+        if called.startswith("empty_strided"):
+            kind = called.removeprefix("empty_strided_").partition("_")[0]
+            return self._made(_literal_bytes(call) * (kind == self.device.type))
         if name.rpartition("_")[2].startswith("buf"):
             raise _Unknown(ast.unparse(call))
         return None
 
     def _buffer(self, name: str, names: dict[str, Any]) -> Any:
-        buffer = self.graph.name_to_buffer[name]
+        buffer, graph = self.buffers[name]
         aliases = buffer.get_inputs_that_alias_output()
         if aliases:
             return names.get(aliases[0])
         if isinstance(buffer.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
             return None
-        size = self.graph.get_allocation_storage_size(buffer)
-        length = self.graph.sizevars.optimization_hint(size, fallback=0)
+        there = buffer.get_device_or_error()
+        is_other = self.device.index not in (None, there.index)
+        if there.type != self.device.type or is_other:
+            return self._made(0)
+        size = graph.get_allocation_storage_size(buffer)
+        length = graph.sizevars.optimization_hint(size, fallback=0)
         return self._made(int(length) * buffer.get_dtype().itemsize)
+
+
+def _with_subgraphs(graph: GraphLowering) -> Iterator[GraphLowering]:
+    """A graph and those that its branches, loops and nested regions run."""
+    yield graph
+    for buffer in graph.name_to_buffer.values():
+        for part in vars(buffer).values():
+            if isinstance(part, ir.Subgraph) and part.graph is not None:
+                yield from _with_subgraphs(part.graph)
+
+
+def _copy_of(names: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: [*value] if isinstance(value, list) else value
+        for name, value in names.items()
+    }
 
 
 def _assign(target: ast.expr, value: Any, names: dict[str, Any]) -> None:
@@ -243,6 +310,10 @@ def _assign(target: ast.expr, value: Any, names: dict[str, Any]) -> None:
             _assign(each, part, names)
     elif isinstance(target, ast.Name):
         names[target.id] = value
+    elif isinstance(target, ast.Subscript):
+        held = names.get(ast.unparse(target.value))
+        if isinstance(held, list):
+            held[ast.literal_eval(target.slice)] = value
 
 
 def _literal_bytes(call: ast.Call) -> int:

@@ -1,7 +1,7 @@
 """Compile a joint graph again where its kernels hold more than was asked for.
 
 The planner of the activation memory budget estimates what inductor's kernels hold.  What
-they do hold is in the wrappers that inductor generates, which every compile reads
+they do hold is in the wrappers that inductor generates, which are read for it
 (:mod:`torch._inductor.wrapper_memory`).  Where that is above the peak asked for, the
 joint graph is split and compiled anew, before anything has run: by the same plan without
 the fusions that raise a graph's peak, where inductor has a guard against those, and then
@@ -103,6 +103,8 @@ class CompiledPeaks:
         self._compilers = compilers
         self.guarded = False
         self.num_fwd_outputs = 0
+        # The device whose bytes count.
+        self.device = torch.device("cpu")
         # What a step's calls miss, and so nobody holds.
         self.missing: Optional[Missing] = None
         self.told: Optional[Told] = None
@@ -128,7 +130,7 @@ class CompiledPeaks:
             if _is_tangent(node) and get_node_storage(node) not in self._storages
         ]
         held = [node for at, node in enumerate(tangents) if at not in absent]
-        tangent_bytes = activation_bytes((), held)
+        tangent_bytes = activation_bytes((), held, self.device)
         compiled = self._compile(1, module, inputs)
         memory = getattr(compiled, "memory", None)
         if self._memory is not None and memory is not None:
@@ -144,7 +146,9 @@ class CompiledPeaks:
     def _compile(
         self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Any:
-        options: Any = {_GUARD: 0.0} if self.guarded else {}
+        options: Any = {"live_bytes_of": str(self.device)}
+        if self.guarded:
+            options[_GUARD] = 0.0
         with inductor_config.patch(options):
             return self._compilers[phase](module, inputs)
 
@@ -209,7 +213,14 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             except Exception as error:
                 # Where it is only the backward, it may never be needed.
-                log.debug("%s failed to compile", get_aot_graph_name(), exc_info=error)
+                log.debug("no search for a plan", exc_info=error)
+                log.warning(
+                    "%s gets its plan by estimates, and may hold more than the activation "
+                    "memory budget allows, as a plan failed to compile: %s: %s",
+                    get_aot_graph_name(),
+                    type(error).__name__,
+                    error,
+                )
                 return compile_graph(*arguments)
 
     return compile_within
@@ -280,6 +291,7 @@ class _Search:
         if self.curve is None:
             self.curve = self.asked.curve(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
+        self.peaks.device = graph.counted
         self.trying = self._next(self.curve)
         self.peaks.guarded = self.trying.guarded
         decision = self.asked.decision(graph, self.curve, self.trying.plan)

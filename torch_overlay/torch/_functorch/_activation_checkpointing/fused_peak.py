@@ -14,8 +14,9 @@ several operators, and what is used inside of one alone is never stored.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something waits for that, unless it would hold more meanwhile than it is itself.
 
-It ignores the order that inductor's scheduler chooses and scratch memory.  Plans are
-ranked by it; what one holds is known when it is compiled (:mod:`.compiled_peak`).
+It ignores the order that inductor's scheduler chooses and scratch memory, and takes the
+bodies of higher-order operators as if they ran operator by operator.  Plans are ranked
+by it; what one holds is known when it is compiled (:mod:`.compiled_peak`).
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
 
     from torch._functorch.partitioners import OpTypes
 
-__all__ = ["by_kernels"]
+__all__ = ["by_kernels", "has_kernel"]
 
 aten = torch.ops.aten
 
 # The names of ATen's scatters have one of these.
 _SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
+# Higher-order operators that become a kernel, bodies and all.
+_BECOME_KERNELS = ("associative_scan", "flex_attention", "flex_attention_backward")
 _RESHAPES = (aten.view, aten._unsafe_view, aten.reshape)
 # What inductor computes again for each reader, by default, reads at most so many
 # buffers and has at most so many operators and reads.
@@ -57,6 +60,12 @@ def by_kernels(program: Program) -> Program:
     """The same program where inductor makes kernels of the operators."""
     timeline = functools.partial(_KernelTimeline, Kernels(program))
     return replace(program, timeline=timeline)
+
+
+def has_kernel(node: fx.Node) -> bool:
+    """Whether a higher-order operator becomes a kernel, which stores nothing inside."""
+    target: Any = node.target
+    return target.name() in _BECOME_KERNELS
 
 
 class _Kernel(NamedTuple):
@@ -280,7 +289,10 @@ class _KernelTimeline(Timeline):
             begin = self._write_over(dying, each, plans)
         for r, last in dying.items():
             self.change(last, -self.nbytes[r])
+        scratch = each.scratch or 0
+        self.change(plans, -scratch)
         self.moment(step)
+        self.change(plans, scratch)
         for change in begin:
             self.change(*change)
         for s in writes:

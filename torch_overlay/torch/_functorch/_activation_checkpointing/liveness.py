@@ -10,7 +10,7 @@ into a :class:`Program`, which takes a plan through both phases:
 It counts what an interpreter of the two graphs has live while it runs an operator, or
 what another :class:`Timeline` says.  A storage counts once, whole, however many views it
 has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
-allocates for itself.
+allocates for itself, nor what is on another device than the plan is for.
 
 The backward runs its own operators in their order, and each repeated one right before
 the first that needs it.  What was traced in it without need of a tangent stays there.
@@ -19,21 +19,20 @@ the first that needs it.  What was traced in it without need of a tangent stays 
 from __future__ import annotations
 
 import functools
-import operator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-from torch._prims_common import compute_required_storage_length
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .random_ops import is_replayed, must_run_once
-from .rerun_cost import concrete, is_view
+from .rerun_cost import concrete
+from .storages import CannotPlan, device_of, Operator, Storages
 
 
 if TYPE_CHECKING:
@@ -58,10 +57,6 @@ __all__ = [
 
 # Most plans in a tensor: the value bits of a signed 64-bit integer.
 _TOGETHER = 63
-
-
-class CannotPlan(Exception):
-    """The model does not understand a joint graph, or a plan for it cannot be run."""
 
 
 class Evaluation(NamedTuple):
@@ -95,21 +90,6 @@ class Evaluation(NamedTuple):
     def saved(self) -> set[int]:
         """The storages that are really kept."""
         return {s for s, plans in enumerate(self.kept) if plans & self.bit}
-
-
-class Operator(NamedTuple):
-    """A node that runs, and the storages that it reads and allocates.
-
-    Args:
-        nbytes: of what it allocates.
-        is_required: whether the forward runs it in any plan.
-    """
-
-    node: fx.Node
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    nbytes: int
-    is_required: bool
 
 
 class Step(NamedTuple):
@@ -167,8 +147,11 @@ class Timeline:
             again = plans & self.saved[s]
             self.change(again, -self.nbytes[s])
             self.touch((s,), plans & ~again)
+        # What its bodies have live meanwhile.
+        scratch = each.scratch or 0
+        self.change(plans, -scratch)
         self.moment(step)
-        self.change(plans, each.nbytes)
+        self.change(plans, each.nbytes + scratch)
 
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
         """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
@@ -243,6 +226,17 @@ class Program:
     def nodes(self) -> list[fx.Node]:
         """Those of the operators."""
         return [each.node for each in self.operators]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether these are kernels of inductor's."""
+        return self.timeline is not Timeline
+
+    @functools.cached_property
+    def with_bodies(self) -> list[Operator]:
+        """The higher-order operators that have more live than their results, or may."""
+        calls = (*self.forward, *(step.operator for step in self.steps))
+        return [each for each in calls if each.scratch != 0]
 
     @property
     def returned(self) -> tuple[int, ...]:
@@ -459,10 +453,12 @@ def read(
     node_info: NodeInfo,
     num_fwd_outputs: int,
     number: Callable[[Any], int] = concrete,
+    device: Optional[torch.device] = None,
 ) -> Program:
     """The program of a joint graph, whose first outputs, so many, are the forward's.
 
-    ``number`` tells what a symbolic size is; by default, its hint.
+    ``number`` tells what a symbolic size is; by default, its hint.  Only bytes of the
+    ``device`` count, by default those of the graph's own (:func:`.storages.device_of`).
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
     (output,) = graph.find_nodes(op="output")
@@ -470,7 +466,8 @@ def read(
     required, closure = set(node_info.required_fw_nodes), node_info.tangents_closure
     backward = {node for node in graph.nodes if node in closure} - required
     tangents = {node for node in backward if node.op == "placeholder"}
-    storages = _Storages(graph, required, tangents, number)
+    device = device_of(graph) if device is None else device
+    storages = Storages(graph, required, tangents, number, device)
     nbytes = storages.nbytes
     gradients = _nodes(results[num_fwd_outputs:])
     forward = [each for each in storages.calls if each.node not in backward]
@@ -525,113 +522,6 @@ def _written_back(output: fx.Node) -> set[int]:
     }
 
 
-class _Storages:
-    """The storages of a graph's values, numbered in the order of their allocation.
-
-    nbytes[s]: a storage's size, 0 for what is given.
-    values[node]: the storages of a node's value.
-    read_via[node]: those that whoever reads the node reads.
-    calls: the graph's, with what they read and allocate.
-    tangent_bytes, copied: what the caller holds of tangents, and their copies' storages.
-
-    No storage need be live for a size that a ``required`` node is.  O(nodes + edges).
-    Raises CannotPlan for values that have no storage to count.
-    """
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        required: Container[fx.Node],
-        tangents: Container[fx.Node],
-        number: Callable[[Any], int],
-    ) -> None:
-        self.number = number
-        self.nbytes: list[int] = []
-        self.tangent_bytes = 0
-        self.copied: set[int] = set()
-        self.values: dict[fx.Node, tuple[int, ...]] = {}
-        self.read_via: dict[fx.Node, tuple[int, ...]] = {}
-        self.calls: list[Operator] = []
-        # What tells a storage apart.
-        self._keys: list[int] = []
-        values: dict[fx.Node, Any] = {}
-        for node in graph.nodes:
-            reads = tuple(dict.fromkeys(self.read_by(node.all_input_nodes)))
-            value = node.meta.get("val")
-            is_part = node.target is operator.getitem
-            if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
-                # Its own meta may be that of a twin, which was merged with this one.
-                value = values[node.args[0]][node.args[1]]
-            values[node] = value
-            is_size = isinstance(value, py_sym_types)
-            first = len(self.nbytes)
-            found: tuple[int, ...] = ()
-            # What a size is read from has to be live for that.
-            if not is_size or (reads and node not in required):
-                found = self._number(node, value, reads)
-            self.values[node] = found
-            self.read_via[node] = found or (() if is_size else reads)
-            writes = tuple(range(first, len(self.nbytes)))
-            if node.op == "call_function":
-                reads = found if is_part else reads
-                size = sum(self.nbytes[first:])
-                self.calls.append(Operator(node, reads, writes, size, node in required))
-            else:
-                self.nbytes[first:] = [0] * len(writes)
-            if node in tangents and isinstance(value, torch.Tensor):
-                self._receive(value, writes)
-
-    def read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
-        """The storages that whoever reads these nodes reads."""
-        return tuple(s for node in nodes for s in self.read_via[node])
-
-    def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
-        """Count what the caller holds of a tangent, and the copy that is made of it.
-
-        Autograd makes gradients without gaps.  Where the output has some, as a slice
-        has, so has the tangent that the graph was traced with, and AOTAutograd copies
-        what it is given into such a one.
-        """
-        shape, strides = tangent.shape, tangent.stride()
-        length = self.number(compute_required_storage_length(shape, strides, 0))
-        elements = self.number(tangent.numel())
-        self.tangent_bytes += elements * tangent.itemsize
-        if length > elements:
-            self.copied.update(storages)
-            for s in storages:
-                self.nbytes[s] = length * tangent.itemsize
-
-    def _number(
-        self, node: fx.Node, value: Any, reads: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """The storages of a value, new ones unless they are read or another input's."""
-        first = len(self.nbytes)
-        found: dict[int, None] = {}
-        for part in tree_leaves(value):
-            if isinstance(part, torch.Tensor):
-                try:
-                    storage = part.untyped_storage()
-                except (NotImplementedError, RuntimeError) as error:
-                    raise CannotPlan(f"{node.name} has no storage to count") from error
-                key, size = storage._cdata, storage.nbytes()
-            elif isinstance(part, py_sym_types):
-                key, size = id(part), 0
-            else:
-                continue
-            # One result may be a view of another.
-            known = (*reads, *range(first if reads else 0, len(self.nbytes)))
-            s = next((s for s in known if self._keys[s] == key), -1)
-            if s < 0 and reads and is_view(node):
-                # Common subexpressions were merged: what is viewed is its twin.
-                s = reads[0]
-            if s < 0:
-                s = len(self.nbytes)
-                self.nbytes.append(self.number(size))
-                self._keys.append(key)
-            found[s] = None
-        return tuple(found)
-
-
 def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
     """Where the forward allocates each storage and reads it last, in any plan; or -1."""
     first, last = [-1] * count, [-1] * count
@@ -665,7 +555,7 @@ def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[Step]:
 
 
 def _choose_what_to_save(
-    storages: _Storages, backward: set[fx.Node], producer: list[int]
+    storages: Storages, backward: set[fx.Node], producer: list[int]
 ) -> tuple[list[Optional[fx.Node]], set[int]]:
     """The node to save for each storage, and the storages that checkpoints keep."""
     saved_as: list[Optional[fx.Node]] = [None] * len(producer)

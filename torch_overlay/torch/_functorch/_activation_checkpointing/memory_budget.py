@@ -38,11 +38,13 @@ from .decision import Decision, Knapsack, Range
 from .liveness import CannotPlan, Program, read
 from .random_ops import must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, rerun_cost
+from .storages import device_of, is_on
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
     from .liveness import Evaluation
@@ -74,7 +76,8 @@ class Planner:
     """A joint graph that is to be split, and what all plans for it have in common.
 
     ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
-    make kernels of the graph's operators; ``number`` what symbolic sizes are to be.
+    make kernels of the graph's operators; ``number`` what symbolic sizes are to be.  Only
+    bytes of the ``device`` count, by default the graph's own.
     """
 
     joint: fx.Graph
@@ -83,12 +86,19 @@ class Planner:
     budget: float
     fused: bool = False
     number: Callable[[Any], int] = concrete
+    device: Optional[torch.device] = None
     _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def model(self) -> Program:
         """What each plan keeps and repeats."""
-        return read(self.joint, self.info, self.num_fwd_outputs, self.number)
+        asked = self.info, self.num_fwd_outputs, self.number, self.counted
+        return read(self.joint, *asked)
+
+    @functools.cached_property
+    def counted(self) -> torch.device:
+        """The device whose bytes count."""
+        return device_of(self.joint) if self.device is None else self.device
 
     @functools.cached_property
     def limits(self) -> Range:
@@ -145,8 +155,14 @@ class Planner:
         """The plan that the partitioner would make without the modules here."""
         from torch._functorch.partitioners import choose_saved_values_set
 
-        saved = choose_saved_values_set(self.joint, self.info, self.budget)
-        return self.saving(saved, self.budget, "upstream")
+        budget = self.budget
+        try:
+            saved = choose_saved_values_set(self.joint, self.info, budget)
+        except Exception as error:
+            # It cannot tell what it costs to repeat a higher-order operator.
+            log.debug("upstream has no plan for budget %g", budget, exc_info=error)
+            saved, budget = self.fastest(), 1.0
+        return self.saving(saved, budget, "upstream")
 
     def saving(self, saved: list[fx.Node], budget: float, decided_by: str) -> Decision:
         return Decision(saved, budget, decided_by, self.kept_bytes(saved))
@@ -154,7 +170,7 @@ class Planner:
     def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
         # The copies of those that are overwritten are there for the backward alone.
         given = (node for node in self.info.inputs if node.op == "placeholder")
-        return activation_bytes(given, saved)
+        return activation_bytes(given, saved, self.counted)
 
 
 @dataclass(frozen=True)
@@ -329,8 +345,13 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     )
 
 
-def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int:
-    """Bytes that are live because of ``saved``: storages, whole, without the inputs'."""
+def activation_bytes(
+    inputs: Iterable[fx.Node], saved: Iterable[fx.Node], device: torch.device
+) -> int:
+    """A device's bytes that are live because of ``saved``.
+
+    Storages count, whole, without those of the ``inputs``.
+    """
     from torch._inductor.fx_utils import get_node_storage
 
     there = {get_node_storage(node) for node in inputs} | {None}
@@ -338,5 +359,5 @@ def activation_bytes(inputs: Iterable[fx.Node], saved: Iterable[fx.Node]) -> int
     return sum(
         concrete(value.untyped_storage().nbytes())
         for storage, value in kept.items()
-        if storage not in there
+        if storage not in there and is_on(device, value)
     )

@@ -42,7 +42,8 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 from torch._functorch import config
 
 from .decision import Decision, Peak
-from .fused_peak import by_kernels
+from .fused_peak import by_kernels, has_kernel
+from .liveness import CannotPlan
 from .random_ops import must_run_once
 from .rerun_cost import is_costly, rerun_cost, roofline
 
@@ -196,8 +197,14 @@ class PeakBytes:
 
 
 def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
-    """What a graph holds: inductor's kernels, or its ``operators`` one by one."""
+    """What a graph holds: inductor's kernels, or its ``operators`` one by one.
+
+    Raises CannotPlan where it runs bodies, and nobody knows what they hold.
+    """
     operators = graph.model if operators is None else operators
+    for each in operators.with_bodies:
+        if each.scratch is None and not (graph.fused and has_kernel(each.node)):
+            raise CannotPlan(f"it is not known what is live within {each.node.name}")
     return by_kernels(operators) if graph.fused else operators
 
 

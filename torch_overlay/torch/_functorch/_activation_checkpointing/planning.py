@@ -81,16 +81,17 @@ def by_config(graph: Planner) -> Decision:
         raise
     except Exception as error:
         log.debug("no plan for %s", request, exc_info=error)
+        decision = graph.upstream()
         log.warning(
             "%s gets upstream's plan, which bounds upstream's own estimate of saved bytes "
             "at budget %g; %s cannot be planned: %s: %s",
             get_aot_graph_name(),
-            graph.budget,
+            decision.budget,
             request,
             type(error).__name__,
             error,
         )
-        return graph.upstream()
+        return decision
 
 
 def requested(budget: float) -> Request:

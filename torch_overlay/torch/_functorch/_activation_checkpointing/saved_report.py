@@ -29,6 +29,7 @@ from torch.fx.graph import _parse_stack_trace
 from .decision import Decision
 from .memory_budget import activation_bytes
 from .rerun_cost import is_view, RUNTIME_UNITS
+from .storages import device_of
 
 
 if TYPE_CHECKING:
@@ -273,7 +274,8 @@ def attach_plan(
     ]
     estimator = str(config.activation_memory_budget_runtime_estimator)
     decided: dict[str, Any] = {**vars(decision), "saved_values": [], "items": ()}
-    decided["activation_bytes"] = activation_bytes(placeholders, saved)
+    device = device_of(forward.graph)
+    decided["activation_bytes"] = activation_bytes(placeholders, saved, device)
     plan = Plan(
         **decided,
         graph=get_aot_graph_name(),

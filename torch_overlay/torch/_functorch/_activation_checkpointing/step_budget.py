@@ -513,8 +513,9 @@ class StepBudget:
         measured = ""
         if self.measured_peak is not None:
             measured = f" ({format_bytes(self.measured_peak)} measured)"
-        how = "told by its compiles" if plan.is_told else "exact, operator by operator"
-        figures = "; ".join(filter(None, (f"figures are {how}", plan.more_work)))
+        figures = "; ".join(
+            filter(None, (f"figures are {plan.source}", plan.more_work))
+        )
         lines = [
             "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; {})".format(
                 sizes[0], measured, *sizes[1:], what

@@ -313,6 +313,10 @@ class CompiledGraph:
         self.scales: dict[tuple[int, ...], float] = {}
         # Of the size that was traced, by that of the graph's first call.
         self._scale = 1.0
+        # Storages of fakes are on meta, whatever device those stand for.
+        step: Any = running_step()
+        device = step.budget.device
+        self.device = None if device.type == "meta" else device
 
     def first(self) -> Any:
         """Compile by the plan of its first call; returns what AOTAutograd wants."""
@@ -708,7 +712,9 @@ class _Variant(NamedTuple):
     compiled: CompiledPeaks
 
     def decide(self, graph: Planner) -> Decision:
+        graph = replace(graph, device=self.graph.device)
         self.compiled.num_fwd_outputs = graph.num_fwd_outputs
+        self.compiled.device = graph.counted
         return self.graph.decide(graph, self.plan)
 
 

@@ -35,6 +35,7 @@ from .budget_solver import lightest
 from .knapsack_exact import solve_knapsack_budgets
 from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
 from .rerun_cost import flops
+from .storages import is_on
 
 
 if TYPE_CHECKING:
@@ -325,7 +326,11 @@ def _without(missing: Missing, model: Program, joint: Planner) -> Program:
     tangents = [node for node in _given(joint) if node in model.tangents]
     absent = [tangents[index] for index in missing.tangents]
     values = (node.meta["val"] for node in absent)
-    fewer = sum(joint.number(value.numel()) * value.itemsize for value in values)
+    fewer = sum(
+        joint.number(value.numel()) * value.itemsize
+        for value in values
+        if is_on(joint.counted, value)
+    )
     nbytes = [*model.nbytes]
     for s in model.storages(absent):
         nbytes[s] = 0
@@ -348,11 +353,13 @@ def _given(joint: Planner) -> list[fx.Node]:
 
 
 def _inputs(joint: Planner, model: Program) -> dict[int, tuple[int, int]]:
-    return {
-        index: (s, joint.number(node.meta["val"].untyped_storage().nbytes()))
-        for index, node in enumerate(_given(joint))
-        for s in model.storages([node])
-    }
+    found: dict[int, tuple[int, int]] = {}
+    for index, node in enumerate(_given(joint)):
+        value = node.meta["val"]
+        nbytes = joint.number(value.untyped_storage().nbytes())
+        for s in model.storages([node]):
+            found[index] = s, nbytes if is_on(joint.counted, value) else 0
+    return found
 
 
 def _returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from .step_graph import Graph
-    from .step_plan import Held, StepCurve, StepPlan
+    from .step_plan import GraphPlans, Held, StepCurve, StepPlan
     from .step_timeline import Bytes
 
 
@@ -80,7 +80,7 @@ class StepSummary:
     that repeat nothing expensive, as those of budget 1 do.  They are beyond the ``given``
     bytes that are there when a step starts, ``parameters`` and ``optimizer_states`` among
     them, but for a budget of ``device_bytes``, which means all.  ``work`` is what graphs compute without a budget, 0 where it is unknown,
-    and ``is_told`` whether compiles have told what their kernels hold.  ``moments`` are
+    and ``source`` what the figures are.  ``moments`` are
     in the order in which they were first seen, ``at_floor`` is the peak of the floor.
     """
 
@@ -94,7 +94,7 @@ class StepSummary:
     cost: float
     graphs: tuple[GraphUse, ...]
     work: float
-    is_told: bool
+    source: str
     moments: tuple[Moment, ...] = field(repr=False)
     at_floor: Moment
 
@@ -178,10 +178,23 @@ def summary_of(
         plan.cost,
         tuple(_uses(calls, graphs, curve, plan)),
         work,
-        any(each.told for each in plans),
+        _source_of(plans),
         tuple(describe(plan)),
         max(describe(curve.plans[0]), key=lambda moment: moment.total),
     )
+
+
+def _source_of(plans: Sequence[GraphPlans]) -> str:
+    """What figures for these graphs are: no more than is known of each one."""
+    if all(each.told for each in plans):
+        return "told by its compiles"
+    if any(each.told for each in plans):
+        return "told by its compiles where these can tell, else estimates"
+    if any(each.model.is_fused for each in plans):
+        return "estimates for inductor's kernels"
+    if any(each.model.with_bodies for each in plans):
+        return "operator by operator, at most those of bodies of higher-order operators"
+    return "exact, operator by operator"
 
 
 def _uses(
