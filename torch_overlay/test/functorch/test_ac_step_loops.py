@@ -5,6 +5,7 @@ Every peak is what torch's allocators tell the profiler while the step runs.
 """
 
 import contextlib
+import unittest
 from types import SimpleNamespace
 
 from test_ac_peak_budget import allocated_at_most
@@ -17,6 +18,7 @@ from torch._functorch._activation_checkpointing.step_budget import (
     StepBudget,
     StepBudgetError,
 )
+from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -241,6 +243,22 @@ class StepLoopsTest(TestCase):
             self.run_steps(budget, lambda at: loss_of(model(batch())).backward(), 3)
         self.assertEqual(len(logs.output), 1)
         self.assertIn("have no plan of this budget", logs.output[0])
+
+    @unittest.skipIf(not HAS_CPU, "needs inductor's CPU backend")
+    def test_kernels_without_gradients_count(self):
+        teacher = torch.compile(lambda x: (x @ x.t()).softmax(-1) @ x)
+        model, budget = Net(2), StepBudget(share=0.5)
+
+        def step(at):
+            x = batch(768)
+            with torch.no_grad():
+                target = teacher(x)
+            F.mse_loss(model(x), target[:, :8]).backward()
+            model.zero_grad()
+
+        with fresh_cache(), self.assertNoLogs("torch._functorch", "WARNING"):
+            peaks = self.run_steps(budget, step)
+        self.check(budget, peaks[-1], room=0.01)
 
     def test_selective_checkpoints_around_compiled_blocks(self):
         def policy(_, operator, *args, **kwargs):

@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
+from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import (
@@ -142,6 +143,9 @@ class Step:
         # The plans of a step are not those that a cache has for its graphs.
         self._context.enter_context(config.patch(enable_autograd_cache=False))
         if self.recorder is not None:
+            # What runs without a plan, as a teacher without gradients, is to be counted.
+            told: Any = {"live_bytes_of": str(self.budget.device)}
+            self._context.enter_context(inductor_config.patch(told))
             self.recorder.caller = self.caller
             self._context.enter_context(self.recorder)
 

@@ -424,7 +424,7 @@ class _Patches:
                 self.resize = torch.UntypedStorage.resize_
                 self.run = CompiledFxGraph.__call__
                 torch.UntypedStorage.resize_ = _resize_and_follow  # type: ignore[assignment]
-                CompiledFxGraph.__call__ = _run_and_follow  # type: ignore[method-assign]
+                CompiledFxGraph.__call__ = _run_and_follow  # type: ignore[assignment,method-assign]
             self._count += 1
 
     def undo(self) -> None:

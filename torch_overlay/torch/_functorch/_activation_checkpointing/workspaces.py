@@ -43,7 +43,7 @@ def workspace_of_convolutions(nodes: Iterable[fx.Node]) -> int:
             before is None or flops(node) > flops(before)
         ):
             largest[node.target] = node
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return 0
     return max(map(_workspace, largest.values()), default=0)
 
@@ -64,11 +64,12 @@ def _workspace(node: fx.Node) -> int:
             results = node.target(*args, **kwargs)  # type: ignore[operator]
     events = [
         event
-        for event in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        for event in profile.profiler.kineto_results.events()
         if event.name() == "[memory]"
     ]
     events.sort(key=lambda event: event.start_ns())
-    live = itertools.accumulate((event.nbytes() for event in events), initial=0)
+    sizes: Iterable[int] = (event.nbytes() for event in events)
+    live = itertools.accumulate(sizes, initial=0)
     made = sum(
         each.untyped_storage().nbytes()
         for each in tree_leaves(results)
