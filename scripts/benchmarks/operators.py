@@ -20,18 +20,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 SEED = 0
 FP8 = torch.float8_e4m3fn
-# Whichever of these an operator takes are tried, the first one in several ways.
-DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool),
-    *(torch.float64, torch.float16, torch.uint8, FP8),
+# An operator's first one is tried in several ways.
+FIRST = (
+    *(torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64),
+    *(torch.float16, torch.bfloat16, torch.uint8),
 )
-# How many of them.
-MOST_DTYPES = 5
+OTHERS = (torch.bfloat16, torch.complex64, torch.int64, torch.bool)
 # Among how many samples one is chosen.
 AMONG = 24
-# The cases of the first dtype, beside the plain one.
-AGAIN, VIEWS, IN_PLACE = "again", "views", "in place"
-THROUGH_FP8 = "through fp8"
+# The cases of the first dtype.
+PLAIN, VIEWS, IN_PLACE = "plain", "views", "in place"
 # The widest input that is a product with a matrix.
 WIDEST = 64
 # What whole numbers choose from.
@@ -105,6 +103,8 @@ class Case:
     given: list[Tensor]
     weights: list[Tensor]
     dtypes: list[torch.dtype]
+    # Whether what it returns has elements that are no number.
+    is_odd: bool = False
 
     def __call__(self, given: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
         *products, scale, levels = weights
@@ -118,7 +118,7 @@ class Case:
                 leaf = torch.tensor(leaf)
             if isinstance(leaf, Tensor):
                 value = viewed(leaf) if self.name == VIEWS else leaf
-                found.append(trained(value, scale, levels))
+                found.append(trained(value, scale, levels, self.is_odd))
         return found
 
 
@@ -172,7 +172,8 @@ def prepared(value: Tensor, weight: Tensor, dtype: torch.dtype, case: str) -> Te
     product = value @ weight if weight.dim() else value * weight
     if dtype != product.dtype:
         return (product if is_fp8(dtype) else product.round()).to(dtype)
-    if case == THROUGH_FP8:
+    if dtype == torch.bfloat16:
+        # What is kept of it may have half the size.
         return product.to(FP8).to(dtype)
     if case == VIEWS and product.dim() > 0 and product.layout == torch.strided:
         product = product.unsqueeze(0).transpose(0, -1).transpose(0, -1).squeeze(0)
@@ -189,7 +190,7 @@ def viewed(value: Tensor) -> Tensor:
     return value.unsqueeze(0)
 
 
-def trained(value: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+def trained(value: Tensor, scale: Tensor, levels: Tensor, is_odd: bool) -> Tensor:
     """A number that depends on a value and on something trained."""
     if value.layout != torch.strided:
         value = value.to_dense()
@@ -202,7 +203,8 @@ def trained(value: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
         value = torch.view_as_real(value.to(torch.complex64).resolve_conj())
     elif dtype.itemsize < 4:
         value = value.to(torch.float32)
-    return (value * scale).nan_to_num(0, 1, -1).sin().sum()
+    product = value * scale
+    return (product.nan_to_num(0, 1, -1) if is_odd else product).sin().sum()
 
 
 # What makes a case, by its name.
@@ -211,19 +213,16 @@ Makers = Iterator[tuple[str, Callable[[], Case]]]
 
 def cases(name: str, info: Any) -> Makers:
     """The ways to call an operator; some may not work."""
-    known = [dtype for dtype in DTYPES if dtype in info.dtypes]
-    known = known[:MOST_DTYPES] or sorted(info.dtypes, key=str)[:1]
-    for at, dtype in enumerate(known):
-        kind = str(dtype).removeprefix("torch.")
+    known = [dtype for dtype in FIRST if dtype in info.dtypes]
+    first = (known or sorted(info.dtypes, key=str))[0]
+    kinds = {PLAIN: first, VIEWS: first}
+    if info.inplace_variant is not None:
+        kinds[IN_PLACE] = first
+    for dtype in OTHERS:
+        if dtype in info.dtypes and dtype != first:
+            kinds[str(dtype).removeprefix("torch.")] = dtype
+    for kind, dtype in kinds.items():
         yield kind, functools.partial(case_of, info, name, dtype, kind)
-        if at == 0:
-            yield AGAIN, functools.partial(case_of, info, name, dtype, AGAIN)
-            yield VIEWS, functools.partial(case_of, info, name, dtype, VIEWS)
-            if dtype.is_floating_point and not is_fp8(dtype):
-                fp8 = functools.partial(case_of, info, name, dtype, THROUGH_FP8)
-                yield THROUGH_FP8, fp8
-            if info.inplace_variant is not None:
-                yield IN_PLACE, functools.partial(case_of, info, name, dtype, IN_PLACE)
     for layout, is_supported in (
         (torch.sparse_coo, info.supports_sparse),
         (torch.sparse_csr, info.supports_sparse_csr),
@@ -277,10 +276,6 @@ class Program:
             numbers += case(given, weights)
         every = torch.stack(numbers)
         return every.sum(), every.detach()
-
-    def compiled(self, backend: str) -> Callable[[Any], tuple[Tensor, Tensor]]:
-        torch._dynamo.reset()
-        return torch.compile(self.__call__, backend=backend, dynamic=False)
 
     def step(self, function: Optional[Callable[[Any], Any]] = None) -> Step:
         """The loss, what each case adds to it, and the gradients."""

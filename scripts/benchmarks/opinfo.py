@@ -12,13 +12,15 @@ operator, to rounding under inductor. What does not work without a budget is lef
 listed with the reason. The exit status is 1 if a budget changes a result or raises.
 """
 
+import functools
+import gc
 import json
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 from unittest import mock
@@ -26,12 +28,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import config as inductor_config
 
 from benchmarks import fresh, operators, pages
 from benchmarks.operators import Case, number, Program, Step
 from benchmarks.pages import good, Mark, Row
 from benchmarks.plans import warnings_noted
+from benchmarks.tracing import overlay
 from benchmarks.ways import budgeted, OPERATORS
 
 
@@ -50,6 +54,9 @@ NO_BUDGET = Plan("saved", 1.0)
 # Processes that share out the operators, by their names.
 PARTS = 16
 BACKENDS = {"operators": OPERATORS, "inductor": "inductor"}
+# How AOTAutograd compiles a joint graph, and a copy of what it takes.
+COMPILE = graph_compile.aot_stage2_autograd
+FRESH = overlay("compiled_peak").fresh_copy
 PLANS = {
     "operators": [
         Plan(target, b)
@@ -60,7 +67,7 @@ PLANS = {
 }
 CHECKED = 8
 # Kernels take long to compile.
-COMPILED = ("float32", "int64", "bool")
+COMPILED = (operators.PLAIN, "int64", "bool")
 # What kernels may differ by, relative to 1 and to the largest element.
 TOLERANCE = 1e-4
 # The program of all cases of an operator that work.
@@ -141,6 +148,8 @@ def measure(task: fresh.Task) -> Row:
     sweep = Sweep(task["kind"], Path(task["_note"]))
     sweep.stopped = [Stopped(*each) for each in task["_stopped"]]
     known = operators.database()
+    # What is there stays, and need not be looked at by each collection.
+    gc.freeze()
     # Plain loops compile fastest.
     with inductor_config.patch({"cpp.simdlen": 1, "compile_threads": 1}):
         for name in task["_ops"]:
@@ -148,35 +157,67 @@ def measure(task: fresh.Task) -> Row:
     return sweep.row()
 
 
-class Trained(NamedTuple):
-    """What a step computed, by which plans, and what was warned of."""
+class Compiled:
+    """A program that is traced once, and whose graphs are compiled by several plans.
 
-    step: Step
-    plans: list[tuple[str, ...]]
-    warned: list[str]
+    ``saved`` has by plan what the forwards save, ``warned`` what was warned of.
+    """
+
+    def __init__(self, program: Program, kind: str, is_whole: bool) -> None:
+        self.program = program
+        self.plans = [NO_BUDGET, *PLANS[kind]]
+        self.plan = NO_BUDGET
+        self.saved: dict[Plan, list[list[str]]] = {plan: [] for plan in self.plans}
+        self.warned: dict[Plan, list[str]] = {plan: [] for plan in self.plans}
+        torch._dynamo.reset()
+        self.call = torch.compile(
+            program.__call__, backend=BACKENDS[kind], dynamic=False, fullgraph=is_whole
+        )
+
+    def step(self, plan: Plan) -> Step:
+        self.plan = plan
+        with (
+            mock.patch.object(graph_compile, "aot_stage2_autograd", self._compile),
+            budgeted(plan.budget, plan.target),
+        ):
+            return self.program.step(self.call)
+
+    def _compile(self, state: Any, capture: Any, *compilers: Any) -> Any:
+        by_plan, metadata = {}, state.fw_metadata
+        for plan in self.plans:
+            try:
+                run, metadata = self._compile_by(plan, state, capture, *compilers)
+                by_plan[plan] = run
+            except Exception as error:
+                if plan == NO_BUDGET:
+                    raise
+                by_plan[plan] = functools.partial(raise_again, error)
+
+        def run_chosen(args: list[Any]) -> Any:
+            return by_plan[self.plan](args)
+
+        return run_chosen, metadata
+
+    def _compile_by(self, plan: Plan, state: Any, capture: Any, *compilers: Any) -> Any:
+        decide: Any = vars(partitioners)["decide"]
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            decision = decide(*args, **kwargs)
+            self.saved[plan].append([node.name for node in decision.saved_values])
+            return decision
+
+        with (
+            warnings_noted() as warned,
+            mock.patch.object(partitioners, "decide", note),
+            budgeted(plan.budget, plan.target),
+        ):
+            found = COMPILE(*FRESH(state, capture), *compilers)
+        self.warned[plan] += warned
+        return found
 
 
-def trained(program: Program, backend: str, plan: Plan) -> Trained:
-    plans = []
-    decide: Any = vars(partitioners)["decide"]
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        decision = decide(*args, **kwargs)
-        plans.append(tuple(node.name for node in decision.saved_values))
-        return decision
-
-    with (
-        warnings_noted() as warned,
-        mock.patch.object(partitioners, "decide", note),
-        budgeted(plan.budget, plan.target),
-    ):
-        function = program.compiled(backend)
-        step = program.step(function)
-        if plan == NO_BUDGET and any(map(other_bits, step, program.step(function))):
-            raise RuntimeError("two equal steps differ")
-    if not plans:
-        raise RuntimeError("no graph is split in a forward and a backward")
-    return Trained(step, plans, warned)
+def raise_again(error: Exception, args: list[Any]) -> None:
+    raise error
 
 
 @dataclass
@@ -225,11 +266,11 @@ class Sweep:
             try:
                 self.enter(name, label, "eager mode")
                 case = make()
-                Program([case]).step()
+                loss, *_ = Program([case]).step()
             except Exception as error:
                 self.skip(name, label, error)
             else:
-                yield case
+                yield replace(case, is_odd=not loss.isfinite())
 
     def equal(self, name: str, cases: Sequence[Case]) -> bool:
         """Whether several cases compute the same under all budgets.
@@ -241,37 +282,41 @@ class Sweep:
             label = cases[0].name
         try:
             self.enter(name, label, str(NO_BUDGET))
-            without = trained(program, BACKENDS[self.kind], NO_BUDGET)
+            compiled = Compiled(program, self.kind, is_whole=len(cases) > 1)
+            wanted = compiled.step(NO_BUDGET)
+            if any(map(other_bits, wanted, compiled.step(NO_BUDGET))):
+                raise RuntimeError("two equal steps differ")
+            if not compiled.saved[NO_BUDGET]:
+                raise RuntimeError("no graph is split in a forward and a backward")
         except Exception as error:
             if len(cases) == 1:
                 self.skip(name, label, error)
             return False
-        checks = (
-            self.holds(name, label, program, p, without) for p in PLANS[self.kind]
-        )
-        if not all([*checks]) and len(cases) > 1:
+        plans = PLANS[self.kind]
+        checks = [self.holds(name, label, compiled, plan, wanted) for plan in plans]
+        if not all(checks) and len(cases) > 1:
             return False
         self.counts["cases compared"] += len(cases)
         return True
 
     def holds(
-        self, name: str, label: str, program: Program, plan: Plan, without: Trained
+        self, name: str, label: str, compiled: Compiled, plan: Plan, wanted: Step
     ) -> bool:
-        """Whether a plan computes what was computed without a budget."""
+        """Whether a plan computes what is wanted."""
         place = f"{name} ({label}), {plan}"
         try:
             self.enter(name, label, str(plan))
-            found = trained(program, BACKENDS[self.kind], plan)
+            found = compiled.step(plan)
         except Exception as error:
             self.raises.append(f"{place}: {shortened(error)}")
             return False
         self.compared[str(plan)] += 1
-        self.replanned[str(plan)] += found.plans != without.plans
-        for text in found.warned:
+        self.replanned[str(plan)] += compiled.saved[plan] != compiled.saved[NO_BUDGET]
+        for text in compiled.warned[plan]:
             if "cannot be planned" in text:
                 why = text.partition("cannot be planned: ")[2]
                 self.unplanned.append(f"{place}: {why[:MOST_LETTERS]}")
-        wrong = DIFFERENCE[self.kind](found.step, without.step)
+        wrong = DIFFERENCE[self.kind](found, wanted)
         if wrong:
             self.differs.append(f"{place}: {wrong}")
         return not wrong
