@@ -10,11 +10,14 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Optional
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._library.effects import EffectType
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -59,7 +62,7 @@ def counted(x: Tensor) -> Tensor:
 
 counted.register_fake(torch.empty_like)
 counted.register_autograd(lambda ctx, gradient: gradient)
-counted.register_effect(torch.library.EffectType.ORDERED)
+counted.register_effect(EffectType.ORDERED)
 
 
 def database() -> dict[str, Any]:
@@ -67,6 +70,7 @@ def database() -> dict[str, Any]:
     from torch.testing._internal import hop_db
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.custom_op_db import custom_op_db
+    from torch.testing._internal.common_dtype import _dispatch_dtypes
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
     def samples(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -75,7 +79,7 @@ def database() -> dict[str, Any]:
     effect = OpInfo(
         "counted",
         op=lambda x: counted(counted(x).sin()),
-        dtypes={torch.float32},
+        dtypes=_dispatch_dtypes((torch.float32,)),
         sample_inputs_func=samples,
     )
     found: dict[str, Any] = {}
@@ -86,6 +90,27 @@ def database() -> dict[str, Any]:
             name += "'"
         found[name] = info
     return found
+
+
+@contextmanager
+def unseeded() -> Iterator[None]:
+    """The databases' random operators draw from the generator as it is.
+
+    They are wrapped in what seeds it, which no graph holds.
+    """
+    from torch.testing._internal import common_methods_invocations, hop_db
+    from torch.testing._internal.opinfo import definitions
+
+    def direct(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    parts = vars(definitions).values()
+    with ExitStack() as stack:
+        for module in (common_methods_invocations, hop_db, *parts):
+            if hasattr(module, "wrapper_set_seed"):
+                patch = mock.patch.object(module, "wrapper_set_seed", direct)
+                stack.enter_context(patch)
+        yield
 
 
 # -------------------------------------------------------------------- cases

@@ -18,7 +18,7 @@ import json
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,9 +54,8 @@ NO_BUDGET = Plan("saved", 1.0)
 # Processes that share out the operators, by their names.
 PARTS = 16
 BACKENDS = {"operators": OPERATORS, "inductor": "inductor"}
-# How AOTAutograd compiles a joint graph, and a copy of what it takes.
+# How AOTAutograd compiles a joint graph.
 COMPILE = graph_compile.aot_stage2_autograd
-FRESH = overlay("compiled_peak").fresh_copy
 PLANS = {
     "operators": [
         Plan(target, b)
@@ -66,8 +65,11 @@ PLANS = {
     "inductor": [Plan("peak", 0.0)],
 }
 CHECKED = 8
-# Kernels take long to compile.
-COMPILED = (operators.PLAIN, "int64", "bool")
+# The cases to try, all if there are none: kernels take long to compile.
+ONLY: dict[str, tuple[str, ...]] = {
+    "operators": (),
+    "inductor": (operators.PLAIN, "int64", "bool"),
+}
 # What kernels may differ by, relative to 1 and to the largest element.
 TOLERANCE = 1e-4
 # The program of all cases of an operator that work.
@@ -136,7 +138,8 @@ def until_done(
             ]
             if not errors or not errors[0].startswith(KILLED):
                 return
-            stopped.append(Stopped(*json.loads(note.read_text()), errors[0]))
+            operator, case, plan = json.loads(note.read_text())
+            stopped.append(Stopped(operator, case, plan, errors[0]))
 
 
 # -------------------------------------------------------------- in a process
@@ -145,7 +148,8 @@ def until_done(
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sweep = Sweep(task["kind"], Path(task["_note"]))
+    kind = task["kind"]
+    sweep = Sweep(kind, PLANS[kind], ONLY[kind], Path(task["_note"]))
     sweep.stopped = [Stopped(*each) for each in task["_stopped"]]
     known = operators.database()
     # What is there stays, and need not be looked at by each collection.
@@ -163,9 +167,11 @@ class Compiled:
     ``saved`` has by plan what the forwards save, ``warned`` what was warned of.
     """
 
-    def __init__(self, program: Program, kind: str, is_whole: bool) -> None:
+    def __init__(
+        self, program: Program, kind: str, plans: Sequence[Plan], is_whole: bool
+    ) -> None:
         self.program = program
-        self.plans = [NO_BUDGET, *PLANS[kind]]
+        self.plans = [NO_BUDGET, *plans]
         self.plan = NO_BUDGET
         self.saved: dict[Plan, list[list[str]]] = {plan: [] for plan in self.plans}
         self.warned: dict[Plan, list[str]] = {plan: [] for plan in self.plans}
@@ -211,7 +217,8 @@ class Compiled:
             mock.patch.object(partitioners, "decide", note),
             budgeted(plan.budget, plan.target),
         ):
-            found = COMPILE(*FRESH(state, capture), *compilers)
+            fresh_copy = overlay("compiled_peak").fresh_copy
+            found = COMPILE(*fresh_copy(state, capture), *compilers)
         self.warned[plan] += warned
         return found
 
@@ -225,6 +232,9 @@ class Sweep:
     """Operators trained without a budget and under budgets, and what came of it."""
 
     kind: str
+    plans: Sequence[Plan]
+    # The cases to try; none for all.
+    only: Sequence[str] = ()
     note: Optional[Path] = None
     stopped: list[Stopped] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -250,7 +260,8 @@ class Sweep:
         print(name, flush=True)
         self.counts["operators"] += 1
         before = self.counts["cases compared"]
-        with filled() if "empty" in name or "resize" in name else nullcontext():
+        is_unwritten = "empty" in name or "resize" in name
+        with operators.unseeded(), filled() if is_unwritten else nullcontext():
             found = [*self.working(name, info)]
             if len(found) < 2 or not self.equal(name, found):
                 for case in found:
@@ -260,7 +271,7 @@ class Sweep:
     def working(self, name: str, info: Any) -> Iterator[Case]:
         """The cases that eager mode can train."""
         for label, make in operators.cases(name, info):
-            if self.kind == "inductor" and label not in COMPILED:
+            if self.only and label not in self.only:
                 continue
             self.counts["cases"] += 1
             try:
@@ -282,7 +293,7 @@ class Sweep:
             label = cases[0].name
         try:
             self.enter(name, label, str(NO_BUDGET))
-            compiled = Compiled(program, self.kind, is_whole=len(cases) > 1)
+            compiled = Compiled(program, self.kind, self.plans, len(cases) > 1)
             wanted = compiled.step(NO_BUDGET)
             if any(map(other_bits, wanted, compiled.step(NO_BUDGET))):
                 raise RuntimeError("two equal steps differ")
@@ -292,8 +303,9 @@ class Sweep:
             if len(cases) == 1:
                 self.skip(name, label, error)
             return False
-        plans = PLANS[self.kind]
-        checks = [self.holds(name, label, compiled, plan, wanted) for plan in plans]
+        checks = [
+            self.holds(name, label, compiled, plan, wanted) for plan in self.plans
+        ]
         if not all(checks) and len(cases) > 1:
             return False
         self.counts["cases compared"] += len(cases)
@@ -419,12 +431,19 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
                 yield Mark(f"{kind}: {what}", measured, "0", not wrong)
 
 
+def total(counts: Iterable[dict[str, int]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for each in counts:
+        found.update(each)
+    return found
+
+
 def page(data: dict[str, Any]) -> str:
     lines = []
     for kind in BACKENDS:
         found = good(data["measured"], kind=kind)
         counts, compared, replanned = (
-            sum((Counter(row[name]) for row in found), Counter())
+            total(row[name] for row in found)
             for name in ("counts", "compared", "replanned")
         )
         done = ("operators", "cases")
