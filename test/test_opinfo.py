@@ -70,11 +70,10 @@ def test_what_ends_its_process_is_left_out():
     task = next(tasks)
     found = Sweep("operators", LEAST, stopped=task["_stopped"])
     found.compare("cos", operators.database()["cos"])
-    assert found.raises == [
-        "cos (together), saved 0: RuntimeError: ended with status -11:"
-    ]
+    (wrong,) = found.raises
+    assert wrong == "cos (together), saved 0: RuntimeError: ended with status -11:"
     # What was together is compared one by one.
-    assert found.compared == {"saved 0": found.compared["saved 0"], "peak 0": 8}
+    assert found.compared["saved 0"] == found.counts["cases compared"] > 1
     rows[0] = {"kind": "operators", "part": 0}
     assert not [*tasks]
 
