@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|planning|fits|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|planning|fits|opinfo|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | loops | schedule | planning | fits) ;;
+  solvers | kept | frozen | loops | schedule | planning | fits | opinfo) ;;
   fuzz-loops)
     # SEED and COUNT may be given without their options' names.
     words=()
@@ -46,6 +46,8 @@ $usage
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   planning     the time that the partitioner takes, beside upstream's (minutes)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
+  opinfo       that no operator of torch's OpInfo databases computes anything else under a
+               budget, operator by operator and by inductor (hours)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (minutes)
 

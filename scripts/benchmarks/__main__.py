@@ -2,7 +2,7 @@
 
 A benchmark is a module. Its docstring is its --help, and it has
 
-    NETS              the nets
+    NETS              the nets, if it has any
     tasks(asked, rows)    the tasks, see `fresh.measured`, for what was asked: ``nets``,
                       ``check`` for those that CI runs, and what OPTIONS has by name for
                       add_argument. ``rows`` are those found so far
@@ -52,13 +52,14 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
         return Path(text)
 
     add("--check", action="store_true", help="a few of them, as CI does")
-    add(
-        *("--net", "--model"),
-        dest="nets",
-        type=net,
-        nargs="+",
-        help="these alone, or your own as module:function; others stay in FILE",
-    )
+    if benchmark.NETS:
+        add(
+            *("--net", "--model"),
+            dest="nets",
+            type=net,
+            nargs="+",
+            help="these alone, or your own as module:function; others stay in FILE",
+        )
     add("--kind", nargs="+", help="these kinds alone, likewise")
     for option, described in getattr(benchmark, "OPTIONS", {}).items():
         add(f"--{option}", **described)
@@ -70,7 +71,9 @@ def found_by(benchmark: Any, arguments: argparse.Namespace) -> list[Row]:
     """The rows of all tasks; of some, among those stored, whose place they take."""
     rows: list[Row] = []
     path = arguments.json
-    if (arguments.nets or arguments.kind) and path is not None and path.exists():
+    names = ("nets", "kind", "part")
+    is_some = any(getattr(arguments, name, None) for name in names)
+    if is_some and path is not None and path.exists():
         rows += json.loads(path.read_text())["measured"]
     for task in benchmark.tasks(arguments, rows):
         kinds = {str(task.get(kind)) for kind in KINDS}

@@ -79,7 +79,8 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
     # The entries by which a benchmark's tasks differ.
-    words = (v for v in task.values() if isinstance(v, (str, int, float)))
+    told = (v for name, v in task.items() if not name.startswith("_"))
+    words = (v for v in told if isinstance(v, (str, int, float)))
     print(*words, "...", file=sys.stderr, flush=True)
     row = {**task, **measure_in_child(module, task, seconds)}
     if "error" in row:
