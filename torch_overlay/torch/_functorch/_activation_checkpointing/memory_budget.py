@@ -191,7 +191,10 @@ class Planner:
         if not nodes:
             return self.least()
         memory = [_size_of(node) / room for node in nodes]
-        runtimes = [*map(estimate_runtime, nodes)]
+        estimator = config.activation_memory_budget_runtime_estimator
+        # Upstream does not know that one.
+        runtime = rerun_cost if estimator == "roofline" else estimate_runtime
+        runtimes = [*map(runtime, nodes)]
         with no_dispatch():
             _, _, again = KNAPSACK_SOLVERS["dp"](memory, runtimes, budget)
         return self.cut(_ALL_CHEAP, [nodes[i] for i in again])[0]
