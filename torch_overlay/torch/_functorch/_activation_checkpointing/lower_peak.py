@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["with_lower_peak"]
 
-# A peak above that of budget 1 is told from this share on.
+# Peaks that differ by at most this share are about the same.
 _TOLD = 0.01
 
 
@@ -54,6 +54,9 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     if plan.budget and (plan.knapsack is not None or chosen.peak > min(peaks)):
         search(plans, fastest, graph.cheapest_cut()[0], graph.items)
         for better in _better(plans, chosen, min(peaks)):
+            if chosen.peak <= min(peaks) and better.peak > chosen.peak * (1 - _TOLD):
+                # Not worth another plan than the solver's.
+                break
             storages = plans.evaluations[better.storages].saved
             saved = model.saved_values(storages)
             if better.storages == others[1]:
