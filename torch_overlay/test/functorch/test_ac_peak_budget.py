@@ -9,6 +9,7 @@ against finite differences.
 import functools
 import gc
 import itertools
+import logging
 import math
 import re
 from contextlib import contextmanager
@@ -407,6 +408,52 @@ WITH_BODIES = {
 }
 
 
+class Rounded(torch.autograd.Function):
+    """A product of rounded values, which the backward rounds again from the originals."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return rounded(x) @ rounded(w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return rounded(grad) @ rounded(w).t(), rounded(x).t() @ rounded(grad)
+
+
+def rounded(x):
+    scale = x.abs().amax(-1, keepdim=True)
+    return (x / scale).half().double() * scale
+
+
+def skipping(depth=6):
+    """Layers of which one reads the input again, beside the result of the one before."""
+
+    def function(x, *weights):
+        h = x.exp().sin()
+        first = h
+        for at, w in enumerate(weights):
+            h = torch.cat((first, h), 1) if at == depth // 2 else h
+            h = (h @ w).relu()
+        return h.square().mean()
+
+    sides = [(16 if at == depth // 2 else 8, 8) for at in range(depth)]
+    return case(function, square(64, 8), *(square(*shape) for shape in sides))
+
+
+def filled(make):
+    """Products with a matrix that is made of no input."""
+
+    def function(x, *weights):
+        mixed = make(len(x)) * 0.5
+        for w in weights:
+            x = (mixed @ (x @ w).sin()).tanh()
+        return x.square().mean()
+
+    return case(function, square(32, 16), *(square(16, 16) for _ in range(4)))
+
+
 class PeakBudgetTest(TestCase):
     def setUp(self):
         super().setUp()
@@ -560,6 +607,77 @@ class PeakBudgetTest(TestCase):
             found.saved_values, memory_budget.decide(joint, 1).saved_values
         )
 
+    def test_saved_needs_no_more_than_upstream_nor_than_without_a_budget(self):
+        """If any plan within the budget does; and then it recomputes no more for that."""
+        told = []
+        for given in (
+            layers(lambda x, w: F.silu(Rounded.apply(x, w)) + x, 4),
+            transformer(),
+        ):
+            joint = self.joint(given)
+            self.assertEqual(
+                self.plan(joint, 1, "saved").activation_bytes, joint.limits.high
+            )
+            for budget in (0, 0.1, 0.3, 0.5, 0.7, 0.9):
+                with self.assertLogs(LOGS, "WARNING") as said:
+                    logging.getLogger(LOGS).warning("one at least")
+                    plan = self.plan(joint, budget, target="saved")
+                choices = (
+                    plan.saved_values,
+                    joint.fastest(),
+                    joint.upstreams_choice(budget),
+                )
+                evaluations = joint.model.evaluate_all(
+                    [*map(joint.model.storages, choices)]
+                )
+                own, fastest, upstreams = (each.peak for each in evaluations)
+                self.assertLessEqual(
+                    plan.activation_bytes, joint.limits.allowed(budget)
+                )
+                self.assertEqual(own > 1.01 * fastest, len(said.output) > 1)
+                if own > 1.01 * fastest:
+                    told.append(budget)
+                    self.assertIn(f"needs {own} bytes", said.output[1])
+                    self.assertIn(f"the {fastest} without", said.output[1])
+                else:
+                    self.assertLessEqual(own, min(fastest, upstreams))
+        self.assertEqual({*told}, {0})
+
+    def test_the_floor_is_near_the_lowest_of_all_small_plans(self):
+        """Beside all that save at most four values, which need not cross one place."""
+        joint = self.joint(skipping())
+        model = joint.model
+        values = [
+            s
+            for s, node in enumerate(model.saved_as)
+            if node is not None and model.first_use[s] >= 0 and model.nbytes[s] > 64
+        ]
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(values, count) for count in range(5)
+        )
+        lowest = min(each.peak for each in model.evaluate_all([*subsets]))
+        self.assertLessEqual(self.plan(joint, 0).peak.floor, 1.1 * lowest)
+
+    def test_constants_are_filled_again(self):
+        def saved(make, **options):
+            joint = self.joint(filled(make))
+            return [
+                str(node.target)
+                for budget in (0.2, 0.5, 0.8)
+                for node in self.plan(joint, budget, **options).saved_values
+                if node.meta["val"].shape == (32, 32)
+            ]
+
+        def full(n):
+            return torch.full((n, n), 0.1, dtype=torch.double)
+
+        def random(n):
+            return torch.rand(n, n, dtype=torch.double)
+
+        for target in ("peak", "saved"):
+            self.assertEqual(saved(full, target=target), [])
+            self.assertEqual(len(saved(random, target=target)), 3)
+
     def test_wrong_settings(self):
         joint = self.joint(layers(dense, 1))
         short = {
@@ -638,6 +756,7 @@ class PeakBudgetTest(TestCase):
             return {v.op: v.why for v in last_plan().saved if v.why != "input"}
 
         self.assertEqual(kept(CheckpointPolicy.MUST_SAVE), {"aten.mm.default": "user"})
+        self.assertIn("fixed:      2 values, ", last_plan().format())
         self.assertNotIn("aten.mm.default", kept(CheckpointPolicy.MUST_RECOMPUTE))
 
     @parametrize("function", OVERWRITTEN)

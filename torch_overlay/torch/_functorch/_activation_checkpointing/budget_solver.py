@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .memory_budget import Planner
 
-__all__ = ["KNEE", "Item", "WrongAnswer", "ask_solver", "lightest"]
+__all__ = ["KNEE", "NOISE", "Item", "WrongAnswer", "ask_solver", "lightest"]
 
 # Upstream's search for a lower budget that is the better trade.  Here all of the budget
 # is used: it is another name of "exact".
@@ -34,7 +34,7 @@ KNEE = "dynamic_memory_budget_dp"
 _TAKE_BYTES = ("exact", "greedy", "ilp")
 
 # Plans whose recomputed runtimes differ by less are as fast, by any estimator.
-_NOISE = 1e-3
+NOISE = 1e-3
 
 
 class WrongAnswer(ValueError):
@@ -105,7 +105,7 @@ def lightest(
     To save few bytes is to recompute many: a knapsack of runtimes, worth their bytes.
     """
     recomputed = {*range(len(memory))} - {*saved}
-    capacity = math.fsum(runtimes[i] for i in recomputed) * (1 + _NOISE)
+    capacity = math.fsum(runtimes[i] for i in recomputed) * (1 + NOISE)
     with no_dispatch():
         _, again, rest = exact_knapsack([*runtimes], [*memory], capacity)
     lighter = sum(memory[i] for i in again)

@@ -30,14 +30,16 @@ from typing import Any, Optional, TYPE_CHECKING
 
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
 from .budget_curve import plot_budgets
 from .budget_solver import ask_solver, Item, KNEE, lightest
 from .decision import Decision, Knapsack, Range
+from .knapsack import KNAPSACK_SOLVERS
 from .liveness import CannotPlan, Program, read
 from .random_ops import must_run_once, NEVER, recomputable_nodes
-from .rerun_cost import concrete, rerun_cost
+from .rerun_cost import concrete, is_costly, rerun_cost
 from .storages import device_of, is_on
 
 
@@ -93,7 +95,7 @@ class Planner:
     def model(self) -> Program:
         """What each plan keeps and repeats."""
         asked = self.info, self.num_fwd_outputs, self.number, self.counted
-        return read(self.joint, *asked)
+        return _filling_again(read(self.joint, *asked))
 
     @functools.cached_property
     def counted(self) -> torch.device:
@@ -103,6 +105,27 @@ class Planner:
     @functools.cached_property
     def limits(self) -> Range:
         return Range(self.kept_bytes(self.least()), self.kept_bytes(self.fastest()))
+
+    @functools.cached_property
+    def banned(self) -> list[fx.Node]:
+        """What no cut recomputes, but the backward may: an item each, for a solver.
+
+        These reach the backward, share no memory with an input, and may run again.
+        """
+        from torch._functorch.partitioners import is_non_builtin_to_include
+        from torch._inductor.fx_utils import get_node_storage
+
+        # A size has none, as the pair of results of an operator has none.
+        inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
+        return [
+            node
+            for node in self.cheapest_cut()[1]
+            if node.dist_from_bw < NEVER  # type: ignore[attr-defined]
+            and (
+                get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
+            )
+            and not must_run_once(node)
+        ]
 
     @functools.cached_property
     def items(self) -> list[Item]:
@@ -151,6 +174,39 @@ class Planner:
         fewest = self.model.saved_values(self.model.evaluate(()).saved)
         return min(cut, fewest, key=self.kept_bytes)
 
+    def upstreams_choice(self, budget: float) -> list[fx.Node]:
+        """What upstream's algorithm saves, whose budgets mean sums of the nodes' sizes.
+
+        Makes one min cut of its own.
+        """
+        from torch._functorch.partitioners import _size_of, estimate_runtime
+
+        if budget == 0:
+            return self.least()
+
+        def size(nodes: Iterable[fx.Node]) -> int:
+            return sum(map(_size_of, nodes))
+
+        least = size(self.info.inputs)
+        room = size(self.fastest()) - least
+        if budget == 1 or room <= 0:
+            return self.fastest()
+        for bans in (_CHEAP, _ALL_CHEAP):
+            cut, _ = self.cut(bans)
+            if size(cut) - least < budget * room:
+                return cut
+        nodes = sorted(self.banned, key=_size_of, reverse=True)
+        if not nodes:
+            return self.least()
+        memory = [_size_of(node) / room for node in nodes]
+        estimator = config.activation_memory_budget_runtime_estimator
+        # Upstream does not know that one.
+        runtime = rerun_cost if estimator == "roofline" else estimate_runtime
+        runtimes = [*map(runtime, nodes)]
+        with no_dispatch():
+            _, _, again = KNAPSACK_SOLVERS["dp"](memory, runtimes, budget)
+        return self.cut(_ALL_CHEAP, [nodes[i] for i in again])[0]
+
     def upstream(self) -> Decision:
         """The plan that the partitioner would make without the modules here."""
         from torch._functorch.partitioners import choose_saved_values_set
@@ -196,6 +252,8 @@ def decide(graph: Planner, budget: float) -> Decision:
     plan = _within(graph, budget, solver)
     if plan.knapsack is not None and config.visualize_memory_budget_pareto:
         plot_budgets(plan, lambda budget: _within(graph, budget, solver))
+    if isinstance(solver, str) and budget < 1:
+        plan = _with_lower_peak(graph, plan)
     if plan.limits is not None:
         allowed = plan.limits.allowed(budget)
         if plan.activation_bytes > allowed:
@@ -209,6 +267,23 @@ def decide(graph: Planner, budget: float) -> Decision:
                 budget,
             )
     return plan
+
+
+def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
+    # A patch of its own brings the option, and the module.
+    if not hasattr(config, "activation_memory_budget_target"):
+        return plan
+    from .lower_peak import with_lower_peak
+
+    allowed = plan.activation_bytes
+    if plan.limits is not None:
+        allowed = plan.limits.allowed(plan.budget)
+    try:
+        return with_lower_peak(graph, plan, allowed)
+    except CannotPlan:
+        # What needs no model is planned without one.
+        log.debug("peaks of %s are not known", get_aot_graph_name(), exc_info=True)
+        return plan
 
 
 def _within(graph: Planner, budget: float, solver: Any) -> Decision:
@@ -230,32 +305,38 @@ def _within(graph: Planner, budget: float, solver: Any) -> Decision:
     return replace(graph.saving(graph.least(), budget, "min cut"), limits=limits)
 
 
-def candidates(graph: Planner) -> list[Item]:
-    """What a solver decides about, largest first.
+def _filling_again(program: Program) -> Program:
+    """The program, where no plan saves what the backward can make of no tensor at all.
 
-    The nodes reach the backward, share no memory with an input, and may run again.
+    To fill a mask or to count positions again costs nothing, nor does what is made of
+    those alone.  Random numbers are none of them, and an output is there anyway.
     """
-    from torch._functorch.partitioners import is_non_builtin_to_include
-    from torch._inductor.fx_utils import get_node_storage
-
-    most, expensive = graph.cheapest_cut()
-    # A size has none, as the pair of results of an operator has none.
-    inputs = {get_node_storage(node) for node in graph.info.inputs} - {None}
-    items = []
-    for node in expensive:
+    constants: set[int] = set()
+    for each, repeatable in zip(program.operators, program.repeatable):
         if (
-            node.dist_from_bw < NEVER  # type: ignore[attr-defined]
-            and (
-                get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
-            )
-            and not must_run_once(node)
+            repeatable
+            and constants.issuperset(each.reads)
+            and not is_costly(each.node)
+            and not must_run_once(each.node)
         ):
-            storages = frozenset(graph.model.saveable([node]))
-            ops = {node: rerun_cost(node)}
-            items.append(Item(node, ops, storages, graph.model.size(storages)))
+            constants.update(each.writes)
+    constants -= program.outputs | program.always_saved
+    saved_as = [
+        None if s in constants else node for s, node in enumerate(program.saved_as)
+    ]
+    return replace(program, saved_as=saved_as)
+
+
+def candidates(graph: Planner) -> list[Item]:
+    """What a solver decides about, largest first."""
+    items = []
+    for node in graph.banned:
+        storages = frozenset(graph.model.saveable([node]))
+        ops = {node: rerun_cost(node)}
+        items.append(Item(node, ops, storages, graph.model.size(storages)))
     # A solver of the user's own knows the nodes.
     if isinstance(config.activation_memory_budget_solver, str):
-        items = _joined(items, most, graph.model)
+        items = _joined(items, graph.cheapest_cut()[0], graph.model)
     return sorted(items, key=lambda item: item.nbytes, reverse=True)
 
 
@@ -322,8 +403,11 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     name = solver if isinstance(solver, str) else type(solver).__name__
     if solver == "exact":
         saved = lightest(memory, runtimes, saved)
-    again = [item for i, item in enumerate(items) if i not in {*saved}]
-    cut, _ = graph.cut(_ALL_CHEAP, [node for item in again for node in item.ops])
+    if isinstance(solver, str):
+        cut = graph.upstreams_choice(budget)
+    else:
+        again = [item for i, item in enumerate(items) if i not in {*saved}]
+        cut, _ = graph.cut(_ALL_CHEAP, [node for item in again for node in item.ops])
     alone = {s for i in saved for s in items[i].storages}
     by_cut, by_items = model.evaluate_all([model.storages(cut), alone])
 

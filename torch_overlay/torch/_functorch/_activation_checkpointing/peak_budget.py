@@ -32,6 +32,7 @@ The search, on integers alone and without a min cut of its own:
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from bisect import bisect_left, bisect_right
@@ -41,8 +42,10 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
 
+from .budget_solver import lightest
 from .decision import Decision, Peak
 from .fused_peak import by_kernels, has_kernel
+from .knapsack_exact import solve_knapsack_budgets
 from .liveness import CannotPlan
 from .random_ops import must_run_once
 from .rerun_cost import is_costly, rerun_cost, roofline
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from torch.utils._ordered_set import OrderedSet
+    from .budget_solver import Item
     from .liveness import Evaluation, Program
     from .memory_budget import Planner
 
@@ -65,6 +69,7 @@ __all__ = [
     "find_plans",
     "model_of",
     "rerun_costs",
+    "search",
     "undominated",
 ]
 
@@ -78,6 +83,11 @@ _TARGET_PEAKS = 24
 _SLACKS = (1.1, 1.3, 1.7, 2.5)
 # How often the dynamic program is told what its own answer measures.
 _CORRECTIONS = 8
+# Budgets of saved bytes whose knapsacks become plans.
+_BUDGETS = [k / 48 for k in range(48)]
+# How often the lowest plans are changed in one value, how many plans in how many values,
+# and the share gained below which that ends.
+_ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
 
 
 class PlannedPeak(NamedTuple):
@@ -174,8 +184,7 @@ class PeakBytes:
 
     def curve(self, graph: Planner) -> Curve:
         """The plans of a graph, for any number of budgets."""
-        cheapest, expensive = graph.cheapest_cut()
-        asked = cheapest, expensive, graph.fastest(), self.calls
+        asked = *graph.cheapest_cut(), graph.fastest(), graph.items, self.calls
         return Curve(find_plans(model_of(graph), *asked), self.margin * graph.fused)
 
     def allowed(self, curve: Curve) -> int:
@@ -231,6 +240,7 @@ def find_plans(
     cheapest: Sequence[fx.Node],
     expensive: OrderedSet[fx.Node],
     fastest: Sequence[fx.Node],
+    items: Sequence[Item] = (),
     calls: int = 1,
 ) -> Plans:
     """Evaluate plans for many peaks; the first is that of budget 1.
@@ -240,11 +250,24 @@ def find_plans(
         cheapest: what a min cut saves that recomputes nothing expensive.
         expensive: the nodes whose recomputation has a cost.
         fastest: what the plan of budget 1 saves.
+        items: what a knapsack of saved bytes is about.
         calls: how many calls of the graph keep what they save at once.
 
     Some hundred evaluations, and O(places * _SPAN) for dynamic programming.
     """
     plans = Plans(graph, rerun_costs(graph, expensive), calls)
+    search(plans, fastest, cheapest, items)
+    return plans
+
+
+def search(
+    plans: Plans,
+    fastest: Sequence[fx.Node],
+    cheapest: Sequence[fx.Node],
+    items: Sequence[Item],
+) -> None:
+    """Evaluate the plans that `find_plans` does, which says what they are."""
+    graph = plans.graph
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     plans.evaluate(bases)
     chains = [_Chain(plans, places) for places in _places(graph)]
@@ -256,6 +279,8 @@ def find_plans(
             chosen = chain.leanest(math.floor(peak * slack))
             if chosen is not None:
                 bases.append(chain.storages(chosen))
+    plans.evaluate([*bases, frozenset(), *_knapsacks(items)])
+    bases.append(_refined(plans))
     evaluated = plans.evaluate(bases)
     top = plans.found[bases[0]]
     floor = min(plan.peak for plan in plans.found.values())
@@ -268,7 +293,6 @@ def find_plans(
     for base, evaluation in evaluated.items():
         more += plans.with_items(base, evaluation, targets)
     plans.evaluate(more)
-    return plans
 
 
 class Plans:
@@ -302,6 +326,19 @@ class Plans:
                 )
             self.found[chosen] = PlannedPeak(peak, cost, chosen)
         return {chosen: self.evaluations[chosen] for chosen in wanted}
+
+    @functools.cached_property
+    def made_of(self) -> list[list[tuple[int, ...]]]:
+        """For each storage, what the operators that read it make."""
+        found: list[list[tuple[int, ...]]] = [[] for _ in self.graph.nbytes]
+        for each in self.graph.operators:
+            for s in each.reads:
+                found[s].append(each.writes)
+        return found
+
+    def lowest(self) -> list[PlannedPeak]:
+        """All plans by rising peak, of equals the cheapest first."""
+        return sorted(self.found.values(), key=lambda plan: plan[:2])
 
     def with_items(
         self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]
@@ -345,6 +382,63 @@ class Plans:
             yield frozenset(chosen)
             if not full:
                 break
+
+
+def _knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
+    """What many budgets of saved bytes save of a graph's items."""
+    memory = [float(item.nbytes) for item in items]
+    runtimes = [item.runtime for item in items]
+    capacities = [math.fsum(memory) * budget for budget in _BUDGETS]
+    solutions = solve_knapsack_budgets(memory, runtimes, capacities)
+    for saved in dict.fromkeys(tuple(solution.saved) for solution in solutions):
+        chosen = lightest(memory, runtimes, [*saved])
+        yield frozenset(s for i in chosen for s in items[i].storages)
+
+
+def _refined(plans: Plans) -> frozenset[int]:
+    """What to save for a peak below the lowest found, by changes of one value at a time.
+
+    Places and knapsacks choose among plans of some form, which need not hold the lowest.
+    So the lowest few are changed in every round, until that gains nothing.
+    """
+    changed: set[frozenset[int]] = set()
+    best = plans.lowest()[0].peak
+    for _ in range(_ROUNDS):
+        starts = [
+            plan.storages for plan in plans.lowest() if plan.storages not in changed
+        ]
+        starts = starts[:_STARTS]
+        changed.update(starts)
+        plans.evaluate(more for start in starts for more in _changed(plans, start))
+        lower = plans.lowest()[0].peak
+        if lower > best * (1 - _GAIN):
+            break
+        best = lower
+    return plans.lowest()[0].storages
+
+
+def _changed(plans: Plans, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
+    """The plans that save one value less than ``chosen``, one more, or another one.
+
+    Another one is what it is made of, or what is made of it; one more what is repeated
+    for the step with the peak.
+    """
+    graph, evaluation = plans.graph, plans.evaluations[chosen]
+    saved = frozenset(evaluation.saved - graph.outputs)
+    largest = sorted(saved, key=lambda s: (-graph.nbytes[s], s))[:_TRIED]
+    for s in largest:
+        yield saved - {s}
+        made_of = frozenset(graph.operators[graph.producer[s]].reads)
+        yield saved - {s} | made_of
+        for made in plans.made_of[s]:
+            yield saved - {s} | {*made}
+    peaks = evaluation.step_peaks
+    at = max(range(len(peaks)), key=peaks.__getitem__)
+    repeated = [
+        s for op in evaluation.repeated_by_step[at] for s in graph.operators[op].writes
+    ]
+    for s in sorted(repeated, key=lambda s: (-graph.nbytes[s], s))[:_TRIED]:
+        yield saved | {s}
 
 
 def _places(graph: Program) -> list[list[int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import operator
 import os
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
     from .decision import Peak
 
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
 
@@ -123,6 +126,8 @@ class Plan(Decision):
         ]
         if runtime := math.fsum(value.runtime or 0 for value in self.recomputed):
             lines[-1] += f", estimated {self._runtime(runtime)}"
+        if by_user := self.fixed_by_checkpoints():
+            lines.append(f"fixed:      {by_user}, as checkpoints say")
         for title, values in (
             ("saved for the backward", self.saved),
             ("recomputed in the backward", self.recomputed),
@@ -130,6 +135,15 @@ class Plan(Decision):
             if values:
                 lines += ["", title, *self._table(values)]
         return "\n".join(line.rstrip() for line in lines)
+
+    def fixed_by_checkpoints(self) -> str:
+        """What no budget changes, as checkpoint policies ask for it; empty if nothing."""
+        parts = []
+        for what, values in (("saved", self.saved), ("recomputed", self.recomputed)):
+            fixed = [value.nbytes for value in values if value.why == "user"]
+            if fixed:
+                parts.append(f"{len(fixed)} values, {format_bytes(sum(fixed))} {what}")
+        return "; ".join(parts)
 
     def _table(self, values: Sequence[PlannedValue]) -> list[str]:
         """A row for each kind of value, largest first."""
@@ -284,6 +298,13 @@ def attach_plan(
         runtime_unit=RUNTIME_UNITS.get(estimator, ""),
     )
     forward.meta[_PLAN] = plan
+    if plan.budget < 1 and (fixed := plan.fixed_by_checkpoints()):
+        log.info(
+            "activation memory budget %g of %s does not change what checkpoints fix: %s",
+            plan.budget,
+            plan.graph,
+            fixed,
+        )
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},

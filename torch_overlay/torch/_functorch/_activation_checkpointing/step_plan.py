@@ -31,8 +31,6 @@ from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .budget_solver import lightest
-from .knapsack_exact import solve_knapsack_budgets
 from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
 from .rerun_cost import flops
 from .storages import is_on
@@ -57,8 +55,6 @@ __all__ = [
     "plan_graph",
 ]
 
-# Budgets of saved bytes whose knapsacks become plans.
-_BUDGETS = [k / 48 for k in range(48)]
 # Plans of one graph that may be combined, and slots at which they change, at most.
 _COMBINED, _SPLITS = 16, 32
 # Peaks between the floor and the fastest that are planned for.
@@ -288,9 +284,8 @@ def plan_graph(
     Or the one that saves ``saved``, if that is the only one to have.  They are for calls
     that miss what is ``missing``.
 
-    There are those of the search for a peak, those of knapsacks at many budgets, and the
-    one that saves nothing: where calls wait for each other, what a call keeps counts for
-    more than its own peak.
+    They are those of the search for a peak.  Where calls wait for each other, what a call
+    keeps counts for more than its own peak.
     Raises as :func:`.liveness.read` does.
     """
     model = _model(joint, missing)
@@ -299,10 +294,7 @@ def plan_graph(
         plans = Plans(model, rerun_costs(model, expensive))
         plans.evaluate([frozenset(model.storages(saved))])
     else:
-        plans = find_plans(model, cheapest, expensive, saved)
-        # A call that waits keeps least where all is computed again, as in a checkpoint.
-        knapsacks = _knapsacks(joint.items)
-        plans.evaluate([frozenset(), *knapsacks])
+        plans = find_plans(model, cheapest, expensive, saved, joint.items)
     found = _graph_plans(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     # Of equals, that of budget 1.
@@ -397,17 +389,6 @@ def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
         cost = plans.found[storages].cost
         found.append(GraphPlan(*_bytes(model, evaluation), cost, outputs, storages))
     return found
-
-
-def _knapsacks(items: Sequence[Any]) -> Iterator[frozenset[int]]:
-    """What many budgets of saved bytes save of a graph's items."""
-    memory = [float(item.nbytes) for item in items]
-    runtimes = [item.runtime for item in items]
-    capacities = [math.fsum(memory) * budget for budget in _BUDGETS]
-    solutions = solve_knapsack_budgets(memory, runtimes, capacities)
-    for saved in dict.fromkeys(tuple(solution.saved) for solution in solutions):
-        chosen = lightest(memory, runtimes, [*saved])
-        yield frozenset(s for i in chosen for s in items[i].storages)
 
 
 class StepPlan(NamedTuple):

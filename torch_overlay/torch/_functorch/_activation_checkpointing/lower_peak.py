@@ -1,0 +1,100 @@
+"""Of the plans that a budget of saved bytes allows, the one with the lower peak.
+
+Plans that save and recompute about as much can differ widely in their peaks, and where
+much is recomputed at once, the peak is higher than without a budget.  So a plan for the
+target "saved" must not peak above that of budget 1, nor above the plan that upstream's
+algorithm makes for the same budget, if another plan within the budget does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch._functorch import config
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+
+from .budget_solver import NOISE
+from .decision import Decision
+from .peak_budget import model_of, Plans, rerun_costs, search
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .memory_budget import Planner
+    from .peak_budget import PlannedPeak
+
+log = logging.getLogger(__name__)
+
+__all__ = ["with_lower_peak"]
+
+# Peaks that differ by at most this share are about the same.
+_TOLD = 0.01
+
+
+def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
+    """``plan``, or another one that keeps at most ``allowed`` bytes and has a lower peak.
+
+    Warns where that is above the peak of budget 1.  Raises as :func:`.liveness.read` does.
+    """
+    model = model_of(graph)
+    calls = config.activation_memory_graph_calls or 1
+    fastest, upstreams = graph.fastest(), graph.upstreams_choice(plan.budget)
+    own, *others = (
+        frozenset(model.storages(saved))
+        for saved in (plan.saved_values, fastest, upstreams)
+    )
+    # Budget 0 has no other plan.
+    costs = rerun_costs(model, graph.cheapest_cut()[1]) if plan.budget else ()
+    plans = Plans(model, costs, calls)
+    plans.evaluate((own, *others))
+    chosen, peaks = plans.found[own], [plans.found[each].peak for each in others]
+    # What fits without a solver recomputes least, cheap operators included.
+    if plan.budget and (plan.knapsack is not None or chosen.peak > min(peaks)):
+        search(plans, fastest, graph.cheapest_cut()[0], graph.items)
+        for better in _better(plans, chosen, min(peaks)):
+            if chosen.peak <= min(peaks) and better.peak > chosen.peak * (1 - _TOLD):
+                # Not worth another plan than the solver's.
+                break
+            storages = plans.evaluations[better.storages].saved
+            saved = model.saved_values(storages)
+            if better.storages == others[1]:
+                saved = upstreams
+            kept = graph.kept_bytes(saved)
+            if kept <= allowed:
+                chosen = better
+                plan = Decision(saved, plan.budget, "lower peak", kept, plan.limits)
+                break
+    if chosen.peak > peaks[0] * (1 + _TOLD):
+        log.warning(
+            "%s needs %d bytes at its peak under activation memory budget %g, more than "
+            "the %d without one (both without parameters and inputs)%s, as it recomputes "
+            "much at once; the target 'peak' bounds the peak",
+            get_aot_graph_name(),
+            chosen.peak,
+            plan.budget,
+            peaks[0],
+            ", by estimates" * graph.fused,
+        )
+    return plan
+
+
+def _better(plans: Plans, plan: PlannedPeak, ceiling: int) -> Iterator[PlannedPeak]:
+    """The plans to be preferred to ``plan``, best first.
+
+    Best are those that recompute no more, but for noise, by their peaks, then those that
+    recompute least, and last, by their peaks again, those whose peak is above ``ceiling``.
+    """
+
+    def rank(each: PlannedPeak) -> tuple[float, ...]:
+        if each.peak > ceiling:
+            return 2, each.peak, each.cost
+        if each.cost <= plan.cost * (1 + NOISE):
+            return 0, each.peak, each.cost
+        return 1, each.cost, each.peak
+
+    for each in sorted(plans.found.values(), key=rank):
+        if rank(each) >= rank(plan):
+            break
+        yield each
