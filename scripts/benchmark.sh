@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|planning|fits|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|schedule|planning|harm|fits|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | loops | schedule | planning | fits) ;;
+  solvers | kept | frozen | loops | schedule | planning | harm | fits) ;;
   peak) set -- schedule --device operators "${@:2}" ;;
   step) set -- schedule --device operators --steps "${@:2}" ;;
   gpu)
@@ -32,6 +32,8 @@ $usage
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   planning     the time that the partitioner takes, beside upstream's (minutes)
+  harm         what holds or takes more than with the untouched wheel although nothing is asked:
+               peaks, times and compiles (hours)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (minutes)
