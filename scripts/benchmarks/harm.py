@@ -96,7 +96,7 @@ def alone(task: fresh.Task) -> Row:
             training.within = torch.no_grad()
         start = sum(os.times()[:4])
         bits(training, trains)
-        row = {"compile_s": round(sum(os.times()[:4]) - start, 2)}
+        row: Row = {"compile_s": round(sum(os.times()[:4]) - start, 2)}
         row.update(replay(training, gpu, trains))
         if device == RUN:
             row["bits"] = bits(training, trains)
@@ -122,10 +122,10 @@ def bits(training: Training, trains: bool) -> str:
 
 
 def ratio(row: Row, what: str) -> float:
-    """That of the patched torch's to the wheel's; of times the median of the turns'."""
+    """The patched torch's over the wheel's; of compiles the median of the turns'."""
     stock, installed = row["stock"][what], row["installed"][what]
     if isinstance(stock, list):
-        return statistics.median(b / a for a, b in zip(stock, installed))
+        return float(statistics.median(b / a for a, b in zip(stock, installed)))
     return float(installed / stock)
 
 
