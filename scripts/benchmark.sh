@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|planning|fits|opinfo|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|planning|fits|opinfo|harm|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | loops | schedule | planning | fits | opinfo) ;;
+  solvers | kept | frozen | loops | schedule | planning | fits | opinfo | harm) ;;
   fuzz-loops)
     # SEED and COUNT may be given without their options' names.
     words=()
@@ -45,6 +45,8 @@ $usage
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   planning     the time that the partitioner takes, beside upstream's (minutes)
+  harm         what holds or takes more than with the untouched wheel although nothing is asked:
+               peaks, times and compiles (hours)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
   opinfo       that no operator of torch's OpInfo databases computes anything else under a
                budget, operator by operator and by inductor (hours)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import fresh, plans, quickstart
+from benchmarks import fresh, harm, plans, quickstart
 from benchmarks.meters import relative_error, TOLERANCE
 from torch import nn
 
@@ -146,3 +146,28 @@ def test_wrong_options_are_refused(arguments, message, capsys):
         command.main("quickstart", *arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- harm
+
+
+def test_a_net_that_holds_more_than_with_the_wheel_is_harmed():
+    stock = {"peak": 1000, "compile_s": [2.0, 4.0], "bits": "same"}
+    row = {"net": "mine", "set": "project", "device": plans.RUN, "kind": "training"}
+
+    def failing(**other):
+        rows = [{**row, "stock": stock, "installed": {**stock, **other}}]
+        marks = [mark for mark in harm.judged(rows) if not mark.passed]
+        assert "mine" in harm.page(
+            {
+                "measured": rows,
+                "rows": [],
+                "environment": {"torch": "", "python": "", "system": ""},
+            }
+        )
+        return [(mark.what.split(":")[0], mark.enforced) for mark in marks]
+
+    assert failing(peak=1000) == failing(peak=600) == []
+    assert failing(peak=1002) == [("training", True)]
+    assert failing(bits="other") == [("losses and gradients the same bits", True)]
+    assert failing(compile_s=[2.1, 4.2]) == [("time of a compile / stock's", False)]

@@ -206,8 +206,12 @@ class _Kernel:
                 mode.add(args)
 
 
-def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Row:
+def replay(
+    training: Training, gpu: Optional[SimpleNamespace], trains: bool = True
+) -> Row:
     """What a step on fakes holds, and what it takes; it was compiled before.
+
+    If it does not train, it is the loss alone.
 
     ``given`` are the bytes that are there before: parameters, inputs, and what the
     optimizer keeps; ``peak`` those beyond. ``seconds`` are those of the GPU's roofline,
@@ -217,7 +221,10 @@ def replay(training: Training, gpu: Optional[SimpleNamespace]) -> Row:
     there = [*module.parameters(), *module.buffers(), *training.inputs]
     gc.collect()
     with training.mode, training.within, _Roofline(gpu, there) as meter:
-        training.loss().backward()
+        loss = training.loss()
+        if trains:
+            loss.backward()
+        del loss
         seconds = {} if gpu is None else {"seconds": meter.seconds}
         if training.optimizer is not None:
             training.optimizer.step()

@@ -266,6 +266,33 @@ NETS = (
     ),
 )
 
+# Declared for `harm`, when what it had found was mended.
+LATER = (
+    held_out(
+        *("roberta", "RobertaForMaskedLM", 16, 256),
+        **sized(1024, 4096, 2, 16),
+        vocab_size=50265,
+    ),
+    held_out(
+        *("opt", "OPTForCausalLM", 4, 512),
+        **sized(2048, 8192, 2, 32),
+        ffn_dim=8192,
+        word_embed_proj_dim=2048,
+    ),
+    held_out(
+        *("mbart", "MBartForConditionalGeneration", 4, 256),
+        encoder_layers=1,
+        decoder_layers=1,
+        vocab_size=50265,
+    ),
+    held_out(
+        *("cohere", "CohereForCausalLM", 1, 1024),
+        **sized(4096, 11008, 1, 32),
+        num_key_value_heads=8,
+        vocab_size=64000,
+    ),
+)
+
 # Small ones, for loops on a CPU.
 NARROW = {**sized(128, 512, 4, 4), "vocab_size": 1024}
 SMALL = (

@@ -12,11 +12,68 @@ instead of 160. It also picks a worse one of four kernel orders: 1,171 MB instea
 by the schedule of a ResNet-50 for an H100.
 
 The estimate now counts what the generated kernels store. Before kernels are generated,
-it leaves out buffers that only their own kernel reads.
+it leaves out buffers that only their own kernel reads, and orders are compared by it
+with results written over arguments, as code generation will do.
 """,
     test="test/inductor/test_buffer_reuse.py",
     edits=edits('''\
 @@ torch/_inductor/memory.py
+-    from .scheduler import BaseSchedulerNode, SchedulerBuffer
++    from .scheduler import BaseSchedulerNode, SchedulerBuffer, SchedulerNode
+@@ torch/_inductor/memory.py
++def _overwrites(node: SchedulerNode, name: str, result: SchedulerBuffer) -> bool:
++    """
++    Whether a kernel that is the last to read an argument will write a result of its
++    ``node`` over it. The conditions are those of SchedulerNode.decide_inplace_update.
++    """
++    from .codegen.wrapper import can_match_buffer_size
++
++    scheduler = node.scheduler
++    donated = scheduler.name_to_donated_buffer
++    argument = donated.get(name) or scheduler.name_to_buf.get(name)
++    if argument is None or not V.graph.wrapper_code.can_reuse(argument, node):
++        return False
++    kernel = scheduler.get_fused_node(node)
++    readers = [
++        user
++        for user in argument.users
++        if user.get_name() not in node.ancestors
++        and scheduler.name_to_fused_node.get(user.get_name()) is kernel
++    ]
++    return (
++        [user.node for user in readers] == [node]
++        and readers[0].can_inplace
++        and can_match_buffer_size(argument.node, result.node)
++    )
++
++
++def _count_what_is_overwritten(buf_info_list: list[BufferInfo]) -> None:
++    """
++    Before kernels are generated: a result takes the memory of an argument that its
++    kernel is the last to read, where it will be written over that.
++    """
++    from .scheduler import SchedulerNode
++
++    wrapper = V.graph.wrapper_code
++    if not config.inplace_buffers or wrapper is None or wrapper.allocated:
++        return
++    info_of = {info.buffer.get_name(): info for info in buf_info_list}
++    for info in buf_info_list:
++        node = getattr(info.buffer, "defining_op", None)
++        if not isinstance(node, SchedulerNode) or not info.size_alloc:
++            continue
++        for name in OrderedSet(dep.name for dep in node.read_writes.reads):
++            argument = info_of.get(name)
++            if (
++                argument is not None
++                and argument.end_step == info.start_step
++                and argument.size_free == info.size_alloc
++                and _overwrites(node, name, info.buffer)
++            ):
++                info.size_alloc = argument.size_free = 0
++                break
++
++
 +def _count_what_is_stored(buf_info_list: list[BufferInfo]) -> None:
 +    """
 +    A buffer that only its own kernel reads stays in registers and takes no memory.
@@ -49,6 +106,12 @@ it leaves out buffers that only their own kernel reads.
 @@ torch/_inductor/memory.py compute_memory_timeline
 +    _count_what_is_stored(buf_info_list)
      return buf_info_list, node_to_step, buf_to_snode_last_use
+@@ torch/_inductor/memory.py estimate_peak_memory until 2.12
++    _count_what_is_overwritten(buf_info_list)
+     memory = [0 for _ in range(len(nodes) + 1)]
+@@ torch/_inductor/memory.py estimate_peak_memory since 2.13
++    _count_what_is_overwritten(buf_info_list)
+     return peak_memory_from_buf_info_list(buf_info_list, len(nodes))
 '''),
     landed=(("torch/_inductor/memory.py", "_count_what_is_stored("),),
     risks="""\

@@ -11,7 +11,8 @@ tied to its embedding, the gradient of the logits waits from the start of the ba
 nearly to its end: 825 of 1,403 MB at the peak of an encoder with 50,368 words.
 
 Such a product stays one by itself, if what it alone reads is larger than its result. The
-sum is then a kernel of its own, or part of one.
+sum is then a kernel of its own, or part of one, and the order of kernels decides when the
+product is computed.
 """,
     test="test/inductor/test_late_addend.py",
     edits=edits('''\
@@ -38,7 +39,9 @@ sum is then a kernel of its own, or part of one.
     since=(2, 13),
     landed=(("torch/_inductor/fx_passes/post_grad.py", "_would_wait(product, inp)"),),
     risks="""\
-One more kernel for each such sum. Biases and residual streams are there before their
+One more kernel for each such sum. Computed at once, the product adds its own bytes to a
+peak at the start of a backward (an encoder's 842 MB become 910); an order that lets it
+wait is among those that kernel-order compares, by the estimate of buffer-reuse. Biases and residual streams are there before their
 product, and do not change.
 """,
 )

@@ -1,0 +1,194 @@
+"""Whether the set makes anything worse where nothing is asked of it, beside the wheel.
+
+    TORCH_VERSION=2.15.0 scripts/benchmark.sh harm    by the schedule for a GPU (hours)
+    scripts/benchmark.sh harm --device cpu            small nets by that for a CPU
+    scripts/benchmark.sh harm --device operators      and operator by operator
+    scripts/benchmark.sh harm --check                 one small net so, as CI does
+
+No option is set, so budgets are 1. Every net is compiled as one graph by the untouched
+wheel and by the patched torch, each in a process of its own, in turns: for a training
+step, and for its loss alone, without gradients and in eval mode. By a schedule no kernel
+runs (see schedule --help); operator by operator they do, and losses and gradients have to
+be the same bits. Peaks are bytes beyond parameters and inputs, times those of the GPU's
+roofline, and those of compiles seconds of the CPU. The exit status is 1 where the patched
+torch holds or takes more than 0.1 % above the wheel, or computes something else.
+"""
+
+import hashlib
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks import fresh, nets, pages, second_set
+from benchmarks.meters import gradients
+from benchmarks.pages import at_most, good, Mark, Row
+from benchmarks.plans import backend_of, RUN
+from benchmarks.replay import GPUS, replay
+from benchmarks.ways import compiled, Training
+
+
+AT_SIZE = (*nets.AT_SIZE, *second_set.NETS, *second_set.LATER)
+SMALL = (*nets.SMALL, *second_set.SMALL)
+NETS = tuple(net.name for net in (*AT_SIZE, *SMALL))
+KINDS = ("training", "inference")
+WAYS = {"stock": fresh.UNTOUCHED, "installed": "patched"}
+OPTIONS = {
+    "device": {
+        "choices": (RUN, "cpu", *sorted(GPUS)),
+        "default": "h100" if torch.version.cuda else "cpu",
+        "help": "by its schedule; operators run",
+    },
+    "turns": {"type": int, "default": 1, "help": "of both, for the time of compiles"},
+}
+# What held more at first, and was mended.
+TUNED_ON = ("hf-t5_large", "mpnet", "modernbert")
+SAME = 1.001
+COMPILE = 1.03
+
+
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    device = RUN if asked.check else asked.device
+    names = [net.name for net in (AT_SIZE if device in GPUS else SMALL)]
+    for name in asked.nets or (("llama-4",) if asked.check else names):
+        held_out = nets.find(name).held_out and name not in TUNED_ON
+        for kind in KINDS:
+            task = {"set": "second" if held_out else "project", "net": name}
+            yield {**task, "kind": kind, "device": device, "_turns": asked.turns}
+
+
+# -------------------------------------------------------------- in a process
+
+
+def measure(task: fresh.Task) -> Row:
+    """A row of both; or, in a process of its own, of the one that a task names."""
+    if "way" in task:
+        return alone(task)
+    most = fresh.SECONDS / (2 * task["_turns"] + 1)
+    found: dict[str, list[Row]] = {way: [] for way in WAYS}
+    for _ in range(task["_turns"]):
+        for way, wheel in WAYS.items():
+            part = {**task, "way": way, "torch": wheel}
+            row = fresh.measure_in_child(__name__, part, most)
+            if "error" in row:
+                return {"error": f"{way}: {row['error']}"}
+            found[way].append(row)
+    return {
+        way: {**turns[0], "compile_s": [turn["compile_s"] for turn in turns]}
+        for way, turns in found.items()
+    }
+
+
+def alone(task: fresh.Task) -> Row:
+    torch.set_num_threads(1)
+    device, net = task["device"], nets.find(task["net"])
+    gpu, trains = GPUS.get(device), task["kind"] == "training"
+    if gpu is None:
+        net = replace(net, dtype=torch.float32)
+    with backend_of(device) as backend:
+        way = compiled(backend, fullgraph=True)
+        training = Training(net, whole=way, fake=device != RUN)
+        if not trains:
+            training.module.eval()
+            training.within = torch.no_grad()
+        start = sum(os.times()[:4])
+        bits(training, trains)
+        row: Row = {"compile_s": round(sum(os.times()[:4]) - start, 2)}
+        row.update(replay(training, gpu, trains))
+        if device == RUN:
+            row["bits"] = bits(training, trains)
+        return row
+
+
+def bits(training: Training, trains: bool) -> str:
+    """A step's loss and gradients, as a digest."""
+    torch.manual_seed(nets.SEED)
+    with training.mode, training.within:
+        loss = training.loss()
+        if trains:
+            loss.backward()
+        found = [loss.detach(), *gradients(training.parameters)]
+        digest = hashlib.sha256()
+        if not isinstance(loss, torch._subclasses.FakeTensor):
+            for each in found:
+                digest.update(each.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------- marks
+
+
+def ratio(row: Row, what: str) -> float:
+    """The patched torch's over the wheel's; of compiles the median of the turns'."""
+    stock, installed = row["stock"][what], row["installed"][what]
+    if isinstance(stock, list):
+        return float(statistics.median(b / a for a, b in zip(stock, installed)))
+    return float(installed / stock)
+
+
+MEASURED = {"peak": "peak", "seconds": "roofline time"}
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    rows = good(rows)
+    for kind in KINDS:
+        those = good(rows, kind=kind)
+        for what, name in MEASURED.items():
+            ratios = [
+                (ratio(row, what), row["net"]) for row in those if what in row["stock"]
+            ]
+            text = f"{kind}: {name} / stock's, {len(ratios)} nets"
+            yield from at_most(text, ratios, SAME, "at most 1", enforced=True)
+    compiles = [ratio(row, "compile_s") for row in rows]
+    if compiles:
+        middle = statistics.median(compiles)
+        text, mark = f"{middle:.3f} in the median", f"at most {COMPILE:g}"
+        reached = middle <= COMPILE
+        yield Mark("time of a compile / stock's", text, mark, reached, enforced=False)
+    bitwise = [row for row in rows if "bits" in row["stock"]]
+    other = [
+        f"{row['net']}, {row['kind']}"
+        for row in bitwise
+        if row["stock"]["bits"] != row["installed"]["bits"]
+    ]
+    if bitwise:
+        text = f"not of {', '.join(other)}" if other else f"all {len(bitwise)}"
+        yield Mark("losses and gradients the same bits", text, "all", not other)
+
+
+def page(data: dict[str, Any]) -> str:
+    rows = good(data["measured"])
+    lines: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault((row["device"], row["net"]), {})[row["kind"]] = row
+
+    def cell(kind: str, what: str) -> Callable[[dict[str, Row]], str]:
+        def text(line: dict[str, Row]) -> str:
+            row = line.get(kind, {"stock": {}})
+            if what not in row["stock"]:
+                return "-"
+            found = ratio(row, what)
+            shown = f"{found:.3f}"
+            return f"**{shown}**" if what in MEASURED and found > SAME else shown
+
+        return text
+
+    def net(line: dict[str, Row]) -> str:
+        row = next(iter(line.values()))
+        told = ", held out" if row["set"] == "second" else ""
+        told = ", tuned on" if row["net"] in TUNED_ON else told
+        return f"{row['net']}{told}"
+
+    cells: dict[str, Callable[..., str]] = {"net": net}
+    for name, what in (("peak", "peak"), ("time", "seconds"), ("compile", "compile_s")):
+        for kind in KINDS:
+            cells[f"{name}, {kind}"] = cell(kind, what)
+    table = pages.columns(lines.values(), cells)
+    how = pages.SIMULATED if any(row["device"] != RUN for row in rows) else pages.RUN
+    return (
+        f"{pages.marks_table(data['rows'])}\nBy net, installed / stock; in bold what is "
+        f"above 1:\n\n{table}\n{pages.measured_on(data['environment'], how)}"
+    )
