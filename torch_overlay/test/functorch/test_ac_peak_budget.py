@@ -401,7 +401,7 @@ def widely(x, w):
 # By how much more than is live each one may be said to hold.
 WITH_BODIES = {
     with_branch: 0.005,
-    with_scan: 0.05,
+    with_scan: 0.1,
     with_map: 0.005,
     with_loop: 0.005,
     with_region: 0.15,

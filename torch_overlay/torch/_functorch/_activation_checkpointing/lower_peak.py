@@ -50,13 +50,9 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     plans = Plans(model, costs, calls)
     plans.evaluate((own, *others))
     chosen, peaks = plans.found[own], [plans.found[each].peak for each in others]
-    # What fits without a solver recomputes least, cheap operators included.
-    if plan.budget and (plan.knapsack is not None or chosen.peak > min(peaks)):
+    if plan.budget and chosen.peak > min(peaks):
         search(plans, fastest, graph.cheapest_cut()[0], graph.items)
         for better in _better(plans, chosen, min(peaks)):
-            if chosen.peak <= min(peaks) and better.peak > chosen.peak * (1 - _TOLD):
-                # Not worth another plan than the solver's.
-                break
             storages = plans.evaluations[better.storages].saved
             saved = model.saved_values(storages)
             if better.storages == others[1]:

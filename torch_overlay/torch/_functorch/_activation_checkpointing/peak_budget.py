@@ -68,6 +68,7 @@ __all__ = [
     "allowed_peak",
     "find_plans",
     "model_of",
+    "of_knapsacks",
     "rerun_costs",
     "search",
     "undominated",
@@ -279,8 +280,10 @@ def search(
             chosen = chain.leanest(math.floor(peak * slack))
             if chosen is not None:
                 bases.append(chain.storages(chosen))
-    plans.evaluate([*bases, frozenset(), *_knapsacks(items)])
-    bases.append(_refined(plans))
+    if graph.is_exact:
+        # What is lowest by estimates alone is often not when it is compiled.
+        plans.evaluate([*bases, frozenset(), *of_knapsacks(items)])
+        bases.append(_refined(plans))
     evaluated = plans.evaluate(bases)
     top = plans.found[bases[0]]
     floor = min(plan.peak for plan in plans.found.values())
@@ -384,7 +387,7 @@ class Plans:
                 break
 
 
-def _knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
+def of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
     """What many budgets of saved bytes save of a graph's items."""
     memory = [float(item.nbytes) for item in items]
     runtimes = [item.runtime for item in items]

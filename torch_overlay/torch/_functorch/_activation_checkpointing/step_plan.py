@@ -31,7 +31,14 @@ from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .peak_budget import find_plans, model_of, Plans, rerun_costs, undominated
+from .peak_budget import (
+    find_plans,
+    model_of,
+    of_knapsacks,
+    Plans,
+    rerun_costs,
+    undominated,
+)
 from .rerun_cost import flops
 from .storages import is_on
 
@@ -295,6 +302,8 @@ def plan_graph(
         plans.evaluate([frozenset(model.storages(saved))])
     else:
         plans = find_plans(model, cheapest, expensive, saved, joint.items)
+        # A call that waits keeps least where all is computed again, as in a checkpoint.
+        plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
     found = _graph_plans(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     # Of equals, that of budget 1.
