@@ -403,7 +403,8 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     name = solver if isinstance(solver, str) else type(solver).__name__
     if solver == "exact":
         saved = lightest(memory, runtimes, saved)
-    if isinstance(solver, str):
+    if solver == "exact":
+        # Its peak is compared with in any case, so that this makes no cut more.
         cut = graph.upstreams_choice(budget)
     else:
         again = [item for i, item in enumerate(items) if i not in {*saved}]
