@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import fuzz_loops
-from benchmarks.drawn_loops import BLOCKS, drawn, Loop, Program, read, Turn, WHATS
+from benchmarks.drawn_loops import (
+    BLOCKS,
+    drawn,
+    KINDS_OF_TURNS,
+    Loop,
+    Program,
+    read,
+    Turn,
+)
 from torch._functorch._activation_checkpointing import step_budget
 
 
@@ -96,7 +104,7 @@ def test_a_loop_can_be_printed_and_read():
     # Whatever can be drawn is.
     blocks = {name for each in programs for model in each.models for name in model}
     assert blocks == BLOCKS.keys() - {"mlp"}
-    assert {turn.what for turn in turns} == {"", *WHATS}
+    assert {turn.what for turn in turns} == {"", *KINDS_OF_TURNS}
     assert {turn.batches for turn in turns} == {1, 2, 3, 4}
     assert {len(program.models) for program in programs} == {1, 2, 3}
     assert {loop.dynamic for loop in loops} == {False, True, None}
@@ -105,8 +113,8 @@ def test_a_loop_can_be_printed_and_read():
 def test_a_fault_is_shrunk(monkeypatch):
     def tried(loop):
         """A fault where a step without gradients follows one with a checkpoint."""
-        whats = [turn.what for turn in loop.turns]
-        if "no_grad" in whats[1:] and any(p.checkpoints for p in loop.programs):
+        kinds = [turn.what for turn in loop.turns]
+        if "no_grad" in kinds[1:] and any(p.checkpoints for p in loop.programs):
             return fuzz_loops.Outcome(fuzz_loops.Fault("exceeds", "", 0))
         return fuzz_loops.Outcome()
 

@@ -205,7 +205,7 @@ class Program:
 class Turn:
     """A step of a program: ``batches`` of rows and a length.
 
-    ``what`` it does instead of training, one of `WHATS`.
+    ``what`` it does instead of training, one of `KINDS_OF_TURNS`.
     """
 
     size: tuple[int, int]
@@ -216,7 +216,7 @@ class Turn:
 
 # A forward without a backward, one without gradients, nothing at all, and exceptions
 # before the first backward and after the last.
-WHATS = ("skipped", "no_grad", "empty", "raises early", "raises late")
+KINDS_OF_TURNS = ("skipped", "no_grad", "empty", "raises early", "raises late")
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _turns(
     most_batches = rng.choice((1, 1, 2, 4))
     # One step each, or several.
     length = rng.choice((1, 1, 3))
-    others = rng.sample(WHATS, 2) if rng.random() < 0.5 else ()
+    others = rng.sample(KINDS_OF_TURNS, 2) if rng.random() < 0.5 else ()
     for at in range(count):
         what = rng.choice(others) if others and rng.random() < 0.2 else ""
         program = at // length % programs

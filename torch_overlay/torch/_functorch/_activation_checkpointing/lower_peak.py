@@ -9,7 +9,7 @@ algorithm makes for the same budget, if another plan within the budget does not.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
@@ -39,7 +39,8 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     Warns where that is above the peak of budget 1.  Raises as :func:`.liveness.read` does.
     """
     model = model_of(graph)
-    calls = config.activation_memory_graph_calls or 1
+    options: Any = config
+    calls = options.activation_memory_graph_calls or 1
     fastest, upstreams = graph.fastest(), graph.upstreams_choice(plan.budget)
     own, *others = (
         frozenset(model.storages(saved))

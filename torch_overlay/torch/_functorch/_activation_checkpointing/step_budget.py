@@ -48,12 +48,13 @@ from .saved_report import format_bytes
 from .step_graph import Graph, Step
 from .step_plan import GraphPlans, StepCurve
 from .step_recorder import Recorder, running_steps
-from .step_timeline import dropped_before, Learned, program_of, Timeline
 from .step_report import GraphUse, Moment, StepSummary, summary_of
+from .step_timeline import dropped_before, Learned, program_of, Timeline
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
     from typing_extensions import Self
 
     from .step_plan import Held, StepPlan
