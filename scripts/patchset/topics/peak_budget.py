@@ -14,8 +14,8 @@ floor + b * (peak at budget 1 - floor), and activation_memory_peak_bytes by a nu
 of bytes. A model of live bytes evaluates some hundred plans; the cheapest that fits is
 used, so a smaller budget never has a higher peak.
 
-With the default target, of plans that recompute about as much the one with the lowest
-peak is used, and none that peaks above budget 1 if another one is within the budget.
+With the default target, a plan that peaks above budget 1, or above the plan before this
+patch, gives way to another one within the budget of saved bytes.
 Where no plan can be made, a warning says why and the plan is that for saved bytes.
 """,
     trailers=("Fixes: #197838",),
@@ -55,7 +55,8 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
     landed=(("torch/_inductor/compile_fx.py", "                fused=True,\n"),),
     risks="""\
 With the default target, a plan may recompute more where its peak was above that of
-budget 1; nothing changes at budget 1. At budget 0 a min cut is made to compare with. Peaks are exact for graphs that run op
-by op and estimates for inductor's kernels. Kernel workspaces are not counted.
+budget 1; nothing changes at budget 1. At budget 0 a min cut is made to compare with.
+Peaks are exact for graphs that run op by op and estimates for inductor's kernels. Kernel
+workspaces are not counted.
 """,
 )

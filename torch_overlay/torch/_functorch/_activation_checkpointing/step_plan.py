@@ -66,8 +66,8 @@ __all__ = [
 _COMBINED, _SPLITS = 16, 32
 # Peaks between the floor and the fastest that are planned for.
 _LEVELS = 48
-# More bytes than there are.
-_NEVER = 2**60
+# More bytes than there are, of which sums are still exact in doubles.
+_NEVER = 2**44
 # How often each graph gets its turn, at most, as others choose anew.
 _SWEEPS = 8
 
@@ -519,7 +519,7 @@ class StepCurve:
         states.append(self._plan(floor))
         low, high = states[1].peak, states[0].peak
         for level in range(_LEVELS - 1, -1, -1):
-            peak = low + (high - low) * (level / _LEVELS) ** 1.5
+            peak = low + math.floor((high - low) * (level / _LEVELS) ** 1.5)
             lower = self._lowered(state, peak)
             state = self._settled(floor if lower is None else lower, peak)
             states.append(self._plan(state))
@@ -549,7 +549,8 @@ class StepCurve:
             left = live + self._vectors - self._vectors[place] - peak
             taken = excess - left.clamp(min=0).sum(1)
             more = self._costs - self._costs[place]
-            price, index = torch.where(taken > 0, more / taken, math.inf).min(0)
+            # Bytes are whole, and a rounded sum is no gain: it may come back for ever.
+            price, index = torch.where(taken >= 1, more / taken, math.inf).min(0)
             if price.isinf():
                 return None
             state[owner[index]] = index
