@@ -122,7 +122,8 @@ class Learned:
         known = [each for each in self.programs if before in each.replaced]
         for program in known:
             program.moments = program.replaced[before or ""].moments
-            program.replaced = {}
+            # A step may yet begin without any.
+            program.replaced = {"anew": program.replaced["anew"]}
         return bool(known)
 
     def check_gradients(self) -> bool:
@@ -158,6 +159,10 @@ def program_of(recorder: Recorder, states: set[Any]) -> Program:
     for leaf in recorder.with_new_gradients()[:1]:
         found.leaf = weakref.ref(leaf)
         found.replaced = {how: Timeline(recorder, how) for how in ("anew", "F", "B")}
+    if not found.replaced and dropped_before(recorder):
+        for leaf in recorder.with_gradients()[:1]:
+            found.leaf = weakref.ref(leaf)
+            found.replaced = {"anew": Timeline(recorder, given=set())}
     return found
 
 
@@ -167,7 +172,7 @@ def dropped_before(recorder: Recorder) -> Optional[str]:
     "F" or "B"; None where some stay, or go later than that.
     """
     left = recorder.given_gradients.copy()
-    if left.isdisjoint(recorder.remaining()):
+    if left and left.isdisjoint(recorder.remaining()):
         begun: set[str] = set()
         for event in recorder.log:
             begun.add(event.kind)
