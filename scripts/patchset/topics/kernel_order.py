@@ -56,6 +56,7 @@ a peak at the start.
 +        topological_sort_lazy,
      ],
 '''),
+    needs=("buffer-reuse",),
     landed=(("torch/_inductor/memory.py", "topological_sort_lazy,"),),
     risks="""\
 Two more orders are estimated for each graph. One is taken only where its estimated peak

@@ -37,6 +37,7 @@ product is computed.
 +        return False
 '''),
     since=(2, 13),
+    needs=("kernel-order",),
     landed=(("torch/_inductor/fx_passes/post_grad.py", "_would_wait(product, inp)"),),
     risks="""\
 One more kernel for each such sum. Computed at once, the product adds its own bytes to a
