@@ -68,7 +68,7 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
 +    saved_values = decision.saved_values
 """),
     landed=((PARTITIONERS, "decision = decide("),),
-    needs=("solver-by-name", "random-ops", "knapsack-exact"),
+    needs=("solver-by-name", "overwritten-inputs", "random-ops", "knapsack-exact"),
     risks="""\
 Plans change where they were over the budget or recomputed more than they had to. A
 budget is now a share of the bytes really kept, not of a sum of sizes. A budget out of

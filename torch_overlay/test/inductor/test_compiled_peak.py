@@ -18,13 +18,17 @@ from torch._functorch._activation_checkpointing import (
     decision,
     peak_budget,
     saved_report,
-    step_graph,
 )
-from torch._functorch._activation_checkpointing.step_budget import StepBudget
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config, output_code, wrapper_memory
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
+
+
+try:
+    from torch._functorch._activation_checkpointing import step_budget, step_graph
+except ImportError:
+    step_budget = step_graph = None
 
 
 LAYERS, ROWS, SIDE = 3, 512, 32
@@ -198,7 +202,8 @@ class CompiledPeakTest(TestCase):
             patch.object(compiled_peak, "peaks_of", side_effect=more) as told,
             patch.object(step_graph, "has_guard", return_value=False),
         ):
-            compiled, budget = torch.compile(layers), StepBudget(share=share)
+            compiled = torch.compile(layers)
+            budget = step_budget.StepBudget(share=share)
             inputs = given()
 
             def step():
@@ -209,6 +214,7 @@ class CompiledPeakTest(TestCase):
             step()
             return budget.plan, live_at_most(step), told.call_count
 
+    @unittest.skipUnless(step_budget, "a patch of its own brings the step's budget")
     def test_a_step_is_planned_by_what_compiles_tell(self):
         # The lean plan, which comes first, holds much more than was estimated.
         plan, measured, compiled = self.step(0.0, 3, 1)
