@@ -222,11 +222,6 @@ class Program:
     gradients: list[fx.Node]
     timeline: Callable[..., Timeline] = Timeline
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether operators run one by one, not in kernels, which are estimated."""
-        return self.timeline is Timeline
-
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
         """Those of the operators."""

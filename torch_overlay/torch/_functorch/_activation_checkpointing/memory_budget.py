@@ -90,6 +90,9 @@ class Planner:
     number: Callable[[Any], int] = concrete
     device: Optional[torch.device] = None
     _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
+    _upstreams: dict[float, list[fx.Node]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @functools.cached_property
     def model(self) -> Program:
@@ -174,12 +177,27 @@ class Planner:
         fewest = self.model.saved_values(self.model.evaluate(()).saved)
         return min(cut, fewest, key=self.kept_bytes)
 
+    @functools.cached_property
+    def _runtimes(self) -> dict[fx.Node, float]:
+        """What upstream takes for the cost of what no cut recomputes."""
+        from torch._functorch.partitioners import estimate_runtime
+
+        estimator = config.activation_memory_budget_runtime_estimator
+        # Upstream does not know that one.
+        runtime = rerun_cost if estimator == "roofline" else estimate_runtime
+        return {node: runtime(node) for node in self.banned}
+
     def upstreams_choice(self, budget: float) -> list[fx.Node]:
         """What upstream's algorithm saves, whose budgets mean sums of the nodes' sizes.
 
-        Makes one min cut of its own.
+        Makes one min cut of its own, once for each budget.
         """
-        from torch._functorch.partitioners import _size_of, estimate_runtime
+        if budget not in self._upstreams:
+            self._upstreams[budget] = self._choose_as_upstream(budget)
+        return self._upstreams[budget]
+
+    def _choose_as_upstream(self, budget: float) -> list[fx.Node]:
+        from torch._functorch.partitioners import _size_of
 
         if budget == 0:
             return self.least()
@@ -199,10 +217,7 @@ class Planner:
         if not nodes:
             return self.least()
         memory = [_size_of(node) / room for node in nodes]
-        estimator = config.activation_memory_budget_runtime_estimator
-        # Upstream does not know that one.
-        runtime = rerun_cost if estimator == "roofline" else estimate_runtime
-        runtimes = [*map(runtime, nodes)]
+        runtimes = [self._runtimes[node] for node in nodes]
         with no_dispatch():
             _, _, again = KNAPSACK_SOLVERS["dp"](memory, runtimes, budget)
         return self.cut(_ALL_CHEAP, [nodes[i] for i in again])[0]
@@ -403,7 +418,6 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     name = solver if isinstance(solver, str) else type(solver).__name__
     if solver == "exact":
         saved = lightest(memory, runtimes, saved)
-    if solver == "exact":
         # Its peak is compared with in any case, so that this makes no cut more.
         cut = graph.upstreams_choice(budget)
     else:

@@ -280,7 +280,7 @@ def search(
             chosen = chain.leanest(math.floor(peak * slack))
             if chosen is not None:
                 bases.append(chain.storages(chosen))
-    if graph.is_exact:
+    if not graph.is_fused:
         # What is lowest by estimates alone is often not when it is compiled.
         plans.evaluate([*bases, frozenset(), *of_knapsacks(items)])
         bases.append(_refined(plans))

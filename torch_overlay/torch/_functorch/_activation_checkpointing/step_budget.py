@@ -355,7 +355,10 @@ class StepBudget:
             return
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
         peak = self.plan.predicted_peak if self.plan is not None else 0
-        if self._learned.add(program_of(recorder, states), _NEW * peak) or is_dropped:
+        if (
+            self._learned.add(program_of(recorder, states, timeline), _NEW * peak)
+            or is_dropped
+        ):
             self._is_new = True
             # Of two programs that take turns, the second runs next.
             self._to_record = int(is_first)

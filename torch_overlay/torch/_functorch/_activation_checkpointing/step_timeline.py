@@ -152,9 +152,8 @@ class Learned:
         return found
 
 
-def program_of(recorder: Recorder, states: set[Any]) -> Program:
-    """What a recorded step held."""
-    step = Timeline(recorder)
+def program_of(recorder: Recorder, states: set[Any], step: Timeline) -> Program:
+    """What a recorded ``step`` held."""
     found = Program(states, step.moments, step.calls, step.scales)
     for leaf in recorder.with_new_gradients()[:1]:
         found.leaf = weakref.ref(leaf)
