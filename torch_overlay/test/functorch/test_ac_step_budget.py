@@ -193,15 +193,15 @@ def recordings():
         yield lambda: made.call_count
 
 
-def counting(budget, factor=None):
-    """A device that counts so many times what was predicted, by default nothing."""
-    return SimpleNamespace(
-        begin=lambda: None,
-        given=lambda: 0,
-        live=lambda: factor and 0,
-        peak=lambda: (
-            factor and budget.plan and int(factor * budget.plan.predicted_peak)
-        ),
+def counting(live=lambda: None, peak=lambda: None):
+    """A device that counts these; by default nothing."""
+    return SimpleNamespace(begin=lambda: None, given=lambda: 0, live=live, peak=peak)
+
+
+def counting_times(factor, budget):
+    """A device that counts so many times what was predicted."""
+    return counting(
+        lambda: 0, lambda: budget.plan and int(factor * budget.plan.predicted_peak)
     )
 
 
@@ -617,7 +617,7 @@ class StepBudgetTest(TestCase):
     def test_sizes_that_are_traced_into_other_operators(self, rows):
         model, budget = Net(block=Sliced), StepBudget(share=0.5)
         # Not those of the profiler, nor of logs.
-        budget.counter = counting(budget)
+        budget.counter = counting()
         sizes = [BATCH, BATCH, BATCH, rows, BATCH, rows, BATCH]
         before = unbudgeted(Net(block=Sliced), batch(rows), count=1)
         operators = set()
@@ -658,7 +658,7 @@ class StepBudgetTest(TestCase):
     def test_steps_with_fewer_calls(self):
         model, budget = Net(dynamic=True), StepBudget(share=0.2)
         # Not those of the profiler, nor of logs.
-        budget.counter = counting(budget)
+        budget.counter = counting()
 
         def forward_only(model, x):
             model(x)
@@ -933,7 +933,7 @@ class StepBudgetTest(TestCase):
     def test_what_a_device_counts(self):
         """No such device is here: a tenth more than was predicted."""
         model, budget = Net(), StepBudget(share=0.5)
-        budget.counter = counting(budget, 1.1)
+        budget.counter = counting_times(1.1, budget)
         with self.assertLogs("torch._functorch", "WARNING") as logs:
             steps(budget, model, batch(), count=3)
         self.assertEqual(len(logs.output), 1)
@@ -948,7 +948,7 @@ class StepBudgetTest(TestCase):
 
     def test_what_cannot_exceed_the_bound_ends_no_training(self):
         model, budget = Net(), StepBudget(share=0.5, strict=True)
-        budget.counter = counting(budget, 0.9)
+        budget.counter = counting_times(0.9, budget)
         with self.assertLogs("torch._functorch", "WARNING") as logs:
             steps(budget, model, batch(), count=3)
         self.assertEqual(len(logs.output), 1)

@@ -6,10 +6,9 @@ Every peak is what torch's allocators tell the profiler while the step runs.
 
 import contextlib
 import unittest
-from types import SimpleNamespace
 
 from test_ac_peak_budget import allocated_at_most
-from test_ac_step_budget import AOT, Block, WIDTH
+from test_ac_step_budget import AOT, batch, Block, counting, WIDTH
 
 import torch
 import torch.nn as nn
@@ -49,10 +48,6 @@ class Net(nn.Module):
         for each in self.blocks:
             x = each(x)
         return self.head(x)
-
-
-def batch(rows=256, seed=0):
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 class StepLoopsTest(TestCase):
@@ -132,12 +127,7 @@ class StepLoopsTest(TestCase):
 
         budget = StepBudget(share=0.5)
         # Not what the profiler and the logs take.
-        budget.counter = SimpleNamespace(
-            begin=lambda: None,
-            given=lambda: 0,
-            live=lambda: sum(each.nbytes for each in queue),
-            peak=lambda: None,
-        )
+        budget.counter = counting(lambda: sum(each.nbytes for each in queue))
         with self.assertLogs("torch._functorch", "WARNING") as logs:
             peaks = self.run_steps(budget, step, 12)
         self.assertIn("a step held", logs.output[0])
@@ -148,15 +138,12 @@ class StepLoopsTest(TestCase):
             torch._dynamo.reset()
             model = Net()
             optimizer = torch.optim.AdamW(model.parameters())
-            budget.counter = SimpleNamespace(
-                begin=lambda: None,
-                given=lambda: 0,
-                live=lambda: sum(
+            budget.counter = counting(
+                lambda: sum(
                     value.nbytes
                     for state in optimizer.state.values()
                     for value in state.values()
-                ),
-                peak=lambda: None,
+                )
             )
             given = sum(p.nbytes for p in model.parameters())
 
@@ -286,11 +273,8 @@ class StepLoopsTest(TestCase):
 
     def test_what_a_device_counts_outlives_a_plan(self):
         model, budget, more = Net(dynamic=True), StepBudget(share=0.5), 2**17
-        budget.counter = SimpleNamespace(
-            begin=lambda: None,
-            given=lambda: 0,
-            live=lambda: 0,
-            peak=lambda: budget.plan and budget.plan.predicted_peak + more,
+        budget.counter = counting(
+            lambda: 0, lambda: budget.plan and budget.plan.predicted_peak + more
         )
 
         def step(at):
