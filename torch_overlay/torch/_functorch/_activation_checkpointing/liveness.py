@@ -472,10 +472,7 @@ def read(
     gradients = _nodes(results[num_fwd_outputs:])
     forward = [each for each in storages.calls if each.node not in backward]
     operators = [each for each in forward if each.writes]
-    producer = [-1] * len(nbytes)
-    for op, each in enumerate(operators):
-        for s in each.writes:
-            producer[s] = op
+    producer = _producers(operators, len(nbytes))
     first_use, last_use = _live_ranges(forward, len(nbytes))
     end = Operator(output, storages.read_by(gradients), (), 0, False)
     calls = [*storages.calls, end]
@@ -484,11 +481,11 @@ def read(
     unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
     copied = _written_back(output)
-    outputs: set[int] = set()
-    written_back: set[int] = set()
-    for at, node in enumerate(results[:num_fwd_outputs]):
-        made = (s for s in storages.read_by(_nodes([node])) if first_use[s] >= 0)
-        (written_back if at in copied else outputs).update(made)
+    places = [*enumerate(results[:num_fwd_outputs])]
+    returned = _nodes(node for at, node in places if at not in copied)
+    to_inputs = _nodes(node for at, node in places if at in copied)
+    outputs = {s for s in storages.read_by(returned) if first_use[s] >= 0}
+    written_back = {s for s in storages.read_by(to_inputs) if first_use[s] >= 0}
     program = Program(
         storages.values,
         nbytes,
@@ -511,6 +508,15 @@ def read(
     )
     _prefer_small_results(program)
     return program
+
+
+def _producers(operators: list[Operator], count: int) -> list[int]:
+    """The operator that allocates each storage, or -1."""
+    producer = [-1] * count
+    for op, each in enumerate(operators):
+        for s in each.writes:
+            producer[s] = op
+    return producer
 
 
 def _written_back(output: fx.Node) -> set[int]:

@@ -118,29 +118,9 @@ class StepBudget:
         # A build for GPUs names one even where there is none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
-        asked: dict[str, Any] = {
-            "share": share,
-            "peak_bytes": peak_bytes,
-            "device_bytes": device_bytes,
-        }
-        asked = {name: value for name, value in asked.items() if value is not None}
-        if len(asked) > 1:
-            raise ValueError("pass only one of share, peak_bytes and device_bytes")
-        if "share" in asked and not is_number(share, 0, 1):
-            raise ValueError(f"share is {share!r}; it must be a number from 0 to 1")
-        for name in asked.keys() - {"share"}:
-            try:
-                asked[name] = as_bytes(asked[name])
-            except ValueError as error:
-                raise ValueError(f"{name} is {asked[name]!r}; it {error}") from None
+        asked = _valid(share=share, peak_bytes=peak_bytes, device_bytes=device_bytes)
         self._arguments = {**asked, "strict": True} if strict else asked
-        if not asked:
-            if accelerator is None:
-                raise ValueError(
-                    "no accelerator found: pass share, peak_bytes or device_bytes"
-                )
-            total = torch.get_device_module(self.device).mem_get_info()[1]
-            asked = {"device_bytes": total}
+        asked = asked or {"device_bytes": _memory_of(accelerator)}
         ((name, value),) = asked.items()
         self._name, self.strict = f"StepBudget({name}={value})", strict
         self.share: Optional[float] = asked.get("share")
@@ -541,6 +521,30 @@ class StepBudget:
         if self.plan is None:
             raise RuntimeError(f"{self._name} has no plan before the second step")
         self.plan.draw(f"{self._name}: {self.plan.headline}", path)
+
+
+def _valid(**bounds: Any) -> dict[str, Any]:
+    """The bound that is given, if any; ValueError says what is wrong with it."""
+    asked = {name: value for name, value in bounds.items() if value is not None}
+    if len(asked) > 1:
+        raise ValueError("pass only one of share, peak_bytes and device_bytes")
+    for name, value in asked.items():
+        if name != "share":
+            try:
+                asked[name] = as_bytes(value)
+            except ValueError as error:
+                raise ValueError(f"{name} is {value!r}; it {error}") from None
+        elif not is_number(value, 0, 1):
+            raise ValueError(f"share is {value!r}; it must be a number from 0 to 1")
+    return asked
+
+
+def _memory_of(accelerator: Optional[torch.device]) -> int:
+    """The bytes that an accelerator has; ValueError where there is none."""
+    if accelerator is None:
+        raise ValueError("no accelerator found: pass share, peak_bytes or device_bytes")
+    total: int = torch.get_device_module(accelerator).mem_get_info()[1]
+    return total
 
 
 class _Search:

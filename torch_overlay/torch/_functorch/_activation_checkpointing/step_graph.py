@@ -378,16 +378,16 @@ class CompiledGraph:
         step.call = call
         try:
             result = run(args)
+            if call is not None:
+                with step.budget.warn_on_failure(failure):
+                    self._await_backward(result, call)
+            return result
         except BaseException:
-            step.call = None
             if call is not None:
                 step.end(call)
             raise
-        if call is not None:
-            with step.budget.warn_on_failure(failure):
-                self._await_backward(result, call)
-        step.call = None
-        return result
+        finally:
+            step.call = None
 
     def _await_backward(self, result: Any, call: Call) -> None:
         """Let the backward of what was returned find its call, which ends with it."""

@@ -302,8 +302,10 @@ def plan_graph(
         plans.evaluate([frozenset(model.storages(saved))])
     else:
         plans = find_plans(model, cheapest, expensive, saved, joint.items)
-        # A call that waits keeps least where all is computed again, as in a checkpoint.
-        plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
+        if model.is_fused:
+            # As the search does for operators.  A call that waits keeps least where all
+            # is computed again, as in a checkpoint.
+            plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
     found = _graph_plans(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     # Of equals, that of budget 1.
