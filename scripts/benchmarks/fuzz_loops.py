@@ -11,7 +11,7 @@ It has a fault where
     raises      a step raises, and does not without a budget
     exceeds     the allocator's peak is above what the budget allows, from the fourth
                 step on, and no warning was logged before
-    no plan     there is none by then, after a backward, and no warning
+    no plan     there is none by then, after two steps that trained, and no warning
 
 A fault is shrunk: what the loop can lack without losing it goes, one thing at a time.
 """
@@ -261,7 +261,7 @@ def budgeted(loop: Loop, plain: Sequence[Row]) -> Outcome:
     budget = budget_for(loop, plain)
     said: list[str] = []
     steps = run(loop, budget)
-    has_trained = False
+    trained = 0
     for at, (turn, wanted) in enumerate(zip(loop.turns, plain)):
         try:
             row = next(steps)
@@ -272,12 +272,12 @@ def budgeted(loop: Loop, plain: Sequence[Row]) -> Outcome:
             detail = f"{row['computed']}, not {wanted['computed']}"
             return Outcome(Fault("differs", detail, at), said=said)
         if at >= SETTLED and not said:
-            if budget.plan is None and has_trained:
+            if budget.plan is None and trained > 1:
                 return Outcome(Fault("no plan", "", at))
             fault = exceeds(loop, turn, row["peak"], budget.plan)
             if fault is not None:
                 return Outcome(Fault("exceeds", fault, at))
-        has_trained |= turn.what in ("", "raises late")
+        trained += not turn.what
     return Outcome(said=said, is_planned=budget.plan is not None)
 
 

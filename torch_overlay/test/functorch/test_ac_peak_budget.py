@@ -658,6 +658,12 @@ class PeakBudgetTest(TestCase):
         lowest = min(each.peak for each in model.evaluate_all([*subsets]))
         self.assertLessEqual(self.plan(joint, 0).peak.floor, 1.1 * lowest)
 
+    def test_evaluating_plans_takes_little_of_what_they_hold(self):
+        model = self.joint(transformer()).model
+        plans = [frozenset([s]) for s in range(len(model.nbytes))]
+        taken = allocated_at_most(lambda: model.evaluate_all(plans))
+        self.assertLess(taken, sum(model.nbytes) / 8)
+
     def test_constants_are_filled_again(self):
         def saved(make, **options):
             joint = self.joint(filled(make))

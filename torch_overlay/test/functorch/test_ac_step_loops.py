@@ -162,6 +162,38 @@ class StepLoopsTest(TestCase):
         with self.assertNoLogs("torch._functorch", "WARNING"):
             self.assertLessEqual(train(budget, 4), 1.005 * budget.device_bytes)
 
+    def test_what_a_graph_returned_and_stays_grows_with_its_inputs(self):
+        model, kept = Net(1, dynamic=True), []
+
+        def step(at):
+            y = model.blocks[0](batch(128 if at < 3 else 1024))
+            kept[:] = [y.detach()]
+            y.square().mean().backward()
+            model.zero_grad()
+
+        budget = StepBudget(share=0.5)
+        peaks = self.run_steps(budget, step, 4)
+        self.assertLessEqual(peaks[-1], 1.005 * budget.plan.predicted_peak)
+
+    def test_a_step_of_another_program_that_fails(self):
+        model, weight = Net(), torch.ones(WIDTH, requires_grad=True)
+        other = torch.compile(lambda x: (x * weight).sin(), backend=AOT)
+        budget = StepBudget(share=0.5)
+
+        def step(what):
+            with budget:
+                loss = what(batch()).square().mean()
+                if what is other:
+                    raise KeyError
+                loss.backward()
+                model.zero_grad()
+
+        for _ in range(3):
+            step(model)
+        logs = self.assertLogs("torch._functorch", "WARNING")
+        with logs, self.assertRaises(KeyError):
+            step(other)
+
     def test_fewer_calls_than_were_recorded(self):
         model, budget = Net(), StepBudget(share=0.2)
         budget.counter.live = lambda: None

@@ -164,7 +164,7 @@ class CompiledPeakTest(TestCase):
         ):
             found = gradients(torch.compile(layers), given())
         other = saved_report.last_plan()
-        self.assertEqual(told.call_count, 2 + compiled_peak.has_guard())
+        self.assertEqual(told.call_count, 3)
         self.assertNotEqual(saved(other), saved(plan))
         self.assertLessEqual(other.peak.predicted, other.peak.allowed)
         self.assertEqual(other.peak.allowed, plan.peak.allowed)
@@ -227,17 +227,17 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(plan.cost, 0)
         self.assertEqual(plan.predicted_peak, plan.allowed)
 
-    @unittest.skipUnless(compiled_peak.has_guard(), "fusions cannot be guarded here")
     def test_fusions_are_guarded_first(self):
-        limits = []
+        (name, value), limits = *compiled_peak.GUARD.items(), []
+        usual = getattr(inductor_config, name)
 
         def peaks_by_fusions(*args):
             # Half as much again, unless fusions are guarded.
-            share = 1.5 if limits[-1] is None else 1
+            share = 1.5 if limits[-1] == usual else 1
             return tuple(int(nbytes * share) for nbytes in peaks_of(*args))
 
         def note(*args):
-            limits.append(getattr(inductor_config, compiled_peak._GUARD))
+            limits.append(getattr(inductor_config, name))
             return wrapper_memory.wrapper_memory(*args)
 
         peaks_of = compiled_peak.peaks_of
@@ -249,7 +249,7 @@ class CompiledPeakTest(TestCase):
             self.assertNoLogs(decision.log, "WARNING"),
         ):
             found = gradients(torch.compile(layers), given())
-        self.assertEqual(limits, [None, None, 0, 0])
+        self.assertEqual(limits, [usual, usual, value, value])
         self.assertEqual(saved(saved_report.last_plan()), saved(plan))
         self.assertEqual(found, wanted)
 
@@ -286,8 +286,7 @@ class CompiledPeakTest(TestCase):
             peak = trying.plan.peak
             search.told[trying] = 190 if peak == 100 else peak * 11 // 10
             tried.append(peak)
-        guarded = [100] if compiled_peak.has_guard() else []
-        self.assertEqual(tried, [100, *guarded, 140, 130, 120][: compiled_peak.TRIES])
+        self.assertEqual(tried, [100, 100, 140, 130])
         self.assertEqual(trying.plan.peak, tried[-1])
 
     def test_a_number_of_bytes(self):

@@ -4,9 +4,9 @@ The planner of the activation memory budget estimates what inductor's kernels ho
 they do hold is in the wrappers that inductor generates, which are read for it
 (:mod:`torch._inductor.wrapper_memory`).  Where that is above the peak asked for, the
 joint graph is split and compiled anew, before anything has run: by the same plan without
-the fusions that raise a graph's peak, where inductor has a guard against those, and then
-by another plan, as the estimates are corrected by what was told.  Of `TRIES` compiles
-that are all above, the lowest is kept, and a warning has both numbers.
+the fusions that raise a graph's peak, and then by another plan, as the estimates are
+corrected by what was told.  Of `TRIES` compiles that are all above, the lowest is kept,
+and a warning has both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.
 """
@@ -18,6 +18,7 @@ import functools
 import inspect
 import logging
 import math
+import sys
 import warnings
 from collections import defaultdict
 from dataclasses import is_dataclass, replace
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "CompiledPeaks",
+    "GUARD",
     "calls_nested_regions",
     "copy_of",
     "fresh_copy",
@@ -67,13 +69,19 @@ __all__ = [
 
 # How often a graph is compiled to find a plan that is within the peak.
 TRIES = 4
-# At 0, no fusion may raise a graph's peak above that of its nodes before any is fused.
-_GUARD = "fusion_memory_timeline_peak_memory_pct_threshold"
+_MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
+# Inductor's option by which fusions do not raise a graph's peak, and its value.
+GUARD: dict[str, Any] = (
+    {_MOST_OF_PEAK: 0.0}
+    if hasattr(inductor_config, _MOST_OF_PEAK)
+    # Kernels that only read the same stay apart, so each runs when it is needed.
+    else {"score_fusion_memory_threshold": sys.maxsize}
+)
 
 
 def has_guard() -> bool:
     """Whether fusions can be guarded, and are not yet."""
-    return getattr(inductor_config, _GUARD, 0.0) is None
+    return any(getattr(inductor_config, name) != GUARD[name] for name in GUARD)
 
 
 class Told(NamedTuple):
@@ -146,9 +154,7 @@ class CompiledPeaks:
     def _compile(
         self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Any:
-        options: Any = {"live_bytes_of": str(self.device)}
-        if self.guarded:
-            options[_GUARD] = 0.0
+        options = {"live_bytes_of": str(self.device), **(GUARD if self.guarded else {})}
         with inductor_config.patch(options):
             return self._compilers[phase](module, inputs)
 

@@ -57,6 +57,8 @@ __all__ = [
 
 # Most plans in a tensor: the value bits of a signed 64-bit integer.
 _TOGETHER = 63
+# What a tensor of plans may take of the bytes that they are about: a CPU may have both.
+_SHARE = 1 / 64
 
 
 class Evaluation(NamedTuple):
@@ -160,8 +162,10 @@ class Timeline:
         with _disable_current_modes(), torch.device("cpu"):
             changes = torch.tensor(self.changes).unsqueeze(1)
             steps, before = torch.tensor(self.moments).unbind(1)
-            for first in range(0, count, _TOGETHER):
-                several = min(count - first, _TOGETHER)
+            most = int(_SHARE * sum(self.nbytes)) // changes.nbytes
+            together = min(max(most, 1), _TOGETHER)
+            for first in range(0, count, together):
+                several = min(count - first, together)
                 everyone = (1 << several) - 1
                 masks = torch.tensor([mask >> first & everyone for mask in self.masks])
                 of_plan = masks.unsqueeze(1) >> torch.arange(several) & 1

@@ -193,26 +193,34 @@ class StepBudget:
         step = self._close()
         if step is None:
             return
-        if kind is not None:
-            if issubclass(kind, torch.OutOfMemoryError) and hasattr(
-                error[0], "add_note"
-            ):
-                error[0].add_note(str(self))
+        if kind is None:
+            self._check_end(step)
             return
+        if issubclass(kind, torch.OutOfMemoryError) and hasattr(error[0], "add_note"):
+            error[0].add_note(str(self))
+        if not self.strict:
+            # Which has raised when the step began what is new.
+            self._check_new(step)
+
+    def _check_end(self, step: Step) -> None:
         self._wait = max(self._wait - 1, 0)
-        new = step.states - self._learned.states
-        is_expected, self._expects_new = self._expects_new, False
+        self._check_new(step)
+        self._expects_new = False
         if step.recorder is not None:
             self._to_record -= 1
             with self.warn_on_failure("the step could not be recorded"):
                 self._check(step, step.recorder)
         else:
             self._measure(step)
-            if new:
-                self._record_again(_RECORDED)
-            elif self._holds_less(step):
+            if self._holds_less(step):
                 self._record_again(1)
-        if new and not is_expected:
+
+    def _check_new(self, step: Step) -> None:
+        """Warn where a step was not planned for, and record others like it."""
+        new = step.states - self._learned.states
+        if new and step.recorder is None:
+            self._record_again(_RECORDED)
+        if new and not self._expects_new:
             self.warn_of(min(new, key=lambda state: state[:3]))
 
     def _close(self) -> Optional[Step]:

@@ -228,10 +228,14 @@ class Timeline:
         self._dropping = recorder.size(new), replaced
         ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
         self._last = max(ends, default=0)
-        # Gradients, what stays, and what is resized as shards are, grow with no input.
+        # Gradients, what stays, and what is resized as shards are, grow with no input, unless
+        # a compiled graph returned it.
         resized = {event.storage for event in self._log if event.kind == "="}
         self._all_gradients = recorder.seen_gradients | recorder.gradients()
-        self._of_no_input = self._remaining | resized | self._all_gradients
+        calls = {event.call for event in self._log if event.kind == "F"}
+        returned = {s for call in calls for s in call.outputs}
+        stays = self._remaining - returned
+        self._of_no_input = stays | resized | self._all_gradients
         # What the caller dropped and the backward misses counts only as far as it is saved.
         backwards = (event.call for event in self._log if event.kind == "B")
         self._dropped = {
