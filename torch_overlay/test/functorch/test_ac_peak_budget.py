@@ -616,7 +616,7 @@ class PeakBudgetTest(TestCase):
         ):
             joint = self.joint(given)
             self.assertEqual(
-                self.plan(joint, 1, "saved").activation_bytes, joint.limits.high
+                self.plan(joint, 1, target="saved").activation_bytes, joint.limits.high
             )
             for budget in (0, 0.1, 0.3, 0.5, 0.7, 0.9):
                 with self.assertLogs(LOGS, "WARNING") as said:
@@ -642,6 +642,11 @@ class PeakBudgetTest(TestCase):
                 else:
                     self.assertLessEqual(own, min(fastest, upstreams))
         self.assertEqual({*told}, {0})
+
+    def test_saved_where_upstream_cannot_tell_what_a_branch_costs(self):
+        joint = self.joint(layers(with_branch, 4))
+        plan = self.plan(joint, 0.5, target="saved")
+        self.assertLessEqual(plan.activation_bytes, joint.limits.allowed(0.5))
 
     def test_the_floor_is_near_the_lowest_of_all_small_plans(self):
         """Beside all that save at most four values, which need not cross one place."""

@@ -30,6 +30,7 @@ from typing import Any, Optional, TYPE_CHECKING
 
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._ops import HigherOrderOperator
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
@@ -182,9 +183,14 @@ class Planner:
         """What upstream takes for the cost of what no cut recomputes."""
         from torch._functorch.partitioners import estimate_runtime
 
-        estimator = config.activation_memory_budget_runtime_estimator
-        # Upstream does not know that one.
-        runtime = rerun_cost if estimator == "roofline" else estimate_runtime
+        is_known = config.activation_memory_budget_runtime_estimator != "roofline"
+
+        def runtime(node: fx.Node) -> float:
+            # Of operators with bodies, upstream knows none.
+            has_bodies = isinstance(node.target, HigherOrderOperator)
+            estimate = estimate_runtime if is_known and not has_bodies else rerun_cost
+            return estimate(node)
+
         return {node: runtime(node) for node in self.banned}
 
     def upstreams_choice(self, budget: float) -> list[fx.Node]:
