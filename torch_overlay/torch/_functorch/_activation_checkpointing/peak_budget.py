@@ -33,14 +33,16 @@ The search, on integers alone and without a min cut of its own:
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch import config
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from .budget_solver import lightest
 from .decision import Decision, Peak
@@ -60,15 +62,19 @@ if TYPE_CHECKING:
     from .liveness import Evaluation, Program
     from .memory_budget import Planner
 
+log = logging.getLogger(__name__)
+
 __all__ = [
     "Curve",
     "PeakBytes",
     "PlannedPeak",
     "Plans",
     "allowed_peak",
+    "compare_with_no_checkpoints",
     "find_plans",
     "model_of",
     "of_knapsacks",
+    "plans_of",
     "rerun_costs",
     "search",
     "undominated",
@@ -86,6 +92,8 @@ _SLACKS = (1.1, 1.3, 1.7, 2.5)
 _CORRECTIONS = 8
 # Budgets of saved bytes whose knapsacks become plans.
 _BUDGETS = [k / 48 for k in range(48)]
+# By which share of it the checkpoints of a graph may raise its floor without a word.
+_WORSE = 0.01
 # How often the lowest plans are changed in one value, how many plans in how many values,
 # and the share gained below which that ends.
 _ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
@@ -185,8 +193,10 @@ class PeakBytes:
 
     def curve(self, graph: Planner) -> Curve:
         """The plans of a graph, for any number of budgets."""
-        asked = *graph.cheapest_cut(), graph.fastest(), graph.items, self.calls
-        return Curve(find_plans(model_of(graph), *asked), self.margin * graph.fused)
+        found = plans_of(graph, self.calls)
+        if self.limit is not None or self.budget < 1:
+            compare_with_no_checkpoints(graph, found)
+        return Curve(found, self.margin * graph.fused)
 
     def allowed(self, curve: Curve) -> int:
         """The bytes that are allowed of what these plans can reach."""
@@ -216,6 +226,40 @@ def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
         if each.scratch is None and not (graph.fused and has_kernel(each.node)):
             raise CannotPlan(f"it is not known what is live within {each.node.name}")
     return by_kernels(operators) if graph.fused else operators
+
+
+def plans_of(graph: Planner, calls: int = 1) -> Plans:
+    """The plans of a graph, as `find_plans` has them."""
+    asked = *graph.cheapest_cut(), graph.fastest(), graph.items, calls
+    return find_plans(model_of(graph), *asked)
+
+
+def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
+    """Warn where checkpoints that a user has set within a graph raise its floor."""
+    fixed = {
+        node: node.meta.pop("recompute")
+        for node in graph.joint.nodes
+        if "ac_graph_id" in node.meta and "recompute" in node.meta
+    }
+    if not fixed:
+        return
+    try:
+        without = plans_of(replace(graph)).lowest()[0].peak
+    finally:
+        for node, policy in fixed.items():
+            node.meta["recompute"] = policy
+    floor = plans.lowest()[0].peak
+    if without < floor * (1 - _WORSE):
+        log.warning(
+            "checkpoints within %s fix whether %d values are saved or recomputed: no plan "
+            "needs less than %d bytes at its peak, and without them one needs %d (both "
+            "without parameters and inputs%s)",
+            get_aot_graph_name(),
+            len(fixed),
+            floor,
+            without,
+            ", by estimates" * graph.fused,
+        )
 
 
 def rerun_costs(graph: Program, expensive: OrderedSet[fx.Node]) -> list[float]:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .peak_budget import (
+    compare_with_no_checkpoints,
     find_plans,
     model_of,
     of_knapsacks,
@@ -302,6 +303,8 @@ def plan_graph(
         plans.evaluate([frozenset(model.storages(saved))])
     else:
         plans = find_plans(model, cheapest, expensive, saved, joint.items)
+        if missing is None:
+            compare_with_no_checkpoints(joint, plans)
         if model.is_fused:
             # As the search does for operators.  A call that waits keeps least where all
             # is computed again, as in a checkpoint.
