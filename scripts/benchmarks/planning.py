@@ -77,8 +77,8 @@ def page(data: dict[str, Any]) -> str:
         "nodes": lambda row: f"{row['nodes']:,}",
     }
     for target, (at, budget) in itertools.product(TARGETS, enumerate(BUDGETS)):
-        cells[f"{target} {budget:g}"] = lambda row, target=target, at=at: "{:.2f}".format(
-            row["steps"][at][target] / row["steps"][at]["upstream"]
+        cells[f"{target} {budget:g}"] = lambda row, target=target, at=at: (
+            "{:.2f}".format(row["steps"][at][target] / row["steps"][at]["upstream"])
         )
     table = columns(good(data["measured"]), cells)
     origin = measured_on(data["environment"], "Run on one thread,")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from patchset.patch import REPOSITORY
+from patchset.series import FORMS
 
 from benchmarks import bounds, quickstart, schedule
 from benchmarks.pages import markdown, marks_table
@@ -33,10 +34,12 @@ def releases(data: dict[str, Any]) -> str:
         "landed upstream but still faulty": "faulty",
         "landed upstream": "landed",
     }
+    # Of one that is new, the releases that it was tried on.
+    unknown = {"state": "not tried", "without": None, "with": None, "date": None}
     rows = []
-    for patch in next(iter(data.values())):
+    for patch in (name for name in FORMS if any(name in row for row in data.values())):
         cells = []
-        for found in (patches[patch] for patches in data.values()):
+        for found in (row.get(patch, unknown) for row in data.values()):
             outcome = (found["without"], found["with"])
             tested = {(False, True): " ✓", (False, False): " ✗"}.get(outcome, "")
             cells.append(short.get(found["state"], found["state"]) + tested)

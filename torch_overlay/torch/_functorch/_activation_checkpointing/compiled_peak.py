@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "CompiledPeaks",
     "GUARD",
+    "CompiledPeaks",
     "calls_nested_regions",
     "copy_of",
     "fresh_copy",
