@@ -304,7 +304,7 @@ class StepLoopsTest(TestCase):
         self.assertIn("selective checkpoints are set around", logs.output[0])
 
     def test_what_a_device_counts_outlives_a_plan(self):
-        model, budget, more = Net(dynamic=True), StepBudget(share=0.5), 2**17
+        model, budget, more = Net(dynamic=True), StepBudget(share=0.5), 2**19
         budget.counter = counting(
             lambda: 0, lambda: budget.plan and budget.plan.predicted_peak + more
         )
