@@ -34,6 +34,7 @@ import math
 import sys
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -78,6 +79,8 @@ _NEW = 0.01
 _NOISE = 2**18
 # Steps that are recorded at most, in order to see again what was not planned for.
 _RECORDED = 8
+# Sizes that are fixed are a part of each graph: by less, none has yet to grow.
+_GROWN = 1.1
 # The first plans are all told of, and then each tenth.
 _TOLD = 3
 
@@ -438,8 +441,12 @@ class StepBudget:
 
     # ---------------------------------------------------------------- the plan
 
-    def make_plan(self) -> None:
-        """Choose plans for what was learned, and for the largest calls so far."""
+    def make_plan(self, is_growing: bool = False) -> None:
+        """Choose plans for what was learned, and for the largest calls so far.
+
+        Where these are being made as one of them ``is_growing``, for as large ones of the
+        other graphs, which come later in the step.
+        """
         self.measured_peak = None
         self.was_compiling()
         learned, given = self._learned, self._given
@@ -447,7 +454,10 @@ class StepBudget:
         for number, graph in graphs.items():
             graph.expect(learned.missing(number))
         moments = learned.expected(graphs)
-        search = _Search(self, graphs, learned.calls, moments)
+        growth = learned.growth(graphs) if is_growing else {}
+        # Unless they have grown by the next step, plans are for what they are.
+        self._is_new = any(factor > _GROWN for factor in growth.values())
+        search = _Search(self, graphs, learned.calls, moments, growth)
         # It stays, whatever compiles tell from here on.
         allowed = self._allowed(search, given)
         wanted = allowed - self._missed
@@ -564,8 +574,10 @@ class _Search:
         graphs: Mapping[int, Graph],
         calls: Mapping[int, Sequence[int]],
         moments: Mapping[frozenset[Held], Bytes],
+        growth: Mapping[int, float],
     ) -> None:
         self._budget, self._graphs, self._calls = budget, graphs, calls
+        self._growth = growth
         self._rest = {held: nbytes.total for held, nbytes in moments.items()}
         options: Any = config
         # By which share of its peak a plan may hold more than was estimated.
@@ -646,7 +658,10 @@ class _Search:
         return self._curve(untried).plans[0]
 
     def _curve(self, of: Callable[[GraphPlans], GraphPlans]) -> StepCurve:
-        plans = {n: of(graph.plans) for n, graph in self._graphs.items()}
+        plans = {
+            n: of(replace(graph.plans, growth=self._growth.get(n, 1.0)))
+            for n, graph in self._graphs.items()
+        }
         key = tuple((bool(each.told), *each.plans) for each in plans.values())
         if key not in self._curves:
             self._curves[key] = StepCurve(plans, self._calls, self._rest)

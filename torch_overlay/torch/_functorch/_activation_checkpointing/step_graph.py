@@ -163,7 +163,7 @@ class Step:
         failure = f"{graph.name} has no plans for larger calls"
         with self.budget.warn_on_failure(failure):
             if compiled.meet(sizes) and graph in self.choices:
-                self.budget.make_plan()
+                self.budget.make_plan(is_growing=True)
         scale = compiled.scales.get(sizes, graph.scale)
         self.is_largest &= scale >= graph.scale / _ROUNDED
         keeps_saved = not self._is_checkpointed()

@@ -130,6 +130,8 @@ class GraphPlans:
     # What its calls miss, in the model's view.
     missing: Optional[Missing] = None
     told: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    # By how much its calls may yet turn out larger.
+    growth: float = 1.0
 
     def sized(self, joint: Planner) -> GraphPlans:
         """The same plans for calls of the size that ``joint`` has.
@@ -222,6 +224,9 @@ class GraphPlans:
 
     def live(self, what: str, of: Any) -> list[int]:
         """By plan, what a call of the graph holds; see :class:`Held`."""
+        return [math.ceil(nbytes * self.growth) for nbytes in self._live(what, of)]
+
+    def _live(self, what: str, of: Any) -> list[int]:
         if what == "output":
             nbytes = self.outputs.get(of, 0)
             return [nbytes * (of in plan.outputs) for plan in self.plans]

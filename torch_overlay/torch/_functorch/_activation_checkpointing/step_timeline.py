@@ -144,6 +144,16 @@ class Learned:
         found = {s[-1] for s in self.states if s[:2] == ("B", graph)}
         return found.pop() if len(found) == 1 else None
 
+    def growth(self, graphs: Mapping[int, Graph]) -> dict[int, float]:
+        """By which factors graphs have yet to grow, to do so as others of a step have."""
+        found = dict.fromkeys(graphs, 1.0)
+        for program in self.programs:
+            of = program.scales.items()
+            own = {n: graphs[n].scale / scale for n, scale in of if n in graphs}
+            for n, factor in own.items():
+                found[n] = max(found[n], max(own.values()) / factor)
+        return found
+
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
         """The moments of all programs with the largest calls of these graphs."""
         found: dict[frozenset[Held], Bytes] = {}
