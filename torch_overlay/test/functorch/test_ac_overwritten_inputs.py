@@ -18,6 +18,9 @@ from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
+# On 2.11, a codebook's products are rounded otherwise than in eager mode.
+ROUNDING = 1e-12 if torch.__version__ < (2, 12) else 0
+
 
 aten = torch.ops.aten
 
@@ -210,12 +213,12 @@ class OverwrittenInputsTest(TestCase):
         expected = run(function)
         for plan in PLANS:
             found = self.compiled(function, KEEPING, **plan)
-            self.assertEqual(found, expected, atol=1e-12, rtol=0, msg=f"{plan}")
+            self.assertEqual(found, expected, atol=ROUNDING, rtol=0, msg=f"{plan}")
         # Without these, AOTAutograd writes behind the graph.
         for plan in (PLANS[0], PLANS[3], PLANS[-1]):
             self.assertEqual(self.compiled(function, AOT, **plan), expected)
         found = self.compiled(function, DEFAULT)
-        self.assertEqual(found, expected, atol=1e-12, rtol=0)
+        self.assertEqual(found, expected, atol=ROUNDING, rtol=0)
 
     @unittest.skipIf(not HAS_CPU, "needs inductor's CPU backend")
     @parametrize("function", INDUCTOR, name_fn=lambda each: each.__name__)

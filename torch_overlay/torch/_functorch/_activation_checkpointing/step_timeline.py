@@ -150,8 +150,9 @@ class Learned:
         for program in self.programs:
             of = program.scales.items()
             own = {n: graphs[n].scale / scale for n, scale in of if n in graphs}
+            most = max(own.values(), default=1.0)
             for n, factor in own.items():
-                found[n] = max(found[n], max(own.values()) / factor)
+                found[n] = max(found[n], most / factor)
         return found
 
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
