@@ -35,11 +35,21 @@ partitioned and compiled again from their joint graphs.
 +        from .._activation_checkpointing.step_graph import for_step
 +
 +        return for_step(aot_stage2_autograd)(
+@@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
+-        return aot_stage2_inference(
++        from .._activation_checkpointing.step_graph import noted_in_step
++
++        return noted_in_step(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_autograd(
 +            from .._activation_checkpointing.step_graph import for_step
 +
 +            return for_step(aot_stage2_autograd)(
+@@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
+-            return aot_stage2_inference(
++            from .._activation_checkpointing.step_graph import noted_in_step
++
++            return noted_in_step(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load
                  compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
 +                from torch._functorch._activation_checkpointing import graph_calls

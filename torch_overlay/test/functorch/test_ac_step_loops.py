@@ -211,6 +211,35 @@ class StepLoopsTest(TestCase):
         with logs, self.assertRaises(KeyError):
             step(other)
 
+    @parametrize("is_first", (False, True))
+    def test_a_step_without_gradients(self, is_first):
+        # Such as a validation, which holds more than the training may.
+        model, budget = Net(), StepBudget(share=0.2)
+        wide = nn.Linear(WIDTH, 64 * WIDTH)
+        other = torch.compile(lambda x: wide(x).relu(), backend=AOT, dynamic=True)
+
+        def train(at):
+            model(batch()).square().mean().backward()
+            model.zero_grad()
+
+        def validate(rows, count):
+            def step(at):
+                with torch.no_grad():
+                    other(batch(rows)).sum()
+
+            return self.run_steps(budget, step, count)
+
+        if is_first:
+            validate(256, 1)
+        self.run_steps(budget, train)
+        for rows in (256, 512)[is_first:]:
+            with self.assertLogs("torch._functorch", "WARNING") as logs:
+                validate(rows, 1)
+            self.assertIn("which has no backward", logs.output[0])
+            peak = validate(rows, 3)[-1]
+            self.assertLessEqual(peak, 1.005 * budget.plan.predicted_peak)
+            budget._warnings.clear()
+
     def test_fewer_calls_than_were_recorded(self):
         model, budget = Net(), StepBudget(share=0.2)
         budget.counter.live = lambda: None

@@ -46,7 +46,7 @@ from .device_bytes import DeviceBytes
 from .peak_budget import allowed_peak
 from .planning import as_bytes, is_number
 from .saved_report import format_bytes
-from .step_graph import Graph, Step
+from .step_graph import Graph, is_trained, slots_of, State, Step
 from .step_plan import GraphPlans, StepCurve
 from .step_recorder import Recorder, running_steps
 from .step_report import GraphUse, Moment, StepSummary, summary_of
@@ -266,18 +266,14 @@ class StepBudget:
         self._usual_start = None
 
     def _holds_less(self, step: Step) -> bool:
-        """Whether a step that was trained made fewer calls at once than each recorded one.
+        """Whether a step made fewer calls at once than each recorded one.
 
         What runs in eager mode in their place, as beyond Dynamo's limit of recompiles, is
         not planned for.
         """
-        if not any(kind == "B" for kind, *_ in step.states):
-            return False
-        slots = {state[1:3] for state in step.states}
-        return all(
-            slots != {state[1:3] for state in program.states}
-            for program in self._learned.programs
-        )
+        programs = self._learned.programs
+        slots = slots_of(step.states)
+        return all(slots != slots_of(program.states) for program in programs)
 
     def _check(self, step: Step, recorder: Recorder) -> None:
         """Let the next step be planned by this one, where it tells enough."""
@@ -293,22 +289,21 @@ class StepBudget:
                 f"{uncounted}; if they were compiled earlier, call "
                 "torch.compiler.reset() first"
             )
-        if not any(kind == "B" for kind, *_ in step.states):
-            self._expects_training(step)
-            return
+        if not is_trained(step.states):
+            self._expects_training()
         self._recorded = recorder, step.states
         if self.plan is not None and step.states <= self._learned.states:
             self._check_peak(Timeline(recorder, given=recorder.existing))
 
-    def _expects_training(self, step: Step) -> None:
+    def _expects_training(self) -> None:
         """What is first may be a check of all but the training."""
+        if is_trained(self._learned.states):
+            return
         self._idle += 1
-        if not self._learned.programs and self._idle < _RECORDED:
+        if self._idle < _RECORDED:
             self._to_record = max(self._to_record, 1)
             self._expects_new = True
-        else:
-            self._learned.states |= step.states
-        if self._idle > 1 and not self._warnings and not self._learned.programs:
+        if self._idle > 1 and not self._warnings:
             self.warn(
                 "no backward of a compiled graph was seen in this step; if the model was "
                 "compiled earlier, call torch.compiler.reset() first"
@@ -329,19 +324,22 @@ class StepBudget:
                 "eager",
             )
 
-    def _learn(self, recorder: Recorder, states: set[Any]) -> None:
+    def _learn(self, recorder: Recorder, states: set[State]) -> None:
         # What only garbage holds is not there in the next step.
         gc.collect()
         timeline = Timeline(recorder)
         self._leaves = weakref.WeakSet(recorder.leaves)
         # Buffers that the first step makes once and for all are there in a second.  DDP
         # makes its own anew in that, beside those of the first.
-        is_first, self._is_first = self._is_first, False
-        if is_first and recorder.reduces:
-            self._to_record = 2
-        elif is_first and timeline.live > _NEW * timeline.made:
-            self._to_record = 1
-        if self._to_record > 0 and not self._learned.programs:
+        trains = is_trained(states)
+        is_first = trains and self._is_first
+        if is_first:
+            self._is_first = False
+            if recorder.reduces:
+                self._to_record = 2
+            elif timeline.live > _NEW * timeline.made:
+                self._to_record = 1
+        if trains and self._to_record and not is_trained(self._learned.states):
             self._expects_new = True
             return
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
@@ -350,27 +348,31 @@ class StepBudget:
             self._learned.add(program_of(recorder, states, timeline), _NEW * peak)
             or is_dropped
         ):
-            self._is_new = True
-            # Of two programs that take turns, the second runs next.
-            self._to_record = int(is_first)
-            self._expects_new = is_first
+            self._is_new = is_trained(self._learned.states)
+            if trains:
+                # Of two programs that take turns, the second runs next.
+                self._to_record = int(is_first)
+                self._expects_new = is_first
         self._given = max(self._given, recorder.bytes_at_next_start())
         self._parameters = max(self._parameters, recorder.parameter_bytes())
         self._states = max(self._states, recorder.optimizer_bytes())
 
-    def warn_of(self, state: Any) -> None:
+    def warn_of(self, state: State) -> None:
         """That a step was not planned for, as it had this state."""
-        number = state[1]
-        graph, calls = self.graphs.get(number), sum(self._learned.calls.get(number, ()))
-        name = graph.name if graph is not None else "a graph that is gone"
-        what = (
-            f"more calls of {name} at once than {calls}, or in another order, or with "
-            "gradients of other outputs"
-        )
+        name, calls = state.name, sum(self._learned.calls.get(state.graph, ()))
+        if state.kind == "I":
+            what = f"a call of {name}, which has no backward, or a larger one"
+        elif calls:
+            what = (
+                f"more calls of {name} at once than {calls}, or in another order, or "
+                "with gradients of other outputs"
+            )
+        else:
+            what = f"a graph of its own, {name}"
         self.warn(
-            f"a step had {what if calls else f'a graph of its own, {name}'}, and no "
-            f"recorded one had; from there on it ran by lean plans, and {_RECORDED} more "
-            "steps at most are recorded, to plan for it when it comes again",
+            f"a step had {what}, and no recorded one had; from there on it ran by lean "
+            f"plans, and {_RECORDED} more steps at most are recorded, to plan for it when "
+            "it comes again",
             f"another {name}",
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ from .liveness import CannotPlan
 from .rerun_cost import concrete
 from .saved_report import kept_plan, replace_plan
 from .step_backward import Backward, boxed
-from .step_plan import calls_in, GraphPlans, Missing, plan_graph
+from .step_plan import calls_in, GraphPlans, Missing, plan_graph, times_larger
 from .step_recorder import Caller, Event, PLANNED, Recorder, running, running_step
 from .step_report import traced_name
 from .workspaces import workspace_of_convolutions
@@ -55,19 +56,58 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torch.fx import GraphModule
-    from .liveness import Program
     from .memory_budget import Planner
     from .saved_report import Plan
 
     from .step_budget import StepBudget
 
 
-__all__ = ["Call", "Graph", "Step", "for_step"]
+__all__ = [
+    "Call",
+    "Graph",
+    "State",
+    "Step",
+    "for_step",
+    "is_trained",
+    "noted_in_step",
+    "slots_of",
+]
+
+# Of symbols, an argument, or one of its dimensions.
+_Places = dict[Any, tuple[int, Optional[int]]]
 
 # By which scales may differ that are the same.
 _ROUNDED = 1 + 1e-6
 # Calls of a part of a model that are taken to be alive at once before a step shows it.
 _CALLS = 4
+
+
+class State(NamedTuple):
+    """An event of a call, and what tells apart the calls that wait meanwhile.
+
+    ``kind`` is "F" or "B", as its forward or backward begins, or "I", as a call begins
+    of a graph that has no backward; its ``slot`` is how large such a call was at most.
+    The ``graph`` is its number.
+    """
+
+    kind: str
+    graph: int
+    slot: int
+    name: str
+    flag: bool = False
+    is_first_round: bool = True
+    waiting: int = 0
+    missing: Optional[Missing] = None
+
+
+def is_trained(states: Iterable[State]) -> bool:
+    """Whether there was a backward."""
+    return any(state.kind == "B" for state in states)
+
+
+def slots_of(states: Iterable[State]) -> set[tuple[int, int]]:
+    """Which graphs were called, and how often at once."""
+    return {(state.graph, state.slot) for state in states}
 
 
 @dataclass(eq=False)
@@ -114,13 +154,13 @@ class Step:
         self,
         budget: StepBudget,
         choices: Mapping[Graph, tuple[int, ...]],
-        known: set[Any],
+        known: set[State],
         recorder: Optional[Recorder],
     ) -> None:
         self.budget, self.choices, self.recorder = budget, choices, recorder
         # Every event of a call, with those that waited meanwhile; plans are for the known
         # ones.
-        self.states: set[Any] = set()
+        self.states: set[State] = set()
         self._known, self._is_known = known, True
         # Whether all calls are as large as those that plans are for.
         self.is_largest = True
@@ -196,8 +236,12 @@ class Step:
         return plans[slot] if slot < len(plans) else graph.lean
 
     def _note(self, kind: str, call: Call, flag: bool) -> None:
-        number, first, waiting = call.graph.number, self._is_first_round, self._key
-        state = kind, number, call.slot, flag, first, waiting, call.missing
+        number, name = call.graph.number, call.graph.name
+        waits = flag, self._is_first_round, self._key, call.missing
+        self.note(State(kind, number, call.slot, name, *waits))
+
+    def note(self, state: State) -> None:
+        """Something happens, which was recorded in an earlier step or is new."""
         self.states.add(state)
         self._is_known = self._is_known and state in self._known
         is_planned = self.recorder is None or self.budget.plan is not None
@@ -330,8 +374,7 @@ class CompiledGraph:
 
     def sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
         """What the symbols in the graph are in a call."""
-        places = self._symbols.values()
-        return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
+        return _sizes(args, self._symbols)
 
     def meet(self, sizes: tuple[int, ...]) -> bool:
         """Have the graph's plans hold for calls of these sizes; whether they did not.
@@ -343,7 +386,7 @@ class CompiledGraph:
             return False
         joint = replace(self._joint, number=self.number_for(sizes))
         plans = self.plans.sized(joint)
-        more = _activations(plans.model) / self._activations
+        more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
         if plans.hold_no_more(self.graph.plans):
             return False
@@ -621,7 +664,6 @@ class CompiledGraph:
         # data.
         is_plain = all(isinstance(meta, PlainTensorMeta) for meta in metas)
         self._may_miss = is_plain and sizes <= self._symbols.keys()
-        self._activations = max(_activations(joint.model), 1)
         step: Any = running_step()
         # A budget that the user gave to a region of the model stays.
         self._is_only = joint.budget != config.activation_memory_budget or any(
@@ -638,8 +680,8 @@ class CompiledGraph:
                 self.scales[()] = 1.0
         else:
             self.graph, self.plans = known, known.plans.sized(joint)
-            larger = self._activations / max(_activations(known.plans.model), 1)
-            self._scale = known.scale * larger
+            more = times_larger(self.plans.model, known.plans.model)
+            self._scale = known.scale * more
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
 
     def _signature(self, joint: Planner) -> Any:
@@ -686,19 +728,15 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-def _activations(model: Program) -> int:
-    """The bytes of all that a forward and its backward compute, but for the gradients.
-
-    Those of parameters are as large for any batch.
-    """
-    returned = set(model.returned)
-    calls = (*model.operators, *(step.operator for step in model.steps))
-    return sum(each.nbytes for each in calls if returned.isdisjoint(each.writes))
+def _sizes(args: Sequence[Any], symbols: _Places) -> tuple[int, ...]:
+    """What the symbols are in a call."""
+    places = symbols.values()
+    return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
 
 
-def _symbols(given: Sequence[Any]) -> dict[Any, tuple[int, Optional[int]]]:
-    """Where calls have the symbols of sizes: an argument, or one of its dimensions."""
-    found: dict[Any, tuple[int, Optional[int]]] = {}
+def _symbols(given: Sequence[Any]) -> _Places:
+    """Where calls have the symbols of sizes."""
+    found: _Places = {}
     for i, each in enumerate(given):
         is_tensor = isinstance(each, torch.Tensor)
         sizes = enumerate(each.shape) if is_tensor else [(None, each)]
@@ -752,3 +790,27 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         return with_warnings(run, arguments[0].flat_args, metadata), metadata
 
     return compile_for_step
+
+
+def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_inference``, so that a step knows of calls that no plan is for."""
+
+    def compile_noted(state: Any, *arguments: Any) -> Any:
+        step, name = running_step(), traced_name() or get_aot_graph_name()
+        run, metadata = compile_graph(state, *arguments)
+        if step is None or TracingContext.try_get() is None:
+            return run, metadata
+        number, places, largest = next(_numbers), _symbols(state.flat_args), 0
+
+        @functools.wraps(run)
+        def call(args: list[Any]) -> Any:
+            nonlocal largest
+            step = running_step()
+            if step is not None and TracingContext.try_get() is None:
+                largest = max(largest, math.prod(_sizes(args, places)))
+                step.note(State("I", number, largest, name))
+            return run(args)
+
+        return _boxed(call), metadata
+
+    return compile_noted

@@ -267,6 +267,20 @@ def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
     return functions, made
 
 
+def times_larger(model: Program, than: Program) -> float:
+    """How many times the bytes of a graph at another size its forward computes.
+
+    Of what differs: sums of weights, say, are as large for any batch.
+    """
+    ours, theirs = calls_in(model)[1], calls_in(than)[1]
+    own = other = 0
+    for place in ours.keys() & theirs.keys():
+        nbytes, its = model.nbytes[ours[place]], than.nbytes[theirs[place]]
+        if nbytes != its:
+            own, other = own + nbytes, other + its
+    return own / other if own and other else 1.0
+
+
 class Held(NamedTuple):
     """What the call in a ``slot`` of a ``graph`` holds at a moment, in the plans' terms.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .step_graph import Graph
+    from .step_graph import Graph, State
     from .step_plan import GraphPlans
     from .step_recorder import Event, Recorder
 
@@ -51,7 +51,7 @@ class Program:
         leaf: one of the parameters whose gradients those are.
     """
 
-    states: set[Any]
+    states: set[State]
     moments: dict[frozenset[Held], Bytes]
     calls: dict[int, list[int]]
     scales: dict[int, float]
@@ -96,7 +96,7 @@ class Learned:
 
     def __init__(self) -> None:
         self.programs: list[Program] = []
-        self.states: set[Any] = set()
+        self.states: set[State] = set()
 
     @property
     def calls(self) -> dict[int, list[int]]:
@@ -141,7 +141,7 @@ class Learned:
 
     def missing(self, graph: int) -> Optional[Missing]:
         """What all calls of a graph miss whose backward ran."""
-        found = {s[-1] for s in self.states if s[:2] == ("B", graph)}
+        found = {s.missing for s in self.states if (s.kind, s.graph) == ("B", graph)}
         return found.pop() if len(found) == 1 else None
 
     def growth(self, graphs: Mapping[int, Graph]) -> dict[int, float]:
@@ -163,7 +163,7 @@ class Learned:
         return found
 
 
-def program_of(recorder: Recorder, states: set[Any], step: Timeline) -> Program:
+def program_of(recorder: Recorder, states: set[State], step: Timeline) -> Program:
     """What a recorded ``step`` held."""
     found = Program(states, step.moments, step.calls, step.scales)
     for leaf in recorder.with_new_gradients()[:1]:
