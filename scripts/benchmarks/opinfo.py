@@ -353,9 +353,14 @@ class Sweep:
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """What nobody has written has a value of its own."""
+    """What nobody has written has a value of its own, in buffers of kernels as well."""
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    with mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cpu", empty):
+        yield
     torch.use_deterministic_algorithms(False)
 
 

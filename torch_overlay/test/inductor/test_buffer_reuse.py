@@ -29,6 +29,12 @@ def writes_over(x, wide, back):
     return torch.relu(x @ wide) @ back
 
 
+def saves_two_halves(x, wide, narrow):
+    """A product whose halves different kernels of the backward read."""
+    one, other = (x @ wide).chunk(2, -1)
+    return torch.sin(one) @ narrow + torch.cos(other) @ narrow
+
+
 def live_at_most(call):
     """The most bytes that are allocated at once while ``call`` runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
@@ -94,6 +100,22 @@ class BufferReusePeakTest(TestCase):
         shapes = (ROWS, SIDE), (SIDE, 4 * SIDE), (4 * SIDE, SIDE)
         given = [torch.ones(shape) for shape in shapes]
         self.assertLess(self.estimated(writes_over, *given), 5.5 * UNIT)
+
+    def test_what_a_kernel_reads_of_an_input(self):
+        torch._dynamo.reset()
+        shapes = (ROWS, SIDE), (SIDE, 2 * SIDE), (SIDE, SIDE)
+        given = [torch.ones(shape, requires_grad=True) for shape in shapes]
+        sizes = {}
+
+        def find(*args):
+            found = inner(*args)
+            sizes.update({k: each.mpi_buffer.size_free for k, each in found.items()})
+            return found
+
+        inner = memory.get_freeable_input_buf
+        with mock.patch.object(memory, inner.__name__, find):
+            torch.compile(saves_two_halves)(*given).sum().backward()
+        self.assertEqual(sizes["mm"], 2 * UNIT)
 
 
 if __name__ == "__main__":
