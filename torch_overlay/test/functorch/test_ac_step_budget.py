@@ -663,6 +663,11 @@ class StepBudgetTest(TestCase):
         def forward_only(model, x):
             model(x)
 
+        def evaluated_between(model, x):
+            model(x).backward()
+            with torch.no_grad():
+                model(x)
+
         small, large = batch(BATCH // 2), batch()
         with recordings() as count, self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, large, large)
@@ -670,10 +675,34 @@ class StepBudgetTest(TestCase):
             for given in ([large], [large] * 4, [small, large, small]):
                 peak = measured(budget, model, *given)
                 self.assertLessEqual(peak, 1.005 * before.allowed)
-            for other in (forward_only, train):
+            for other in (forward_only, evaluated_between, train):
                 steps(budget, model, large, train=other)
         self.assertEqual(count(), 2)
         self.assertIs(budget.plan, before)
+
+    def test_an_evaluation_that_holds_more(self):
+        kept = []
+
+        def of_a_large_batch(model, x):
+            with torch.no_grad():
+                model(x.repeat(64, 1))
+            train(model, x)
+
+        def that_is_kept(model, x):
+            with torch.no_grad():
+                kept[:] = [model.blocks[0](x)]
+            train(model, x)
+
+        for other in (of_a_large_batch, that_is_kept):
+            torch._dynamo.reset()
+            model, budget = Net(), StepBudget(share=0.2)
+            budget.counter = counting()
+            steps(budget, model, batch())
+            with self.assertLogs(f"{PLACE}.step_budget", "WARNING") as logs:
+                steps(budget, model, batch(), train=other)
+            self.assertIn("a call of Block, which has no backward", logs.output[0])
+            peak = measured(budget, model, batch(), train=other)
+            self.assertLessEqual(peak, 1.005 * budget.plan.allowed)
 
     def test_a_call_is_as_large_as_what_it_computes(self):
         class Scores(nn.Linear):

@@ -137,8 +137,9 @@ class StepBudget:
         self._usual_start: Optional[int] = None
         # How many graphs Dynamo had made by then: compiling leaves bytes behind, too.
         self._compiled = 0
-        # Bytes that plans leave free, as a device counted so much more than predicted.
-        self._missed = 0
+        # Bytes that plans leave free, as a device counted so much more than predicted; of
+        # what is allowed, those that nobody has while no call waits for its backward.
+        self._missed = self._spare = 0
         # By their numbers; they go with the models that they were compiled for.
         self.graphs: weakref.WeakValueDictionary[int, Graph] = (
             weakref.WeakValueDictionary()
@@ -324,6 +325,16 @@ class StepBudget:
                 "eager",
             )
 
+    def has_room(self, nbytes: float, while_waiting: bool) -> bool:
+        """Whether there may be so much more than plans are for, besides what is allowed.
+
+        While calls wait for their backwards, that is next to nothing.
+        """
+        plan = self.plan
+        if plan is None:
+            return False
+        return nbytes <= (_OVER * plan.allowed if while_waiting else self._spare)
+
     def _learn(self, recorder: Recorder, states: set[State]) -> None:
         # What only garbage holds is not there in the next step.
         gc.collect()
@@ -475,6 +486,8 @@ class StepBudget:
             )
         for number, choice in plan.choices.items():
             self._choices[graphs[number]] = choice
+        idle = moments.get(frozenset())
+        self._spare = wanted - (idle.total if idle is not None else 0)
         there = given, self._parameters, self._states
         facts = moments, learned.calls, graphs, allowed, *there
         self.plan = summary_of(plan, curve, *facts, beyond)

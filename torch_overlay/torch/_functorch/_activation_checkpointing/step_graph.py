@@ -34,6 +34,7 @@ from . import memory_budget
 from .compiled_peak import (
     calls_nested_regions,
     CompiledPeaks,
+    copy_of,
     fresh_copy,
     has_guard,
     nodes_named_as,
@@ -48,6 +49,7 @@ from .step_backward import Backward, boxed
 from .step_plan import calls_in, GraphPlans, Missing, plan_graph, times_larger
 from .step_recorder import Caller, Event, PLANNED, Recorder, running, running_step
 from .step_report import traced_name
+from .storages import body_of
 from .workspaces import workspace_of_convolutions
 
 
@@ -166,6 +168,8 @@ class Step:
         self.is_largest = True
         # That whose forward runs.
         self.call: Optional[Call] = None
+        # The storages that calls without a backward have returned, if these are not states.
+        self._returned: list[tuple[State, Any]] = []
         # Those that something is kept for, and what tells these apart from others.
         self._waiting: set[Call] = set()
         self._key = 0
@@ -226,6 +230,27 @@ class Step:
         call.missing = Missing(absent, call.gone()) if absent else None
         self._note("B", call, is_retained)
 
+    def begin_alone(self, state: State, peak: Optional[int]) -> None:
+        """A call starts of a graph that has no backward; None where its peak is not known.
+
+        Nothing need be known of one that there is room for.
+        """
+        nbytes = math.inf if peak is None else peak + self._returned_bytes()
+        has_room = self.budget.has_room(nbytes, while_waiting=bool(self._waiting))
+        if state in self._known or not has_room:
+            self.note(state)
+
+    def end_alone(self, state: State, results: Sequence[Any]) -> None:
+        """It has returned these."""
+        if state not in self.states:
+            self._returned += [(state, storage) for storage in _storages(results)]
+
+    def _returned_bytes(self) -> int:
+        """Of what was returned by calls that nothing is known of, what is still there."""
+        left = [(each, each[1]()) for each in self._returned if each[1] is not None]
+        self._returned = [each for each, storage in left if storage is not None]
+        return sum(storage.nbytes() for _, storage in left if storage is not None)
+
     def next_slot(self, graph: Graph) -> int:
         taken = {each.slot for each in self._waiting if each.graph is graph}
         return next(k for k in itertools.count() if k not in taken)
@@ -236,6 +261,11 @@ class Step:
         return plans[slot] if slot < len(plans) else graph.lean
 
     def _note(self, kind: str, call: Call, flag: bool) -> None:
+        has_room = self.budget.has_room(self._returned_bytes(), while_waiting=True)
+        if self._returned and not has_room:
+            for state, _ in self._returned:
+                self.note(state)
+            self._returned.clear()
         number, name = call.graph.number, call.graph.name
         waits = flag, self._is_first_round, self._key, call.missing
         self.note(State(kind, number, call.slot, name, *waits))
@@ -395,15 +425,7 @@ class CompiledGraph:
 
     def number_for(self, sizes: Sequence[int]) -> Callable[[Any], int]:
         """What tells how large a symbolic size is, where the graph's symbols are these."""
-        symbols = dict(zip(self._symbols, sizes))
-
-        def number(size: Any) -> int:
-            if isinstance(size, int):
-                return size
-            found = size.node.expr.xreplace(symbols)
-            return int(found) if getattr(found, "is_number", True) else concrete(size)
-
-        return number
+        return _number_for(self._symbols, sizes)
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._first_run
@@ -734,6 +756,19 @@ def _sizes(args: Sequence[Any], symbols: _Places) -> tuple[int, ...]:
     return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
 
 
+def _number_for(places: _Places, sizes: Sequence[int]) -> Callable[[Any], int]:
+    """What tells how large a size is where symbols are of these sizes."""
+    symbols = dict(zip(places, sizes))
+
+    def number(size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        found = size.node.expr.xreplace(symbols)
+        return int(found) if getattr(found, "is_number", True) else concrete(size)
+
+    return number
+
+
 def _symbols(given: Sequence[Any]) -> _Places:
     """Where calls have the symbols of sizes."""
     found: _Places = {}
@@ -795,21 +830,34 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """``aot_stage2_inference``, so that a step knows of calls that no plan is for."""
 
-    def compile_noted(state: Any, *arguments: Any) -> Any:
-        step, name = running_step(), traced_name() or get_aot_graph_name()
-        run, metadata = compile_graph(state, *arguments)
+    def compile_noted(state: Any, capture: Any, *arguments: Any) -> Any:
+        step = running_step()
         if step is None or TracingContext.try_get() is None:
-            return run, metadata
+            return compile_graph(state, capture, *arguments)
+        name, device = traced_name() or get_aot_graph_name(), step.budget.device
         number, places, largest = next(_numbers), _symbols(state.flat_args), 0
+        # What is compiled may be changed for that.
+        graph = copy_of(capture.graph_module).graph
+        run, metadata = compile_graph(state, capture, *arguments)
+
+        @functools.cache
+        def peak(sizes: tuple[int, ...]) -> Optional[int]:
+            body = body_of(graph, _number_for(places, sizes), device)
+            return None if body is None else body.peak
 
         @functools.wraps(run)
         def call(args: list[Any]) -> Any:
             nonlocal largest
             step = running_step()
-            if step is not None and TracingContext.try_get() is None:
-                largest = max(largest, math.prod(_sizes(args, places)))
-                step.note(State("I", number, largest, name))
-            return run(args)
+            if step is None or TracingContext.try_get() is not None:
+                return run(args)
+            sizes = _sizes(args, places)
+            largest = max(largest, math.prod(sizes))
+            state = State("I", number, largest, name)
+            step.begin_alone(state, peak(sizes))
+            results = run(args)
+            step.end_alone(state, results)
+            return results
 
         return _boxed(call), metadata
 

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     import torch.fx as fx
 
 
-__all__ = ["CannotPlan", "Operator", "Storages", "device_of", "is_on"]
+__all__ = [
+    "Body",
+    "CannotPlan",
+    "Operator",
+    "Storages",
+    "body_of",
+    "device_of",
+    "is_on",
+]
 
 # Higher-order operators that run one of their bodies, once.
 _RUN_ONCE = (
@@ -121,7 +129,7 @@ class Storages:
         self.values: dict[fx.Node, tuple[int, ...]] = {}
         self.read_via: dict[fx.Node, tuple[int, ...]] = {}
         self.calls: list[Operator] = []
-        self._known: dict[fx.Graph, Optional[_Body]] = {}
+        self._known: dict[fx.Graph, Optional[Body]] = {}
         # What tells a storage apart.
         self._keys: list[int] = []
         values: dict[fx.Node, Any] = {}
@@ -174,14 +182,14 @@ class Storages:
             scratch = None if peak is None else max(peak - nbytes, 0)
         self.calls.append(Operator(node, reads, writes, nbytes, is_required, scratch))
 
-    def _bodies(self, node: fx.Node) -> list[Optional[_Body]]:
+    def _bodies(self, node: fx.Node) -> list[Optional[Body]]:
         """What the bodies of a higher-order operator allocate, of each one once."""
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
             return []
         graphs = subgraphs(node)
         for graph in graphs:
             if graph not in self._known:
-                self._known[graph] = _body_of(graph, self.number, self.device)
+                self._known[graph] = body_of(graph, self.number, self.device)
         return [self._known[graph] for graph in graphs]
 
     def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
@@ -242,8 +250,8 @@ class Storages:
 # ---------------------------------------------------------------------- bodies
 
 
-class _Body(NamedTuple):
-    """A graph that a higher-order operator runs; bytes of what it allocates.
+class Body(NamedTuple):
+    """A graph that runs by itself, operator by operator; bytes of what it allocates.
 
     Args:
         peak: most that is live while it runs.
@@ -256,10 +264,10 @@ class _Body(NamedTuple):
     values: list[Any]
 
 
-def _body_of(
+def body_of(
     graph: fx.Graph, number: Callable[[Any], int], device: torch.device
-) -> Optional[_Body]:
-    """What a body allocates, None where that is not known."""
+) -> Optional[Body]:
+    """What a graph without a backward allocates, None where that is not known."""
     try:
         storages = Storages(graph, {*graph.nodes}, (), number, device)
     except CannotPlan:
@@ -279,7 +287,7 @@ def _body_of(
         live -= storages.size(s for s in touched if last[s] == at)
     results = [_nodes([each]) for each in tree_leaves(output.args)]
     stored = [*map(storages.read_by, results)]
-    return _Body(
+    return Body(
         peak,
         [*map(storages.size, stored)],
         [each[0].meta.get("val") if each else None for each in results],
@@ -288,7 +296,7 @@ def _body_of(
 
 def _peak_of(
     node: fx.Node,
-    bodies: Sequence[_Body],
+    bodies: Sequence[Body],
     nbytes: int,
     number: Callable[[Any], int],
     device: torch.device,
@@ -322,7 +330,7 @@ def _peak_of(
     return _peak_of_scan(body, len(carries), size // max(length, 1), nbytes)
 
 
-def _peak_of_scan(body: _Body, carries: int, slices: int, nbytes: int) -> int:
+def _peak_of_scan(body: Body, carries: int, slices: int, nbytes: int) -> int:
     """The same of a scan, whose body carries its first results.
 
     The others are written into stacks that are there from the first step on, by indices
