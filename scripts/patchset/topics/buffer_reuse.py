@@ -19,22 +19,44 @@ than all of it. By that, a CLIP model gets an order that holds 6 MB of 808 more.
 """,
     test="test/inductor/test_buffer_reuse.py",
     edits=edits('''\
+@@ torch/_inductor/memory.py until 2.12
+-    from collections.abc import Callable
++    from collections.abc import Callable, Container
+@@ torch/_inductor/memory.py since 2.13
+-    from collections.abc import Callable, Iterable
++    from collections.abc import Callable, Container, Iterable
 @@ torch/_inductor/memory.py
 -    from .scheduler import BaseSchedulerNode, SchedulerBuffer
 +    from .scheduler import BaseSchedulerNode, SchedulerBuffer, SchedulerNode
-@@ torch/_inductor/memory.py _dep_size_hint
-     def _dep_size_hint(dep: Dep) -> int:
-+        from .ir import TensorBox
+@@ torch/_inductor/memory.py
++def _stored_sizes(names: Container[str]) -> dict[str, int]:
++    """
++    How many bytes each of these inputs of the graph takes. Those that are parts of one
++    storage have equal shares of it, since they are usually freed together.
++    """
++    values = zip(V.graph.graph_input_names, V.graph.example_inputs or ())
++    storages = {
++        name: value.untyped_storage()
++        for name, value in values
++        if name in names
++        and isinstance(value, torch.Tensor)
++        and value.layout is torch.strided
++    }
++    shares = collections.Counter(storage._cdata for storage in storages.values())
++    sizes = {}
++    for name, storage in storages.items():
++        size = storage.nbytes()
++        if isinstance(size, torch.SymInt):
++            size = V.graph.sizevars.optimization_hint(size.node.expr, fallback=0)
++        sizes[name] = size // shares[storage._cdata]
++    return sizes
 +
-+        # What an input takes, not what a kernel's ranges cover: an expanded dimension is
-+        # read many times, and a reduction that is split evenly passes the end.
-+        value = V.graph.graph_inputs.get(dep.name)
-+        if isinstance(value, TensorBox):
-+            numel = V.graph.sizevars.optimization_hint(
-+                V.graph.get_allocation_storage_size(value), fallback=0
-+            )
-+            return numel * get_dtype_size(value.get_dtype())
-         return V.graph.get_dep_size_hint(dep)
++
+ def get_freeable_input_buf(
+@@ torch/_inductor/memory.py get_freeable_input_buf
++    # A kernel that reads an input may read less of it than is stored, or some twice.
++    dep_name_to_size.update(_stored_sizes(dep_name_to_size))
+     # create FreeableInputBuffer objects and add them to the returned dictionary
 @@ torch/_inductor/memory.py
 +def _overwrites(node: SchedulerNode, name: str, result: SchedulerBuffer) -> bool:
 +    """
@@ -82,10 +104,11 @@ than all of it. By that, a CLIP model gets an order that holds 6 MB of 808 more.
 +            if (
 +                argument is not None
 +                and argument.end_step == info.start_step
-+                and argument.size_free == info.size_alloc
++                and argument.size_free
 +                and _overwrites(node, name, info.buffer)
 +            ):
-+                info.size_alloc = argument.size_free = 0
++                info.size_alloc, info.size_free = 0, argument.size_free
++                argument.size_free = 0
 +                break
 +
 +
