@@ -9,24 +9,26 @@ at each budget by the partitioner and by the untouched wheel's, with its own sol
 Kept are the storages that the forward leaves for the backward, whole, without inputs and
 parameters; a share is one of the way from what budget 0 keeps to what budget 1 keeps.
 Recomputed are the flops in both halves beyond those of the joint graph, as a share of
-the forward's.
+the forward's. The peak is that of both halves, one operator after the other, beyond
+parameters and inputs, beside upstream's at the same budget and at budget 1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as config
 from torch._functorch import partitioners
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import bounds, fresh, nets, pages
+from benchmarks import bounds, fresh, nets, pages, second_set
 from benchmarks.meters import storages
 from benchmarks.pages import good, Mark, Row
 from benchmarks.tracing import Joint, overlay, untouched_partitioners
 
 
-NETS = tuple(net.name for net in (*nets.SMALL, *nets.HUGGING_FACE))
+HELD_OUT = tuple(net.name for net in (*second_set.SMALL, *second_set.NETS))
+NETS = (*(net.name for net in (*nets.SMALL, *nets.HUGGING_FACE)), *HELD_OUT)
 BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
 
 
@@ -40,16 +42,17 @@ def measure(task: fresh.Task) -> Row:
     joint = Joint(*nets.find(task["net"]).fake())
     theirs = untouched_partitioners()
 
-    def ours(budget: float) -> tuple[int, float]:
+    def ours(budget: float) -> Split:
         return split(joint, partitioners, budget)
 
-    (low, _), (high, _) = ours(0.0), ours(1.0)
+    (low, *_), (high, *_) = ours(0.0), ours(1.0)
+    *_, most = split(joint, theirs, 1.0)
     steps = []
     for budget in task["budgets"]:
-        kept, again = ours(budget)
-        their_kept, their_again = split(joint, theirs, budget)
+        kept, again, peak = ours(budget)
+        their_kept, their_again, their_peak = split(joint, theirs, budget)
         # What ours recomputes where it may keep as much, beyond what it has to.
-        same = ours(min(their_kept / (high - low), 1.0))[1]
+        same = ours(min(their_kept / (high - low), 1.0)).recomputed
         steps.append(
             {
                 "budget": budget,
@@ -58,30 +61,74 @@ def measure(task: fresh.Task) -> Row:
                 "upstream_share": (their_kept - low) / (high - low),
                 "upstream_recomputed": their_again,
                 "recomputed_at_upstreams": same,
+                "peak": peak,
+                "upstream_peak": their_peak,
             }
         )
-    return {"low": low, "high": high, "steps": steps}
+    once = overlay("random_ops").must_run_once
+    return {
+        "set": "second" if task["net"] in HELD_OUT else "project",
+        "draws": any(map(once, joint.graph.graph.nodes)),
+        **{"low": low, "high": high, "unbudgeted_peak": most, "steps": steps},
+    }
 
 
-def split(joint: Joint, module: Any, budget: float) -> tuple[int, float]:
-    """Bytes kept, and the share of the forward that is computed again."""
+class Split(NamedTuple):
+    """Bytes kept, the share of the forward that is computed again, most bytes live."""
+
+    kept: int
+    recomputed: float
+    peak: int
+
+
+def split(joint: Joint, module: Any, budget: float) -> Split:
     solver = "exact" if module is partitioners else "dp"
     with config.patch(
         activation_memory_budget=budget, activation_memory_budget_solver=solver
     ):
         forward, backward = joint.partition(module.min_cut_rematerialization_partition)
     (output,) = forward.graph.find_nodes(op="output")
-    saved = sizes(tree_leaves(output.args)[joint.options["num_fwd_outputs"] :])
-    for given in sizes(forward.graph.find_nodes(op="placeholder")):
-        saved.pop(given, None)
+    results, number = tree_leaves(output.args), joint.options["num_fwd_outputs"]
+    given = sizes(forward.graph.find_nodes(op="placeholder"))
+    saved = without(sizes(results[number:]), given)
     once, first, second = map(counted, (joint.graph, forward, backward))
-    return sum(saved.values()), (first + second - once) / first
+    peak = max(
+        live_at_most(forward.graph, {}, given),
+        live_at_most(backward.graph, {**saved, **sizes(results[:number])}, given),
+    )
+    return Split(sum(saved.values()), (first + second - once) / first, peak)
+
+
+def live_at_most(graph: torch.fx.Graph, there: dict[int, int], given: Any) -> int:
+    """The most bytes while a graph's operators run, of those ``there`` as well.
+
+    What it is given counts if it is there, and goes when it was last read.
+    """
+    last: dict[int, int] = {}
+    touched = [sizes([node, *node.all_input_nodes]) for node in graph.nodes]
+    for at, those in enumerate(touched):
+        last.update(dict.fromkeys(those, at))
+    live = without(there, given)
+    peak = sum(live.values())
+    for at, (node, those) in enumerate(zip(graph.nodes, touched)):
+        if node.op == "call_function":
+            live.update(without(those, given))
+            peak = max(peak, sum(live.values()))
+        for s in those:
+            if last[s] == at:
+                live.pop(s, None)
+    return peak
+
+
+def without(some: dict[int, int], others: Any) -> dict[int, int]:
+    return {s: nbytes for s, nbytes in some.items() if s not in others}
 
 
 def sizes(values: Iterable[Any]) -> dict[int, int]:
     """Sizes of the storages of some nodes' values, each once."""
     nodes = (value for value in values if isinstance(value, torch.fx.Node))
-    return {s._cdata: s.nbytes() for s in storages(n.meta["val"] for n in nodes)}
+    found = tree_leaves([node.meta.get("val") for node in nodes])
+    return {s._cdata: s.nbytes() for s in storages(found)}
 
 
 def counted(module: torch.fx.GraphModule) -> int:
@@ -119,6 +166,43 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         ),
         *(1e-3, "at most 0.001 (for fewer bytes)", show, True),
     )
+    for name, text in ("project", "project's nets"), ("second", "held-out nets"):
+        yield from judged_peaks(good(rows, set=name), text)
+
+
+def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
+    peaks = [
+        (row, step, f"{row['net']}, budget {step['budget']:g}")
+        for row in rows
+        for step in row["steps"]
+    ]
+    # Where it draws random numbers, upstream draws others in the backward.
+    right = [
+        (step["peak"] / step["upstream_peak"], where)
+        for row, step, where in peaks
+        if not row["draws"]
+    ]
+    text = f"{nets_of}: peak / upstream's at the same budget, {len(right)} plans"
+    yield from pages.at_most(f"{text} without random numbers", right, 1.001)
+    above = [
+        (step["peak"] / row["unbudgeted_peak"], where)
+        for row, step, where in peaks
+        if step["peak"] > 1.001 * row["unbudgeted_peak"]
+    ]
+    lower = [
+        where
+        for row, step, where in peaks
+        if step["peak"] > 1.001 * row["unbudgeted_peak"] > 1.01 * step["upstream_peak"]
+    ]
+    if peaks:
+        worst, place = max(above, default=(1.0, "none"))
+        yield Mark(
+            f"{nets_of}: plans above the peak without a budget, each with a warning",
+            f"{len(above)} of {len(peaks)}, at most {worst:.4f} ({place})",
+            "none that upstream has lower",
+            not lower,
+            enforced=False,
+        )
 
 
 def cell(row: Row, step: Row) -> str:
