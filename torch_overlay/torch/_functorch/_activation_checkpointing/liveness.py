@@ -272,16 +272,25 @@ class Program:
         """Bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
-    def releasing(self, inputs: Mapping[int, int]) -> Program:
-        """The same where the backward alone holds some inputs, until their last use.
+    def releasing(self, alone: Mapping[int, int]) -> Program:
+        """The same where the backward alone holds some storages, until their last use.
 
-        ``inputs`` has their storages, which then count, and their bytes.  A tangent that
-        is copied is not read any more then: its copy counts anyway.
+        ``alone`` has these, and their bytes: of inputs, which then count, and of what the
+        forward returned.  A tangent that is copied is not read any more then: its copy
+        counts anyway.
         """
+        returned = self.outputs & alone.keys()
+        inputs = alone.keys() - returned
         nbytes = [*self.nbytes]
-        for s in inputs.keys() - self.owned:
-            nbytes[s] = inputs[s]
-        return replace(self, nbytes=nbytes, owned=self.owned.union(inputs))
+        for s in inputs - self.owned:
+            nbytes[s] = alone[s]
+        return replace(
+            self,
+            nbytes=nbytes,
+            owned=self.owned | inputs,
+            outputs=self.outputs - returned,
+            always_saved=self.always_saved | returned,
+        )
 
     # --------------------------------------------------------------- evaluating
 

@@ -650,7 +650,8 @@ class CompiledGraph:
         if recorder is None:
             results = run(args)
         else:
-            inputs = call.inputs + recorder.numbers([args[i] for i in run.tangents])
+            tangents = recorder.numbers([args[i] for i in run.tangents])
+            inputs = call.inputs + tangents + call.outputs
             begin = Event("B", call=call, flag=is_retained, inputs=inputs)
             with recorder.around(begin):
                 results = run(args)

@@ -113,8 +113,9 @@ class GraphPlans:
     """The plans of a graph that no other beats, by rising cost, for calls of some size.
 
     Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
-    each; ``inputs`` has their storages, by the ``model``, and bytes, and ``outputs`` the
-    bytes of what the forward returns.  Of the plans that were compiled, ``told`` has by
+    each; ``inputs`` has their storages, by the ``model``, and bytes, and behind them those
+    of what the forward returns, as the backward may read that.  ``outputs`` has the bytes
+    of the latter alone.  Of the plans that were compiled, ``told`` has by
     how much ``kept``, ``forward`` and ``backward`` are above the estimates, in units of
     the estimate for the backward, as the size of calls may be another one.
     """
@@ -232,12 +233,16 @@ class GraphPlans:
             return [nbytes * (of in plan.outputs) for plan in self.plans]
         # What a compile tells has tangents to the end, and does not know of the others.
         if what == "backward" and of and not self.told:
-            own = dict(self.inputs[index] for index in of)
+            own = dict(self.inputs[index] for index in of if index in self.inputs)
             model = self.model.releasing(own)
             # Those still count in eager code's bytes, as if they were held to the end.
             beside = model.held_by_caller + sum(own.values())
             evaluations = model.evaluate_all([plan.storages for plan in self.plans])
-            return [max(e.step_peaks) - beside for e in evaluations]
+            returned = own.keys() & self.model.outputs
+            return [
+                max(e.step_peaks) - beside + model.size(returned - e.saved)
+                for e in evaluations
+            ]
         return [getattr(plan, what) for plan in self.plans]
 
 
@@ -384,6 +389,10 @@ def _inputs(joint: Planner, model: Program) -> dict[int, tuple[int, int]]:
         nbytes = joint.number(value.untyped_storage().nbytes())
         for s in model.storages([node]):
             found[index] = s, nbytes if is_on(joint.counted, value) else 0
+    after = len(_given(joint))
+    for s, index in _returned(joint, model):
+        if s in model.outputs:
+            found[after + index] = s, model.nbytes[s]
     return found
 
 

@@ -57,7 +57,8 @@ class Event(NamedTuple):
         storage: its number, -1 where the event is one of a call.
         flag: of "+", whether gradients were recorded; of a call, whether anything is kept
             for a backward to come.
-        inputs: of "B", the storages of the graph's inputs and tangents.
+        inputs: of "B", the storages of the graph's inputs and tangents, and of what its
+            forward returned.
     """
 
     kind: str
