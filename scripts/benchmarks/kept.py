@@ -69,7 +69,10 @@ def measure(task: fresh.Task) -> Row:
     return {
         "set": "second" if task["net"] in HELD_OUT else "project",
         "draws": any(map(once, joint.graph.graph.nodes)),
-        **{"low": low, "high": high, "unbudgeted_peak": most, "steps": steps},
+        "low": low,
+        "high": high,
+        "unbudgeted_peak": most,
+        "steps": steps,
     }
 
 
@@ -109,14 +112,16 @@ def live_at_most(graph: torch.fx.Graph, there: dict[int, int], given: Any) -> in
     for at, those in enumerate(touched):
         last.update(dict.fromkeys(those, at))
     live = without(there, given)
-    peak = sum(live.values())
+    total = peak = sum(live.values())
     for at, (node, those) in enumerate(zip(graph.nodes, touched)):
         if node.op == "call_function":
-            live.update(without(those, given))
-            peak = max(peak, sum(live.values()))
+            made = without(without(those, given), live)
+            total += sum(made.values())
+            live.update(made)
+            peak = max(peak, total)
         for s in those:
             if last[s] == at:
-                live.pop(s, None)
+                total -= live.pop(s, 0)
     return peak
 
 
