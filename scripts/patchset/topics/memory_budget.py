@@ -19,6 +19,7 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_memory_budget.py",
     sources=(
+        module_path("ask"),
         module_path("planning"),
         module_path("decision"),
         module_path("memory_budget"),

@@ -22,6 +22,7 @@ from torch._functorch._activation_checkpointing import (
     memory_budget,
     planning,
 )
+from torch._functorch._activation_checkpointing.ask import Ask
 from torch._functorch._activation_checkpointing.budget_solver import Item, WrongAnswer
 from torch._functorch._activation_checkpointing.decision import Range
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
@@ -205,7 +206,7 @@ class TestOptions(TestCase):
                 self.assertIn(words, str(caught.exception))
         for choice in (*known, *([Fixed()] if option == SOLVER else [])):
             with config.patch({option: choice}):
-                planning.check_budget_options(0.5)
+                Ask.of_config()
 
 
 @instantiate_parametrized_tests
@@ -280,7 +281,9 @@ class TestPlans(TestCase):
         joint = Joint(net, shapes)
         fastest = joint.plan(1)
         model = read(joint.graph, joint.info, joint.outputs)
-        costs = [rerun_cost(node) if is_costly(node) else 0 for node in model.nodes]
+        costs = [
+            rerun_cost(node, "flops") if is_costly(node) else 0 for node in model.nodes
+        ]
         values = [
             s
             for s, node in enumerate(model.saved_as)
@@ -366,11 +369,11 @@ class TestCosts(TestCase):
         node = graph.call_function(tick._opoverload, (x,))
         for each in (x, node):
             each.meta["val"] = torch.empty(8, 16)
-        self.assertEqual(rerun_cost(node), 2 * 8 * 16 * 4)
+        self.assertEqual(rerun_cost(node, "flops"), 2 * 8 * 16 * 4)
         # Or what its formula says.
         formulas = {tick._opoverload.overloadpacket: lambda *args, **kwargs: 12345}
         with patch.dict(flop_registry, formulas):
-            self.assertEqual(rerun_cost(node), 12345)
+            self.assertEqual(rerun_cost(node, "flops"), 12345)
 
     @unittest.skipIf(not hasattr(torch.ops.aten, "_grouped_mm"), "not in this release")
     def test_a_grouped_product_costs_what_its_groups_do(self):

@@ -12,13 +12,11 @@ from typing import Any, Callable, TYPE_CHECKING
 
 import torch
 import torch.distributed
-from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-
-from .rerun_cost import RUNTIME_UNITS
 
 
 if TYPE_CHECKING:
+    from .ask import Ask
     from .decision import Decision
 
 
@@ -31,12 +29,14 @@ __all__ = ["curve", "plot_budgets"]
 _STEPS = 32
 
 
-def plot_budgets(asked: Decision, plan_at: Callable[[float], Decision]) -> None:
+def plot_budgets(
+    ask: Ask, asked: Decision, plan_at: Callable[[float], Decision]
+) -> None:
     """Plot the recomputed runtime against the budget, as an SVG in a file.
 
-    ``plan_at`` has the plan of any budget.  The file lies in
-    ``config.memory_budget_pareto_dir`` or the working directory; a warning names it, or
-    says that matplotlib is missing.
+    ``plan_at`` has the plan of any budget.  The file lies in the plot folder that is asked
+    for, or in the working directory; a warning names it, or says that matplotlib is
+    missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -47,7 +47,6 @@ def plot_budgets(asked: Decision, plan_at: Callable[[float], Decision]) -> None:
         return
     solved: Any = asked.knapsack
     graph = get_aot_graph_name()
-    unit = RUNTIME_UNITS.get(str(config.activation_memory_budget_runtime_estimator))
     # No pyplot: it would keep the figure, and might open a window.
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
@@ -55,9 +54,10 @@ def plot_budgets(asked: Decision, plan_at: Callable[[float], Decision]) -> None:
     axes.axvline(asked.budget, linestyle="--", label=f"asked: {asked.budget:g}")
     axes.set_title(f"{graph}, {len(solved.memory)} items, {solved.solver}")
     axes.set_xlabel("memory budget (0: inputs only, 1: fastest plan)")
-    axes.set_ylabel(f"recomputed in the backward [{unit or 'by the estimator'}]")
+    unit = ask.runtime_unit or "by the estimator"
+    axes.set_ylabel(f"recomputed in the backward [{unit}]")
     axes.legend()
-    folder = config.memory_budget_pareto_dir or os.getcwd()
+    folder = ask.plot_folder or os.getcwd()
     os.makedirs(folder, exist_ok=True)
     rank = ""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

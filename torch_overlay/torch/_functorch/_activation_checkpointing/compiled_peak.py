@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
-from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._functorch._aot_autograd.utils import _is_tangent
@@ -37,6 +36,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from . import planning, saved_report
+from .ask import Ask
 from .decision import Peak
 from .memory_budget import activation_bytes
 from .peak_budget import allowed_peak, PeakBytes
@@ -242,7 +242,8 @@ def _asked(
         or calls_nested_regions(capture.graph_module)
     ):
         return None
-    asked = planning.requested(config.activation_memory_budget)
+    ask = Ask.of_config()
+    asked = planning.requested(ask, ask.budget)
     return asked if isinstance(asked, PeakBytes) else None
 
 
@@ -291,7 +292,7 @@ class _Search:
 
     def decide(self, graph: Planner) -> Decision:
         """By the plan that is to be tried now."""
-        if graph.budget != config.activation_memory_budget:
+        if graph.budget != graph.ask.budget:
             # A region has its own.
             return planning.by_config(graph)
         if self.curve is None:

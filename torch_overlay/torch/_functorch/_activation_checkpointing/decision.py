@@ -100,6 +100,7 @@ class Decision:
         decided_by: "budget 0", "min cut", "knapsack", "peak", "step", or "upstream" where
             no plan could be made.
         activation_bytes: what the saved values keep beyond inputs and views of them.
+        runtime_unit: that of the runtimes of items, empty where nobody knows.
         limits: None where the plan was found without them.
         knapsack: what was solved, None where no solver was asked.
         items: the node of each item of the knapsack.
@@ -110,6 +111,7 @@ class Decision:
     budget: float
     decided_by: str
     activation_bytes: int
+    runtime_unit: str = ""
     limits: Optional[Range] = None
     knapsack: Optional[Knapsack] = None
     items: Sequence[fx.Node] = ()

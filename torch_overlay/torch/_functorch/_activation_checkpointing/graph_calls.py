@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from typing import Any, Callable, Optional, TYPE_CHECKING
+from typing import Any, Callable, TYPE_CHECKING
 
 import torch
-from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 
+from .ask import Ask
 from .rerun_cost import concrete
 from .saved_report import format_bytes, kept_plan
 
@@ -89,14 +89,14 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     Or where a call is larger than what it was planned for, ``given``, and over the limit.
     ``metadata`` is the graph's ViewAndMutationMeta, which has its plan.
     """
-    options: Any = config
-    limit: Optional[int] = options.activation_memory_peak_bytes
-    if limit is None and options.activation_memory_budget_target != "peak":
+    ask = Ask.of_config()
+    limit = ask.peak_bytes
+    if limit is None and ask.target != "peak":
         return run
     plan = kept_plan(metadata)
     if plan is None:
         return run
-    is_only = options.activation_memory_graph_calls is None
+    is_only = ask.graph_calls is None
     symbolic, planned = _symbolic_sizes(given)
     largest = planned
 

@@ -9,19 +9,19 @@ algorithm makes for the same budget, if another plan within the budget does not.
 from __future__ import annotations
 
 import logging
-from typing import Any, TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from .budget_solver import NOISE
-from .decision import Decision
 from .peak_budget import model_of, Plans, rerun_costs, search
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .decision import Decision
     from .memory_budget import Planner
     from .peak_budget import PlannedPeak
 
@@ -39,29 +39,27 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     Warns where that is above the peak of budget 1.  Raises as :func:`.liveness.read` does.
     """
     model = model_of(graph)
-    options: Any = config
-    calls = options.activation_memory_graph_calls or 1
+    calls = graph.ask.graph_calls or 1
     fastest, upstreams = graph.fastest(), graph.upstreams_choice(plan.budget)
     own, *others = (
         frozenset(model.storages(saved))
         for saved in (plan.saved_values, fastest, upstreams)
     )
     # Budget 0 has no other plan.
-    costs = rerun_costs(model, graph.cheapest_cut()[1]) if plan.budget else ()
+    costs = rerun_costs(model, graph) if plan.budget else ()
     plans = Plans(model, costs, calls)
     plans.evaluate((own, *others))
     chosen, peaks = plans.found[own], [plans.found[each].peak for each in others]
     if plan.budget and chosen.peak > min(peaks):
-        search(plans, fastest, graph.cheapest_cut()[0], graph.items)
+        search(plans, graph, fastest)
         for better in _better(plans, chosen, min(peaks)):
             storages = plans.evaluations[better.storages].saved
             saved = model.saved_values(storages)
             if better.storages == others[1]:
                 saved = upstreams
-            kept = graph.kept_bytes(saved)
-            if kept <= allowed:
-                chosen = better
-                plan = Decision(saved, plan.budget, "lower peak", kept, plan.limits)
+            found = graph.saving(saved, plan.budget, "lower peak")
+            if found.activation_bytes <= allowed:
+                chosen, plan = better, replace(found, limits=plan.limits)
                 break
     if chosen.peak > peaks[0] * (1 + _TOLD):
         log.warning(

@@ -28,12 +28,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional, TYPE_CHECKING
 
-from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._ops import HigherOrderOperator
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
+from .ask import Ask, BANS
 from .budget_curve import plot_budgets
 from .budget_solver import ask_solver, Item, KNEE, lightest
 from .decision import Decision, Knapsack, Range
@@ -61,17 +61,10 @@ __all__ = ["Planner", "SavedBytes", "activation_bytes", "decide"]
 # How often a solver is asked for less where a plan turns out to keep too much.
 _TRIES = 4
 
-# What a min cut does not recompute, and the option of the config that says so.
-_BANS = {
-    "ban_if_used_far_apart": "ban_recompute_used_far_apart",
-    "ban_if_long_fusible_chains": "ban_recompute_long_fusible_chains",
-    "ban_if_materialized_backward": "ban_recompute_materialized_backward",
-    "ban_if_not_in_allowlist": "ban_recompute_not_in_allowlist",
-    "ban_if_reduction": "ban_recompute_reductions",
-}
-# The first three are for what is cheap alone, if perhaps not where it is needed.
-_CHEAP = tuple(_BANS)[:3]
-_ALL_CHEAP = tuple(_BANS)[:4]
+# Of the bans, the first three are for what is cheap alone, if perhaps not where it is
+# needed.
+_CHEAP = BANS[:3]
+_ALL_CHEAP = BANS[:4]
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class Planner:
 
     ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
     make kernels of the graph's operators; ``number`` what symbolic sizes are to be.  Only
-    bytes of the ``device`` count, by default the graph's own.
+    bytes of the ``device`` count, by default the graph's own.  ``ask`` is the config's.
     """
 
     joint: fx.Graph
@@ -90,6 +83,7 @@ class Planner:
     fused: bool = False
     number: Callable[[Any], int] = concrete
     device: Optional[torch.device] = None
+    ask: Ask = field(default_factory=Ask.of_config)
     _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
     _upstreams: dict[float, list[fx.Node]] = field(
         default_factory=dict, init=False, repr=False
@@ -150,11 +144,10 @@ class Planner:
         asked = allowed, None if dont_ban is None else (*dont_ban,)
         if asked in self._cuts:
             return self._cuts[asked]
-        if config.aggressive_recomputation:
+        if self.ask.recomputes_all_cheap:
             allowed = _ALL_CHEAP
         bans = {
-            ban: getattr(config, option) and ban not in allowed
-            for ban, option in _BANS.items()
+            ban: is_on and ban not in allowed for ban, is_on in self.ask.bans.items()
         }
         again = None if dont_ban is None else OrderedSet(dont_ban)
         found = solve_min_cut(self.joint, self.info, MinCutOptions(**bans), again)
@@ -183,13 +176,14 @@ class Planner:
         """What upstream takes for the cost of what no cut recomputes."""
         from torch._functorch.partitioners import estimate_runtime
 
-        is_known = config.activation_memory_budget_runtime_estimator != "roofline"
+        estimator = self.ask.estimator
 
         def runtime(node: fx.Node) -> float:
             # Of operators with bodies, upstream knows none.
             has_bodies = isinstance(node.target, HigherOrderOperator)
-            estimate = estimate_runtime if is_known and not has_bodies else rerun_cost
-            return estimate(node)
+            if estimator == "roofline" or has_bodies:
+                return rerun_cost(node, estimator)
+            return estimate_runtime(node)
 
         return {node: runtime(node) for node in self.banned}
 
@@ -242,7 +236,8 @@ class Planner:
         return self.saving(saved, budget, "upstream")
 
     def saving(self, saved: list[fx.Node], budget: float, decided_by: str) -> Decision:
-        return Decision(saved, budget, decided_by, self.kept_bytes(saved))
+        kept = self.kept_bytes(saved)
+        return Decision(saved, budget, decided_by, kept, self.ask.runtime_unit)
 
     def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
         # The copies of those that are overwritten are there for the backward alone.
@@ -268,11 +263,10 @@ def decide(graph: Planner, budget: float) -> Decision:
 
     Raises CannotPlan where the graph has no model, and what a custom solver raises.
     """
-    solver: Any = config.activation_memory_budget_solver
-    solver = "exact" if solver == KNEE else solver
+    solver = "exact" if graph.ask.solver == KNEE else graph.ask.solver
     plan = _within(graph, budget, solver)
-    if plan.knapsack is not None and config.visualize_memory_budget_pareto:
-        plot_budgets(plan, lambda budget: _within(graph, budget, solver))
+    if plan.knapsack is not None and graph.ask.is_plotted:
+        plot_budgets(graph.ask, plan, lambda budget: _within(graph, budget, solver))
     if isinstance(solver, str) and budget < 1:
         plan = _with_lower_peak(graph, plan)
     if plan.limits is not None:
@@ -291,11 +285,11 @@ def decide(graph: Planner, budget: float) -> Decision:
 
 
 def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
-    # A patch of its own brings the option, and the module.
-    if not hasattr(config, "activation_memory_budget_target"):
+    try:
+        from .lower_peak import with_lower_peak
+    except ModuleNotFoundError:
+        # A patch of its own brings it.
         return plan
-    from .lower_peak import with_lower_peak
-
     allowed = plan.activation_bytes
     if plan.limits is not None:
         allowed = plan.limits.allowed(plan.budget)
@@ -353,10 +347,10 @@ def candidates(graph: Planner) -> list[Item]:
     items = []
     for node in graph.banned:
         storages = frozenset(graph.model.saveable([node]))
-        ops = {node: rerun_cost(node)}
+        ops = {node: rerun_cost(node, graph.ask.estimator)}
         items.append(Item(node, ops, storages, graph.model.size(storages)))
     # A solver of the user's own knows the nodes.
-    if isinstance(config.activation_memory_budget_solver, str):
+    if isinstance(graph.ask.solver, str):
         items = _joined(items, graph.cheapest_cut()[0], graph.model)
     return sorted(items, key=lambda item: item.nbytes, reverse=True)
 

@@ -41,7 +41,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
-from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from .budget_solver import lightest
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
-    from torch.utils._ordered_set import OrderedSet
     from .budget_solver import Item
     from .liveness import Evaluation, Program
     from .memory_budget import Planner
@@ -71,7 +69,6 @@ __all__ = [
     "Plans",
     "allowed_peak",
     "compare_with_no_checkpoints",
-    "find_plans",
     "model_of",
     "of_knapsacks",
     "plans_of",
@@ -212,8 +209,7 @@ class PeakBytes:
         peak = Peak(
             self.allowed(curve), plan.peak, curve.floor, curve.fastest.peak, graph.fused
         )
-        kept = graph.kept_bytes(saved)
-        return Decision(saved, self.budget, "peak", kept, peak=peak)
+        return replace(graph.saving(saved, self.budget, "peak"), peak=peak)
 
 
 def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
@@ -229,9 +225,11 @@ def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
 
 
 def plans_of(graph: Planner, calls: int = 1) -> Plans:
-    """The plans of a graph, as `find_plans` has them."""
-    asked = *graph.cheapest_cut(), graph.fastest(), graph.items, calls
-    return find_plans(model_of(graph), *asked)
+    """The plans of a graph, as `search` finds them where so many calls wait at once."""
+    model = model_of(graph)
+    plans = Plans(model, rerun_costs(model, graph), calls)
+    search(plans, graph, graph.fastest())
+    return plans
 
 
 def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
@@ -262,57 +260,34 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
         )
 
 
-def rerun_costs(graph: Program, expensive: OrderedSet[fx.Node]) -> list[float]:
-    """What it costs to repeat each operator, by the estimator of the config.
+def rerun_costs(model: Program, graph: Planner) -> list[float]:
+    """What it costs to repeat each operator of a graph's model, by its estimator.
 
     As for the knapsack, only what a min cut does not recompute freely has a cost, which
     is the same.  But "roofline" charges all bytes, and "flops" all that is not fused.
     """
-    estimator = config.activation_memory_budget_runtime_estimator
+    estimator, (_, expensive) = graph.ask.estimator, graph.cheapest_cut()
     if estimator == "roofline":
-        return [roofline(node) for node in graph.nodes]
+        return [roofline(node) for node in model.nodes]
 
     def has_cost(node: fx.Node) -> bool:
         if estimator == "flops" and is_costly(node):
             return True
         return node in expensive and not must_run_once(node)
 
-    return [rerun_cost(node) if has_cost(node) else 0 for node in graph.nodes]
+    return [
+        rerun_cost(node, estimator) if has_cost(node) else 0 for node in model.nodes
+    ]
 
 
-def find_plans(
-    graph: Program,
-    cheapest: Sequence[fx.Node],
-    expensive: OrderedSet[fx.Node],
-    fastest: Sequence[fx.Node],
-    items: Sequence[Item] = (),
-    calls: int = 1,
-) -> Plans:
-    """Evaluate plans for many peaks; the first is that of budget 1.
+def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
+    """Evaluate a graph's plans for many peaks; the first is that of budget 1.
 
-    Args:
-        graph: the model to evaluate plans on.
-        cheapest: what a min cut saves that recomputes nothing expensive.
-        expensive: the nodes whose recomputation has a cost.
-        fastest: what the plan of budget 1 saves.
-        items: what a knapsack of saved bytes is about.
-        calls: how many calls of the graph keep what they save at once.
-
-    Some hundred evaluations, and O(places * _SPAN) for dynamic programming.
+    That saves the ``fastest``.  Some hundred evaluations, and O(places * _SPAN) for
+    dynamic programming.
     """
-    plans = Plans(graph, rerun_costs(graph, expensive), calls)
-    search(plans, fastest, cheapest, items)
-    return plans
-
-
-def search(
-    plans: Plans,
-    fastest: Sequence[fx.Node],
-    cheapest: Sequence[fx.Node],
-    items: Sequence[Item],
-) -> None:
-    """Evaluate the plans that `find_plans` does, which says what they are."""
-    graph = plans.graph
+    graph, items = plans.graph, joint.items
+    cheapest, _ = joint.cheapest_cut()
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     plans.evaluate(bases)
     chains = [_Chain(plans, places) for places in _places(graph)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._functorch import config
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -56,11 +55,13 @@ _BUILTIN = ("aten", "prims", "prim", "rngprims", "inductor_prims", "_c10d_functi
 _ALIASING = (aten._unsafe_view.default,)
 
 
-def rerun_cost(node: fx.Node) -> float:
-    """The runtime of a node, by the estimator that the config names; at least 1 FLOP."""
+def rerun_cost(node: fx.Node, estimator: Any) -> float:
+    """The runtime of a node, by an estimator of the config; at least 1 FLOP.
+
+    All but "flops" and "roofline" are upstream's, which knows the config's alone.
+    """
     from torch._functorch.partitioners import estimate_runtime
 
-    estimator = config.activation_memory_budget_runtime_estimator
     if estimator == "roofline":
         return roofline(node)
     if estimator != "flops":

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional, TextIO, TYPE_CHECKING
 
 import torch
-from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._inductor.fx_utils import get_node_storage
 from torch._logging._internal import trace_structured
@@ -29,7 +28,7 @@ from torch.fx.graph import _parse_stack_trace
 
 from .decision import Decision
 from .memory_budget import activation_bytes
-from .rerun_cost import is_view, RUNTIME_UNITS
+from .rerun_cost import is_view
 from .storages import device_of
 
 
@@ -80,7 +79,6 @@ class Plan(Decision):
     graph: str = ""
     saved: tuple[PlannedValue, ...] = ()
     recomputed: tuple[PlannedValue, ...] = ()
-    runtime_unit: str = ""
 
     @property
     def saved_bytes(self) -> int:
@@ -286,7 +284,6 @@ def attach_plan(
         if node.op == "call_function" and node.name in again
         if not is_view(node) and node.target is not operator.getitem
     ]
-    estimator = str(config.activation_memory_budget_runtime_estimator)
     decided: dict[str, Any] = {**vars(decision), "saved_values": [], "items": ()}
     device = device_of(forward.graph)
     decided["activation_bytes"] = activation_bytes(placeholders, saved, device)
@@ -295,7 +292,6 @@ def attach_plan(
         graph=get_aot_graph_name(),
         saved=tuple(describe(node, True) for node in saved),
         recomputed=tuple(describe(node, False) for node in computed),
-        runtime_unit=RUNTIME_UNITS.get(estimator, ""),
     )
     forward.meta[_PLAN] = plan
     if plan.budget < 1 and (fixed := plan.fixed_by_checkpoints()):

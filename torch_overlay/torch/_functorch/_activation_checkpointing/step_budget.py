@@ -40,11 +40,10 @@ from typing import Any, Optional, TYPE_CHECKING
 import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
-from torch._functorch import config
 
+from .ask import as_bytes, is_number
 from .device_bytes import DeviceBytes
 from .peak_budget import allowed_peak
-from .planning import as_bytes, is_number
 from .saved_report import format_bytes
 from .step_graph import Graph, is_trained, slots_of, State, Step
 from .step_plan import GraphPlans, StepCurve
@@ -594,9 +593,9 @@ class _Search:
         self._budget, self._graphs, self._calls = budget, graphs, calls
         self._growth = growth
         self._rest = {held: nbytes.total for held, nbytes in moments.items()}
-        options: Any = config
         # By which share of its peak a plan may hold more than was estimated.
-        self._margin: float = options.activation_memory_peak_margin
+        margins = (graph.largest.ask.peak_margin for graph in graphs.values())
+        self._margin = max(margins, default=0.0)
         self._curves: dict[Any, StepCurve] = {}
         self._rounds_left = _ROUNDS
 

@@ -40,7 +40,6 @@ from .compiled_peak import (
     nodes_named_as,
     takes_request,
 )
-from .decision import Decision
 from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
 from .rerun_cost import concrete
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torch.fx import GraphModule
+    from .decision import Decision
     from .memory_budget import Planner
     from .saved_report import Plan
 
@@ -539,9 +539,8 @@ class CompiledGraph:
 
     def _holds_more(self, plan: int) -> bool:
         """Whether what is compiled by a plan is known to hold more than it may."""
-        margin: float = config.activation_memory_peak_margin  # type: ignore[attr-defined]
         own = self.plans.plans[plan]
-        most = max(own.forward, own.backward) * (1 + margin)
+        most = max(own.forward, own.backward) * (1 + self._joint.ask.peak_margin)
         return plan in self.plans.told and self._most(plan) > most
 
     def _most(self, plan: int) -> int:
@@ -675,7 +674,7 @@ class CompiledGraph:
         index = self._first if plan is None else plan
         evaluation = model.evaluate(self.plans.plans[index].storages)
         saved = nodes_named_as(model.saved_values(evaluation.saved), joint.joint)
-        return Decision(saved, joint.budget, "step", joint.kept_bytes(saved))
+        return joint.saving(saved, joint.budget, "step")
 
     def _find_plans(self, joint: Planner) -> None:
         """The plans of the graph, or those of the same graph of another size."""
@@ -689,7 +688,7 @@ class CompiledGraph:
         self._may_miss = is_plain and sizes <= self._symbols.keys()
         step: Any = running_step()
         # A budget that the user gave to a region of the model stays.
-        self._is_only = joint.budget != config.activation_memory_budget or any(
+        self._is_only = joint.budget != joint.ask.budget or any(
             _get_memory_budget_annotation(node) is not None
             for node in joint.joint.nodes
         )
@@ -719,8 +718,7 @@ class CompiledGraph:
         joint, is_only = self._joint, self._is_only
         chosen = memory_budget.decide(joint, joint.budget if is_only else 1)
         found = plan_graph(joint, chosen.saved_values, is_only, missing)
-        options: Any = config
-        calls = options.activation_memory_graph_calls or self._expected_calls()
+        calls = joint.ask.graph_calls or self._expected_calls()
 
         def peak(index: int) -> tuple[float, float]:
             plan = found.plans[index]

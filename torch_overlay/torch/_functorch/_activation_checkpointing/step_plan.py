@@ -27,17 +27,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
-from torch._functorch import config
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .peak_budget import (
     compare_with_no_checkpoints,
-    find_plans,
     model_of,
     of_knapsacks,
     Plans,
     rerun_costs,
+    search,
     undominated,
 )
 from .rerun_cost import flops
@@ -321,12 +320,11 @@ def plan_graph(
     Raises as :func:`.liveness.read` does.
     """
     model = _model(joint, missing)
-    cheapest, expensive = joint.cheapest_cut()
+    plans = Plans(model, rerun_costs(model, joint))
     if is_only:
-        plans = Plans(model, rerun_costs(model, expensive))
         plans.evaluate([frozenset(model.storages(saved))])
     else:
-        plans = find_plans(model, cheapest, expensive, saved, joint.items)
+        search(plans, joint, saved)
         if missing is None:
             compare_with_no_checkpoints(joint, plans)
         if model.is_fused:
@@ -340,7 +338,7 @@ def plan_graph(
     tangents = len(model.tangents)
     primals = len(_given(joint)) - tangents
     inputs, outputs = _inputs(joint, model), _outputs(joint, model)
-    is_known = config.activation_memory_budget_runtime_estimator == "flops"
+    is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
     return GraphPlans(best, model, primals, tangents, inputs, outputs, work, missing)
 
