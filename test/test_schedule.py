@@ -53,15 +53,9 @@ def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
     if device != "cpu" and torch.version.cuda is None:
         pytest.skip("torch was built without CUDA")
     (step,) = small(monkeypatch, kind, 0.0, device=device)
-    assert 0.98 * step["peak"] <= step["predicted"] <= 1.05 * step["peak"]
+    assert step["predicted"] == pytest.approx(step["peak"], rel=0.02)
     assert step["warned"] == (step["peak"] > step["allowed"])
     assert not step["warned"]
-
-
-@pytest.mark.xfail(strict=True, reason="a compile tells of tangents to the end")
-def test_tangents_that_a_backward_alone_holds(monkeypatch):
-    (step,) = small(monkeypatch, "blocks", 0.0)
-    assert step["predicted"] <= 1.02 * step["peak"]
 
 
 @pytest.mark.parametrize(

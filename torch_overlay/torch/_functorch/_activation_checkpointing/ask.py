@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["Ask", "BANS", "as_bytes", "check_budget", "is_number"]
+__all__ = ["BANS", "Ask", "as_bytes", "check_budget", "is_number"]
 
 # What a min cut does not recompute, and the option of the config that says so.
 _OPTIONS = {

@@ -21,6 +21,7 @@ import math
 import sys
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
@@ -43,7 +44,7 @@ from .peak_budget import allowed_peak, PeakBytes
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     import torch.fx as fx
     from ..._inductor.wrapper_memory import WrapperMemory
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+# Of nodes, and the bytes of each.
+Names = Sequence[tuple[str, int]]
 
 __all__ = [
     "GUARD",
@@ -116,6 +120,8 @@ class CompiledPeaks:
         # What a step's calls miss, and so nobody holds.
         self.missing: Optional[Missing] = None
         self.told: Optional[Told] = None
+        # The same, where the backward alone holds what these names stand for.
+        self.told_alone: Callable[[Names], Told]
         self._memory: Optional[WrapperMemory] = None
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -146,9 +152,9 @@ class CompiledPeaks:
             of = enumerate(self._memory.results)
             results = tuple(None if at in gone else result for at, result in of)
             forward = self._memory._replace(results=results)
-            self.told = peaks_of(
-                self._results, names, forward, memory, n, tangent_bytes
-            )
+            asked = self._results, names, forward, memory, n, tangent_bytes
+            self.told = peaks_of(*asked)
+            self.told_alone = functools.partial(peaks_of, *asked)
         return compiled
 
     def _compile(
@@ -170,6 +176,7 @@ def peaks_of(
     backward: WrapperMemory,
     num_fwd_outputs: int,
     tangent_bytes: int,
+    alone: Names = (),
 ) -> Told:
     """What the two graphs of a joint graph hold; parameters and inputs do not count.
 
@@ -179,18 +186,26 @@ def peaks_of(
         saved: those of the placeholders of the backward.
         forward: the memory of its wrapper; ``backward`` likewise.
         tangent_bytes: of the tangents.
+        alone: of inputs, tangents and what the forward returned, the names and bytes of
+            those that go with their last use in the backward.  It then has their bytes
+            less, as if somebody held them to the end and counted them.
     """
-    returned = {*forward.results[:num_fwd_outputs]} - {None}
+    outputs = dict(zip(results[:num_fwd_outputs], forward.results))
+    returned = {*outputs.values()} - {None}
     made = dict(zip(results[num_fwd_outputs:], forward.results[num_fwd_outputs:]))
-    # The places of what nobody but the backward holds.
-    owned: dict[Any, list[int]] = defaultdict(list)
+    # Of what the forward made, by its storage, and of what it was given, by its name.
+    places: dict[Any, list[int]] = defaultdict(list)
     for place, name in enumerate(saved):
-        storage = made.get(name)
-        if storage is not None and storage not in returned:
-            owned[storage].append(place)
-    alone = backward.peak((nbytes, places) for (_, nbytes), places in owned.items())
+        places[made.get(name) or name].append(place)
+    owned = [s for s in {*made.values()} - returned if s is not None and s in places]
+    kept = sum(nbytes for _, nbytes in owned)
+    goes = {outputs.get(name) or name: nbytes for name, nbytes in alone}
+    goes = {key: nbytes for key, nbytes in goes.items() if key in places}
+    own = [(storage[1], places[storage]) for storage in owned]
+    own += [(nbytes, places[key]) for key, nbytes in goes.items()]
     held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
-    return Told(sum(nbytes for _, nbytes in owned), forward.peak(), alone + held)
+    peak = backward.peak(own) + held - sum(goes.values())
+    return Told(kept, forward.peak(), peak)
 
 
 # -------------------------------------------------------------------- compile again

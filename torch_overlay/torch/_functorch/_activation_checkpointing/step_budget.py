@@ -676,7 +676,7 @@ class _Search:
             n: of(replace(graph.plans, growth=self._growth.get(n, 1.0)))
             for n, graph in self._graphs.items()
         }
-        key = tuple((bool(each.told), *each.plans) for each in plans.values())
+        key = tuple((bool(each.estimated), *each.plans) for each in plans.values())
         if key not in self._curves:
             self._curves[key] = StepCurve(plans, self._calls, self._rest)
         return self._curves[key]

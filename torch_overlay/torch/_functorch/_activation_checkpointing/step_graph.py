@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torch.fx import GraphModule
+    from .compiled_peak import Names
     from .decision import Decision
     from .memory_budget import Planner
     from .saved_report import Plan
@@ -550,12 +551,13 @@ class CompiledGraph:
 
     def _compile_guarded(self, plan: int) -> None:
         """Compile without the fusions that raise the peak, and keep what holds less."""
-        before, told = self._most(plan), self.plans.told[plan]
+        before, plans = self._most(plan), self.plans
+        told, alone = plans.told[plan], plans.told_alone[plan]
         run, _ = self._compiled(plan, is_guarded=True)
         if self._most(plan) < before:
             self._runs[plan] = run
         else:
-            self.plans.told[plan] = told
+            plans.told[plan], plans.told_alone[plan] = told, alone
 
     @contextmanager
     def _as_traced(self) -> Iterator[None]:
@@ -599,9 +601,15 @@ class CompiledGraph:
             )
             if compiled.told is not None:
                 kept, forward, backward = compiled.told
-                backward -= self.plans.model.held_by_caller
+                beside = self.plans.model.held_by_caller
+                told = kept, forward, backward - beside
                 index = self._first if plan is None else plan
-                self.plans.tell(index, (kept, forward, backward))
+
+                def backward_where(alone: Names) -> int:
+                    *_, backward = compiled.told_alone(alone)
+                    return backward - beside
+
+                self.plans.tell(index, told, backward_where)
             return result
 
         run, metadata = self._compile_graph(

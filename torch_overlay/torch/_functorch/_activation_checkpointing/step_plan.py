@@ -44,7 +44,14 @@ from .storages import is_on
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Container,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     import torch.fx as fx
     from .liveness import Evaluation, Program
@@ -112,8 +119,8 @@ class GraphPlans:
     """The plans of a graph that no other beats, by rising cost, for calls of some size.
 
     Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
-    each; ``inputs`` has their storages, by the ``model``, and bytes, and behind them those
-    of what the forward returns, as the backward may read that.  ``outputs`` has the bytes
+    each; ``inputs`` has them, and behind them what the forward returns, as the backward may
+    read that.  ``outputs`` has the bytes
     of the latter alone.  Of the plans that were compiled, ``told`` has by
     how much ``kept``, ``forward`` and ``backward`` are above the estimates, in units of
     the estimate for the backward, as the size of calls may be another one.
@@ -123,13 +130,19 @@ class GraphPlans:
     model: Program
     primals: int
     tangents: int
-    inputs: dict[int, tuple[int, int]]
+    inputs: dict[int, Input]
     outputs: dict[int, int]
     # What the graph computes without a budget, by the estimator's unit; 0 if not known.
     work: float
     # What its calls miss, in the model's view.
     missing: Optional[Missing] = None
     told: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    # The same of the backward alone, by the inputs that nobody else holds.
+    told_alone: dict[int, Callable[[frozenset[int]], float]] = field(
+        default_factory=dict
+    )
+    # Where the plans are corrected, those that were estimated.
+    estimated: list[GraphPlan] = field(default_factory=list)
     # By how much its calls may yet turn out larger.
     growth: float = 1.0
 
@@ -166,11 +179,28 @@ class GraphPlans:
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
         return replace(self, plans=plans)
 
-    def tell(self, index: int, told: tuple[int, int, int]) -> None:
-        """Let it be known what a plan that was compiled keeps and holds."""
+    def tell(
+        self,
+        index: int,
+        told: tuple[int, int, int],
+        backward_where: Callable[[Sequence[tuple[str, int]]], int],
+    ) -> None:
+        """Let it be known what a plan that was compiled keeps and holds.
+
+        And by the names and bytes of the inputs that it alone holds, its backward.
+        """
         plan = self.plans[index]
+        size = max(plan.backward, 1)
         errors = map(operator.sub, told, plan[:3])
-        self.told[index] = tuple(error / max(plan.backward, 1) for error in errors)
+        self.told[index] = tuple(error / size for error in errors)
+
+        def error(of: frozenset[int]) -> float:
+            alone = [self.inputs[i] for i in sorted(of) if i in self.inputs]
+            named = [(each.name, each.nbytes) for each in alone]
+            (estimate,) = self._backwards([plan], of)
+            return (backward_where(named) - estimate) / size
+
+        self.told_alone[index] = functools.cache(error)
 
     def corrected(self) -> GraphPlans:
         """The plans as compiled; the others as far off as the nearest of those.
@@ -178,23 +208,19 @@ class GraphPlans:
         A copy that a kernel wants of a parameter is as large whatever else is kept, so
         errors are added.
         """
+        if not self.told:
+            return self
         plans = []
         for index, plan in enumerate(self.plans):
-            # A plan that is known is the nearest to itself.
-            near = min(
-                self.told,
-                key=lambda i: (i != index, abs(self.plans[i].kept - plan.kept), i),
-                default=None,
+            near = _nearest(self.plans, index, self.told)
+            size = max(self.plans[near].backward, 1)
+            kept, forward, backward = (
+                max(nbytes + round(error * size), 0)
+                for nbytes, error in zip(plan[:3], self.told[near])
             )
-            if near is not None:
-                size = max(self.plans[near].backward, 1)
-                kept, forward, backward = (
-                    max(nbytes + round(error * size), 0)
-                    for nbytes, error in zip(plan[:3], self.told[near])
-                )
-                plan = plan._replace(kept=kept, forward=forward, backward=backward)
+            plan = plan._replace(kept=kept, forward=forward, backward=backward)
             plans.append(plan)
-        return replace(self, plans=plans)
+        return replace(self, plans=plans, estimated=self.plans)
 
     def only(self, wanted: Container[int]) -> GraphPlans:
         """The same, where no other plan is of use."""
@@ -230,19 +256,36 @@ class GraphPlans:
         if what == "output":
             nbytes = self.outputs.get(of, 0)
             return [nbytes * (of in plan.outputs) for plan in self.plans]
-        # What a compile tells has tangents to the end, and does not know of the others.
-        if what == "backward" and of and not self.told:
-            own = dict(self.inputs[index] for index in of if index in self.inputs)
-            model = self.model.releasing(own)
-            # Those still count in eager code's bytes, as if they were held to the end.
-            beside = model.held_by_caller + sum(own.values())
-            evaluations = model.evaluate_all([plan.storages for plan in self.plans])
-            returned = own.keys() & self.model.outputs
-            return [
-                max(e.step_peaks) - beside + model.size(returned - e.saved)
-                for e in evaluations
-            ]
+        if what == "backward" and of:
+            found = self._backwards(self.plans, of)
+            for index in range(len(self.estimated)):
+                near = _nearest(self.estimated, index, self.told)
+                size = max(self.estimated[near].backward, 1)
+                error = self.told_alone[near](of)
+                found[index] = max(found[index] + round(error * size), 0)
+            return found
         return [getattr(plan, what) for plan in self.plans]
+
+    def _backwards(self, plans: Sequence[GraphPlan], of: frozenset[int]) -> list[int]:
+        """What the backwards of some plans hold where they alone hold these inputs."""
+        alone = [self.inputs[index] for index in of if index in self.inputs]
+        own = {each.storage: each.nbytes for each in alone}
+        model = self.model.releasing(own)
+        # Those still count in eager code's bytes, as if they were held to the end.
+        beside = model.held_by_caller + sum(own.values())
+        evaluations = model.evaluate_all([plan.storages for plan in plans])
+        returned = own.keys() & self.model.outputs
+        return [
+            max(each.step_peaks) - beside + model.size(returned - each.saved)
+            for each in evaluations
+        ]
+
+
+def _nearest(plans: Sequence[GraphPlan], index: int, told: Iterable[int]) -> int:
+    """Of the plans that were compiled, the one most like another; itself if it was."""
+    kept = plans[index].kept
+    _, _, nearest = min((i != index, abs(plans[i].kept - kept), i) for i in told)
+    return nearest
 
 
 def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
@@ -380,24 +423,38 @@ def _given(joint: Planner) -> list[fx.Node]:
     return [n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
-def _inputs(joint: Planner, model: Program) -> dict[int, tuple[int, int]]:
-    found: dict[int, tuple[int, int]] = {}
+class Input(NamedTuple):
+    """What a backward may be given: its storage in the model, bytes, and the node's name."""
+
+    storage: int
+    nbytes: int
+    name: str
+
+
+def _inputs(joint: Planner, model: Program) -> dict[int, Input]:
+    found: dict[int, Input] = {}
     for index, node in enumerate(_given(joint)):
         value = node.meta["val"]
         nbytes = joint.number(value.untyped_storage().nbytes())
         for s in model.storages([node]):
-            found[index] = s, nbytes if is_on(joint.counted, value) else 0
-    after = len(_given(joint))
+            nbytes = nbytes if is_on(joint.counted, value) else 0
+            found[index] = Input(s, nbytes, node.name)
+    after, results = len(_given(joint)), _results(joint)
     for s, index in _returned(joint, model):
         if s in model.outputs:
-            found[after + index] = s, model.nbytes[s]
+            found[after + index] = Input(s, model.nbytes[s], results[index].name)
     return found
+
+
+def _results(joint: Planner) -> list[Any]:
+    """What the forward returns to its caller."""
+    (output,) = joint.joint.find_nodes(op="output")
+    return tree_leaves(output.args)[: joint.num_fwd_outputs]
 
 
 def _returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:
     """The storages that the forward returns, and where."""
-    (output,) = joint.joint.find_nodes(op="output")
-    for index, node in enumerate(tree_leaves(output.args)[: joint.num_fwd_outputs]):
+    for index, node in enumerate(_results(joint)):
         for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
             yield s, index
 
