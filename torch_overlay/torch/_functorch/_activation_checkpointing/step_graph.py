@@ -6,6 +6,7 @@ the joint graph that was traced, by each other plan that a call is to run by.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -21,6 +22,7 @@ from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch._inductor import config as inductor_config
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import (
@@ -34,7 +36,6 @@ from . import memory_budget
 from .compiled_peak import (
     calls_nested_regions,
     CompiledPeaks,
-    copy_of,
     fresh_copy,
     has_guard,
     nodes_named_as,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
-    from torch.fx import GraphModule
     from .compiled_peak import Names
     from .decision import Decision
     from .memory_budget import Planner
@@ -842,10 +842,13 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         if step is None or TracingContext.try_get() is None:
             return compile_graph(state, capture, *arguments)
         name, device = traced_name() or get_aot_graph_name(), step.budget.device
+        module = capture.graph_module
         number, places, largest = next(_numbers), _symbols(state.flat_args), 0
-        # What is compiled may be changed for that.
-        graph = copy_of(capture.graph_module).graph
-        run, metadata = compile_graph(state, capture, *arguments)
+        # Compiling changes the graph. Its tensors are not copied.
+        graph = GraphModule(module, copy.deepcopy(module.graph)).graph
+        # Its kernels are to be counted in a step that is recorded.
+        with inductor_config.patch({"live_bytes_of": str(device)}):
+            run, metadata = compile_graph(state, capture, *arguments)
 
         @functools.cache
         def peak(sizes: tuple[int, ...]) -> Optional[int]:
