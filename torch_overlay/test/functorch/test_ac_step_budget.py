@@ -680,6 +680,51 @@ class StepBudgetTest(TestCase):
         self.assertEqual(count(), 2)
         self.assertIs(budget.plan, before)
 
+    def test_an_evaluation_in_a_recorded_step(self):
+        model, budget = Net(), StepBudget(share=0.2)
+        budget.counter = counting()
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            for step in range(6):
+                model.zero_grad()
+                with budget:
+                    train(model, batch())
+                    if step % 2:
+                        with torch.no_grad():
+                            model(batch())
+
+    @parametrize("how", ["earlier", "kept"])
+    def test_an_evaluation_other_than_the_recorded_ones(self, how):
+        model, wide = Net(), Net(blocks=2)
+        budget, kept = StepBudget(share=0.0), []
+        budget.counter = counting()
+
+        def evaluate(count=1):
+            with torch.no_grad():
+                for _ in range(count):
+                    kept.append(wide.blocks[0](batch(2 * BATCH)))
+
+        def last(model, x):
+            train(model, x)
+            evaluate()
+            kept.clear()
+
+        def earlier(model, x):
+            loss = model(x)
+            evaluate()
+            loss.backward()
+            kept.clear()
+
+        def many(model, x):
+            evaluate(16)
+            train(model, x)
+            kept.clear()
+
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            steps(budget, model, batch(), train=last, count=4)
+        with self.assertLogs(f"{PLACE}.step_budget", "WARNING"):
+            other = earlier if how == "earlier" else many
+            steps(budget, model, batch(), train=other, count=1)
+
     def test_an_evaluation_that_holds_more(self):
         kept = []
 
@@ -734,11 +779,11 @@ class StepBudgetTest(TestCase):
             gradients = steps(budget, model, batch(), count=1)
             self.assertEqual(len(gradients), len([*model.parameters()]))
 
-    def test_outputs_that_the_backward_alone_holds(self):
-        # They count to its end, as if somebody else still had them.
+    @parametrize("function", [torch.tanh, functools.partial(torch.softmax, dim=-1)])
+    def test_outputs_that_the_backward_alone_holds(self, function):
         class Squashed(nn.Linear):
             def forward(self, x):
-                return super().forward(x).tanh()
+                return function(super().forward(x))
 
         def train(model, x):
             model(x).square().mean().backward()

@@ -34,6 +34,7 @@ from torch._inductor import config as inductor_config
 
 from .liveness import Operator, Program, Timeline
 from .rerun_cost import concrete, is_view
+from .storages import has_bodies
 
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ class _KernelTimeline(Timeline):
             begin = self._write_over(dying, each, plans)
         for r, last in dying.items():
             self.change(last, -self.nbytes[r])
-        scratch = each.scratch or 0
+        scratch = (each.scratch or 0) * has_bodies(each.node)
         self.change(plans, -scratch)
         self.moment(step)
         self.change(plans, scratch)

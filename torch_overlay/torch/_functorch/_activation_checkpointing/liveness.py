@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .random_ops import is_replayed, must_run_once
 from .rerun_cost import concrete
-from .storages import CannotPlan, device_of, Operator, Storages
+from .storages import CannotPlan, device_of, has_bodies, Operator, Storages
 
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Timeline:
             again = plans & self.saved[s]
             self.change(again, -self.nbytes[s])
             self.touch((s,), plans & ~again)
-        # What its bodies have live meanwhile.
+        # What it has live meanwhile.
         scratch = each.scratch or 0
         self.change(plans, -scratch)
         self.moment(step)
@@ -240,7 +240,7 @@ class Program:
     def with_bodies(self) -> list[Operator]:
         """The higher-order operators that have more live than their results, or may."""
         calls = (*self.forward, *(step.operator for step in self.steps))
-        return [each for each in calls if each.scratch != 0]
+        return [each for each in calls if each.scratch != 0 and has_bodies(each.node)]
 
     @property
     def returned(self) -> tuple[int, ...]:

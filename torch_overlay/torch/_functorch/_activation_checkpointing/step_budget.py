@@ -209,6 +209,8 @@ class StepBudget:
         self._wait = max(self._wait - 1, 0)
         self._check_new(step)
         self._expects_new = False
+        if step.passed:
+            self.check_live()
         if step.recorder is not None:
             self._to_record -= 1
             with self.warn_on_failure("the step could not be recorded"):
@@ -220,7 +222,7 @@ class StepBudget:
 
     def _check_new(self, step: Step) -> None:
         """Warn where a step was not planned for, and record others like it."""
-        new = step.states - self._learned.states
+        new = step.states - self._learned.states - step.passed
         if new and step.recorder is None:
             self._record_again(_RECORDED)
         if new and not self._expects_new:
@@ -310,19 +312,12 @@ class StepBudget:
             )
 
     def _check_peak(self, step: Timeline) -> None:
-        """Warn where a step held more than is allowed, as eager code did."""
-        plan: Any = self.plan
+        """Warn where a recorded step held more than is allowed."""
         graphs = {n: self.graphs[n] for n in step.calls if n in self.graphs}
         plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
         choices = {n: self._choices.get(graph, ()) for n, graph in graphs.items()}
         beyond = self._given if self.device_bytes is not None else 0
-        peak = beyond + step.peak(plans, choices)
-        if peak > max(plan.allowed, plan.predicted_peak) * (1 + _OVER):
-            self.warn(
-                f"a step held {format_bytes(peak)}, and {format_bytes(plan.allowed)} are "
-                "allowed; what eager code holds in it had not been recorded",
-                "eager",
-            )
+        self._warn_of_eager(beyond + step.peak(plans, choices))
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether there may be so much more than plans are for, besides what is allowed.
@@ -333,6 +328,28 @@ class StepBudget:
         if plan is None:
             return False
         return nbytes <= (_OVER * plan.allowed if while_waiting else self._spare)
+
+    def check_live(self) -> None:
+        """Warn where more is live than is allowed at any time.
+
+        As of what eager code has made of an evaluation that is not planned for.
+        """
+        live, start, plan = self.counter.live(), self._start, self.plan
+        compiled = counters["stats"]["unique_graphs"]
+        if live is None or start is None or plan is None or compiled != self._compiled:
+            return
+        self._warn_of_eager(live - (start if self.device_bytes is None else 0), _NOISE)
+
+    def _warn_of_eager(self, held: int, more: int = 0) -> None:
+        """Warn where a step held more than is allowed, as eager code did."""
+        plan: Any = self.plan
+        allowed = max(plan.allowed, plan.predicted_peak)
+        if held > allowed + max(_OVER * allowed, more):
+            self.warn(
+                f"a step held {format_bytes(held)}, and {format_bytes(plan.allowed)} are "
+                "allowed; what eager code holds in it had not been recorded",
+                "eager",
+            )
 
     def _learn(self, recorder: Recorder, states: set[State]) -> None:
         # What only garbage holds is not there in the next step.

@@ -89,8 +89,9 @@ class State(NamedTuple):
     """An event of a call, and what tells apart the calls that wait meanwhile.
 
     ``kind`` is "F" or "B", as its forward or backward begins, or "I", as a call begins
-    of a graph that has no backward; its ``slot`` is how large such a call was at most.
-    The ``graph`` is its number.
+    of a graph that has no backward.  The ``slot`` of such a call is how many earlier ones
+    have left something, and its ``size`` how large it was at most.  The ``graph`` is its
+    number.
     """
 
     kind: str
@@ -101,6 +102,7 @@ class State(NamedTuple):
     is_first_round: bool = True
     waiting: int = 0
     missing: Optional[Missing] = None
+    size: int = 0
 
 
 def is_trained(states: Iterable[State]) -> bool:
@@ -169,8 +171,10 @@ class Step:
         self.is_largest = True
         # That whose forward runs.
         self.call: Optional[Call] = None
-        # The storages that calls without a backward have returned, if these are not states.
-        self._returned: list[tuple[State, Any]] = []
+        # Calls without a backward, and the storages that they have returned; those that
+        # plans need not be for, as there is room for them.
+        self._returned: list[tuple[State, list[weakref.ref[Any]]]] = []
+        self.passed: set[State] = set()
         # Those that something is kept for, and what tells these apart from others.
         self._waiting: set[Call] = set()
         self._key = 0
@@ -231,26 +235,42 @@ class Step:
         call.missing = Missing(absent, call.gone()) if absent else None
         self._note("B", call, is_retained)
 
-    def begin_alone(self, state: State, peak: Optional[int]) -> None:
-        """A call starts of a graph that has no backward; None where its peak is not known.
+    def begin_alone(
+        self, graph: int, name: str, size: int, peak: Optional[int]
+    ) -> State:
+        """A call of a graph that has no backward starts; None where its peak is unknown.
 
-        Nothing need be known of one that there is room for.
+        Where there is room for it, it is only noted in a step that is recorded.
         """
-        nbytes = math.inf if peak is None else peak + self._returned_bytes()
-        has_room = self.budget.has_room(nbytes, while_waiting=bool(self._waiting))
-        if state in self._known or not has_room:
+        left, passed = self._left()
+        slot = sum(each.graph == graph for each in left)
+        state = State("I", graph, slot, name, waiting=self._key, size=size)
+        nbytes = math.inf if peak is None else passed + peak
+        while_waiting = bool(self._waiting)
+        if state in self._known or not self.budget.has_room(nbytes, while_waiting):
             self.note(state)
+            return state
+        self.passed.add(state)
+        if self.recorder is not None:
+            self.states.add(state)
+        return state
 
-    def end_alone(self, state: State, results: Sequence[Any]) -> None:
-        """It has returned these."""
-        if state not in self.states:
-            self._returned += [(state, storage) for storage in _storages(results)]
+    def end_alone(self, state: State, given: set[int], results: Sequence[Any]) -> None:
+        """It has returned what it has made, and perhaps what it was ``given``."""
+        storages = (each.untyped_storage() for each in _strided(results))
+        made = [weakref.ref(each) for each in storages if each._cdata not in given]
+        self._returned.append((state, made))
 
-    def _returned_bytes(self) -> int:
-        """Of what was returned by calls that nothing is known of, what is still there."""
-        left = [(each, each[1]()) for each in self._returned if each[1] is not None]
-        self._returned = [each for each, storage in left if storage is not None]
-        return sum(storage.nbytes() for _, storage in left if storage is not None)
+    def _left(self) -> tuple[list[State], int]:
+        """Calls without a backward whose results are there; the bytes of those passed."""
+        left: list[State] = []
+        nbytes: dict[int, int] = {}
+        for state, references in self._returned:
+            storages = [each for each in (r() for r in references) if each is not None]
+            left += [state] * bool(storages)
+            if state in self.passed:
+                nbytes.update((each._cdata, each.nbytes()) for each in storages)
+        return left, sum(nbytes.values())
 
     def next_slot(self, graph: Graph) -> int:
         taken = {each.slot for each in self._waiting if each.graph is graph}
@@ -262,14 +282,20 @@ class Step:
         return plans[slot] if slot < len(plans) else graph.lean
 
     def _note(self, kind: str, call: Call, flag: bool) -> None:
-        has_room = self.budget.has_room(self._returned_bytes(), while_waiting=True)
-        if self._returned and not has_room:
-            for state, _ in self._returned:
-                self.note(state)
-            self._returned.clear()
+        if self.passed:
+            self._check_passed()
         number, name = call.graph.number, call.graph.name
         waits = flag, self._is_first_round, self._key, call.missing
         self.note(State(kind, number, call.slot, name, *waits))
+
+    def _check_passed(self) -> None:
+        """See whether something is left by calls that were passed over."""
+        left, nbytes = self._left()
+        if not self.budget.has_room(nbytes, while_waiting=True):
+            for state in self.passed.intersection(left):
+                self.note(state)
+            self.passed.difference_update(left)
+        self.budget.check_live()
 
     def note(self, state: State) -> None:
         """Something happens, which was recorded in an earlier step or is new."""
@@ -757,6 +783,16 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
+def _strided(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that have a storage."""
+    return [each for each in _tensors(values) if each.layout is torch.strided]
+
+
+def _keys(values: Iterable[Any]) -> set[int]:
+    """What tells apart the storages of each tensor."""
+    return {each.untyped_storage()._cdata for each in _strided(values)}
+
+
 def _sizes(args: Sequence[Any], symbols: _Places) -> tuple[int, ...]:
     """What the symbols are in a call."""
     places = symbols.values()
@@ -862,11 +898,13 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             if step is None or TracingContext.try_get() is not None:
                 return run(args)
             sizes = _sizes(args, places)
-            largest = max(largest, math.prod(sizes))
-            state = State("I", number, largest, name)
-            step.begin_alone(state, peak(sizes))
+            size = max(largest, math.prod(sizes))
+            state = step.begin_alone(number, name, size, peak(sizes))
+            if state not in step.passed:
+                largest = size
+            given = _keys(args)
             results = run(args)
-            step.end_alone(state, results)
+            step.end_alone(state, given, results)
             return results
 
         return _boxed(call), metadata

@@ -34,6 +34,7 @@ __all__ = [
     "Storages",
     "body_of",
     "device_of",
+    "has_bodies",
     "is_on",
 ]
 
@@ -49,6 +50,9 @@ _RUN_ONCE = (
     "wrap_with_autocast",
     "wrap_with_set_grad_enabled",
 )
+# Operators that make a value as large as their result first, where no kernel is made of
+# them: a product, to add something to.
+_COMPOSED = ("prims.fma.default",)
 # A scan writes its results by indices, which are integers of so many bytes.
 _INDEX_BYTES = 8
 
@@ -63,7 +67,8 @@ class Operator(NamedTuple):
     Args:
         nbytes: of what it allocates.
         is_required: whether the forward runs it in any plan.
-        scratch: the bytes that its bodies have live beyond that; None if not known.
+        scratch: the bytes that it has live beyond that, its bodies mostly; None if not
+            known.
     """
 
     node: fx.Node
@@ -91,6 +96,11 @@ def device_of(graph: fx.Graph) -> torch.device:
         return {"meta": 0, "cpu": 1}.get(device.type, 2), nbytes[device]
 
     return max(nbytes, key=rank, default=torch.device("cpu"))
+
+
+def has_bodies(node: fx.Node) -> bool:
+    """Whether a node calls a higher-order operator, which may run other graphs."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def is_on(device: torch.device, value: torch.Tensor) -> bool:
@@ -173,7 +183,7 @@ class Storages:
         is_required: bool,
     ) -> None:
         nbytes = self.size(writes)
-        scratch: Optional[int] = 0
+        scratch: Optional[int] = nbytes if str(node.target) in _COMPOSED else 0
         if bodies := self._bodies(node):
             known = [body for body in bodies if body is not None]
             peak = None
@@ -184,7 +194,7 @@ class Storages:
 
     def _bodies(self, node: fx.Node) -> list[Optional[Body]]:
         """What the bodies of a higher-order operator allocate, of each one once."""
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if not has_bodies(node):
             return []
         graphs = subgraphs(node)
         for graph in graphs:
