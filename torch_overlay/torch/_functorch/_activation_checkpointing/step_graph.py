@@ -263,14 +263,16 @@ class Step:
 
     def _left(self) -> tuple[list[State], int]:
         """Calls without a backward whose results are there; the bytes of those passed."""
-        left: list[State] = []
         nbytes: dict[int, int] = {}
+        left: list[tuple[State, list[weakref.ref[Any]]]] = []
         for state, references in self._returned:
-            storages = [each for each in (r() for r in references) if each is not None]
-            left += [state] * bool(storages)
+            there = [each for each in references if each() is not None]
+            left += [(state, there)] * bool(there)
             if state in self.passed:
+                storages: Any = (each() for each in there)
                 nbytes.update((each._cdata, each.nbytes()) for each in storages)
-        return left, sum(nbytes.values())
+        self._returned = left
+        return [state for state, _ in left], sum(nbytes.values())
 
     def next_slot(self, graph: Graph) -> int:
         taken = {each.slot for each in self._waiting if each.graph is graph}
