@@ -120,10 +120,10 @@ class GraphPlans:
 
     Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
     each; ``inputs`` has them, and behind them what the forward returns, as the backward may
-    read that.  ``outputs`` has the bytes
-    of the latter alone.  Of the plans that were compiled, ``told`` has by
-    how much ``kept``, ``forward`` and ``backward`` are above the estimates, in units of
-    the estimate for the backward, as the size of calls may be another one.
+    read that; ``outputs`` has the bytes of the latter alone.  Of the plans that were
+    compiled, ``told`` has by how much ``kept``, ``forward`` and ``backward`` are above the
+    estimates, in units of the estimate for the backward, as the size of calls may be
+    another one.
     """
 
     plans: list[GraphPlan]
