@@ -205,7 +205,8 @@ class ClassicBlock(nn.Module):
         if shape.joined:
             projected = list(projected[0].split(shape.width, dim=-1))
         query, key, value = (
-            part.unflatten(-1, (shape.heads, -1)).transpose(1, 2) for part in projected
+            part.view(*part.shape[:-1], shape.heads, -1).transpose(1, 2)
+            for part in projected
         )
         dropout = shape.dropout if self.training else 0.0
         if shape.written_out:

@@ -21,6 +21,7 @@ from .peak_budget import model_of, Plans, rerun_costs, search
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch.fx as fx
     from .decision import Decision
     from .memory_budget import Planner
     from .peak_budget import PlannedPeak
@@ -31,6 +32,8 @@ __all__ = ["with_lower_peak"]
 
 # Peaks that differ by at most this share are about the same.
 _TOLD = 0.01
+# How often upstream's algorithm is asked for less.
+_TRIES = 4
 
 
 def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
@@ -52,11 +55,12 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     chosen, peaks = plans.found[own], [plans.found[each].peak for each in others]
     if plan.budget and chosen.peak > min(peaks):
         search(plans, graph, fastest)
+        within = _as_upstream(graph, plan.budget, allowed)
+        alike = frozenset(model.storages(within))
+        plans.evaluate([alike])
         for better in _better(plans, chosen, min(peaks)):
             storages = plans.evaluations[better.storages].saved
-            saved = model.saved_values(storages)
-            if better.storages == others[1]:
-                saved = upstreams
+            saved = within if better.storages == alike else model.saved_values(storages)
             found = graph.saving(saved, plan.budget, "lower peak")
             if found.activation_bytes <= allowed:
                 chosen, plan = better, replace(found, limits=plan.limits)
@@ -73,6 +77,19 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
             ", by estimates" * graph.fused,
         )
     return plan
+
+
+def _as_upstream(graph: Planner, budget: float, allowed: int) -> list[fx.Node]:
+    """What upstream's algorithm saves, for a little less where that is too much."""
+    saved = graph.upstreams_choice(budget)
+    for at in range(_TRIES if budget < 1 else 0):
+        over = graph.kept_bytes(saved) - allowed
+        if over <= 0:
+            break
+        # Its solver knows sizes by some thousandths.
+        budget = max(budget - 4**at * graph.limits.size(over), 0)
+        saved = graph.upstreams_choice(budget)
+    return saved
 
 
 def _better(plans: Plans, plan: PlannedPeak, ceiling: int) -> Iterator[PlannedPeak]:
