@@ -354,7 +354,10 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(found, others)
 
     def test_branches_loops_and_regions_are_told(self):
-        """Of a branch, the other side may hold more; here both hold the same."""
+        """Of a branch, the side that holds more is told.
+
+        Here both hold the same, but a wrapper drops the condition on one of them alone.
+        """
 
         def double(x, weight):
             return (x @ weight).sin() @ weight.t()
@@ -395,7 +398,8 @@ class CompiledPeakTest(TestCase):
             compiled = torch.compile(function, fullgraph=True)
             compiled(x, weight)
         (memory,) = found
-        return memory.peak(), live_at_most(lambda: compiled(x, weight))
+        measured = [live_at_most(lambda: compiled(y, weight)) for y in (x, -x)]  # noqa: B023
+        return memory.peak(), max(measured)
 
     def test_what_cannot_be_read_is_not_told(self):
         """And fails no compile; where no peak is asked for, nothing is read."""
