@@ -398,8 +398,8 @@ class CompiledPeakTest(TestCase):
             compiled = torch.compile(function, fullgraph=True)
             compiled(x, weight)
         (memory,) = found
-        measured = [live_at_most(lambda: compiled(y, weight)) for y in (x, -x)]  # noqa: B023
-        return memory.peak(), max(measured)
+        calls = (functools.partial(compiled, each, weight) for each in (x, -x))
+        return memory.peak(), max(map(live_at_most, calls))
 
     def test_what_cannot_be_read_is_not_told(self):
         """And fails no compile; where no peak is asked for, nothing is read."""
