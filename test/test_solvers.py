@@ -15,6 +15,7 @@ from benchmarks.solvers import instances as captured
 from benchmarks.tracing import untouched_knapsack
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from torch._functorch._activation_checkpointing import budget_solver
 from torch._functorch._activation_checkpointing import knapsack as ours
 from torch._functorch._activation_checkpointing import knapsack_exact as exact
 
@@ -150,3 +151,18 @@ def test_dp_is_upstreams(net):
             for solver in (ours.dp_knapsack, upstream.dp_knapsack)
         )
         assert found == theirs if runtimes is small else found >= theirs * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.1, 0.5, 0.9])
+def test_ties_as_upstreams_table_has_them(budget):
+    """Of plans worth as much, the one whose peak is to be compared is upstream's own."""
+    equal = {
+        "equal": [0.03, 0.03, 0.02, 0.02, 0.02, 0.01] * 9,
+        "too large and empty": [2.0, 0.0, 0.01] * 9,
+    }
+    cases = [(memory, [1e9, 1e9, 1, 0.0, 1e9, 7] * 9) for memory in equal.values()]
+    cases += [(net.memory, net.runtimes) for net in captured() if len(net.sizes) < 300]
+    for memory, runtimes in cases:
+        runtimes = runtimes[: len(memory)]
+        _, _, recomputed = upstream.dp_knapsack(memory, runtimes, budget)
+        assert budget_solver.upstreams_table(memory, runtimes, budget) == recomputed

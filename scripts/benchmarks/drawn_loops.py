@@ -223,6 +223,8 @@ KINDS_OF_TURNS = ("skipped", "no_grad", "empty", "raises early", "raises late")
 class Loop:
     """A training loop. ``dynamic`` is torch.compile's, and ``zero_grad`` where in a step.
 
+    If it ``changes`` them, what each block returns is changed in place.
+
     ``share`` is a StepBudget's; without it, ``part`` is that of the highest peak without
     a budget, which is given as ``peak_bytes``.
     """
@@ -235,6 +237,7 @@ class Loop:
     zero_grad: str = "last"
     optimizer: str = "sgd"
     dropout: float = 0.0
+    changes: bool = False
 
     def __str__(self) -> str:
         """One line of JSON, without what is as usual."""
@@ -287,6 +290,7 @@ def drawn(seed: int, most: int = 6) -> Loop:
         zero_grad=rng.choice(("first", "last", "outside")),
         optimizer=rng.choice(("sgd", "adamw")),
         dropout=rng.choice((0.0, 0.0, 0.1)),
+        changes=rng.random() < 0.2,
     )
 
 
@@ -340,7 +344,7 @@ def simpler(loop: Loop) -> Iterator[Loop]:
             programs = loop.programs[:at] + (other,) + loop.programs[at + 1 :]
             yield replace(loop, programs=programs)
     usual = {"dynamic": False, "zero_grad": "last", "optimizer": "sgd", "dropout": 0.0}
-    yield from _by_one(loop, usual)
+    yield from _by_one(loop, {**usual, "changes": False})
     plain: dict[str, Any] = {"what": "", "batches": 1, "size": loop.turns[0].size}
     for entry, value in plain.items():
         turns = tuple(replace(turn, **{entry: value}) for turn in loop.turns)

@@ -84,6 +84,7 @@ class Model(nn.Module):
         self.outputs = program.outputs
         self.checkpoints = program.checkpoints
         self.keeps_state = loop.dropout > 0
+        self.changes = loop.changes
 
     def forward(self, x: Tensor, wanted: Optional[Tensor] = None) -> Any:
         for block in self.blocks:
@@ -93,6 +94,8 @@ class Model(nn.Module):
                 )
             else:
                 x = block(x)
+            if self.changes:
+                x.mul_(0.9)
         if wanted is None:
             return x
         logits = self.head(x)

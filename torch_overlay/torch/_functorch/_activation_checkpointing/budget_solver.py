@@ -11,6 +11,7 @@ import math
 import operator
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+import torch
 from torch.utils._mode_utils import no_dispatch
 
 from .knapsack import KNAPSACK_SOLVERS
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
 
     from .memory_budget import Planner
 
-__all__ = ["KNEE", "NOISE", "Item", "WrongAnswer", "ask_solver", "lightest"]
+__all__ = [
+    "KNEE",
+    "NOISE",
+    "Item",
+    "WrongAnswer",
+    "ask_solver",
+    "lightest",
+    "upstreams_table",
+]
 
 # Upstream's search for a lower budget that is the better trade.  Here all of the budget
 # is used: it is another name of "exact".
@@ -110,3 +119,31 @@ def lightest(
         _, again, rest = exact_knapsack([*runtimes], [*memory], capacity)
     lighter = sum(memory[i] for i in again)
     return sorted(rest) if lighter > sum(memory[i] for i in recomputed) else saved
+
+
+def upstreams_table(
+    memory: Sequence[float], runtimes: Sequence[float], budget: float
+) -> list[int]:
+    """The items that upstream's dynamic program recomputes, the last first.
+
+    Many selections are worth as much in 32-bit floats, of which :func:`.dp_knapsack` may
+    find another.  ``memory`` and ``budget`` are shares of the range of plans.  O(items *
+    budget * 10,000) time and bytes.
+    """
+    quanta = 10_000
+    sizes = [round(share * quanta) for share in memory]
+    room = round(budget * quanta)
+    best = torch.zeros(room + 1, device="cpu")
+    improved = []
+    for size, runtime in zip(sizes, torch.tensor(runtimes, device="cpu")):
+        before, best = best, best.clone()
+        with_it = before[: max(room + 1 - size, 0)] + runtime
+        torch.maximum(before[size:], with_it, out=best[size:])
+        improved.append(best != before)
+    recomputed = []
+    for item in reversed(range(len(sizes))):
+        if improved[item][room]:
+            room -= sizes[item]
+        else:
+            recomputed.append(item)
+    return recomputed

@@ -32,12 +32,12 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._ops import HigherOrderOperator
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .ask import Ask, BANS
 from .budget_curve import plot_budgets
-from .budget_solver import ask_solver, Item, KNEE, lightest
+from .budget_solver import ask_solver, Item, KNEE, lightest, upstreams_table
 from .decision import Decision, Knapsack, Range
-from .knapsack import KNAPSACK_SOLVERS
 from .liveness import CannotPlan, Program, read
 from .random_ops import must_run_once, NEVER, recomputable_nodes
 from .rerun_cost import concrete, is_costly, rerun_cost
@@ -93,7 +93,8 @@ class Planner:
     def model(self) -> Program:
         """What each plan keeps and repeats."""
         asked = self.info, self.num_fwd_outputs, self.number, self.counted
-        return _filling_again(read(self.joint, *asked))
+        program = read(self.joint, *asked)
+        return _leaving_outputs(_filling_again(program), self.fastest())
 
     @functools.cached_property
     def counted(self) -> torch.device:
@@ -106,10 +107,12 @@ class Planner:
 
     @functools.cached_property
     def banned(self) -> list[fx.Node]:
-        """What no cut recomputes, but the backward may: an item each, for a solver.
+        """What no cut recomputes, but the backward may: an item each, for a solver."""
+        return [node for node in self._upstreams_items if not must_run_once(node)]
 
-        These reach the backward, share no memory with an input, and may run again.
-        """
+    @functools.cached_property
+    def _upstreams_items(self) -> list[fx.Node]:
+        """What no cut recomputes, reaches the backward and is in no input's storage."""
         from torch._functorch.partitioners import is_non_builtin_to_include
         from torch._inductor.fx_utils import get_node_storage
 
@@ -122,7 +125,7 @@ class Planner:
             and (
                 get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
             )
-            and not must_run_once(node)
+            and node.meta.get("recompute") != CheckpointPolicy.MUST_SAVE
         ]
 
     @functools.cached_property
@@ -150,9 +153,29 @@ class Planner:
             ban: is_on and ban not in allowed for ban, is_on in self.ask.bans.items()
         }
         again = None if dont_ban is None else OrderedSet(dont_ban)
-        found = solve_min_cut(self.joint, self.info, MinCutOptions(**bans), again)
-        self._cuts[asked] = found
-        return found
+        options = MinCutOptions(**bans)
+        saved, banned = solve_min_cut(self.joint, self.info, options, again)
+        if asked != ((), None):
+            saved = self._without_outputs(saved)
+        self._cuts[asked] = saved, banned
+        return saved, banned
+
+    def _without_outputs(self, saved: list[fx.Node]) -> list[fx.Node]:
+        """The same with what they are made of in place of outputs that no plan saves."""
+        try:
+            model = self.model
+            instead, pending = set(), model.storages(saved)
+            if all(model.saved_as[s] for s in pending & model.outputs):
+                return saved
+            while pending:
+                s = pending.pop()
+                if s in model.outputs and model.saved_as[s] is None:
+                    pending.update(model.operators[model.producer[s]].reads)
+                else:
+                    instead.add(s)
+            return model.saved_values(model.evaluate(instead).saved)
+        except CannotPlan:
+            return saved
 
     def fastest(self) -> list[fx.Node]:
         """What budget 1 saves."""
@@ -185,7 +208,7 @@ class Planner:
                 return rerun_cost(node, estimator)
             return estimate_runtime(node)
 
-        return {node: runtime(node) for node in self.banned}
+        return {node: runtime(node) for node in self._upstreams_items}
 
     def upstreams_choice(self, budget: float) -> list[fx.Node]:
         """What upstream's algorithm saves, whose budgets mean sums of the nodes' sizes.
@@ -213,14 +236,13 @@ class Planner:
             cut, _ = self.cut(bans)
             if size(cut) - least < budget * room:
                 return cut
-        nodes = sorted(self.banned, key=_size_of, reverse=True)
-        if not nodes:
-            return self.least()
+        nodes = sorted(self._upstreams_items, key=_size_of, reverse=True)
         memory = [_size_of(node) / room for node in nodes]
         runtimes = [self._runtimes[node] for node in nodes]
         with no_dispatch():
-            _, _, again = KNAPSACK_SOLVERS["dp"](memory, runtimes, budget)
-        return self.cut(_ALL_CHEAP, [nodes[i] for i in again])[0]
+            recomputed = upstreams_table(memory, runtimes, budget)
+        again = [nodes[i] for i in recomputed if not must_run_once(nodes[i])]
+        return self.cut(_ALL_CHEAP, again)[0] if again else self.least()
 
     def upstream(self) -> Decision:
         """The plan that the partitioner would make without the modules here."""
@@ -339,6 +361,24 @@ def _filling_again(program: Program) -> Program:
     saved_as = [
         None if s in constants else node for s, node in enumerate(program.saved_as)
     ]
+    return replace(program, saved_as=saved_as)
+
+
+def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
+    """The program, where no plan saves an output that budget 1 does not.
+
+    The caller may change an output in place where the backward does not read it.
+    """
+    alone = program.outputs - program.storages(fastest) - program.always_saved
+    repeatable = {
+        s
+        for each, can in zip(program.operators, program.repeatable)
+        if can
+        for s in each.writes
+    }
+    saved_as = [*program.saved_as]
+    for s in alone & repeatable:
+        saved_as[s] = None
     return replace(program, saved_as=saved_as)
 
 
