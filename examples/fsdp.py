@@ -43,7 +43,7 @@ def train(rank: int, store: str) -> None:
     plans: list[str] = [""] * RANKS
     dist.all_gather_object(plans, str(budget))
     if rank == 0:
-        print(budget)
+        print(*dict.fromkeys(plans), sep="\n")
         print("all ranks plan alike:", len(set(plans)) == 1)
     dist.destroy_process_group()
 

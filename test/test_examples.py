@@ -119,4 +119,4 @@ def test_example(example: str) -> None:
     if example == "plain_loop.py":
         assert printed in (REPOSITORY / "docs/step.md").read_text()
     if example == "fsdp.py":
-        assert "all ranks plan alike: True" in printed
+        assert "all ranks plan alike: True" in printed, printed
