@@ -250,10 +250,9 @@ class Plans:
 
         And what it holds and takes ``with_all`` of them.
         """
-        search = overlay("compiled_peak")
-        with mock.patch.object(search, "TRIES", 1):
+        with mock.patch.object(overlay("search"), "TRIES", 1):
             fused = self.by_peak(budget)
-            with inductor_config.patch(search.GUARD):
+            with inductor_config.patch(overlay("compiled_peak").GUARD):
                 row = self.by_peak(budget)
         with_all = {entry: fused[entry] for entry in ("peak", "seconds", "flops")}
         return {**row, "with_all": with_all}
@@ -331,14 +330,14 @@ def warnings_noted() -> Iterator[list[str]]:
 def curve_noted() -> Iterator[Row]:
     """Notes the peaks and costs of the plans that are found meanwhile."""
     row: Row = {}
-    request = overlay("peak_budget").PeakBytes
+    request = overlay("peak_target").PeakBytes
     curve = request.curve
 
     @functools.wraps(curve)
     def note(*arguments: Any) -> Any:
         found = curve(*arguments)
         row["curve"] = [(plan.peak, plan.cost) for plan in found.plans]
-        row["lower_bound"] = lower_bound(found.model)
+        row["lower_bound"] = lower_bound(found.graphs[0].model)
         return found
 
     with mock.patch.object(request, "curve", note):

@@ -20,7 +20,6 @@ partitioned and compiled again from their joint graphs.
         module_path("step_backward"),
         module_path("step_budget"),
         module_path("step_graph"),
-        module_path("step_plan"),
         module_path("step_recorder"),
         module_path("step_report"),
         module_path("step_timeline"),

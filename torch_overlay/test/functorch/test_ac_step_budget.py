@@ -1195,7 +1195,7 @@ class StepBudgetTest(TestCase):
             "step_recorder.Recorder.bytes_at_next_start",
             "step_graph.Step.begin",
             "step_budget.StepBudget._allowed",
-            "step_plan.StepCurve.within",
+            "curve.Curve.within",
         ),
     )
     def test_error_at_a_stage_of_planning(self, stage):

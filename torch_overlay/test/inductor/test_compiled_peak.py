@@ -16,8 +16,10 @@ from torch._functorch import config
 from torch._functorch._activation_checkpointing import (
     compiled_peak,
     decision,
-    peak_budget,
+    menu,
+    peak_target,
     saved_report,
+    search,
 )
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config, output_code, wrapper_memory
@@ -75,7 +77,7 @@ def told_more(share):
     """Compiles tell peaks that are higher by a share than they are."""
 
     def more(*args):
-        return tuple(int(nbytes * (1 + share)) for nbytes in peaks_of(*args))
+        return menu.Told(*(int(nbytes * (1 + share)) for nbytes in peaks_of(*args)))
 
     peaks_of = compiled_peak.peaks_of
     return patch.object(compiled_peak, "peaks_of", side_effect=more)
@@ -125,10 +127,10 @@ class CompiledPeakTest(TestCase):
             estimates.append(plan.peak)
             return decide(asked, graph, curve, plan)
 
-        decide = peak_budget.PeakBytes.decision
+        decide = peak_target.PeakBytes.decision
         x, *_ = given()
         weight = torch.randn(SIDE, columns, requires_grad=True)
-        with budgeted(0), patch.object(peak_budget.PeakBytes, "decision", decision):
+        with budgeted(0), patch.object(peak_target.PeakBytes, "decision", decision):
             result, _ = torch.compile(chain)(x, weight, torch.ones(columns))
             torch.autograd.grad(result, weight)
         (estimate,) = estimates
@@ -194,7 +196,7 @@ class CompiledPeakTest(TestCase):
 
         def more(*args):
             factor = factors[min(told.call_count, len(factors)) - 1]
-            return tuple(int(nbytes * factor) for nbytes in peaks_of(*args))
+            return menu.Told(*(int(nbytes * factor) for nbytes in peaks_of(*args)))
 
         peaks_of = compiled_peak.peaks_of
         with (
@@ -234,7 +236,7 @@ class CompiledPeakTest(TestCase):
         def peaks_by_fusions(*args):
             # Half as much again, unless fusions are guarded.
             share = 1.5 if limits[-1] == usual else 1
-            return tuple(int(nbytes * share) for nbytes in peaks_of(*args))
+            return menu.Told(*(int(nbytes * share) for nbytes in peaks_of(*args)))
 
         def note(*args):
             limits.append(getattr(inductor_config, name))
@@ -264,7 +266,7 @@ class CompiledPeakTest(TestCase):
                 gradients(torch.compile(layers), given())
             # What is kept is compiled again, unless it was the last.
             self.assertGreater(told.call_count, 2)
-            self.assertLessEqual(told.call_count, compiled_peak.TRIES + 1)
+            self.assertLessEqual(told.call_count, search.TRIES + 2)
             peaks.append(saved_report.last_plan().peak)
         # A share is of what compiles told, and so allows what budget 0 holds.
         lowest, half = peaks
@@ -275,19 +277,20 @@ class CompiledPeakTest(TestCase):
     def test_where_none_is_within_the_lowest_to_expect_is_tried(self):
         # What saves least holds almost twice what was estimated, all else a tenth more.
         plans = [
-            peak_budget.PlannedPeak(peak, 20 - peak / 10, frozenset([peak]))
+            menu.Footprint(peak, peak, peak, 20 - peak / 10, frozenset(), frozenset())
             for peak in range(200, 99, -10)
         ]
-        found = SimpleNamespace(graph=None, found=dict(enumerate(plans)))
-        curve = peak_budget.Curve(found, margin=0.05)
-        search = compiled_peak._Search(peak_budget.PeakBytes(budget=0.0))
+        own = menu.Menu(plans, SimpleNamespace(held_by_caller=0), 0, 0, {}, {}, 0)
+        moments = peak_target.PeakBytes(0.0).moments(own)
+        found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05)
         tried = []
-        while (trying := search._next(curve)) not in search.told:
-            peak = trying.plan.peak
-            search.told[trying] = 190 if peak == 100 else peak * 11 // 10
+        for plan in found.within(105, lambda curve: curve.within(105)):
+            peak = plans[plan.only].kept
+            told = 190 if peak == 100 else peak * 11 // 10
+            own.tell(plan.only, menu.Told(told, told, told), None)
             tried.append(peak)
-        self.assertEqual(tried, [100, 100, 140, 130])
-        self.assertEqual(trying.plan.peak, tried[-1])
+        self.assertEqual(tried, [100, 140, 120, 110])
+        self.assertEqual(found.known().floor, 121)
 
     def test_a_number_of_bytes(self):
         floor, found, _ = planned(0)

@@ -5,7 +5,7 @@ they do hold is in the wrappers that inductor generates, which are read for it
 (:mod:`torch._inductor.wrapper_memory`).  Where that is above the peak asked for, the
 joint graph is split and compiled anew, before anything has run: by the same plan without
 the fusions that raise a graph's peak, and then by another plan, as the estimates are
-corrected by what was told.  Of `TRIES` compiles that are all above, the lowest is kept,
+corrected by what was told.  Of `.search.TRIES` plans that are all above, the lowest is kept,
 and a warning has both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.
@@ -17,7 +17,6 @@ import copy
 import functools
 import inspect
 import logging
-import math
 import sys
 import warnings
 from collections import defaultdict
@@ -39,8 +38,10 @@ from torch.fx import Node
 from . import planning, saved_report
 from .ask import Ask
 from .decision import Peak
+from .menu import Names, Told
 from .memory_budget import activation_bytes
-from .peak_budget import allowed_peak, PeakBytes
+from .peak_target import CALLS, PeakBytes
+from .search import Search
 
 
 if TYPE_CHECKING:
@@ -50,14 +51,11 @@ if TYPE_CHECKING:
     from ..._inductor.wrapper_memory import WrapperMemory
     from .decision import Decision
     from .memory_budget import Planner
-    from .peak_budget import Curve, PlannedPeak
-    from .step_plan import Missing
+    from .curve import Choice
+    from .menu import Menu, Missing
 
 
 log = logging.getLogger(__name__)
-
-# Of nodes, and the bytes of each.
-Names = Sequence[tuple[str, int]]
 
 __all__ = [
     "GUARD",
@@ -71,8 +69,6 @@ __all__ = [
     "within_peak",
 ]
 
-# How often a graph is compiled to find a plan that is within the peak.
-TRIES = 4
 _MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
 # Inductor's option by which fusions do not raise a graph's peak, and its value.
 GUARD: dict[str, Any] = (
@@ -86,21 +82,6 @@ GUARD: dict[str, Any] = (
 def has_guard() -> bool:
     """Whether fusions can be guarded, and are not yet."""
     return any(getattr(inductor_config, name) != GUARD[name] for name in GUARD)
-
-
-class Told(NamedTuple):
-    """What the two compiled graphs of a joint graph hold, in bytes.
-
-    Args:
-        kept: what the forward leaves alive for the backward, beyond inputs and outputs.
-        forward: most that is live while it runs, beyond the inputs.
-        backward: most that is live while the backward runs, with what was kept, tangents
-            and what the forward returned.
-    """
-
-    kept: int
-    forward: int
-    backward: int
 
 
 class CompiledPeaks:
@@ -223,10 +204,10 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         asked = _asked(*arguments)
         if asked is None:
             return compile_graph(*arguments)
-        search = _Search(asked)
+        compiles = _Compiles(asked)
         while True:
             try:
-                return search.compile(compile_graph, *arguments)
+                return compiles.compile(compile_graph, *arguments)
             except _Over:
                 continue
             except RestartAnalysis:
@@ -265,22 +246,20 @@ def _asked(
 class _Try(NamedTuple):
     """A plan to compile, with or without a guard against fusions that raise the peak."""
 
-    plan: PlannedPeak
-    guarded: bool = False
+    plan: int
+    is_guarded: bool = False
 
 
-class _Search:
-    """A request for a peak, answered by another plan at each try.
-
-    ``told`` has what was compiled holds, in the order of the tries.
-    """
+class _Compiles:
+    """The compiles of a joint graph, by one plan after the other."""
 
     def __init__(self, asked: PeakBytes) -> None:
         self.asked = asked
-        self.told: dict[_Try, int] = {}
-        self.curve: Optional[Curve] = None
+        self.trying, self.is_last = _Try(0), False
         # None where the graph gets a plan that was not asked for.
-        self.trying: Optional[_Try] = None
+        self.menu: Optional[Menu] = None
+        # Whether each plan that was compiled holds less where fusions are guarded.
+        self._guards: dict[int, bool] = {}
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         """Try one plan; raises `_Over` where another one is to be tried."""
@@ -290,11 +269,13 @@ class _Search:
             state.aot_config, force_non_lazy_backward_lowering=True
         )
         self.peaks = CompiledPeaks(*compilers)
+        self.peaks.guarded = self.trying.is_guarded
 
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             compiled = self.peaks.backward(module, inputs)
             # Before it is cached.
-            self._check(state.fw_metadata)
+            if self.menu is not None and self.peaks.told is not None:
+                self._check(self.menu, self.peaks.told, state.fw_metadata)
             return compiled
 
         return compile_graph(
@@ -310,102 +291,75 @@ class _Search:
         if graph.budget != graph.ask.budget:
             # A region has its own.
             return planning.by_config(graph)
-        if self.curve is None:
-            self.curve = self.asked.curve(graph)
+        if self.menu is None:
+            self._begin(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
         self.peaks.device = graph.counted
-        self.trying = self._next(self.curve)
-        self.peaks.guarded = self.trying.guarded
-        decision = self.asked.decision(graph, self.curve, self.trying.plan)
+        plan = self.curve.of_plan(self.trying.plan)
+        decision = self.asked.decision(graph, self.curve, plan)
         saved = nodes_named_as(decision.saved_values, graph.joint)
         return replace(decision, saved_values=saved)
 
-    def _next(self, curve: Curve) -> _Try:
-        """What to compile: the cheapest that is within, by what was told so far.
+    def _begin(self, graph: Planner) -> None:
+        menu = self.menu = self.asked.menu(graph)
+        self.curve = self.asked.curve(graph, menu)
+        allowed = self.allowed = self.asked.allowed(self.curve)
+        moments = self.asked.moments(menu)
+        self.search = Search(lambda: {0: menu}, CALLS, moments, self.asked.margin)
+        self._plans = self.search.within(allowed, lambda curve: curve.within(allowed))
+        self.trying = _Try(next(self._plans).only)
 
-        Or what was compiled already, and is to stay.
-        """
-        allowed = self.asked.allowed(curve)
-        if not self.told:
-            return _Try(curve.within(allowed))
-        lowest = min(self.told, key=lambda each: (self.told[each], each.plan.cost))
-        tried = {each.plan for each in self.told}
-        untried = [plan for plan in curve.plans if plan not in tried]
-        if self.told[lowest] <= allowed:
-            return lowest
-        fastest, left = curve.fastest, TRIES - len(self.told)
-        is_above = fastest not in tried and self.told[lowest] > fastest.peak
-        if is_above and left and (left == 1 or not untried):
-            # No plan that is kept is to be above this one.
-            return _Try(fastest, lowest.guarded)
-        if not left or not untried:
-            reached = [t for t in self.told if self.told[t] <= self._reached(curve)]
-            return min(
-                reached, key=lambda t: (t.plan.cost, self.told[t]), default=lowest
-            )
-        if len(self.told) == 1 and has_guard():
-            return _Try(lowest.plan, guarded=True)
-        within = [plan for plan in untried if self._corrected(plan, lowest) <= allowed]
-        if within:
-            plan = min(within, key=lambda plan: (plan.cost, plan.peak))
-        elif len(tried) > 1:
-            plan = min(
-                untried, key=lambda plan: (self._corrected(plan, lowest), plan.cost)
-            )
-        else:
-            # Too low to believe. Plans that save more may hold as little, and cost less.
-            middle = math.sqrt(lowest.plan.peak * self.told[lowest])
-            plan = min(untried, key=lambda plan: (abs(plan.peak - middle), plan.peak))
-        return _Try(plan, lowest.guarded)
-
-    def _reached(self, curve: Curve) -> int:
-        """What is allowed, where the lowest of what was compiled is the floor."""
-        allowed = self.asked.allowed(curve)
-        if self.asked.limit is not None:
-            return allowed
-        floor = min(self.told.values())
-        tops = [self.told[t] for t in self.told if t.plan is curve.fastest]
-        top = max(min(tops, default=curve.fastest.peak), floor)
-        return max(allowed, allowed_peak(self.asked.budget, floor, top))
-
-    def _corrected(self, plan: PlannedPeak, lowest: _Try) -> int:
-        """A plan's peak, were it as far off as the nearest that was compiled likewise."""
-        alike = [each for each in self.told if each.guarded == lowest.guarded]
-        near = min(
-            alike, key=lambda each: (abs(each.plan.peak - plan.peak), each.plan.peak)
-        )
-        return math.ceil(plan.peak * self.told[near] / max(near.plan.peak, 1))
-
-    def _check(self, metadata: Any) -> None:
-        """Keep the plan that was compiled, or raise `_Over`."""
-        curve, trying = self.curve, self.trying
-        if curve is None or trying is None or self.peaks.told is None:
-            return
+    def _check(self, menu: Menu, told: Told, metadata: Any) -> None:
+        """Keep what was compiled, or raise `_Over`."""
         # Another thread may have compiled the last one of all.
-        kept: Any = saved_report.kept_plan(metadata)
-        peak: Any = kept.peak
-        waits, *peaks = self.peaks.told
-        told = max(peaks) + (self.asked.calls - 1) * waits
-        self.told[trying] = told
-        if self._next(curve) != trying:
-            saved_report.replace_plan(kept, None)
-            log.info(
-                "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
-                "it is compiled again",
-                get_aot_graph_name(),
-                trying.plan.peak,
-                told,
-                peak.allowed,
-            )
-            raise _Over
-        allowed, floor = peak.allowed, min(self.told.values())
-        if told > allowed:
-            allowed = self._reached(curve)
-        else:
-            floor = min(peak.floor, floor)
-        peak = Peak(allowed, told, floor, peak.fastest, peak.fused, compiled=True)
+        report: Any = saved_report.kept_plan(metadata)
+        if not self.is_last:
+            plan, is_guarded = self.trying
+            if menu.tell(plan, told, self.peaks.told_alone):
+                self._guards[plan] = is_guarded
+            self.trying = self._next(menu)
+            if self.trying != (plan, is_guarded):
+                saved_report.replace_plan(report, None)
+                log.info(
+                    "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
+                    "it is compiled again",
+                    get_aot_graph_name(),
+                    report.peak.predicted,
+                    max(told.forward, told.backward),
+                    report.peak.allowed,
+                )
+                raise _Over
+        allowed, floor, kept = self._kept()
+        fastest = report.peak.fastest
+        peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
         peak.warn_if_over()
         saved_report.keep_peak(peak, metadata)
+
+    def _next(self, menu: Menu) -> _Try:
+        """What to compile now, or what was compiled already and is to stay."""
+        plan, is_guarded = self.trying
+        is_within = self.search.known().within(self.allowed).peak <= self.allowed
+        may_guard = not is_guarded and not is_within and has_guard()
+        if may_guard and menu.holds_more(plan, self.asked.margin):
+            return _Try(plan, True)
+        following = next(self._plans, None)
+        if following is not None:
+            # As that which was compiled last.
+            return _Try(following.only, self._guards[plan])
+        self.is_last = True
+        *_, kept = self._kept()
+        return _Try(kept.only, self._guards.get(kept.only, False))
+
+    def _kept(self) -> tuple[int, int, Choice]:
+        """What is allowed, the floor, and which of the plans that were compiled stays."""
+        known, allowed = self.search.known(), self.allowed
+        kept = known.within(allowed)
+        if kept.peak <= allowed:
+            return allowed, min(self.curve.floor, known.floor), kept
+        if self.asked.limit is None:
+            # The floor of a share is what was reached.
+            allowed = max(allowed, known.allowed(self.asked.budget))
+        return allowed, known.floor, known.within(allowed)
 
 
 def _like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:

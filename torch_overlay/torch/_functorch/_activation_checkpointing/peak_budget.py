@@ -1,19 +1,9 @@
-"""A plan for the activation memory budget that bounds the peak, not what is saved.
+"""The plans of a joint graph that trade its peak for recomputation best.
 
 Where little is saved, the first step of the backward repeats a long stretch of the
 forward, all of which stays live: the peak rises again, above that of no budget at all.
-With ``config.activation_memory_budget_target = "peak"`` a budget b asks for at most
-
-    floor + b * (peak at budget 1 - floor)
-
-where the floor is the lowest peak that was found, and what is then recomputed costs as
-little as was found.  ``config.activation_memory_peak_bytes`` asks for a number of bytes.
 Peaks are those of :mod:`.liveness`, or, where inductor compiles the graphs, those of
-:mod:`.fused_peak`: without parameters and inputs, which no plan changes.  The latter are
-estimates, so a plan has to be below what is allowed by
-``config.activation_memory_peak_margin``, and the floor is as much above that found.
-
-``config.activation_memory_graph_calls`` calls of the graph keep what they save at once.
+:mod:`.fused_peak`: without parameters and inputs, which no plan changes.
 
 The search, on integers alone and without a min cut of its own:
 
@@ -37,14 +27,13 @@ import logging
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from .budget_solver import lightest
-from .decision import Decision, Peak
 from .fused_peak import by_kernels, has_kernel
 from .knapsack_exact import solve_knapsack_budgets
 from .liveness import CannotPlan
@@ -63,11 +52,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "Curve",
-    "PeakBytes",
     "PlannedPeak",
     "Plans",
-    "allowed_peak",
     "compare_with_no_checkpoints",
     "model_of",
     "of_knapsacks",
@@ -104,11 +90,6 @@ class PlannedPeak(NamedTuple):
     storages: frozenset[int]
 
 
-def allowed_peak(budget: float, floor: int, fastest: int) -> int:
-    """The bytes that a budget allows between the lowest peak and that of budget 1."""
-    return floor + math.floor(budget * (fastest - floor))
-
-
 def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
     """The points that no other is at most as large as in every number, of equals one.
 
@@ -122,94 +103,6 @@ def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
         if not any(all(map(operator.le, points[k], points[i])) for k in rivals):
             found.append(i)
     return found
-
-
-class Curve:
-    """Of a model's plans, those that no other beats in both peak and cost.
-
-    They come by rising peak; ``fastest`` is that of budget 1.  By the share ``margin``, a
-    peak may turn out higher than planned.
-    """
-
-    def __init__(self, found: Plans, margin: float = 0.0) -> None:
-        self.model, self.margin = found.graph, margin
-        self.fastest, *_ = found.found.values()
-        plans = sorted(found.found.values(), key=lambda plan: sorted(plan.storages))
-        self.plans = [plans[i] for i in undominated([plan[:2] for plan in plans])]
-
-    @property
-    def floor(self) -> int:
-        return self.plans[0].peak
-
-    def allowed(self, budget: float) -> int:
-        """The peak in bytes that a budget allows: at 0, what the lowest may turn out as.
-
-        Where that is as much as the peak of budget 1, both ends have the margin.
-        """
-        floor, top = self.at_most(self.plans[0]), self.fastest.peak
-        if floor >= top:
-            top = self.at_most(self.fastest)
-        return allowed_peak(budget, floor, top)
-
-    def at_most(self, plan: PlannedPeak) -> int:
-        """What a plan's peak may turn out to be, in bytes."""
-        return plan.peak + math.ceil(plan.peak * self.margin)
-
-    def within(self, peak: int) -> PlannedPeak:
-        """The cheapest plan sure to be below a peak; that of the floor if there is none."""
-        if peak >= self.at_most(self.fastest):
-            return self.fastest
-        found = bisect_left(self.plans, peak + 1, key=self.at_most)
-        return self.plans[max(found - 1, 0)]
-
-
-@dataclass(frozen=True)
-class PeakBytes:
-    """A request for a peak: a share of those that can be reached, or ``limit`` bytes.
-
-    ``calls`` of the graph keep what they save at once, and by the share ``margin``, an
-    estimate for inductor's kernels may be too low.
-    """
-
-    budget: float
-    limit: Optional[int] = None
-    calls: int = 1
-    margin: float = 0.0
-
-    def decide(self, graph: Planner) -> Decision:
-        """The cheapest plan that is sure to be below the peak.
-
-        Warns where the lowest found is above the limit.  Raises as :func:`.liveness.read`
-        does.
-        """
-        curve = self.curve(graph)
-        decision = self.decision(graph, curve, curve.within(self.allowed(curve)))
-        if decision.peak is not None:
-            decision.peak.warn_if_over()
-        return decision
-
-    def curve(self, graph: Planner) -> Curve:
-        """The plans of a graph, for any number of budgets."""
-        found = plans_of(graph, self.calls)
-        if self.limit is not None or self.budget < 1:
-            compare_with_no_checkpoints(graph, found)
-        return Curve(found, self.margin * graph.fused)
-
-    def allowed(self, curve: Curve) -> int:
-        """The bytes that are allowed of what these plans can reach."""
-        return curve.allowed(self.budget) if self.limit is None else self.limit
-
-    def decision(self, graph: Planner, curve: Curve, plan: PlannedPeak) -> Decision:
-        """What one of the plans means for the graph."""
-        if graph.fused and plan is curve.fastest:
-            # Kernels also depend on the nodes that keep a storage, operators do not.
-            saved = graph.fastest()
-        else:
-            saved = curve.model.saved_values(curve.model.evaluate(plan.storages).saved)
-        peak = Peak(
-            self.allowed(curve), plan.peak, curve.floor, curve.fastest.peak, graph.fused
-        )
-        return replace(graph.saving(saved, self.budget, "peak"), peak=peak)
 
 
 def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:

@@ -84,6 +84,6 @@ def requested(ask: Ask, budget: float) -> Request:
     if ask.peak_bytes is None and (ask.target == "saved" or budget == 1):
         return SavedBytes(budget)
     # A patch of its own brings the module.
-    from .peak_budget import PeakBytes
+    from .peak_target import PeakBytes
 
     return PeakBytes(budget, ask.peak_bytes, ask.graph_calls or 1, ask.peak_margin)

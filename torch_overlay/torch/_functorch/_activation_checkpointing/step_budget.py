@@ -13,7 +13,7 @@ A budget of a graph says little about a step that runs several, or one many time
 each call keeps for its backward is live at once.  The first step runs by lean plans and
 is recorded: the calls of each graph, and the bytes that eager code holds meanwhile.  When
 the next starts (or the one after, where the first leaves more behind than gradients),
-:class:`.StepCurve` chooses one or two plans for each graph, and they are split and
+:class:`.Curve` chooses one or two plans for each graph, and they are split and
 compiled anew from the joint graphs that were traced.  The second step is recorded, too.
 
 Plans are for the largest calls so far.  A step may make fewer, or smaller ones; where one
@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import math
 import sys
 import weakref
 from contextlib import contextmanager
@@ -43,30 +42,27 @@ from torch._dynamo.utils import counters
 
 from .ask import as_bytes, is_number
 from .device_bytes import DeviceBytes
-from .peak_budget import allowed_peak
 from .saved_report import format_bytes
 from .step_graph import Graph, is_trained, slots_of, State, Step
-from .step_plan import GraphPlans, StepCurve
+from .search import Search
 from .step_recorder import Recorder, running_steps
 from .step_report import GraphUse, Moment, StepSummary, summary_of
 from .step_timeline import dropped_before, Learned, program_of, Timeline
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from typing_extensions import Self
 
-    from .step_plan import Held, StepPlan
-    from .step_timeline import Bytes
+    from .curve import Choice
+    from .menu import Menu
 
 
 log = logging.getLogger(__name__)
 
 __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
-# How often plans are chosen anew, as compiles tell what those hold that were chosen.
-_ROUNDS = 4
 # By so much a step may hold more than is allowed without a word.
 _OVER = 0.005
 # What a device counts may be as much more or less than what was predicted.
@@ -486,13 +482,23 @@ class StepBudget:
         growth = learned.growth(graphs) if is_growing else {}
         # Unless they have grown by the next step, plans are for what they are.
         self._is_new = any(factor > _GROWN for factor in growth.values())
-        search = _Search(self, graphs, learned.calls, moments, growth)
+        rest = {held: nbytes.total for held, nbytes in moments.items()}
+        margin = max((g.largest.ask.peak_margin for g in graphs.values()), default=0.0)
+
+        def menus() -> dict[int, Menu]:
+            return {
+                n: replace(graph.plans, growth=growth.get(n, 1.0))
+                for n, graph in graphs.items()
+            }
+
+        search = Search(menus, learned.calls, rest, margin)
         # It stays, whatever compiles tell from here on.
-        allowed = self._allowed(search, given)
+        allowed = self._allowed(search, graphs, given)
         wanted = allowed - self._missed
-        search.compile(graphs, wanted, lambda curve: curve.within(wanted))
+        self._compile(graphs, search.within(wanted, lambda curve: curve.within(wanted)))
         curve = search.known()
         plan = curve.within(wanted)
+        self._compile(graphs, [plan])
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
             self.warn(
@@ -523,9 +529,19 @@ class StepBudget:
                     is_risk=False,
                 )
 
-    def _allowed(self, search: _Search, given: int) -> int:
+    def _compile(self, graphs: Mapping[int, Graph], plans: Iterable[Choice]) -> None:
+        """Compile, by each plan, what ran last."""
+        for plan in plans:
+            for number, graph in graphs.items():
+                compiled = graph.current()
+                if compiled is not None:
+                    compiled.compile(plan.choices[number], self)
+
+    def _allowed(self, search: Search, graphs: Mapping[int, Graph], given: int) -> int:
         if self.share is not None:
-            return search.allowed(self.share)
+            tell = {n: graph for n, graph in graphs.items() if graph.plans.told}
+            self._compile(tell, search.allowed(self.share) if tell else ())
+            return search.known().allowed(self.share)
         if self.peak_bytes is not None:
             return self.peak_bytes
         return (self.device_bytes or 0) - given
@@ -594,115 +610,3 @@ def _memory_of(accelerator: Optional[torch.device]) -> int:
         raise ValueError("no accelerator found: pass share, peak_bytes or device_bytes")
     total: int = torch.get_device_module(accelerator).mem_get_info()[1]
     return total
-
-
-class _Search:
-    """The plans of a step's graphs, as compiles tell what those hold that are chosen."""
-
-    def __init__(
-        self,
-        budget: StepBudget,
-        graphs: Mapping[int, Graph],
-        calls: Mapping[int, Sequence[int]],
-        moments: Mapping[frozenset[Held], Bytes],
-        growth: Mapping[int, float],
-    ) -> None:
-        self._budget, self._graphs, self._calls = budget, graphs, calls
-        self._growth = growth
-        self._rest = {held: nbytes.total for held, nbytes in moments.items()}
-        # By which share of its peak a plan may hold more than was estimated.
-        margins = (graph.largest.ask.peak_margin for graph in graphs.values())
-        self._margin = max(margins, default=0.0)
-        self._curves: dict[Any, StepCurve] = {}
-        self._rounds_left = _ROUNDS
-
-    def known(self) -> StepCurve:
-        """The plans that were compiled, and the fastest ones."""
-
-        def known(plans: GraphPlans) -> GraphPlans:
-            return plans.corrected().only({0, *plans.told}) if plans.told else plans
-
-        return self._curve(known)
-
-    def allowed(self, share: float) -> int:
-        """The bytes that a share allows, between ends that compiles have told."""
-        tell = {n: graph for n, graph in self._graphs.items() if graph.plans.told}
-        if share > 0:
-            self._compile(tell, self._curve(GraphPlans.corrected).unbudgeted)
-        if tell and share < 1:
-            estimated = self._curve(lambda plans: plans).floor
-            believed = estimated + math.ceil(estimated * self._margin)
-            self.compile(tell, believed, lambda curve: curve.plans[0], leaving=1)
-        curve = self.known()
-        return allowed_peak(share, curve.floor, curve.unbudgeted.peak)
-
-    def compile(
-        self,
-        graphs: Mapping[int, Graph],
-        peak: int,
-        choose: Callable[[StepCurve], StepPlan],
-        leaving: int = 0,
-    ) -> None:
-        """Compile by the plan that is chosen, until all that it holds is known.
-
-        And by others, as long as that is more than a peak; ``leaving`` rounds for more.
-        """
-        between: Optional[StepPlan] = None
-        while self._rounds_left > leaving:
-            plan = choose(self._curve(GraphPlans.corrected))
-            is_new = self._compile(graphs, plan)
-            if not is_new and plan.peak > peak and self._errs():
-                if between is None:
-                    between = self._between(plan.peak)
-                    is_new = self._compile(graphs, between)
-                is_new = is_new or self._compile(graphs, self._untried())
-            if not is_new:
-                break
-            self._rounds_left -= 1
-        fastest = self._curve(lambda plans: plans).unbudgeted
-        if choose(self.known()).peak > fastest.peak:
-            # No plan is to hold more than there is without a budget.
-            self._compile(graphs, fastest)
-        self._compile(graphs, choose(self.known()))
-
-    def _errs(self) -> bool:
-        """Whether compiles have told more than was estimated."""
-        return any(g.plans.errs(self._margin) for g in self._graphs.values())
-
-    def _between(self, told: int) -> StepPlan:
-        """A plan to compile where the lowest one holds this.
-
-        Its estimate was too low to believe.  Plans that save more may hold as little.
-        """
-        curve = self._curve(lambda plans: plans)
-        middle = math.sqrt(curve.floor * told)
-        return min(curve.plans, key=lambda plan: abs(plan.peak - middle))
-
-    def _untried(self) -> StepPlan:
-        """Of what was not compiled, the lowest, by what was told of the rest."""
-
-        def untried(plans: GraphPlans) -> GraphPlans:
-            rest = {*range(len(plans.plans))}.difference(plans.told)
-            is_tried = rest and plans.errs(self._margin)
-            return plans.corrected().only(rest) if is_tried else plans.corrected()
-
-        return self._curve(untried).plans[0]
-
-    def _curve(self, of: Callable[[GraphPlans], GraphPlans]) -> StepCurve:
-        plans = {
-            n: of(replace(graph.plans, growth=self._growth.get(n, 1.0)))
-            for n, graph in self._graphs.items()
-        }
-        key = tuple((bool(each.estimated), *each.plans) for each in plans.values())
-        if key not in self._curves:
-            self._curves[key] = StepCurve(plans, self._calls, self._rest)
-        return self._curves[key]
-
-    def _compile(self, graphs: Mapping[int, Graph], plan: StepPlan) -> bool:
-        """Compile by a plan what ran last; whether one of its peaks was not known."""
-        told = [dict(graph.plans.told) for graph in graphs.values()]
-        for number, graph in graphs.items():
-            compiled = graph.current()
-            if compiled is not None:
-                compiled.compile(plan.choices[number], self._budget)
-        return told != [graph.plans.told for graph in graphs.values()]

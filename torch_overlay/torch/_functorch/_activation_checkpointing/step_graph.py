@@ -46,7 +46,7 @@ from .liveness import CannotPlan
 from .rerun_cost import concrete
 from .saved_report import kept_plan, replace_plan
 from .step_backward import Backward, boxed
-from .step_plan import calls_in, GraphPlans, Missing, plan_graph, times_larger
+from .menu import calls_in, Menu, Missing, plan_graph, times_larger
 from .step_recorder import Caller, Event, PLANNED, Recorder, running, running_step
 from .step_report import traced_name
 from .storages import body_of
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
-    from .compiled_peak import Names
     from .decision import Decision
     from .memory_budget import Planner
     from .saved_report import Plan
@@ -351,7 +350,7 @@ class Graph:
     lean: int
 
     def __init__(
-        self, name: str, signature: Any, largest: Planner, plans: GraphPlans
+        self, name: str, signature: Any, largest: Planner, plans: Menu
     ) -> None:
         self.name, self.signature = name, signature
         self.largest, self.plans = largest, plans
@@ -364,7 +363,7 @@ class Graph:
         """The most bytes that one of its convolutions takes for itself on a CPU."""
         return workspace_of_convolutions(self.largest.joint.nodes)
 
-    def grow(self, scale: float, joint: Planner, plans: GraphPlans) -> None:
+    def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
         """Let the plans also be for calls of this size."""
         if scale > self.scale:
             self.scale, self.largest = scale, joint
@@ -390,7 +389,7 @@ class CompiledGraph:
 
     # The graph and its plans for the size that was traced, from the first compile on.
     graph: Graph
-    plans: GraphPlans
+    plans: Menu
 
     def __init__(self, compile_graph: Callable[..., Any], *arguments: Any) -> None:
         self._compile_graph = compile_graph
@@ -552,7 +551,9 @@ class CompiledGraph:
                 self._runs[plan] = self._first_run
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._runs[plan], _ = self._compiled(plan)
-            if has_guard() and plan not in self._guarded and self._holds_more(plan):
+            margin = self._joint.ask.peak_margin
+            is_guarded = plan in self._guarded or not has_guard()
+            if not is_guarded and self.plans.holds_more(plan, margin):
                 self._guarded.add(plan)
                 failure = f"{name} failed to compile with fusions guarded"
                 # What was compiled stays, and is known to hold more.
@@ -566,26 +567,12 @@ class CompiledGraph:
             replace_plan(self._listed, report)
             self._listed = report
 
-    def _holds_more(self, plan: int) -> bool:
-        """Whether what is compiled by a plan is known to hold more than it may."""
-        own = self.plans.plans[plan]
-        most = max(own.forward, own.backward) * (1 + self._joint.ask.peak_margin)
-        return plan in self.plans.told and self._most(plan) > most
-
-    def _most(self, plan: int) -> int:
-        """The peak of what was compiled by a plan."""
-        _, forward, backward, *_ = self.plans.corrected().plans[plan]
-        return max(forward, backward)
-
     def _compile_guarded(self, plan: int) -> None:
         """Compile without the fusions that raise the peak, and keep what holds less."""
-        before, plans = self._most(plan), self.plans
-        told, alone = plans.told[plan], plans.told_alone[plan]
+        before = self.plans.most(plan)
         run, _ = self._compiled(plan, is_guarded=True)
-        if self._most(plan) < before:
+        if self.plans.most(plan) < before:
             self._runs[plan] = run
-        else:
-            plans.told[plan], plans.told_alone[plan] = told, alone
 
     @contextmanager
     def _as_traced(self) -> Iterator[None]:
@@ -628,16 +615,8 @@ class CompiledGraph:
                 compiled.backward, module, inputs, absent, self._as_traced
             )
             if compiled.told is not None:
-                kept, forward, backward = compiled.told
-                beside = self.plans.model.held_by_caller
-                told = kept, forward, backward - beside
                 index = self._first if plan is None else plan
-
-                def backward_where(alone: Names) -> int:
-                    *_, backward = compiled.told_alone(alone)
-                    return backward - beside
-
-                self.plans.tell(index, told, backward_where)
+                self.plans.tell(index, compiled.told, compiled.told_alone)
             return result
 
         run, metadata = self._compile_graph(
@@ -706,10 +685,8 @@ class CompiledGraph:
         """
         if plan is None:
             self._find_plans(joint)
-        model = self.plans.model
         index = self._first if plan is None else plan
-        evaluation = model.evaluate(self.plans.plans[index].storages)
-        saved = nodes_named_as(model.saved_values(evaluation.saved), joint.joint)
+        saved = nodes_named_as(self.plans.saved_values(index), joint.joint)
         return joint.saving(saved, joint.budget, "step")
 
     def _find_plans(self, joint: Planner) -> None:
@@ -749,7 +726,7 @@ class CompiledGraph:
         ends = len(model.outputs), len(model.tangents), len(model.gradients)
         return calls_in(model)[0], joint.num_fwd_outputs, ends, shapes
 
-    def plans_for(self, missing: Optional[Missing]) -> tuple[GraphPlans, int]:
+    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
         """Plans for the graph's calls that miss this, and which of these is lean."""
         joint, is_only = self._joint, self._is_only
         chosen = memory_budget.decide(joint, joint.budget if is_only else 1)

@@ -1,7 +1,7 @@
 """What a training step holds, outside of its compiled graphs, from event to event.
 
 A :class:`Recorder` follows storages through a step, and a :class:`.Timeline` turns what it
-saw into what :class:`.StepCurve` plans for.
+saw into what :class:`.Curve` plans for.
 """
 
 from __future__ import annotations

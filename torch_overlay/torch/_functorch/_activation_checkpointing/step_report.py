@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from .step_graph import Graph
-    from .step_plan import GraphPlans, Held, StepCurve, StepPlan
+    from .curve import Choice, Curve, Held
+    from .menu import Menu
     from .step_timeline import Bytes
 
 
@@ -148,8 +149,8 @@ class StepSummary:
 
 
 def summary_of(
-    plan: StepPlan,
-    curve: StepCurve,
+    plan: Choice,
+    curve: Curve,
     moments: Mapping[frozenset[Held], Bytes],
     calls: Mapping[int, Sequence[int]],
     graphs: Mapping[int, Graph],
@@ -184,7 +185,7 @@ def summary_of(
     )
 
 
-def _source_of(plans: Sequence[GraphPlans]) -> str:
+def _source_of(plans: Sequence[Menu]) -> str:
     """What figures for these graphs are: no more than is known of each one."""
     if all(each.told for each in plans):
         return "told by its compiles"
@@ -200,8 +201,8 @@ def _source_of(plans: Sequence[GraphPlans]) -> str:
 def _uses(
     calls: Mapping[int, Sequence[int]],
     graphs: Mapping[int, Graph],
-    curve: StepCurve,
-    plan: StepPlan,
+    curve: Curve,
+    plan: Choice,
 ) -> Iterator[GraphUse]:
     """What the plan of a step means for each of its graphs."""
     for number, choice in plan.choices.items():
@@ -216,8 +217,8 @@ def _uses(
 
 
 def _moments(
-    plan: StepPlan,
-    curve: StepCurve,
+    plan: Choice,
+    curve: Curve,
     moments: Mapping[frozenset[Held], Bytes],
     graphs: Mapping[int, Graph],
 ) -> Iterator[Moment]:

@@ -9,7 +9,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
-from .step_plan import Held, Missing
+from .curve import Held
+from .menu import Missing
 
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from .step_graph import Graph, State
-    from .step_plan import GraphPlans
+    from .menu import Menu
     from .step_recorder import Event, Recorder
 
 
@@ -308,7 +309,7 @@ class Timeline:
 
     def peak(
         self,
-        plans: Mapping[int, GraphPlans],
+        plans: Mapping[int, Menu],
         choices: Mapping[int, tuple[int, ...]],
     ) -> int:
         """The most that is live where calls run by these plans."""

@@ -1,33 +1,20 @@
-"""Plans for all graphs of a training step, by what they keep while others run.
+"""What the plans of one graph keep and hold, by estimates or as compiles have told.
 
-A step is a sequence of events, F(c) and B(c): the forward and the backward of a call c.
-At any moment, live are
-
-    what eager code holds + what each call keeps whose backward is still to come
-    + what the running graph has beyond that
-
-so a plan of a graph is three numbers and a cost (:class:`GraphPlan`), and a step is a
-number of moments (:data:`Moments`).  :class:`StepCurve` chooses plans so that no moment
-is above a peak and little is computed again.
-
-Calls of one graph may get two plans.  A call's *slot* is the smallest number that no
-other call alive has; those up to some slot get one plan, those above it another.  That
-fills the room that one plan for all would leave, and lets the calls whose backward comes
-first keep what they need at once anyway.
+A plan is four numbers, a :class:`Footprint`, and which storages it saves.  Those of a
+graph that no other beats are its :class:`Menu`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .peak_budget import (
@@ -44,14 +31,7 @@ from .storages import is_on
 
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        Callable,
-        Container,
-        Iterable,
-        Iterator,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     import torch.fx as fx
     from .liveness import Evaluation, Program
@@ -59,24 +39,22 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "GraphPlan",
-    "GraphPlans",
-    "Held",
+    "Footprint",
+    "Menu",
     "Missing",
-    "Moments",
-    "StepCurve",
+    "Names",
+    "Told",
     "calls_in",
+    "menu_of",
     "plan_graph",
+    "times_larger",
 ]
 
-# Plans of one graph that may be combined, and slots at which they change, at most.
-_COMBINED, _SPLITS = 16, 32
-# Peaks between the floor and the fastest that are planned for.
-_LEVELS = 48
+# Of nodes, and the bytes of each.
+Names = Sequence[tuple[str, int]]
+
 # More bytes than there are, of which sums are still exact in doubles.
 _NEVER = 2**44
-# How often each graph gets its turn, at most, as others choose anew.
-_SWEEPS = 8
 
 
 class Missing(NamedTuple):
@@ -89,7 +67,22 @@ class Missing(NamedTuple):
     outputs: frozenset[int]
 
 
-class GraphPlan(NamedTuple):
+class Told(NamedTuple):
+    """What the two compiled graphs of a joint graph hold, in bytes.
+
+    Args:
+        kept: what the forward leaves alive for the backward, beyond inputs and outputs.
+        forward: most that is live while it runs, beyond the inputs.
+        backward: most that is live while the backward runs, with what was kept, tangents
+            and what the forward returned.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+class Footprint(NamedTuple):
     """A plan of one graph: bytes beyond the graph's inputs and outputs, and a cost.
 
     Args:
@@ -108,14 +101,14 @@ class GraphPlan(NamedTuple):
     outputs: frozenset[int]
     storages: frozenset[int]
 
-    def holds_no_more(self, other: GraphPlan) -> bool:
+    def holds_no_more(self, other: Footprint) -> bool:
         """Whether it keeps and holds at most what another does."""
         is_no_more = all(map(operator.le, self[:3], other[:3]))
         return is_no_more and self.outputs <= other.outputs
 
 
 @dataclass(frozen=True)
-class GraphPlans:
+class Menu:
     """The plans of a graph that no other beats, by rising cost, for calls of some size.
 
     Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
@@ -126,7 +119,7 @@ class GraphPlans:
     another one.
     """
 
-    plans: list[GraphPlan]
+    plans: list[Footprint]
     model: Program
     primals: int
     tangents: int
@@ -142,11 +135,11 @@ class GraphPlans:
         default_factory=dict
     )
     # Where the plans are corrected, those that were estimated.
-    estimated: list[GraphPlan] = field(default_factory=list)
+    estimated: list[Footprint] = field(default_factory=list)
     # By how much its calls may yet turn out larger.
     growth: float = 1.0
 
-    def sized(self, joint: Planner) -> GraphPlans:
+    def sized(self, joint: Planner) -> Menu:
         """The same plans for calls of the size that ``joint`` has.
 
         That may have been traced by itself: what no call of it makes is not saved.
@@ -159,7 +152,7 @@ class GraphPlans:
             for plan in self.plans
         ]
         plans = [
-            GraphPlan(*_bytes(model, evaluation), plan.cost, plan.outputs, storages)
+            Footprint(*_bytes(model, evaluation), plan.cost, plan.outputs, storages)
             for plan, storages, evaluation in zip(
                 self.plans, chosen, model.evaluate_all(chosen)
             )
@@ -167,11 +160,11 @@ class GraphPlans:
         inputs, outputs = _inputs(joint, model), _outputs(joint, model)
         return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
 
-    def hold_no_more(self, other: GraphPlans) -> bool:
+    def hold_no_more(self, other: Menu) -> bool:
         """Whether each plan keeps and holds at most what that of the other does."""
-        return all(map(GraphPlan.holds_no_more, self.plans, other.plans))
+        return all(map(Footprint.holds_no_more, self.plans, other.plans))
 
-    def at_least(self, other: GraphPlans) -> GraphPlans:
+    def at_least(self, other: Menu) -> Menu:
         """The same, with as many bytes as those of another have."""
         plans = []
         for own, its in zip(self.plans, other.plans):
@@ -180,29 +173,30 @@ class GraphPlans:
         return replace(self, plans=plans)
 
     def tell(
-        self,
-        index: int,
-        told: tuple[int, int, int],
-        backward_where: Callable[[Sequence[tuple[str, int]]], int],
-    ) -> None:
+        self, index: int, told: Told, told_alone: Callable[[Names], Told]
+    ) -> bool:
         """Let it be known what a plan that was compiled keeps and holds.
 
-        And by the names and bytes of the inputs that it alone holds, its backward.
+        And the same where the backward alone holds inputs of some names and bytes.
+        Returns whether that is less than what the plan held before, which else stays.
         """
-        plan = self.plans[index]
+        plan, beside = self.plans[index], self.model.held_by_caller
         size = max(plan.backward, 1)
-        errors = map(operator.sub, told, plan[:3])
-        self.told[index] = tuple(error / size for error in errors)
+        held = told._replace(backward=told.backward - beside)
+        if index in self.told and max(held[1:]) >= self.most(index):
+            return False
+        self.told[index] = tuple(e / size for e in map(operator.sub, held, plan[:3]))
 
         def error(of: frozenset[int]) -> float:
             alone = [self.inputs[i] for i in sorted(of) if i in self.inputs]
             named = [(each.name, each.nbytes) for each in alone]
             (estimate,) = self._backwards([plan], of)
-            return (backward_where(named) - estimate) / size
+            return (told_alone(named).backward - beside - estimate) / size
 
         self.told_alone[index] = functools.cache(error)
+        return True
 
-    def corrected(self) -> GraphPlans:
+    def corrected(self) -> Menu:
         """The plans as compiled; the others as far off as the nearest of those.
 
         A copy that a kernel wants of a parameter is as large whatever else is kept, so
@@ -222,7 +216,7 @@ class GraphPlans:
             plans.append(plan)
         return replace(self, plans=plans, estimated=self.plans)
 
-    def only(self, wanted: Container[int]) -> GraphPlans:
+    def only(self, wanted: Container[int]) -> Menu:
         """The same, where no other plan is of use."""
         plans = [
             plan if i in wanted else plan._replace(kept=_NEVER, forward=_NEVER)
@@ -233,6 +227,22 @@ class GraphPlans:
     def errs(self, margin: float) -> bool:
         """Whether some plan holds more than estimated, by such a share of its peak."""
         return any(error > margin for errors in self.told.values() for error in errors)
+
+    def most(self, index: int) -> int:
+        """The peak of a plan in its forward and its backward, as compiled if it was."""
+        _, forward, backward, *_ = self.corrected().plans[index]
+        return max(forward, backward)
+
+    def holds_more(self, index: int, margin: float) -> bool:
+        """Whether what was compiled by a plan holds more than it may."""
+        plan = self.plans[index]
+        most = max(plan.forward, plan.backward) * (1 + margin)
+        return index in self.told and self.most(index) > most
+
+    def saved_values(self, index: int) -> list[fx.Node]:
+        """The nodes that a plan saves."""
+        model = self.model
+        return model.saved_values(model.evaluate(self.plans[index].storages).saved)
 
     def place_of_peak(self, index: int) -> str:
         """Whose backward holds most by a plan, operator by operator; empty if not known.
@@ -266,7 +276,7 @@ class GraphPlans:
             return found
         return [getattr(plan, what) for plan in self.plans]
 
-    def _backwards(self, plans: Sequence[GraphPlan], of: frozenset[int]) -> list[int]:
+    def _backwards(self, plans: Sequence[Footprint], of: frozenset[int]) -> list[int]:
         """What the backwards of some plans hold where they alone hold these inputs."""
         alone = [self.inputs[index] for index in of if index in self.inputs]
         own = {each.storage: each.nbytes for each in alone}
@@ -281,7 +291,7 @@ class GraphPlans:
         ]
 
 
-def _nearest(plans: Sequence[GraphPlan], index: int, told: Iterable[int]) -> int:
+def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int:
     """Of the plans that were compiled, the one most like another; itself if it was."""
     kept = plans[index].kept
     _, _, nearest = min((i != index, abs(plans[i].kept - kept), i) for i in told)
@@ -328,31 +338,12 @@ def times_larger(model: Program, than: Program) -> float:
     return own / other if own and other else 1.0
 
 
-class Held(NamedTuple):
-    """What the call in a ``slot`` of a ``graph`` holds at a moment, in the plans' terms.
-
-    ``what`` is "kept", of a call that waits for its backward; "forward" or "backward" of
-    the one that runs; or "output", which nobody holds any more unless it is saved.  ``of``
-    an output is its index, and of a backward the inputs that it alone holds.  The graph
-    is its number.
-    """
-
-    graph: int
-    slot: int
-    what: str
-    of: Any = None
-
-
-# For all that calls hold at some moment, the most bytes that eager code has live then.
-Moments = dict[frozenset[Held], int]
-
-
 def plan_graph(
     joint: Planner,
     saved: Sequence[fx.Node],
     is_only: bool = False,
     missing: Optional[Missing] = None,
-) -> GraphPlans:
+) -> Menu:
     """The plans of a joint graph, and its model; ``saved`` is what that of budget 1 saves.
 
     Or the one that saves ``saved``, if that is the only one to have.  They are for calls
@@ -374,16 +365,33 @@ def plan_graph(
             # As the search does for operators.  A call that waits keeps least where all
             # is computed again, as in a checkpoint.
             plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
-    found = _graph_plans(joint, plans)
+    return menu_of(joint, plans, missing)
+
+
+def menu_of(
+    joint: Planner,
+    plans: Plans,
+    missing: Optional[Missing] = None,
+    keeps_fastest: bool = False,
+) -> Menu:
+    """The plans that were evaluated and that no other beats.
+
+    Or budget 1's before those, if that is kept in any case.
+    """
+    model = plans.graph
+    found = _footprints(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
+    fastest = found[0].storages
     # Of equals, that of budget 1.
-    best.sort(key=lambda plan: (plan.cost, plan.storages != found[0].storages))
+    best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
+    if keeps_fastest:
+        best = found[:1] + [plan for plan in best if plan.storages != fastest]
     tangents = len(model.tangents)
     primals = len(_given(joint)) - tangents
     inputs, outputs = _inputs(joint, model), _outputs(joint, model)
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
-    return GraphPlans(best, model, primals, tangents, inputs, outputs, work, missing)
+    return Menu(best, model, primals, tangents, inputs, outputs, work, missing)
 
 
 def _model(joint: Planner, missing: Optional[Missing]) -> Program:
@@ -474,7 +482,7 @@ def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
     return kept, evaluation.forward_peak, backward
 
 
-def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
+def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
     """The plans that were evaluated."""
     model = plans.graph
     # Where several are in one storage, the first.
@@ -484,203 +492,7 @@ def _graph_plans(joint: Planner, plans: Plans) -> list[GraphPlan]:
         saved = evaluation.saved & returned.keys()
         outputs = frozenset(returned[s] for s in saved)
         cost = plans.found[storages].cost
-        found.append(GraphPlan(*_bytes(model, evaluation), cost, outputs, storages))
+        found.append(Footprint(*_bytes(model, evaluation), cost, outputs, storages))
     return found
 
 
-class StepPlan(NamedTuple):
-    """The plan of each slot of each graph; bytes, and cost in the estimator's unit."""
-
-    peak: int
-    cost: float
-    choices: dict[int, tuple[int, ...]]
-
-
-class StepCurve:
-    """The plans for a step that trade its peak for recomputation best.
-
-    Args:
-        graphs: the plans of each graph, by its number.
-        calls: likewise, for each slot how many calls a step makes.
-        moments: the step.
-
-    Where a step has one graph, all choices for it are compared.  With more, the
-    peak is lowered level by level, each time by the choices that cost least for what
-    they take off, and what room is left is filled again.  The levels do not depend on
-    what is asked, so a lower peak asked is never answered by a higher one.
-
-    O(levels * choices * moments).
-    """
-
-    def __init__(
-        self,
-        graphs: Mapping[int, GraphPlans],
-        calls: Mapping[int, Sequence[int]],
-        moments: Moments,
-    ) -> None:
-        self.graphs = graphs
-        # The choices of all graphs, what each has live at every moment, and its cost.
-        self._choices: list[tuple[int, ...]] = []
-        # Of each graph, which are its own; the first of them is the fastest plan for all.
-        self._own: list[slice] = []
-        with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
-            self._rest = torch.tensor([*moments.values()], dtype=torch.float64)
-            found = []
-            for graph in graphs:
-                choices, *numbers = self._options(graph, calls[graph], moments)
-                own = slice(len(self._choices), len(self._choices) + len(choices))
-                self._own.append(own)
-                self._choices += choices
-                found.append(numbers)
-            self._vectors, self._costs = map(torch.cat, zip(*found))
-            states = self._search()
-        self.unbudgeted = states[0]
-        self.plans = [states[i] for i in undominated([state[:2] for state in states])]
-
-    @property
-    def floor(self) -> int:
-        return self.plans[0].peak
-
-    def within(self, peak: int) -> StepPlan:
-        """The cheapest plan below a peak; that of the floor if there is none."""
-        fitting = [plan for plan in self.plans if plan.peak <= peak]
-        return fitting[-1] if fitting else self.plans[0]
-
-    def _options(
-        self, graph: int, calls: Sequence[int], moments: Moments
-    ) -> tuple[list[tuple[int, ...]], torch.Tensor, torch.Tensor]:
-        """The choices for a graph, what each has live at every moment, and its cost."""
-        plans, slots = self.graphs[graph].plans, len(calls)
-        live = self._live_by_slots(graph, slots, moments)
-        # Two plans, and the slot at which the second begins.
-        choices = [(p, p, slots) for p in range(len(plans))]
-        if slots > 1:
-            lowest = int((live[:, -1] + self._rest).amax(1).argmin())
-            choices += [
-                (p, q, at)
-                for p, q in itertools.permutations(_combined(plans, slots, lowest), 2)
-                for at in _splits(slots)
-            ]
-        first, second, begin = torch.tensor(choices).unbind(1)
-        vectors = live[first, begin] + live[second, -1] - live[second, begin]
-        cost = torch.tensor([plan.cost for plan in plans], dtype=torch.float64)
-        made = torch.tensor([0, *itertools.accumulate(calls)])
-        costs = made[begin] * cost[first] + (made[-1] - made[begin]) * cost[second]
-        # Whatever the other graphs do, these are the ones that may be of use.
-        measures = (
-            vectors.amax(1),
-            (vectors + self._rest).amax(1),
-            vectors[:, int((live[:, -1].amax(0) + self._rest).argmax())],
-        )
-        pairs = [[*zip(m.tolist(), costs.tolist())] for m in measures]
-        found = {0}.union(*map(undominated, pairs))
-        # Of one call alone there are few, and others may need any.
-        good = sorted(found) if slots > 1 else list(range(len(choices)))
-        chosen = (choices[i] for i in good)
-        of_slots = [(p,) * at + (q,) * (slots - at) for p, q, at in chosen]
-        return of_slots, vectors[good], costs[good]
-
-    def _live_by_slots(self, graph: int, slots: int, moments: Moments) -> torch.Tensor:
-        """What calls in slots below k have live: by plan, k and moment."""
-        plans = self.graphs[graph]
-        shape = (slots + 1, len(moments), len(plans.plans))
-        live = torch.zeros(shape, dtype=torch.float64)
-
-        @functools.cache
-        def nbytes(what: str, of: Any) -> torch.Tensor:
-            return torch.tensor(plans.live(what, of), dtype=torch.float64)
-
-        for at, moment in enumerate(moments):
-            for held in moment:
-                if held.graph == graph:
-                    live[held.slot + 1, at] += nbytes(held.what, held.of)
-        return live.cumsum(0).permute(2, 0, 1)
-
-    def _search(self) -> list[StepPlan]:
-        """States on the way from the fastest plans to the lowest peak; that is first."""
-        state = torch.tensor([own.start for own in self._own])
-        states = [self._plan(state)]
-        if len(state) == 1:
-            one = torch.arange(len(self._choices)).unsqueeze(1)
-            return states + [self._plan(state) for state in one]
-        floor = self._settled(state, 0.0)
-        states.append(self._plan(floor))
-        low, high = states[1].peak, states[0].peak
-        for level in range(_LEVELS - 1, -1, -1):
-            peak = low + math.floor((high - low) * (level / _LEVELS) ** 1.5)
-            lower = self._lowered(state, peak)
-            state = self._settled(floor if lower is None else lower, peak)
-            states.append(self._plan(state))
-        return states
-
-    def _plan(self, state: torch.Tensor) -> StepPlan:
-        peak = math.ceil(self._live(state).max().item())
-        cost = math.fsum(self._costs[state].tolist())
-        choices = (self._choices[i] for i in state.tolist())
-        return StepPlan(peak, cost, dict(zip(self.graphs, choices)))
-
-    def _live(self, state: torch.Tensor) -> torch.Tensor:
-        return self._rest + self._vectors[state].sum(0)
-
-    def _lowered(self, state: torch.Tensor, peak: float) -> torch.Tensor | None:
-        """Take off what is above the peak, by what costs least for it."""
-        state = state.clone()
-        sizes = torch.tensor([own.stop - own.start for own in self._own])
-        owner = torch.arange(len(state)).repeat_interleave(sizes)
-        while True:
-            live = self._live(state)
-            excess = (live - peak).clamp(min=0).sum()
-            if not excess:
-                return state
-            # In the place of which choice of the same graph each would come.
-            place = state[owner]
-            left = live + self._vectors - self._vectors[place] - peak
-            taken = excess - left.clamp(min=0).sum(1)
-            more = self._costs - self._costs[place]
-            # Bytes are whole, and a rounded sum is no gain: it may come back for ever.
-            price, index = torch.where(taken >= 1, more / taken, math.inf).min(0)
-            if price.isinf():
-                return None
-            state[owner[index]] = index
-
-    def _settled(self, state: torch.Tensor, peak: float) -> torch.Tensor:
-        """Choose for one graph after the other what costs least within the peak.
-
-        Or, where nothing is, what is lowest.
-        """
-        state = state.clone()
-        for _ in range(_SWEEPS):
-            before = state.clone()
-            for g, own in enumerate(self._own):
-                vectors = self._vectors[own]
-                peaks = (self._live(state) - self._vectors[state[g]] + vectors).amax(1)
-                # Where a moment of others is the peak, its own still has to fall.
-                over = vectors.amax(1) * (peaks > peak)
-                numbers = peaks.clamp(min=peak), over, self._costs[own]
-                keys = zip(*(each.tolist() for each in numbers), itertools.count())
-                state[g] = own.start + min(keys)[-1]
-            if state.equal(before):
-                break
-        return state
-
-
-def _splits(slots: int) -> list[int]:
-    """Slots at which another plan may begin; the last runs beside all others."""
-    spread = {round(k * slots / _SPLITS) for k in range(1, _SPLITS)}
-    return sorted({slots - 1, *spread} - {0, slots})
-
-
-def _combined(plans: Sequence[GraphPlan], slots: int, lowest: int) -> list[int]:
-    """The plans that may be combined: those that no other beats, by some measure.
-
-    Among them are the fastest, and that of the step's ``lowest`` peak where all calls
-    have the same.
-    """
-    found = {0, lowest}
-    for share in (0, 1 / slots, 1):
-        weight = [p.kept + share * max(p.forward, p.backward - p.kept) for p in plans]
-        found.update(undominated([(w, plan.cost) for w, plan in zip(weight, plans)]))
-    ranked = sorted(found, key=lambda i: (plans[i].kept, plans[i].cost))
-    step = max((len(ranked) - 1) / (_COMBINED - 1), 1)
-    spread = {round(k * step) for k in range(_COMBINED)}
-    return sorted({0, *(i for at, i in enumerate(ranked) if at in spread)})
