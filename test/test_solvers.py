@@ -15,9 +15,9 @@ from benchmarks.solvers import instances as captured
 from benchmarks.tracing import untouched_knapsack
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from torch._functorch._activation_checkpointing import budget_solver
 from torch._functorch._activation_checkpointing import knapsack as ours
 from torch._functorch._activation_checkpointing import knapsack_exact as exact
+from torch._functorch._activation_checkpointing import ties
 
 
 upstream = untouched_knapsack()
@@ -165,4 +165,4 @@ def test_ties_as_upstreams_table_has_them(budget):
     for memory, runtimes in cases:
         runtimes = runtimes[: len(memory)]
         _, _, recomputed = upstream.dp_knapsack(memory, runtimes, budget)
-        assert budget_solver.upstreams_table(memory, runtimes, budget) == recomputed
+        assert ties.upstreams_table(memory, runtimes, budget) == recomputed

@@ -22,12 +22,14 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
         module_path("ask"),
         module_path("planning"),
         module_path("decision"),
+        module_path("joint"),
         module_path("memory_budget"),
         module_path("budget_curve"),
         module_path("budget_solver"),
         module_path("liveness"),
         module_path("rerun_cost"),
         module_path("storages"),
+        module_path("ties"),
     ),
     edits=edits("""\
 @@ torch/_functorch/config.py

@@ -19,6 +19,7 @@ partitioned and compiled again from their joint graphs.
         module_path("device_bytes"),
         module_path("step_backward"),
         module_path("step_budget"),
+        module_path("step_calls"),
         module_path("step_graph"),
         module_path("step_recorder"),
         module_path("step_report"),

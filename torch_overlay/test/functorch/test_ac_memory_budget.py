@@ -19,12 +19,15 @@ from torch._functorch import config, partitioners
 from torch._functorch._activation_checkpointing import (
     budget_curve,
     budget_solver,
+    joint as joint_graph,
     memory_budget,
     planning,
+    ties,
 )
 from torch._functorch._activation_checkpointing.ask import Ask
-from torch._functorch._activation_checkpointing.budget_solver import Item, WrongAnswer
+from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
 from torch._functorch._activation_checkpointing.decision import Range
+from torch._functorch._activation_checkpointing.joint import Item, Planner
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.liveness import read
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
@@ -247,7 +250,7 @@ class TestPlans(TestCase):
             before = size
             asked = joint.graph, joint.info, joint.outputs, budget
             with config.patch({SOLVER: solver}):
-                cut = memory_budget.Planner(*asked).upstream()
+                cut = Planner(*asked).upstream()
             over.append(cut.activation_bytes - low > budget * (high - low))
         self.assertIn(True, over)
 
@@ -255,7 +258,7 @@ class TestPlans(TestCase):
         joint = Joint(gated, GATED)
         inputs = [torch.full(shape, 0.01, requires_grad=True) for shape in GATED]
         wanted = torch.autograd.grad(gated(*inputs), inputs)
-        broken = patch.object(memory_budget, "read", side_effect=ValueError("odd"))
+        broken = patch.object(joint_graph, "read", side_effect=ValueError("odd"))
         with config.patch(activation_memory_budget=0.2), broken:
             saved = partitioners.choose_saved_values_set(joint.graph, joint.info, 0.2)
             with self.assertLogs("torch._functorch", "WARNING") as logs:
@@ -438,10 +441,10 @@ class TestCosts(TestCase):
     def test_of_plans_as_fast_the_lightest_is_taken(self):
         """Ten FLOP of two hundred million do not decide for an eighth of the bytes."""
         memory, runtimes = [0.5, 0.375, 0.25], [1e8 + 10, 1e8, 1e7]
-        self.assertEqual(budget_solver.lightest(memory, runtimes, [0, 2]), [1, 2])
+        self.assertEqual(ties.lightest(memory, runtimes, [0, 2]), [1, 2])
         # A hundredth is no noise.
         runtimes[0] = 1.02e8
-        self.assertEqual(budget_solver.lightest(memory, runtimes, [0]), [0])
+        self.assertEqual(ties.lightest(memory, runtimes, [0]), [0])
 
 
 class TestCustomSolver(TestCase):

@@ -30,6 +30,7 @@ from torch._functorch._activation_checkpointing import (
     planning,
     saved_report,
 )
+from torch._functorch._activation_checkpointing.joint import Planner
 from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._functorch.compilers import nop
 from torch._higher_order_ops.map import map as map_rows
@@ -498,7 +499,7 @@ class PeakBudgetTest(TestCase):
         decide = partitioners.decide
 
         def watch(joint, info, outputs, budget, *more):
-            made.append(memory_budget.Planner(joint, info, outputs, budget))
+            made.append(Planner(joint, info, outputs, budget))
             return decide(joint, info, outputs, budget, *more)
 
         with patch.object(partitioners, "decide", watch), configured(0.3):

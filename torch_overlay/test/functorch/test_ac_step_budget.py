@@ -1193,7 +1193,7 @@ class StepBudgetTest(TestCase):
             "step_graph.CompiledGraph._await_backward",
             "step_recorder.Recorder.follow",
             "step_recorder.Recorder.bytes_at_next_start",
-            "step_graph.Step.begin",
+            "step_graph.CompiledGraph._begin",
             "step_budget.StepBudget._allowed",
             "curve.Curve.within",
         ),

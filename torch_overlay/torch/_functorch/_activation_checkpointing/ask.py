@@ -18,7 +18,6 @@ from torch._inductor.custom_graph_pass import (
     CustomRuntimeEstimator,
 )
 
-from .budget_solver import KNEE
 from .knapsack import KNAPSACK_SOLVERS
 from .rerun_cost import RUNTIME_UNITS
 
@@ -27,7 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["BANS", "Ask", "as_bytes", "check_budget", "is_number"]
+__all__ = ["BANS", "KNEE", "Ask", "as_bytes", "check_budget", "is_number"]
+
+# Upstream's search for a lower budget that is the better trade.  Here all of the budget
+# is used: it is another name of "exact".
+KNEE = "dynamic_memory_budget_dp"
 
 # What a min cut does not recompute, and the option of the config that says so.
 _OPTIONS = {

@@ -39,7 +39,7 @@ from . import planning, saved_report
 from .ask import Ask
 from .decision import Peak
 from .menu import Names, Told
-from .memory_budget import activation_bytes
+from .joint import activation_bytes
 from .peak_target import CALLS, PeakBytes
 from .search import Search
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from ..._inductor.wrapper_memory import WrapperMemory
     from .decision import Decision
-    from .memory_budget import Planner
+    from .joint import Planner
     from .curve import Choice
     from .menu import Menu, Missing
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
-from .budget_solver import NOISE
 from .peak_budget import model_of, Plans, rerun_costs, search
+from .ties import NOISE
 
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from .decision import Decision
-    from .memory_budget import Planner
+    from .joint import Planner
     from .peak_budget import PlannedPeak
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from .liveness import Evaluation, Program
-    from .memory_budget import Planner
+    from .joint import Planner
 
 
 __all__ = [
@@ -172,9 +172,7 @@ class Menu:
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
         return replace(self, plans=plans)
 
-    def tell(
-        self, index: int, told: Told, told_alone: Callable[[Names], Told]
-    ) -> bool:
+    def tell(self, index: int, told: Told, told_alone: Callable[[Names], Told]) -> bool:
         """Let it be known what a plan that was compiled keeps and holds.
 
         And the same where the backward alone holds inputs of some names and bytes.
@@ -494,5 +492,3 @@ def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
         cost = plans.found[storages].cost
         found.append(Footprint(*_bytes(model, evaluation), cost, outputs, storages))
     return found
-
-

@@ -33,21 +33,20 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
-from .budget_solver import lightest
 from .fused_peak import by_kernels, has_kernel
 from .knapsack_exact import solve_knapsack_budgets
 from .liveness import CannotPlan
 from .random_ops import must_run_once
 from .rerun_cost import is_costly, rerun_cost, roofline
+from .ties import lightest
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch.fx as fx
-    from .budget_solver import Item
     from .liveness import Evaluation, Program
-    from .memory_budget import Planner
+    from .joint import Item, Planner
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from .peak_budget import compare_with_no_checkpoints, plans_of
 
 
 if TYPE_CHECKING:
-    from .memory_budget import Planner
+    from .joint import Planner
 
 __all__ = ["CALLS", "PeakBytes"]
 

@@ -15,7 +15,8 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from .ask import Ask, check_budget
 from .budget_solver import WrongAnswer
-from .memory_budget import Planner, SavedBytes
+from .joint import Planner
+from .memory_budget import SavedBytes
 
 
 if TYPE_CHECKING:

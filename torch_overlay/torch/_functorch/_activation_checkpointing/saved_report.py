@@ -27,7 +27,7 @@ from torch._logging._internal import trace_structured
 from torch.fx.graph import _parse_stack_trace
 
 from .decision import Decision
-from .memory_budget import activation_bytes
+from .joint import activation_bytes
 from .rerun_cost import is_view
 from .storages import device_of
 

@@ -14,7 +14,7 @@ import threading
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, Protocol, TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
     from typing_extensions import Self
-
-    from .step_graph import Step
 
 
 __all__ = [
@@ -69,11 +67,21 @@ class Event(NamedTuple):
     inputs: Sequence[Optional[int]] = ()
 
 
+class Running(Protocol):
+    """A step that runs, perhaps within another one."""
+
+    recorder: Optional[Recorder]
+    caller: Caller
+    outer: Optional[Running]
+
+    def close(self) -> None: ...
+
+
 # The step that this thread runs.
-running: ContextVar[Optional[Step]] = ContextVar("running step", default=None)
+running: ContextVar[Optional[Any]] = ContextVar("running step", default=None)
 
 
-def running_step() -> Optional[Step]:
+def running_step() -> Optional[Any]:
     """The step that this thread runs, or that the backward which it serves is part of."""
     step = running.get()
     while step is not None and step.caller.has_failed():
@@ -85,7 +93,7 @@ def running_step() -> Optional[Step]:
     return step
 
 
-def running_steps() -> Iterator[Step]:
+def running_steps() -> Iterator[Any]:
     """That step, and those within which it was begun."""
     step = running_step()
     while step is not None:
@@ -93,7 +101,7 @@ def running_steps() -> Iterator[Step]:
         step = step.outer
 
 
-def _abandon(step: Step) -> None:
+def _abandon(step: Running) -> None:
     """Close a step, unless an operator runs that is recorded in it."""
     modes = _get_current_dispatch_mode_stack()
     if step.recorder is None or (modes and modes[-1] is step.recorder):

@@ -6,11 +6,8 @@ import functools
 import itertools
 import math
 import operator
-import os
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
-
-from torch._guards import TracingContext
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from .saved_report import format_bytes
 
@@ -18,13 +15,13 @@ from .saved_report import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .step_graph import Graph
+    from .step_calls import Graph
     from .curve import Choice, Curve, Held
     from .menu import Menu
     from .step_timeline import Bytes
 
 
-__all__ = ["GraphUse", "Moment", "StepSummary", "summary_of", "traced_name"]
+__all__ = ["GraphUse", "Moment", "StepSummary", "summary_of"]
 
 
 class GraphUse(NamedTuple):
@@ -250,24 +247,3 @@ def _moments(
         total, fixed, gradients = nbytes
         beside = gradients, fixed - gradients, total - fixed
         yield Moment(what, saved, transient, *beside)
-
-
-def traced_name() -> Optional[str]:
-    """The class of the module, or the function, that is compiled, if Dynamo tells.
-
-    A lambda is named by its place.
-    """
-    codes = getattr(TracingContext.try_get(), "traced_code", ())
-    # What was called first, and then what that called, as it ended: of a decorated
-    # forward, the last is the one within.
-    ordered = (*codes[:1], *reversed(codes[1:]))
-    names = [str(getattr(code, "co_qualname", code.co_name)) for code in ordered]
-    for name in names:
-        if name.endswith(".forward"):
-            return name.split(".")[-2]
-    if not names:
-        return None
-    name, first = names[0].rpartition("<locals>.")[2], ordered[0]
-    if name.endswith("<lambda>"):
-        return f"{os.path.basename(first.co_filename)}:{first.co_firstlineno}"
-    return name

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .step_graph import Graph, State
+    from .step_calls import Graph, State
     from .menu import Menu
     from .step_recorder import Event, Recorder
 
