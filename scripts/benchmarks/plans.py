@@ -351,7 +351,7 @@ def lower_bound(program: Any) -> int:
     that keeps nothing.
     """
     nothing = [0] * len(program.nbytes)
-    timeline = overlay("liveness").Timeline(program, nothing, is_forward=False)
+    timeline = overlay("live_bytes").LiveBytes(program, nothing, is_forward=False)
     for step in reversed(program.steps):
         each = step.operator
         made = {s for s in each.reads if program.producer[s] >= 0}

@@ -29,8 +29,8 @@ from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
 from torch._functorch._activation_checkpointing.decision import Range
 from torch._functorch._activation_checkpointing.joint import Item, Planner
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
-from torch._functorch._activation_checkpointing.liveness import read
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
+from torch._functorch._activation_checkpointing.reading import read
 from torch._functorch._activation_checkpointing.rerun_cost import (
     FLOP_PER_BYTE,
     flops,

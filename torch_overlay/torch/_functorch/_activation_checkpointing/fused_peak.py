@@ -32,7 +32,8 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from .liveness import Operator, Program, Timeline
+from .live_bytes import LiveBytes
+from .liveness import Operator, Program
 from .rerun_cost import concrete, is_view
 from .storages import has_bodies
 
@@ -59,7 +60,7 @@ _MOST_OPERATORS, _MOST_ON_CPU = 30, 50
 
 def by_kernels(program: Program) -> Program:
     """The same program where inductor makes kernels of the operators."""
-    timeline = functools.partial(_KernelTimeline, Kernels(program))
+    timeline = functools.partial(_LiveInKernels, Kernels(program))
     return replace(program, timeline=timeline)
 
 
@@ -245,7 +246,7 @@ class _Fusion:
         )
 
 
-class _KernelTimeline(Timeline):
+class _LiveInKernels(LiveBytes):
     """A phase in which operators run in the kernels of those that read them.
 
     ``stored`` are the plans that store each storage, whatever kernel computes it.

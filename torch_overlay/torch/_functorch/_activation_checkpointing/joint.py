@@ -21,8 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .ask import Ask, BANS
 from .decision import Decision, Range
-from .liveness import CannotPlan, Program, read
+from .liveness import CannotPlan, Program
 from .random_ops import must_run_once, NEVER, recomputable_nodes
+from .reading import read
 from .rerun_cost import concrete, is_costly, rerun_cost
 from .storages import device_of, is_on
 from .ties import upstreams_table

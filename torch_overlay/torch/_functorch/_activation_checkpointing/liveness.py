@@ -1,14 +1,14 @@
 """How many bytes a plan keeps live, operator by operator, before anything runs.
 
 A plan is the set of values that the forward saves.  It decides which operators the
-backward runs again and when, and so the peak.  :func:`read` reads a joint graph once
+backward runs again and when, and so the peak.  :func:`.reading.read` reads a joint graph once
 into a :class:`Program`, which takes a plan through both phases:
 
     >>> program = read(joint_module.graph, node_info, num_fwd_outputs)
     >>> program.evaluate(program.storages(saved_values)).peak
 
 It counts what an interpreter of the two graphs has live while it runs an operator, or
-what another :class:`Timeline` says.  A storage counts once, whole, however many views it
+what another :class:`.LiveBytes` says.  A storage counts once, whole, however many views it
 has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
 allocates for itself, nor what is on another device than the plan is for.
 
@@ -20,25 +20,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy
 
-from .random_ops import is_replayed, must_run_once
-from .rerun_cost import concrete
-from .storages import CannotPlan, device_of, has_bodies, Operator, Storages
+from .live_bytes import LiveBytes
+from .random_ops import must_run_once
+from .storages import CannotPlan, has_bodies, Operator
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-
-    from torch._functorch.partitioners import NodeInfo
 
     # For each step of the backward, the operators that are repeated for it, in order,
     # with the mask of the plans that do so.
@@ -46,19 +40,12 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "BackwardStep",
     "CannotPlan",
     "Evaluation",
     "Operator",
     "Program",
-    "Step",
-    "Timeline",
-    "read",
 ]
-
-# Most plans in a tensor: the value bits of a signed 64-bit integer.
-_TOGETHER = 63
-# What a tensor of plans may take of the bytes that they are about: a CPU may have both.
-_SHARE = 1 / 64
 
 
 class Evaluation(NamedTuple):
@@ -66,7 +53,7 @@ class Evaluation(NamedTuple):
 
     Args:
         forward_peak: most live bytes while the forward runs.
-        step_peaks: most live bytes in each :class:`Step` of the backward.
+        step_peaks: most live bytes in each :class:`BackwardStep` of the backward.
         bit: the plan's.
         repeats: the operators repeated for each step, in order, with their masks.
         repeated, kept: the masks of all operators and storages.
@@ -94,7 +81,7 @@ class Evaluation(NamedTuple):
         return {s for s, plans in enumerate(self.kept) if plans & self.bit}
 
 
-class Step(NamedTuple):
+class BackwardStep(NamedTuple):
     """An operator of the backward's own, which needs a tangent; the output is the last.
 
     Args:
@@ -104,77 +91,6 @@ class Step(NamedTuple):
 
     operator: Operator
     traced: tuple[tuple[int, ...], ...]
-
-
-class Timeline:
-    """The live bytes of many plans, from the last moment of a phase to the first.
-
-    Whoever touches a storage last frees it.  ``kept`` are the plans that have each storage
-    for the backward: the forward does not free it, and the backward does not make it.
-
-    Here, each operator runs by itself, and its results are stored.
-    """
-
-    def __init__(self, program: Program, kept: Sequence[int], is_forward: bool) -> None:
-        self.nbytes, self.freeable = program.nbytes, program.freeable
-        none = [0] * len(kept)
-        self.touched, self.saved = ([*kept], none) if is_forward else (none, kept)
-        # By how many bytes the plans of a mask change, latest first.
-        self.masks, self.changes = [0], [0]
-        # For each moment its step, and the change that it comes right before.
-        self.moments: list[tuple[int, int]] = []
-
-    def change(self, plans: int, nbytes: int) -> None:
-        if plans and nbytes:
-            self.masks.append(plans)
-            self.changes.append(nbytes)
-
-    def touch(self, storages: Iterable[int], plans: int) -> None:
-        for s in storages:
-            last = plans & ~self.touched[s]
-            self.touched[s] |= last
-            if self.freeable[s]:
-                self.change(last, -self.nbytes[s])
-
-    def moment(self, step: int) -> None:
-        self.moments.append((step, len(self.masks) - 1))
-
-    def run(self, each: Operator, plans: int, step: int) -> None:
-        """An operator with its moment, in these plans."""
-        if not plans:
-            return
-        self.touch(each.reads, plans)
-        for s in each.writes:
-            # A second one of what is saved is dropped at once, and what nobody reads.
-            again = plans & self.saved[s]
-            self.change(again, -self.nbytes[s])
-            self.touch((s,), plans & ~again)
-        # What it has live meanwhile.
-        scratch = each.scratch or 0
-        self.change(plans, -scratch)
-        self.moment(step)
-        self.change(plans, each.nbytes + scratch)
-
-    def peaks(self, count: int, base: int = 0) -> list[list[int]]:
-        """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
-        found: list[list[int]] = []
-        # Whoever traces may have fake tensors for every tensor made.
-        with _disable_current_modes(), torch.device("cpu"):
-            changes = torch.tensor(self.changes).unsqueeze(1)
-            steps, before = torch.tensor(self.moments).unbind(1)
-            most = int(_SHARE * sum(self.nbytes)) // changes.nbytes
-            together = min(max(most, 1), _TOGETHER)
-            for first in range(0, count, together):
-                several = min(count - first, together)
-                everyone = (1 << several) - 1
-                masks = torch.tensor([mask >> first & everyone for mask in self.masks])
-                of_plan = masks.unsqueeze(1) >> torch.arange(several) & 1
-                later = (of_plan * changes).cumsum(0)
-                live = later[-1] - later[before] + base
-                peaks = live.new_zeros(int(steps.max()) + 1, several)
-                of_step = steps.unsqueeze(1).expand_as(live)
-                found += peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
-        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +132,7 @@ class Program:
     operators: list[Operator]
     repeatable: list[bool]
     forward: list[Operator]
-    steps: list[Step]
+    steps: list[BackwardStep]
     outputs: set[int]
     written_back: set[int]
     tangents: set[fx.Node]
@@ -224,7 +140,7 @@ class Program:
     owned: frozenset[int]
     required: Container[fx.Node]
     gradients: list[fx.Node]
-    timeline: Callable[..., Timeline] = Timeline
+    timeline: Callable[..., LiveBytes] = LiveBytes
 
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
@@ -234,7 +150,7 @@ class Program:
     @property
     def is_fused(self) -> bool:
         """Whether these are kernels of inductor's."""
-        return self.timeline is not Timeline
+        return self.timeline is not LiveBytes
 
     @functools.cached_property
     def with_bodies(self) -> list[Operator]:
@@ -456,183 +372,3 @@ class Program:
             else:
                 pending += node.all_input_nodes
         return [node for node in self.values if node in found]
-
-
-# --------------------------------------------------------------------- reading
-
-
-def read(
-    graph: fx.Graph,
-    node_info: NodeInfo,
-    num_fwd_outputs: int,
-    number: Callable[[Any], int] = concrete,
-    device: Optional[torch.device] = None,
-) -> Program:
-    """The program of a joint graph, whose first outputs, so many, are the forward's.
-
-    ``number`` tells what a symbolic size is; by default, its hint.  Only bytes of the
-    ``device`` count, by default those of the graph's own (:func:`.storages.device_of`).
-    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
-    """
-    (output,) = graph.find_nodes(op="output")
-    results = tree_leaves(output.args)
-    required, closure = set(node_info.required_fw_nodes), node_info.tangents_closure
-    backward = {node for node in graph.nodes if node in closure} - required
-    tangents = {node for node in backward if node.op == "placeholder"}
-    device = device_of(graph) if device is None else device
-    storages = Storages(graph, required, tangents, number, device)
-    nbytes = storages.nbytes
-    gradients = _nodes(results[num_fwd_outputs:])
-    forward = [each for each in storages.calls if each.node not in backward]
-    operators = [each for each in forward if each.writes]
-    producer = _producers(operators, len(nbytes))
-    first_use, last_use = _live_ranges(forward, len(nbytes))
-    end = Operator(output, storages.read_by(gradients), (), 0, False)
-    calls = [*storages.calls, end]
-    owned = storages.copied.intersection(s for each in calls for s in each.reads)
-    # A copy that nothing reads stays to the end.
-    unread = sum(nbytes[s] for s in storages.copied - owned)
-    saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-    copied = _written_back(output)
-    places = [*enumerate(results[:num_fwd_outputs])]
-    returned = _nodes(node for at, node in places if at not in copied)
-    to_inputs = _nodes(node for at, node in places if at in copied)
-    outputs = {s for s in storages.read_by(returned) if first_use[s] >= 0}
-    written_back = {s for s in storages.read_by(to_inputs) if first_use[s] >= 0}
-    program = Program(
-        storages.values,
-        nbytes,
-        producer,
-        first_use,
-        last_use,
-        saved_as,
-        always_saved,
-        operators,
-        [not (each.is_required and _runs_once(each.node)) for each in operators],
-        forward,
-        _steps(calls, backward),
-        outputs,
-        written_back - outputs,
-        tangents,
-        storages.tangent_bytes + unread,
-        frozenset(owned),
-        required,
-        gradients,
-    )
-    _prefer_small_results(program)
-    return program
-
-
-def _producers(operators: list[Operator], count: int) -> list[int]:
-    """The operator that allocates each storage, or -1."""
-    producer = [-1] * count
-    for op, each in enumerate(operators):
-        for s in each.writes:
-            producer[s] = op
-    return producer
-
-
-def _written_back(output: fx.Node) -> set[int]:
-    """The places of the results that the caller copies into its inputs."""
-    return {
-        at
-        for at, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, InputMutationAOTOutput)
-    }
-
-
-def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
-    """Where the forward allocates each storage and reads it last, in any plan; or -1."""
-    first, last = [-1] * count, [-1] * count
-    for at, each in enumerate(forward):
-        if each.is_required:
-            for s in each.writes:
-                first[s] = at
-            for s in (*each.reads, *each.writes):
-                last[s] = at
-    return first, last
-
-
-def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[Step]:
-    """The steps of a backward; the last of ``calls`` is the output."""
-    steps: list[Step] = []
-    traced: list[tuple[int, ...]] = []
-    started = False
-    for each in calls:
-        node = each.node
-        started = started or any(
-            read.op == "placeholder" and read in backward
-            for read in node.all_input_nodes
-        )
-        if node in backward or node.op == "output":
-            steps.append(Step(each, tuple(traced)))
-            traced.clear()
-        elif started and not each.is_required:
-            # A view has its place as well: what it is of comes before it.
-            traced.append(each.writes or each.reads)
-    return steps
-
-
-def _choose_what_to_save(
-    storages: Storages, backward: set[fx.Node], producer: list[int]
-) -> tuple[list[Optional[fx.Node]], set[int]]:
-    """The node to save for each storage, and the storages that checkpoints keep."""
-    saved_as: list[Optional[fx.Node]] = [None] * len(producer)
-    always_saved: set[int] = set()
-    replayed: set[int] = set()
-    for each in storages.calls:
-        node = each.node
-        if is_replayed(node):
-            # Nor may a view of it be saved.
-            replayed.update(each.writes)
-        elif node not in backward and isinstance(node.meta.get("val"), torch.Tensor):
-            (s,) = storages.values[node]
-            # But for what one checkpoint hands to the next.
-            is_kept = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-            if is_kept:
-                always_saved.add(s)
-            # An input is there anyway.
-            if producer[s] >= 0 and (is_kept or s not in replayed):
-                saved_as[s] = saved_as[s] or node
-    return saved_as, always_saved
-
-
-def _prefer_small_results(program: Program) -> None:
-    """Of an operator that must run once, keep what is made of it if it is smaller.
-
-    That is dropout's mask, where the random numbers have no other use.
-    """
-    needed = {s for step in program.steps for s in step.operator.reads}
-    readers: list[set[int]] = [set() for _ in program.nbytes]
-    for op, each in enumerate(program.operators):
-        for s in each.reads:
-            readers[s].add(op)
-    for op, each in enumerate(program.operators):
-        users = {user for s in each.writes for user in readers[s]}
-        if (
-            program.repeatable[op]
-            or each.node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-            or not needed.isdisjoint(each.writes)
-            or len(users) != 1
-        ):
-            continue
-        (user,) = users
-        made = program.operators[user]
-        saveable = all(program.saved_as[s] is not None for s in made.writes)
-        if saveable and made.nbytes <= each.nbytes:
-            program.repeatable[user] = False
-
-
-def _nodes(values: Iterable[Any]) -> list[fx.Node]:
-    return [value for value in values if isinstance(value, fx.Node)]
-
-
-def _runs_once(node: fx.Node) -> bool:
-    """Whether the backward must not run a node that the forward runs."""
-    target = node.target
-    return (
-        must_run_once(node)
-        # The partitioner leaves these to the phase that they were traced in.
-        or node.meta.get("partitioner_tag") == "must_be_in_forward"
-        or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
-    )

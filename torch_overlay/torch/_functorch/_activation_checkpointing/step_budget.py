@@ -47,7 +47,7 @@ from .step_calls import Graph, is_trained, slots_of, State, Step
 from .search import Search
 from .step_recorder import Recorder, running_steps
 from .step_report import GraphUse, Moment, StepSummary, summary_of
-from .step_timeline import dropped_before, Learned, program_of, Timeline
+from .step_timeline import dropped_before, Learned, step_program_of, StepTimeline
 
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class StepBudget:
             self._expects_training()
         self._recorded = recorder, step.states
         if self.plan is not None and step.states <= self._learned.states:
-            self._check_peak(Timeline(recorder, given=recorder.existing))
+            self._check_peak(StepTimeline(recorder, given=recorder.existing))
 
     def _expects_training(self) -> None:
         """What is first may be a check of all but the training."""
@@ -307,7 +307,7 @@ class StepBudget:
                 "compiled earlier, call torch.compiler.reset() first"
             )
 
-    def _check_peak(self, step: Timeline) -> None:
+    def _check_peak(self, step: StepTimeline) -> None:
         """Warn where a recorded step held more than is allowed."""
         graphs = {n: self.graphs[n] for n in step.calls if n in self.graphs}
         plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
@@ -350,7 +350,7 @@ class StepBudget:
     def _learn(self, recorder: Recorder, states: set[State]) -> None:
         # What only garbage holds is not there in the next step.
         gc.collect()
-        timeline = Timeline(recorder)
+        timeline = StepTimeline(recorder)
         self._leaves = weakref.WeakSet(recorder.leaves)
         # Buffers that the first step makes once and for all are there in a second.  DDP
         # makes its own anew in that, beside those of the first.
@@ -368,7 +368,7 @@ class StepBudget:
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
         peak = self.plan.predicted_peak if self.plan is not None else 0
         if (
-            self._learned.add(program_of(recorder, states, timeline), _NEW * peak)
+            self._learned.add(step_program_of(recorder, states, timeline), _NEW * peak)
             or is_dropped
         ):
             self._is_new = is_trained(self._learned.states)

@@ -1,6 +1,6 @@
 """What a training step holds, outside of its compiled graphs, from event to event.
 
-A :class:`Recorder` follows storages through a step, and a :class:`.Timeline` turns what it
+A :class:`Recorder` follows storages through a step, and a :class:`.StepTimeline` turns what it
 saw into what :class:`.Curve` plans for.
 """
 

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from .step_recorder import Event, Recorder
 
 
-__all__ = ["Bytes", "Learned", "Program", "Timeline", "dropped_before", "program_of"]
+__all__ = [
+    "Bytes",
+    "Learned",
+    "StepProgram",
+    "StepTimeline",
+    "dropped_before",
+    "step_program_of",
+]
 
 # Programs that are told apart.
 _PROGRAMS = 32
@@ -38,7 +45,7 @@ class Bytes(NamedTuple):
 
 
 @dataclass
-class Program:
+class StepProgram:
     """What recorded steps held that make the same calls, at the sizes that they had.
 
     Args:
@@ -56,10 +63,10 @@ class Program:
     moments: dict[frozenset[Held], Bytes]
     calls: dict[int, list[int]]
     scales: dict[int, float]
-    replaced: dict[str, Timeline] = field(default_factory=dict)
+    replaced: dict[str, StepTimeline] = field(default_factory=dict)
     leaf: Callable[[], Optional[torch.Tensor]] = lambda: None
 
-    def add(self, other: Program, least: float) -> bool:
+    def add(self, other: StepProgram, least: float) -> bool:
         """Hold what another step held, too; whether that is ``least`` bytes more."""
         known = self._scaled(other.scales)
         is_more = not other.states <= self.states or any(
@@ -96,7 +103,7 @@ class Learned:
     """The programs that recorded steps ran, and the calls that later ones may make."""
 
     def __init__(self) -> None:
-        self.programs: list[Program] = []
+        self.programs: list[StepProgram] = []
         self.states: set[State] = set()
 
     @property
@@ -104,7 +111,7 @@ class Learned:
         """Of each graph, the most calls in each slot."""
         return _most_calls(program.calls for program in self.programs)
 
-    def add(self, new: Program, least: float = 0) -> bool:
+    def add(self, new: StepProgram, least: float = 0) -> bool:
         """Whether that is a program of its own, or adds ``least`` bytes to a known one.
 
         Steps with the same events are one program, and so are all beyond a number.
@@ -119,7 +126,7 @@ class Learned:
         return program.add(new, least)
 
     def drop_gradients(self, before: Optional[str]) -> bool:
-        """Expect steps to drop the gradients that they begin with; see `Program`."""
+        """Expect steps to drop the gradients that they begin with; see `StepProgram`."""
         known = [each for each in self.programs if before in each.replaced]
         for program in known:
             program.moments = program.replaced[before or ""].moments
@@ -164,16 +171,20 @@ class Learned:
         return found
 
 
-def program_of(recorder: Recorder, states: set[State], step: Timeline) -> Program:
+def step_program_of(
+    recorder: Recorder, states: set[State], step: StepTimeline
+) -> StepProgram:
     """What a recorded ``step`` held."""
-    found = Program(states, step.moments, step.calls, step.scales)
+    found = StepProgram(states, step.moments, step.calls, step.scales)
     for leaf in recorder.with_new_gradients()[:1]:
         found.leaf = weakref.ref(leaf)
-        found.replaced = {how: Timeline(recorder, how) for how in ("anew", "F", "B")}
+        found.replaced = {
+            how: StepTimeline(recorder, how) for how in ("anew", "F", "B")
+        }
     if not found.replaced and dropped_before(recorder):
         for leaf in recorder.with_gradients()[:1]:
             found.leaf = weakref.ref(leaf)
-            found.replaced = {"anew": Timeline(recorder, given=set())}
+            found.replaced = {"anew": StepTimeline(recorder, given=set())}
     return found
 
 
@@ -207,12 +218,12 @@ def _most_calls(found: Iterable[Mapping[int, list[int]]]) -> dict[int, list[int]
     return most
 
 
-class Timeline:
+class StepTimeline:
     """Live bytes and waiting calls of a recorded step, as the next one is going to be.
 
     An optimizer's state that is still there then is not made anew.  A gradient is only
     until it is added to the one that is there, but for what ``replaced`` says of those
-    that the step leaves: see :class:`Program`.  Something is gained by the end of the
+    that the step leaves: see :class:`StepProgram`.  Something is gained by the end of the
     storages that are ``given`` as the step begins, by default gradients.
     ``moments`` is the step; of all that eager code made, ``made``, it leaves behind
     ``live`` bytes beside those.  Of each graph, ``calls`` has how many are in each slot,

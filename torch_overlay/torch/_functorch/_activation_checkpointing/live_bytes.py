@@ -1,0 +1,107 @@
+"""The live bytes of many plans, as the operators of a phase run one after the other."""
+
+from __future__ import annotations
+
+from typing import Protocol, TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from .storages import Operator
+
+__all__ = ["LiveBytes"]
+
+# Most plans in a tensor: the value bits of a signed 64-bit integer.
+_TOGETHER = 63
+# What a tensor of plans may take of the bytes that they are about: a CPU may have both.
+_SHARE = 1 / 64
+
+
+class Counted(Protocol):
+    """A program, as far as its storages count."""
+
+    @property
+    def nbytes(self) -> Sequence[int]: ...
+
+    @property
+    def freeable(self) -> Sequence[bool]: ...
+
+
+class LiveBytes:
+    """The live bytes of many plans, from the last moment of a phase to the first.
+
+    Whoever touches a storage last frees it.  ``kept`` are the plans that have each storage
+    for the backward: the forward does not free it, and the backward does not make it.
+
+    Here, each operator runs by itself, and its results are stored.
+    """
+
+    def __init__(
+        self,
+        program: Counted,
+        kept: Sequence[int],
+        is_forward: bool,
+    ) -> None:
+        self.nbytes, self.freeable = program.nbytes, program.freeable
+        none = [0] * len(kept)
+        self.touched, self.saved = ([*kept], none) if is_forward else (none, kept)
+        # By how many bytes the plans of a mask change, latest first.
+        self.masks, self.changes = [0], [0]
+        # For each moment its step, and the change that it comes right before.
+        self.moments: list[tuple[int, int]] = []
+
+    def change(self, plans: int, nbytes: int) -> None:
+        if plans and nbytes:
+            self.masks.append(plans)
+            self.changes.append(nbytes)
+
+    def touch(self, storages: Iterable[int], plans: int) -> None:
+        for s in storages:
+            last = plans & ~self.touched[s]
+            self.touched[s] |= last
+            if self.freeable[s]:
+                self.change(last, -self.nbytes[s])
+
+    def moment(self, step: int) -> None:
+        self.moments.append((step, len(self.masks) - 1))
+
+    def run(self, each: Operator, plans: int, step: int) -> None:
+        """An operator with its moment, in these plans."""
+        if not plans:
+            return
+        self.touch(each.reads, plans)
+        for s in each.writes:
+            # A second one of what is saved is dropped at once, and what nobody reads.
+            again = plans & self.saved[s]
+            self.change(again, -self.nbytes[s])
+            self.touch((s,), plans & ~again)
+        # What it has live meanwhile.
+        scratch = each.scratch or 0
+        self.change(plans, -scratch)
+        self.moment(step)
+        self.change(plans, each.nbytes + scratch)
+
+    def peaks(self, count: int, base: int = 0) -> list[list[int]]:
+        """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
+        found: list[list[int]] = []
+        # Whoever traces may have fake tensors for every tensor made.
+        with _disable_current_modes(), torch.device("cpu"):
+            changes = torch.tensor(self.changes).unsqueeze(1)
+            steps, before = torch.tensor(self.moments).unbind(1)
+            most = int(_SHARE * sum(self.nbytes)) // changes.nbytes
+            together = min(max(most, 1), _TOGETHER)
+            for first in range(0, count, together):
+                several = min(count - first, together)
+                everyone = (1 << several) - 1
+                masks = torch.tensor([mask >> first & everyone for mask in self.masks])
+                of_plan = masks.unsqueeze(1) >> torch.arange(several) & 1
+                later = (of_plan * changes).cumsum(0)
+                live = later[-1] - later[before] + base
+                peaks = live.new_zeros(int(steps.max()) + 1, several)
+                of_step = steps.unsqueeze(1).expand_as(live)
+                found += peaks.scatter_reduce_(0, of_step, live, "amax").T.tolist()
+        return found
