@@ -29,8 +29,8 @@ $usage
 
   solvers      the knapsack solvers against the marks they have to reach, side by side
                with upstream's from the untouched wheel (minutes)
-  kept         what plans keep for the backward and compute again, on twenty nets and models,
-               beside upstream's (half an hour)
+  kept         what plans keep for the backward and compute again, on 25 nets and models,
+               beside upstream's (an hour)
   frozen       what frozen layers save for the backward, beside eager mode and torch.compile
                as it was
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,

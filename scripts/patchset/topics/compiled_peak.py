@@ -14,7 +14,13 @@ estimates are corrected by it and the joint graph is compiled by another plan, b
 anything has run. After four compiles the lowest is kept, with a warning.
 """,
     test="test/inductor/test_compiled_peak.py",
-    sources=(module_path("compiled_peak"), module_path("search"), "torch/_inductor/wrapper_memory.py"),
+    sources=(
+        module_path("compiled_peak"),
+        module_path("recompile"),
+        module_path("search"),
+        module_path("told"),
+        "torch/_inductor/wrapper_memory.py",
+    ),
     needs=("peak-budget", "buffer-reuse"),
     edits=edits("""\
 @@ torch/_inductor/config.py

@@ -21,12 +21,16 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",
     sources=(
+        module_path("chains"),
         module_path("curve"),
+        module_path("ends"),
         module_path("fused_peak"),
         module_path("lower_peak"),
         module_path("menu"),
         module_path("peak_budget"),
         module_path("peak_target"),
+        module_path("plans"),
+        module_path("resized"),
     ),
     needs=("saved-report",),
     edits=edits("""\

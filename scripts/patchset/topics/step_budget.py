@@ -24,6 +24,7 @@ partitioned and compiled again from their joint graphs.
         module_path("step_recorder"),
         module_path("step_report"),
         module_path("step_timeline"),
+        module_path("symbols"),
         module_path("workspaces"),
         module_path("graph_calls"),
         "test/functorch/test_ac_step_loops.py",

@@ -20,6 +20,7 @@ from torch._functorch._activation_checkpointing import (
     peak_target,
     saved_report,
     search,
+    told as told_module,
 )
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config, output_code, wrapper_memory
@@ -79,8 +80,8 @@ def told_more(share):
     def more(*args):
         return menu.Told(*(int(nbytes * (1 + share)) for nbytes in peaks_of(*args)))
 
-    peaks_of = compiled_peak.peaks_of
-    return patch.object(compiled_peak, "peaks_of", side_effect=more)
+    peaks_of = told_module.peaks_of
+    return patch.object(told_module, "peaks_of", side_effect=more)
 
 
 def saved(plan):
@@ -161,7 +162,7 @@ class CompiledPeakTest(TestCase):
             budgeted(0.5),
             told_more(0.23) as told,
             # What a guard takes off, and so whether it is enough, differs by release.
-            patch.object(compiled_peak.CompiledPeaks, "guarded", idle, create=True),
+            patch.object(told_module.CompiledPeaks, "guarded", idle, create=True),
             self.assertNoLogs(decision.log, "WARNING"),
         ):
             found = gradients(torch.compile(layers), given())
@@ -182,8 +183,8 @@ class CompiledPeakTest(TestCase):
             saved_report._plans.append(other)
             return peaks_of(*args)
 
-        peaks_of = compiled_peak.peaks_of
-        with budgeted(0.5), patch.object(compiled_peak, "peaks_of", between):
+        peaks_of = told_module.peaks_of
+        with budgeted(0.5), patch.object(told_module, "peaks_of", between):
             gradients(torch.compile(layers), given())
         last, own = saved_report.plans()[-2:]
         self.assertEqual([replace(own, graph=plan.graph), last], [plan, other])
@@ -198,10 +199,10 @@ class CompiledPeakTest(TestCase):
             factor = factors[min(told.call_count, len(factors)) - 1]
             return menu.Told(*(int(nbytes * factor) for nbytes in peaks_of(*args)))
 
-        peaks_of = compiled_peak.peaks_of
+        peaks_of = told_module.peaks_of
         with (
             budgeted(1),
-            patch.object(compiled_peak, "peaks_of", side_effect=more) as told,
+            patch.object(told_module, "peaks_of", side_effect=more) as told,
             patch.object(step_graph, "has_guard", return_value=False),
         ):
             compiled = torch.compile(layers)
@@ -230,7 +231,7 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(plan.predicted_peak, plan.allowed)
 
     def test_fusions_are_guarded_first(self):
-        (name, value), limits = *compiled_peak.GUARD.items(), []
+        (name, value), limits = *told_module.GUARD.items(), []
         usual = getattr(inductor_config, name)
 
         def peaks_by_fusions(*args):
@@ -242,11 +243,11 @@ class CompiledPeakTest(TestCase):
             limits.append(getattr(inductor_config, name))
             return wrapper_memory.wrapper_memory(*args)
 
-        peaks_of = compiled_peak.peaks_of
+        peaks_of = told_module.peaks_of
         plan, wanted, _ = planned(0.5)
         with (
             budgeted(0.5),
-            patch.object(compiled_peak, "peaks_of", peaks_by_fusions),
+            patch.object(told_module, "peaks_of", peaks_by_fusions),
             patch.object(output_code, "wrapper_memory", note),
             self.assertNoLogs(decision.log, "WARNING"),
         ):
@@ -345,7 +346,7 @@ class CompiledPeakTest(TestCase):
     def test_a_backward_that_fails_to_compile_is_left_until_it_runs(self):
         wanted, found, _ = planned(0.5)
         failing = patch.object(
-            compiled_peak.CompiledPeaks, "backward", side_effect=ValueError("odd")
+            told_module.CompiledPeaks, "backward", side_effect=ValueError("odd")
         )
         told = self.assertLogs(compiled_peak.log, "WARNING")
         with budgeted(0.5), failing, told as logs:

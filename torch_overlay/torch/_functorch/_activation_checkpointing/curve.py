@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .peak_budget import undominated
+from .plans import undominated
 
 
 if TYPE_CHECKING:

@@ -227,7 +227,7 @@ def _unread_argument(node: fx.Node) -> Optional[fx.Node]:
 
 
 def _get_argument(node: fx.Node, name: str) -> Any:
-    schema = cast(torch._ops.OpOverload, node.target)._schema
+    schema = cast("torch._ops.OpOverload", node.target)._schema
     position = [a.name for a in schema.arguments].index(name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 

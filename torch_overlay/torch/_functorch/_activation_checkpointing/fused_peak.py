@@ -33,7 +33,6 @@ import torch.fx as fx
 from torch._inductor import config as inductor_config
 
 from .live_bytes import LiveBytes
-from .liveness import Operator, Program
 from .rerun_cost import concrete, is_view
 from .storages import has_bodies
 
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from torch._functorch.partitioners import OpTypes
+    from .liveness import Operator, Program
 
 __all__ = ["by_kernels", "has_kernel"]
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
-from .peak_budget import model_of, Plans, rerun_costs, search
+from .peak_budget import model_of, rerun_costs, search
+from .plans import Plans
 from .ties import NOISE
 
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from .decision import Decision
     from .joint import Planner
-    from .peak_budget import PlannedPeak
+    from .plans import PlannedPeak
 
 log = logging.getLogger(__name__)
 

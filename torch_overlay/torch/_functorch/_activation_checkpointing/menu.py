@@ -9,33 +9,30 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
-import torch
-from torch.utils._pytree import tree_leaves
-
+from .ends import backward_inputs, Input, output_bytes, storages_returned, tensors_given
 from .peak_budget import (
     compare_with_no_checkpoints,
     model_of,
     of_knapsacks,
-    Plans,
     rerun_costs,
     search,
-    undominated,
 )
+from .plans import Plans, undominated
 from .rerun_cost import flops
+from .resized import calls_in
 from .storages import is_on
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable
 
     import torch.fx as fx
-    from .liveness import Evaluation, Program
     from .joint import Planner
+    from .liveness import Evaluation, Program
 
 
 __all__ = [
@@ -44,10 +41,8 @@ __all__ = [
     "Missing",
     "Names",
     "Told",
-    "calls_in",
     "menu_of",
     "plan_graph",
-    "times_larger",
 ]
 
 # Of nodes, and the bytes of each.
@@ -157,7 +152,7 @@ class Menu:
                 self.plans, chosen, model.evaluate_all(chosen)
             )
         ]
-        inputs, outputs = _inputs(joint, model), _outputs(joint, model)
+        inputs, outputs = backward_inputs(joint, model), output_bytes(joint, model)
         return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
 
     def hold_no_more(self, other: Menu) -> bool:
@@ -296,46 +291,6 @@ def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int
     return nearest
 
 
-def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
-    """What the code of a graph's forward calls, and the storages of what these make.
-
-    By both, graphs are alike that were traced for other sizes: those decide which views
-    and copies there are, and what the backward computes.
-    """
-    functions: list[Any] = []
-    made: dict[Any, int] = {}
-    names: list[str] = []
-    # How many storages each operator has made, since the last call began.
-    count: Counter[Any] = Counter()
-    for each in model.operators:
-        target: Any = each.node.target
-        stack = each.node.meta.get("source_fn_stack", ())
-        computes = each.is_required and target is not torch.ops.aten.clone.default
-        if computes and stack:
-            before, names = names, [name for name, _ in stack]
-            if names != before:
-                functions.append(stack[-1][1])
-        for s in each.writes:
-            place = len(functions), target
-            made[(*place, count[place])] = s
-            count[place] += 1
-    return functions, made
-
-
-def times_larger(model: Program, than: Program) -> float:
-    """How many times the bytes of a graph at another size its forward computes.
-
-    Of what differs: sums of weights, say, are as large for any batch.
-    """
-    ours, theirs = calls_in(model)[1], calls_in(than)[1]
-    own = other = 0
-    for place in ours.keys() & theirs.keys():
-        nbytes, its = model.nbytes[ours[place]], than.nbytes[theirs[place]]
-        if nbytes != its:
-            own, other = own + nbytes, other + its
-    return own / other if own and other else 1.0
-
-
 def plan_graph(
     joint: Planner,
     saved: Sequence[fx.Node],
@@ -385,8 +340,8 @@ def menu_of(
     if keeps_fastest:
         best = found[:1] + [plan for plan in best if plan.storages != fastest]
     tangents = len(model.tangents)
-    primals = len(_given(joint)) - tangents
-    inputs, outputs = _inputs(joint, model), _outputs(joint, model)
+    primals = len(tensors_given(joint)) - tangents
+    inputs, outputs = backward_inputs(joint, model), output_bytes(joint, model)
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
     return Menu(best, model, primals, tangents, inputs, outputs, work, missing)
@@ -400,7 +355,7 @@ def _model(joint: Planner, missing: Optional[Missing]) -> Program:
 
 
 def _without(missing: Missing, model: Program, joint: Planner) -> Program:
-    tangents = [node for node in _given(joint) if node in model.tangents]
+    tangents = [node for node in tensors_given(joint) if node in model.tangents]
     absent = [tangents[index] for index in missing.tangents]
     values = (node.meta["val"] for node in absent)
     fewer = sum(
@@ -411,7 +366,7 @@ def _without(missing: Missing, model: Program, joint: Planner) -> Program:
     nbytes = [*model.nbytes]
     for s in model.storages(absent):
         nbytes[s] = 0
-    returned = [*_returned(joint, model)]
+    returned = [*storages_returned(joint, model)]
     gone = {s for s, index in returned if index in missing.outputs}
     gone.difference_update(s for s, index in returned if index not in missing.outputs)
     return replace(
@@ -421,56 +376,6 @@ def _without(missing: Missing, model: Program, joint: Planner) -> Program:
         written_back=model.written_back | gone,
         tangent_bytes=model.tangent_bytes - fewer,
     )
-
-
-def _given(joint: Planner) -> list[fx.Node]:
-    """The tensors among a joint graph's inputs."""
-    placeholders = joint.joint.find_nodes(op="placeholder")
-    return [n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
-
-
-class Input(NamedTuple):
-    """What a backward may be given: its storage in the model, bytes, and the node's name."""
-
-    storage: int
-    nbytes: int
-    name: str
-
-
-def _inputs(joint: Planner, model: Program) -> dict[int, Input]:
-    found: dict[int, Input] = {}
-    for index, node in enumerate(_given(joint)):
-        value = node.meta["val"]
-        nbytes = joint.number(value.untyped_storage().nbytes())
-        for s in model.storages([node]):
-            nbytes = nbytes if is_on(joint.counted, value) else 0
-            found[index] = Input(s, nbytes, node.name)
-    after, results = len(_given(joint)), _results(joint)
-    for s, index in _returned(joint, model):
-        if s in model.outputs:
-            found[after + index] = Input(s, model.nbytes[s], results[index].name)
-    return found
-
-
-def _results(joint: Planner) -> list[Any]:
-    """What the forward returns to its caller."""
-    (output,) = joint.joint.find_nodes(op="output")
-    return tree_leaves(output.args)[: joint.num_fwd_outputs]
-
-
-def _returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:
-    """The storages that the forward returns, and where."""
-    for index, node in enumerate(_results(joint)):
-        for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
-            yield s, index
-
-
-def _outputs(joint: Planner, model: Program) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for s, index in _returned(joint, model):
-        if s in model.outputs:
-            found[index] = found.get(index, 0) + model.nbytes[s]
-    return found
 
 
 def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
@@ -484,7 +389,7 @@ def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
     """The plans that were evaluated."""
     model = plans.graph
     # Where several are in one storage, the first.
-    returned = dict(reversed([*_returned(joint, model)]))
+    returned = dict(reversed([*storages_returned(joint, model)]))
     found = []
     for storages, evaluation in plans.evaluations.items():
         saved = evaluation.saved & returned.keys()

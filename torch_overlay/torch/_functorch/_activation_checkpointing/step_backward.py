@@ -10,7 +10,7 @@ from torch._functorch._aot_autograd.utils import _is_tangent, make_boxed_func
 from torch._guards import TracingContext
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 
-from .compiled_peak import copy_of
+from .recompile import copy_of
 
 
 if TYPE_CHECKING:

@@ -43,8 +43,8 @@ from torch._dynamo.utils import counters
 from .ask import as_bytes, is_number
 from .device_bytes import DeviceBytes
 from .saved_report import format_bytes
-from .step_calls import Graph, is_trained, slots_of, State, Step
 from .search import Search
+from .step_calls import Graph, is_trained, slots_of, State, Step
 from .step_recorder import Recorder, running_steps
 from .step_report import GraphUse, Moment, StepSummary, summary_of
 from .step_timeline import dropped_before, Learned, step_program_of, StepTimeline

@@ -25,29 +25,22 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-
 from . import memory_budget
-from .compiled_peak import (
-    calls_nested_regions,
-    CompiledPeaks,
-    fresh_copy,
-    has_guard,
-    nodes_named_as,
-    takes_request,
-)
 from .graph_calls import backward_of, CALL, with_warnings
 from .liveness import CannotPlan
-from .rerun_cost import concrete
+from .menu import Menu, Missing, plan_graph
+from .recompile import calls_nested_regions, fresh_copy, nodes_named_as, takes_request
+from .resized import calls_in, times_larger
 from .saved_report import kept_plan, replace_plan
 from .step_backward import Backward, boxed
-from .menu import calls_in, Menu, Missing, plan_graph, times_larger
 from .step_calls import Budget, Call, Graph, new_number, Step, strided
 from .step_recorder import Event, PLANNED, running_step
 from .storages import body_of
+
+from .symbols import number_for, sizes_in, symbols_in
+from .told import CompiledPeaks, has_guard
 
 
 if TYPE_CHECKING:
@@ -60,8 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = ["for_step", "noted_in_step"]
 
-# Of symbols, an argument, or one of its dimensions.
-_Places = dict[Any, tuple[int, Optional[int]]]
 
 # Calls of a part of a model that are taken to be alive at once before a step shows it.
 _CALLS = 4
@@ -100,7 +91,7 @@ class CompiledGraph:
         self._guarded: set[int] = set()
         self._contexts = TracingContext.try_get(), CompileContext.try_get()
         self._config = config.get_config_copy()
-        self._symbols = _symbols(self._state.flat_args)
+        self._symbols = symbols_in(self._state.flat_args)
         # By how much more calls of some sizes compute, in bytes, than the graph's first one.
         self.scales: dict[tuple[int, ...], float] = {}
         # Of the size that was traced, by that of the graph's first call.
@@ -118,7 +109,7 @@ class CompiledGraph:
 
     def sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
         """What the symbols in the graph are in a call."""
-        return _sizes(args, self._symbols)
+        return sizes_in(args, self._symbols)
 
     def meet(self, sizes: tuple[int, ...]) -> bool:
         """Have the graph's plans hold for calls of these sizes; whether they did not.
@@ -139,7 +130,7 @@ class CompiledGraph:
 
     def number_for(self, sizes: Sequence[int]) -> Callable[[Any], int]:
         """What tells how large a symbolic size is, where the graph's symbols are these."""
-        return _number_for(self._symbols, sizes)
+        return number_for(self._symbols, sizes)
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._first_run
@@ -468,37 +459,6 @@ def _keys(values: Iterable[Any]) -> set[int]:
     return {each.untyped_storage()._cdata for each in strided(values)}
 
 
-def _sizes(args: Sequence[Any], symbols: _Places) -> tuple[int, ...]:
-    """What the symbols are in a call."""
-    places = symbols.values()
-    return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
-
-
-def _number_for(places: _Places, sizes: Sequence[int]) -> Callable[[Any], int]:
-    """What tells how large a size is where symbols are of these sizes."""
-    symbols = dict(zip(places, sizes))
-
-    def number(size: Any) -> int:
-        if isinstance(size, int):
-            return size
-        found = size.node.expr.xreplace(symbols)
-        return int(found) if getattr(found, "is_number", True) else concrete(size)
-
-    return number
-
-
-def _symbols(given: Sequence[Any]) -> _Places:
-    """Where calls have the symbols of sizes."""
-    found: _Places = {}
-    for i, each in enumerate(given):
-        is_tensor = isinstance(each, torch.Tensor)
-        sizes = enumerate(each.shape) if is_tensor else [(None, each)]
-        for at, size in sizes:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                found.setdefault(size.node.expr, (i, at))
-    return found
-
-
 class _Variant(NamedTuple):
     """The request for one of a graph's plans."""
 
@@ -554,7 +514,7 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             return compile_graph(state, capture, *arguments)
         name, device = _traced_name() or get_aot_graph_name(), step.budget.device
         module = capture.graph_module
-        number, places, largest = new_number(), _symbols(state.flat_args), 0
+        number, places, largest = new_number(), symbols_in(state.flat_args), 0
         # Compiling changes the graph. Its tensors are not copied.
         graph = GraphModule(module, copy.deepcopy(module.graph)).graph
         # Its kernels are to be counted in a step that is recorded.
@@ -563,7 +523,7 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.cache
         def peak(sizes: tuple[int, ...]) -> Optional[int]:
-            body = body_of(graph, _number_for(places, sizes), device)
+            body = body_of(graph, number_for(places, sizes), device)
             return None if body is None else body.peak
 
         @functools.wraps(run)
@@ -572,7 +532,7 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             step = running_step()
             if step is None or TracingContext.try_get() is not None:
                 return run(args)
-            sizes = _sizes(args, places)
+            sizes = sizes_in(args, places)
             size = max(largest, math.prod(sizes))
             state = step.begin_alone(number, name, size, peak(sizes))
             if state not in step.passed:

@@ -15,9 +15,10 @@ from .saved_report import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .step_calls import Graph
     from .curve import Choice, Curve, Held
     from .menu import Menu
+
+    from .step_calls import Graph
     from .step_timeline import Bytes
 
 

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from .curve import Held
-from .menu import Missing
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
+    from .menu import Menu, Missing
 
     from .step_calls import Graph, State
-    from .menu import Menu
     from .step_recorder import Event, Recorder
 
 

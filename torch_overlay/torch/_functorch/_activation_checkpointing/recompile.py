@@ -1,0 +1,88 @@
+"""Compile a joint graph that AOTAutograd has captured once more, by another plan."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from dataclasses import is_dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch.fx as fx
+    from torch.fx import Node
+
+__all__ = [
+    "calls_nested_regions",
+    "copy_of",
+    "fresh_copy",
+    "nodes_named_as",
+    "takes_request",
+]
+
+
+def takes_request(partition: Callable[..., Any]) -> bool:
+    """Whether a partitioner splits by what is asked of it, and nothing is yet."""
+    if "request" in getattr(partition, "keywords", {}):
+        return False
+    parameters = inspect.signature(partition).parameters
+    kinds = (parameter.kind for parameter in parameters.values())
+    return "request" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def calls_nested_regions(module: fx.GraphModule) -> bool:
+    """Whether a joint graph has regions that are partitioned before it, by themselves."""
+    call = torch.ops.higher_order.invoke_subgraph
+    return bool(module.graph.find_nodes(op="call_function", target=call))
+
+
+def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
+    """The nodes of a graph with the names of those of another trace of the same.
+
+    Raises RuntimeError where some are missing.
+    """
+    wanted = {node.name for node in nodes}
+    found = [node for node in graph.nodes if node.name in wanted]
+    if len(found) != len(wanted):
+        raise RuntimeError(f"{get_aot_graph_name()} was traced into another graph")
+    return found
+
+
+def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
+    """AOTAutograd's state and captured graph, to be compiled: which writes into both."""
+    state, capture = _own_copy((state, capture), {})
+    capture.graph_module = copy_of(capture.graph_module)
+    return state, capture
+
+
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    with unset_fake_temporarily(), warnings.catch_warnings():
+        # Upstream's copy of a graph makes leaves of tree specs by their deprecated class.
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        # Its constants are real tensors.
+        return copy.deepcopy(module)
+
+
+def _own_copy(value: Any, made: dict[int, Any]) -> Any:
+    """A copy of AOTAutograd's records and of all that is in them, but for tensors."""
+    if id(value) in made:
+        return made[id(value)]
+    kind, found = type(value), value
+    if kind in (list, tuple):
+        found = kind(_own_copy(each, made) for each in value)
+    elif kind is dict:
+        found = {key: _own_copy(each, made) for key, each in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = copy.copy(value)
+        made[id(value)] = found
+        for name, each in vars(value).items():
+            object.__setattr__(found, name, _own_copy(each, made))
+    made[id(value)] = found
+    return found

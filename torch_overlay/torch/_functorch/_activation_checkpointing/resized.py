@@ -1,0 +1,54 @@
+"""A graph that was traced for another size: what it has in common with the first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from .liveness import Program
+
+__all__ = ["calls_in", "times_larger"]
+
+
+def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
+    """What the code of a graph's forward calls, and the storages of what these make.
+
+    By both, graphs are alike that were traced for other sizes: those decide which views
+    and copies there are, and what the backward computes.
+    """
+    functions: list[Any] = []
+    made: dict[Any, int] = {}
+    names: list[str] = []
+    # How many storages each operator has made, since the last call began.
+    count: Counter[Any] = Counter()
+    for each in model.operators:
+        target: Any = each.node.target
+        stack = each.node.meta.get("source_fn_stack", ())
+        computes = each.is_required and target is not torch.ops.aten.clone.default
+        if computes and stack:
+            before, names = names, [name for name, _ in stack]
+            if names != before:
+                functions.append(stack[-1][1])
+        for s in each.writes:
+            place = len(functions), target
+            made[(*place, count[place])] = s
+            count[place] += 1
+    return functions, made
+
+
+def times_larger(model: Program, than: Program) -> float:
+    """How many times the bytes of a graph at another size its forward computes.
+
+    Of what differs: sums of weights, say, are as large for any batch.
+    """
+    ours, theirs = calls_in(model)[1], calls_in(than)[1]
+    own = other = 0
+    for place in ours.keys() & theirs.keys():
+        nbytes, its = model.nbytes[ours[place]], than.nbytes[theirs[place]]
+        if nbytes != its:
+            own, other = own + nbytes, other + its
+    return own / other if own and other else 1.0
