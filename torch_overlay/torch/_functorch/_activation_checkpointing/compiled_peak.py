@@ -193,8 +193,9 @@ class _Compiles:
         """What to compile now, or what was compiled already and is to stay."""
         plan, is_guarded = self.trying
         is_within = self.search.known().within(self.allowed).peak <= self.allowed
-        may_guard = not is_guarded and not is_within and has_guard()
-        if may_guard and menu.holds_more(plan, self.asked.margin):
+        is_first = len(self._guards) == 1 and not is_guarded
+        over = not is_within and menu.holds_more(plan, self.asked.margin)
+        if is_first and over and has_guard():
             return _Try(plan, True)
         following = next(self._plans, None)
         if following is not None:

@@ -22,7 +22,6 @@ from .ties import NOISE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch.fx as fx
     from .decision import Decision
     from .joint import Planner
     from .plans import PlannedPeak
@@ -33,8 +32,8 @@ __all__ = ["with_lower_peak"]
 
 # Peaks that differ by at most this share are about the same.
 _TOLD = 0.01
-# How often upstream's algorithm is asked for less.
-_TRIES = 4
+# Of the largest values that upstream's plan saves, how many may be left out.
+_TRIED = 64
 
 
 def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
@@ -56,12 +55,11 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     chosen, peaks = plans.found[own], [plans.found[each].peak for each in others]
     if plan.budget and chosen.peak > min(peaks):
         search(plans, graph, fastest)
-        within = _as_upstream(graph, plan.budget, allowed)
-        alike = frozenset(model.storages(within))
-        plans.evaluate([alike])
+        plans.evaluate(_with_less(graph, plans, others[-1], allowed))
         for better in _better(plans, chosen, min(peaks)):
             storages = plans.evaluations[better.storages].saved
-            saved = within if better.storages == alike else model.saved_values(storages)
+            is_upstreams = better.storages == others[-1]
+            saved = upstreams if is_upstreams else model.saved_values(storages)
             found = graph.saving(saved, plan.budget, "lower peak")
             if found.activation_bytes <= allowed:
                 chosen, plan = better, replace(found, limits=plan.limits)
@@ -80,17 +78,32 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     return plan
 
 
-def _as_upstream(graph: Planner, budget: float, allowed: int) -> list[fx.Node]:
-    """What upstream's algorithm saves, for a little less where that is too much."""
-    saved = graph.upstreams_choice(budget)
-    for at in range(_TRIES if budget < 1 else 0):
-        over = graph.kept_bytes(saved) - allowed
-        if over <= 0:
-            break
-        # Its solver knows sizes by some thousandths.
-        budget = max(budget - 4**at * graph.limits.size(over), 0)
-        saved = graph.upstreams_choice(budget)
-    return saved
+def _with_less(
+    graph: Planner, plans: Plans, chosen: frozenset[int], allowed: int
+) -> list[frozenset[int]]:
+    """What else to save where a plan keeps too much: all but a few values, or one.
+
+    Those are left out that it costs least to repeat for their bytes.
+    """
+    model = plans.graph
+    base = frozenset(plans.evaluate([chosen])[chosen].saved)
+    over = graph.kept_bytes(model.saved_values({*base})) - allowed
+    if over <= 0:
+        return []
+    largest = sorted(base, key=lambda s: (-model.nbytes[s], s))[:_TRIED]
+    without = plans.evaluate([base - {s} for s in largest])
+    # What must run once is saved all the same.
+    may_go = [s for s in largest if s not in without[base - {s}].saved]
+    least = plans.found[chosen].cost
+    cost = {s: plans.found[base - {s}].cost - least for s in may_go}
+    enough = [s for s in may_go if model.nbytes[s] >= over]
+    found = [base - {min(enough, key=cost.__getitem__)}] if enough else []
+    kept = set(base)
+    for s in sorted(may_go, key=lambda s: (cost[s] / max(model.nbytes[s], 1), s)):
+        if over > 0:
+            kept.discard(s)
+            over -= model.nbytes[s]
+    return [*found, frozenset(kept)]
 
 
 def _better(plans: Plans, plan: PlannedPeak, ceiling: int) -> Iterator[PlannedPeak]:
