@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
 
+from test_ac_memory_budget import gradients_after_a_change
 from test_ac_random_ops import check_gradients, checkpointed, functional, QUICK
 
 import torch
@@ -614,6 +615,23 @@ class PeakBudgetTest(TestCase):
         self.assertEqual(
             found.saved_values, memory_budget.decide(joint, 1).saved_values
         )
+
+    def test_outputs_may_be_changed_in_place(self):
+        """No plan saves one that budget 1 does not, though it is there anyway."""
+
+        def scores(x, key, value):
+            found = (x @ key).sin()
+            return found, found.softmax(-1) @ value
+
+        asked = {"dtype": torch.double, "requires_grad": True}
+        inputs = [torch.randn(48, 48, **asked) for _ in range(3)]
+        wanted = gradients_after_a_change(scores, inputs)
+        for budget in (0, 0.5, 1):
+            torch._dynamo.reset()
+            with configured(budget):
+                compiled = torch.compile(scores, backend=AOT)
+                found = gradients_after_a_change(compiled, inputs)
+            self.assertEqual(found, wanted)
 
     def test_saved_needs_no_more_than_upstream_nor_than_without_a_budget(self):
         """If any plan within the budget does; and then it recomputes no more for that."""
