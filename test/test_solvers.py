@@ -11,6 +11,7 @@ import random
 from fractions import Fraction
 
 import pytest
+import torch
 from benchmarks.solvers import instances as captured
 from benchmarks.tracing import untouched_knapsack
 from hypothesis import given, note, settings
@@ -153,8 +154,9 @@ def test_dp_is_upstreams(net):
         assert found == theirs if runtimes is small else found >= theirs * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("budget", [0.0, 0.1, 0.5, 0.9])
-def test_ties_as_upstreams_table_has_them(budget):
+def test_ties_as_upstreams_table_has_them(budget, dtype):
     """Of plans worth as much, the one whose peak is to be compared is upstream's own."""
     equal = {
         "equal": [0.03, 0.03, 0.02, 0.02, 0.02, 0.01] * 9,
@@ -165,4 +167,9 @@ def test_ties_as_upstreams_table_has_them(budget):
     for memory, runtimes in cases:
         runtimes = runtimes[: len(memory)]
         _, _, recomputed = upstream.dp_knapsack(memory, runtimes, budget)
-        assert ties.upstreams_table(memory, runtimes, budget) == recomputed
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            assert ties.upstreams_table(memory, runtimes, budget) == recomputed
+        finally:
+            torch.set_default_dtype(usual)

@@ -293,6 +293,21 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(tried, [100, 140, 120, 110])
         self.assertEqual(found.known().floor, 121)
 
+    def test_what_was_not_compiled_is_not_kept(self):
+        # By what the other holds less than estimated, the fastest would be within too.
+        plans = [
+            menu.Footprint(peak, peak, peak, cost, frozenset(), frozenset())
+            for peak, cost in ((1000, 0), (900, 10))
+        ]
+        own = menu.Menu(plans, SimpleNamespace(held_by_caller=0), 0, 0, {}, {}, 0)
+        moments = peak_target.PeakBytes(1.0).moments(own)
+        found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05)
+        for plan in found.within(1020, lambda curve: curve.within(1020)):
+            self.assertEqual(plan.only, 1)
+            own.tell(1, menu.Told(890, 890, 890), None)
+        self.assertEqual(found.compiled().within(1020).only, 1)
+        self.assertEqual(found.known().unbudgeted.peak, 990)
+
     def test_a_number_of_bytes(self):
         floor, found, _ = planned(0)
         with self.assertLogs(decision.log, "WARNING") as logs:

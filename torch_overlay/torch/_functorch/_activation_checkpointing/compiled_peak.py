@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompil
 
 from . import planning, saved_report
 from .ask import Ask
+from .curve import allowed_peak
 from .decision import Peak
 from .peak_target import CALLS, PeakBytes
 from .recompile import calls_nested_regions, fresh_copy, nodes_named_as, takes_request
@@ -169,7 +170,8 @@ class _Compiles:
         report: Any = saved_report.kept_plan(metadata)
         if not self.is_last:
             plan, is_guarded = self.trying
-            if menu.tell(plan, told, self.peaks.told_alone):
+            alone = self.peaks.told_alone
+            if menu.tell(plan, told, alone, only_if_less=is_guarded):
                 self._guards[plan] = is_guarded
             self.trying = self._next(menu)
             if self.trying != (plan, is_guarded):
@@ -192,7 +194,7 @@ class _Compiles:
     def _next(self, menu: Menu) -> _Try:
         """What to compile now, or what was compiled already and is to stay."""
         plan, is_guarded = self.trying
-        is_within = self.search.known().within(self.allowed).peak <= self.allowed
+        is_within = self.search.compiled().within(self.allowed).peak <= self.allowed
         is_first = len(self._guards) == 1 and not is_guarded
         over = not is_within and menu.holds_more(plan, self.asked.margin)
         if is_first and over and has_guard():
@@ -207,14 +209,15 @@ class _Compiles:
 
     def _kept(self) -> tuple[int, int, Choice]:
         """What is allowed, the floor, and which of the plans that were compiled stays."""
-        known, allowed = self.search.known(), self.allowed
-        kept = known.within(allowed)
+        compiled, allowed = self.search.compiled(), self.allowed
+        kept = compiled.within(allowed)
         if kept.peak <= allowed:
-            return allowed, min(self.curve.floor, known.floor), kept
+            return allowed, min(self.curve.floor, compiled.floor), kept
         if self.asked.limit is None:
             # The floor of a share is what was reached.
-            allowed = max(allowed, known.allowed(self.asked.budget))
-        return allowed, known.floor, known.within(allowed)
+            reached = compiled.floor, self.search.known().unbudgeted.peak
+            allowed = max(allowed, allowed_peak(self.asked.budget, *reached))
+        return allowed, compiled.floor, compiled.within(allowed)
 
 
 def _like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:

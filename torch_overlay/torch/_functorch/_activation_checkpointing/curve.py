@@ -55,8 +55,8 @@ class Held(NamedTuple):
 
     ``what`` is "kept", of a call that waits for its backward; "forward" or "backward" of
     the one that runs; or "output", which nobody holds any more unless it is saved.  ``of``
-    an output is its index, and of a backward the inputs that it alone holds.  The graph
-    is its number.
+    an output is its index, of a backward the inputs that it alone holds, and of what is
+    kept how many such calls there are, if not one.  The graph is its number.
     """
 
     graph: int

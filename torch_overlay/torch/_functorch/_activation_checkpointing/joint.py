@@ -101,6 +101,12 @@ class Planner:
         """The device whose bytes count."""
         return device_of(self.joint) if self.device is None else self.device
 
+    def of_size(self, number: Callable[[Any], int]) -> Planner:
+        """The same graph at another size; its min cuts do not depend on that."""
+        other = replace(self, number=number)
+        other._cuts.update(self._cuts)
+        return other
+
     @functools.cached_property
     def limits(self) -> Range:
         return Range(self.kept_bytes(self.least()), self.kept_bytes(self.fastest()))
@@ -242,7 +248,7 @@ class Planner:
         with no_dispatch():
             recomputed = upstreams_table(memory, runtimes, budget)
         again = [nodes[i] for i in recomputed if not must_run_once(nodes[i])]
-        return self.cut(ALL_CHEAP, again)[0] if again else self.least()
+        return self.cut(ALL_CHEAP, again)[0] if nodes else self.least()
 
     def upstream(self) -> Decision:
         """The plan that the partitioner would make without the modules here."""
@@ -295,16 +301,17 @@ def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
     The caller may change an output in place where the backward does not read it.
     """
     alone = program.outputs - program.storages(fastest) - program.always_saved
-    repeatable = {
-        s
-        for each, can in zip(program.operators, program.repeatable)
-        if can
-        for s in each.writes
-    }
-    saved_as = [*program.saved_as]
-    for s in alone & repeatable:
-        saved_as[s] = None
-    return replace(program, saved_as=saved_as)
+    for step in program.steps:
+        alone.difference_update(step.operator.reads)
+    # What is made of an output that cannot be repeated is saved instead.
+    lost: set[int] = set()
+    repeatable = []
+    for each, can in zip(program.operators, program.repeatable):
+        repeatable.append(can and lost.isdisjoint(each.reads))
+        if not repeatable[-1]:
+            lost.update(alone.intersection(each.writes))
+    saved_as = [None if s in alone else node for s, node in enumerate(program.saved_as)]
+    return replace(program, saved_as=saved_as, repeatable=repeatable)
 
 
 def candidates(graph: Planner) -> list[Item]:

@@ -167,17 +167,23 @@ class Menu:
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
         return replace(self, plans=plans)
 
-    def tell(self, index: int, told: Told, told_alone: Callable[[Names], Told]) -> bool:
+    def tell(
+        self,
+        index: int,
+        told: Told,
+        told_alone: Callable[[Names], Told],
+        only_if_less: bool = False,
+    ) -> bool:
         """Let it be known what a plan that was compiled keeps and holds.
 
         And the same where the backward alone holds inputs of some names and bytes.
-        Returns whether that is less than what the plan held before, which else stays.
+        Returns whether it is known now: ``only_if_less`` than what was told before.
         """
         plan, beside = self.plans[index], self.model.held_by_caller
+        if only_if_less and index in self.told and max(told[1:]) >= self.most(index):
+            return False
         size = max(plan.backward, 1)
         held = told._replace(backward=told.backward - beside)
-        if index in self.told and max(held[1:]) >= self.most(index):
-            return False
         self.told[index] = tuple(e / size for e in map(operator.sub, held, plan[:3]))
 
         def error(of: frozenset[int]) -> float:
@@ -222,15 +228,16 @@ class Menu:
         return any(error > margin for errors in self.told.values() for error in errors)
 
     def most(self, index: int) -> int:
-        """The peak of a plan in its forward and its backward, as compiled if it was."""
-        _, forward, backward, *_ = self.corrected().plans[index]
-        return max(forward, backward)
+        """The peak of a plan by itself, as compiled if it was."""
+        return self._peak(self.corrected().plans[index])
 
     def holds_more(self, index: int, margin: float) -> bool:
         """Whether what was compiled by a plan holds more than it may."""
-        plan = self.plans[index]
-        most = max(plan.forward, plan.backward) * (1 + margin)
+        most = self._peak(self.plans[index]) * (1 + margin)
         return index in self.told and self.most(index) > most
+
+    def _peak(self, plan: Footprint) -> int:
+        return max(plan.forward, plan.backward + self.model.held_by_caller)
 
     def saved_values(self, index: int) -> list[fx.Node]:
         """The nodes that a plan saves."""
@@ -267,7 +274,8 @@ class Menu:
                 error = self.told_alone[near](of)
                 found[index] = max(found[index] + round(error * size), 0)
             return found
-        return [getattr(plan, what) for plan in self.plans]
+        times = of if what == "kept" and of else 1
+        return [times * getattr(plan, what) for plan in self.plans]
 
     def _backwards(self, plans: Sequence[Footprint], of: frozenset[int]) -> list[int]:
         """What the backwards of some plans hold where they alone hold these inputs."""

@@ -73,7 +73,7 @@ class PeakBytes:
 
     def moments(self, menu: Menu) -> Moments:
         """Those of a step of one call, beside others that wait for their backward."""
-        waiting = [Held(0, 0, "kept", other) for other in range(1, self.calls)]
+        waiting = [Held(0, 0, "kept", self.calls - 1)] if self.calls > 1 else []
         return {
             frozenset([*waiting, Held(0, 0, "forward")]): 0,
             frozenset([*waiting, Held(0, 0, "backward")]): menu.model.held_by_caller,

@@ -46,17 +46,25 @@ class Search:
         self._menus, self._calls, self._moments = menus, calls, moments
         self._margin = margin
         self._curves: dict[Any, Curve] = {}
-        # For each graph, what was proposed, as some do not tell what they hold.
+        # What was proposed for each graph: some do not tell what they hold.
         self._tried: dict[int, set[int]] = {n: set() for n in calls}
         self._tries_left = TRIES
 
+    def compiled(self) -> Curve:
+        """The plans that were compiled, and all of the graphs that do not tell."""
+        return self._settled(())
+
     def known(self) -> Curve:
-        """The plans that were compiled, and the fastest ones."""
+        """The same, and the fastest plans, by what was told of others."""
+        return self._settled((0,))
 
-        def known(menu: Menu) -> Menu:
-            return menu.corrected().only({0, *menu.told}) if menu.told else menu
+    def _settled(self, others: tuple[int, ...]) -> Curve:
+        def settled(menu: Menu) -> Menu:
+            if not menu.told:
+                return menu
+            return menu.corrected().only({*others, *menu.told})
 
-        return self._curve(known)
+        return self._curve(settled, self._untold_margin)
 
     def allowed(self, share: float) -> Iterator[Choice]:
         """The plans to compile so that both ends are `known` which a share is between."""
@@ -79,8 +87,8 @@ class Search:
         # No plan is to hold more than there is without a budget.
         fastest = self._curve(lambda menu: menu).unbudgeted
         while self._tries_left > leaving:
-            plan, known = choose(self._believed()), choose(self.known())
-            is_above = self._is_told and known.peak > fastest.peak
+            plan, told = choose(self._believed()), self._told()
+            is_above = any(told) and choose(self.compiled()).peak > fastest.peak
             is_last = self._tries_left == leaving + 1
             new = self._new(fastest if is_above and is_last else plan)
             if not new and plan.peak > peak and self._errs():
@@ -92,26 +100,30 @@ class Search:
             if not new:
                 break
             yield from new
-            self._tries_left -= 1
-            known = choose(self.known())
-            if known.peak <= peak and known.cost <= plan.cost:
+            # What was compiled before costs nothing.
+            self._tries_left -= told != self._told()
+            kept = choose(self.compiled())
+            if kept.peak <= peak and kept.cost <= plan.cost:
                 break
 
     def _new(self, plan: Choice) -> list[Choice]:
-        """The plan, if some of it was not compiled yet."""
+        """The plan, if some of it was not proposed yet."""
         is_new = False
-        for number, menu in self._menus().items():
-            tried, chosen = self._tried[number], {*plan.choices[number]}
-            is_new |= not chosen <= tried.union(menu.told)
-            tried |= chosen
+        for number, plans in plan.choices.items():
+            is_new |= not self._tried[number].issuperset(plans)
+            self._tried[number].update(plans)
         return [plan] * is_new
 
+    def _told(self) -> list[dict[int, Any]]:
+        return [dict(menu.told) for menu in self._menus().values()]
+
     @property
-    def _is_told(self) -> bool:
-        return any(menu.told for menu in self._menus().values())
+    def _untold_margin(self) -> float:
+        """By which share a plan may hold more, as long as no compile has told."""
+        return 0.0 if any(self._told()) else self._margin
 
     def _believed(self) -> Curve:
-        return self._curve(Menu.corrected, 0.0 if self._is_told else self._margin)
+        return self._curve(Menu.corrected, self._untold_margin)
 
     def _errs(self) -> bool:
         """Whether compiles have told more than was estimated."""

@@ -483,7 +483,11 @@ class StepBudget:
         # Unless they have grown by the next step, plans are for what they are.
         self._is_new = any(factor > _GROWN for factor in growth.values())
         rest = {held: nbytes.total for held, nbytes in moments.items()}
-        margin = max((g.largest.ask.peak_margin for g in graphs.values()), default=0.0)
+        margins = (
+            graph.largest.ask.peak_margin
+            for graph in graphs.values()
+            if graph.plans.model.is_fused
+        )
 
         def menus() -> dict[int, Menu]:
             return {
@@ -491,13 +495,12 @@ class StepBudget:
                 for n, graph in graphs.items()
             }
 
-        search = Search(menus, learned.calls, rest, margin)
+        search = Search(menus, learned.calls, rest, max(margins, default=0.0))
         # It stays, whatever compiles tell from here on.
         allowed = self._allowed(search, graphs, given)
         wanted = allowed - self._missed
         self._compile(graphs, search.within(wanted, lambda curve: curve.within(wanted)))
-        curve = search.known()
-        plan = curve.within(wanted)
+        plan, curve = search.compiled().within(wanted), search.known()
         self._compile(graphs, [plan])
         beyond = given if self.device_bytes is not None else 0
         if plan.peak > allowed:
@@ -539,8 +542,8 @@ class StepBudget:
 
     def _allowed(self, search: Search, graphs: Mapping[int, Graph], given: int) -> int:
         if self.share is not None:
-            tell = {n: graph for n, graph in graphs.items() if graph.plans.told}
-            self._compile(tell, search.allowed(self.share) if tell else ())
+            tell = any(graph.plans.told for graph in graphs.values())
+            self._compile(graphs, search.allowed(self.share) if tell else ())
             return search.known().allowed(self.share)
         if self.peak_bytes is not None:
             return self.peak_bytes

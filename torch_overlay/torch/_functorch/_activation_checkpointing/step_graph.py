@@ -119,7 +119,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = replace(self._joint, number=self.number_for(sizes))
+        joint = self._joint.of_size(self.number_for(sizes))
         plans = self.plans.sized(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
@@ -308,7 +308,8 @@ class CompiledGraph:
             )
             if compiled.told is not None:
                 index = self._first if plan is None else plan
-                self.plans.tell(index, compiled.told, compiled.told_alone)
+                told = compiled.told, compiled.told_alone
+                self.plans.tell(index, *told, only_if_less=is_guarded)
             return result
 
         run, metadata = self._compile_graph(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch.utils._mode_utils import no_dispatch
@@ -47,9 +47,10 @@ def upstreams_table(
     quanta = 10_000
     sizes = [round(share * quanta) for share in memory]
     room = round(budget * quanta)
-    best = torch.zeros(room + 1, device="cpu")
+    options: Any = {"dtype": torch.float32, "device": "cpu"}
+    best = torch.zeros(room + 1, **options)
     improved = []
-    for size, runtime in zip(sizes, torch.tensor(runtimes, device="cpu")):
+    for size, runtime in zip(sizes, torch.tensor(runtimes, **options)):
         before, best = best, best.clone()
         with_it = before[: max(room + 1 - size, 0)] + runtime
         torch.maximum(before[size:], with_it, out=best[size:])
