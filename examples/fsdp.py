@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from plain_loop import Block
 from torch import multiprocessing, nn
-from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._functorch.memory_planner import StepBudget
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

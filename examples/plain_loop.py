@@ -5,7 +5,7 @@ scripts/run_patched.sh python examples/plain_loop.py
 
 import torch
 from torch import nn
-from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._functorch.memory_planner import StepBudget
 
 
 class Block(nn.Module):

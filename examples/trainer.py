@@ -7,7 +7,7 @@ import tempfile
 from typing import Any
 
 import torch
-from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._functorch.memory_planner import StepBudget
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,

@@ -76,8 +76,7 @@ def trained(loop: str) -> list[float]:
     torch._dynamo.reset()
     names = names_of_a_loop()
     # The first lines may be another block's of the page.
-    step_budget = "torch._functorch._activation_checkpointing.step_budget"
-    exec(f"from {step_budget} import StepBudget", names)  # noqa: S102
+    exec("from torch._functorch.memory_planner import StepBudget", names)  # noqa: S102
     with config.patch(enable_autograd_cache=False):
         exec(loop, names)  # noqa: S102
     assert all(parameter.grad is None for parameter in names["model"].parameters())
@@ -96,7 +95,7 @@ for batch in data:
 
 def test_there_are_loops() -> None:
     files = {name.partition("-")[0] for name in loops()}
-    assert {"README.md", "step.md", "rfc.md", "step_budget.py"} <= files
+    assert {"README.md", "step.md", "rfc.md", "budget.py"} <= files
 
 
 @pytest.mark.parametrize("name", loops())

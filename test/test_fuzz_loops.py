@@ -16,7 +16,7 @@ from benchmarks.drawn_loops import (
     read,
     Turn,
 )
-from torch._functorch._activation_checkpointing import step_budget
+from torch._functorch.memory_planner.step import budget as step_budget
 
 
 CORPUS = json.loads((Path(__file__).parent / "corpus/loops.json").read_text())

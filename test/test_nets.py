@@ -44,14 +44,14 @@ def test_model_of_a_library_trains_within_budgets(alone):
     room = fastest.saved_bytes - least.saved_bytes
     assert some.saved_bytes <= least.saved_bytes + 0.3 * room
     low = whole(0.3, "peak")
-    allowed = overlay("saved_report").last_plan().peak.allowed
+    allowed = overlay("memory_planner").last_plan().peak.allowed
     assert low.own_peak <= 1.005 * allowed < fastest.own_peak
     for step in (least, some, low):
         assert all(map(torch.equal, step.gradients, fastest.gradients))
 
     plain = Training(net, blocks=operators).warmed(3).measured()
     training = Training(net, blocks=operators)
-    training.within = overlay("step_budget").StepBudget(share=0.3)
+    training.within = overlay("memory_planner").StepBudget(share=0.3)
     step = training.warmed(3).measured()
     assert step.own_peak <= 1.005 * training.within.plan.allowed < plain.own_peak
     assert all(map(torch.equal, step.gradients, plain.gradients))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmarks import operators, opinfo
 from benchmarks.opinfo import Plan, Sweep
-from torch._functorch._activation_checkpointing import joint
+from torch._functorch.memory_planner.graph import joint
 
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -19,8 +19,7 @@ from benchmarks.meters import CountedStorages
 from hypothesis import example, given, HealthCheck, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._functorch._activation_checkpointing.saved_report import last_plan
-from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._functorch.memory_planner import last_plan, StepBudget
 from torch.utils.checkpoint import checkpoint
 
 

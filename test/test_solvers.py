@@ -18,7 +18,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack as ours
 from torch._functorch._activation_checkpointing import knapsack_exact as exact
-from torch._functorch._activation_checkpointing import ties
+from torch._functorch.memory_planner.solve import ties
 
 
 upstream = untouched_knapsack()

@@ -253,7 +253,7 @@ def told(error: Exception) -> str:
 
 
 def budget_for(loop: Loop, plain: Sequence[Row]) -> Any:
-    make = overlay("step_budget").StepBudget
+    make = overlay("memory_planner").StepBudget
     if loop.share is not None:
         return make(share=loop.share)
     most = max((row["peak"] for row in plain[SETTLED:]), default=0)

@@ -68,7 +68,7 @@ def measure(task: fresh.Task) -> Row:
                 "upstream_peak": their_peak,
             }
         )
-    once = overlay("random_ops").must_run_once
+    once = overlay("_activation_checkpointing.random_ops").must_run_once
     return {
         "set": "second" if task["net"] in HELD_OUT else "project",
         "draws": any(map(once, joint.graph.graph.nodes)),
@@ -140,7 +140,7 @@ def sizes(values: Iterable[Any]) -> dict[int, int]:
 
 
 def counted(module: torch.fx.GraphModule) -> int:
-    flops = overlay("rerun_cost").flops
+    flops = overlay("memory_planner.graph.rerun_cost").flops
     return sum(flops(n) for n in module.graph.nodes if n.op == "call_function")
 
 

@@ -169,7 +169,7 @@ def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
         mock.patch.object(partitioners, "decide", decide),
         budget,
     ):
-        step = overlay("step_recorder").running_step()
+        step = overlay("memory_planner.step.recorder").running_step()
         is_recorded = step is not None and step.recorder is not None
         with CountedStorages(there) as counted:
             yield row
@@ -182,7 +182,7 @@ def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
 
 
 def budget_of(share: float) -> Any:
-    return overlay("step_budget").StepBudget(share=share)
+    return overlay("memory_planner").StepBudget(share=share)
 
 
 def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:

@@ -222,7 +222,7 @@ class Compiled:
             mock.patch.object(partitioners, "decide", note),
             budgeted(plan.budget, plan.target),
         ):
-            fresh_copy = overlay("recompile").fresh_copy
+            fresh_copy = overlay("memory_planner.compile.recompile").fresh_copy
             found = COMPILE(*fresh_copy(state, capture), *compilers)
         self.warned[plan] += warned
         return found

@@ -250,9 +250,9 @@ class Plans:
 
         And what it holds and takes ``with_all`` of them.
         """
-        with mock.patch.object(overlay("search"), "TRIES", 1):
+        with mock.patch.object(overlay("memory_planner.compile.search"), "TRIES", 1):
             fused = self.by_peak(budget)
-            with inductor_config.patch(overlay("told").GUARD):
+            with inductor_config.patch(overlay("memory_planner.compile.told").GUARD):
                 row = self.by_peak(budget)
         with_all = {entry: fused[entry] for entry in ("peak", "seconds", "flops")}
         return {**row, "with_all": with_all}
@@ -293,7 +293,7 @@ class Plans:
             # There is no GPU that could count, whatever torch is made to say.
             nothing = mock.Mock(return_value=None)
             with mock.patch.object(torch.accelerator, "current_accelerator", nothing):
-                budget = overlay("step_budget").StepBudget(**each)
+                budget = overlay("memory_planner").StepBudget(**each)
             training.within = budget
             if self.fake:
                 # Storages of fakes are no device's.
@@ -307,7 +307,7 @@ class Plans:
 
 def bound() -> Row:
     """What the report of the last plan says of its peak; one of budget 1 has none."""
-    peak = getattr(overlay("saved_report").last_plan(), "peak", None)
+    peak = getattr(overlay("memory_planner").last_plan(), "peak", None)
     entries = ("allowed", "predicted", "floor") if peak is not None else ()
     return {entry: getattr(peak, entry) for entry in entries}
 
@@ -318,7 +318,7 @@ def warnings_noted() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch._functorch._activation_checkpointing")
+    logger = logging.getLogger("torch._functorch.memory_planner")
     logger.addHandler(handler)
     try:
         yield found
@@ -330,7 +330,7 @@ def warnings_noted() -> Iterator[list[str]]:
 def curve_noted() -> Iterator[Row]:
     """Notes the peaks and costs of the plans that are found meanwhile."""
     row: Row = {}
-    request = overlay("peak_target").PeakBytes
+    request = overlay("memory_planner.peak.target").PeakBytes
     curve = request.curve
 
     @functools.wraps(curve)
@@ -351,7 +351,9 @@ def lower_bound(program: Any) -> int:
     that keeps nothing.
     """
     nothing = [0] * len(program.nbytes)
-    timeline = overlay("live_bytes").LiveBytes(program, nothing, is_forward=False)
+    timeline = overlay("memory_planner.graph.live_bytes").LiveBytes(
+        program, nothing, is_forward=False
+    )
     for step in reversed(program.steps):
         each = step.operator
         made = {s for s in each.reads if program.producer[s] >= 0}

@@ -117,7 +117,7 @@ def counts() -> Iterator[Mark]:
     cases = list(itertools.product(instances(), BUDGETS))
     for net, budget in cases:
         capacity = net.capacity(budget)
-        solution = overlay("knapsack_exact").solve_knapsack(
+        solution = overlay("_activation_checkpointing.knapsack_exact").solve_knapsack(
             net.sizes, net.runtimes, capacity
         )
         value = sum(net.runtimes[i] for i in solution.saved)
@@ -145,7 +145,7 @@ def times() -> Iterator[Mark]:
     slowest = f"{1 / worst:.1f}x ({where})"
     yield Mark("dp / exact, worst case", slowest, "1.0x", worst <= 1, False)
 
-    solve = overlay("knapsack_exact").solve_knapsack_budgets
+    solve = overlay("_activation_checkpointing.knapsack_exact").solve_knapsack_budgets
     grid = [percent / 100 for percent in range(1, 100)]
     parts = []
     for net in instances():

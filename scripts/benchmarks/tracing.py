@@ -36,8 +36,7 @@ from upkeep.checkout import installed_wheel, is_altered
 
 def overlay(module: str) -> Any:
     """A module of the patched checkout's; the untouched wheel has none."""
-    package = "torch._functorch._activation_checkpointing"
-    return importlib.import_module(f"{package}.{module}")
+    return importlib.import_module(f"torch._functorch.{module}")
 
 
 def untouched(path: str, name: str) -> ModuleType:

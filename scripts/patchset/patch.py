@@ -27,7 +27,13 @@ RELEASES = tuple(KNOWN)
 
 
 def module_path(name: str) -> str:
+    """A module beside upstream's knapsacks."""
     return f"torch/_functorch/_activation_checkpointing/{name}.py"
+
+
+def planner_path(name: str) -> str:
+    """A module of the planner's own package."""
+    return f"torch/_functorch/memory_planner/{name}.py"
 
 
 PARTITIONERS = "torch/_functorch/partitioners.py"

@@ -261,6 +261,8 @@ def _forget(target: Target, journal: Journal) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     for folder in reversed(journal.folders):
         place = target.root / folder
+        # What importing the files has left there.
+        shutil.rmtree(place / "__pycache__", ignore_errors=True)
         if place.is_dir() and not any(place.iterdir()):
             place.rmdir()
     os.replace(target.state, gone)

@@ -49,7 +49,7 @@ fconfig.activation_memory_peak_bytes = {}
 model = torch.compile(model)
 """
 BLOCKS = """\
-from torch._functorch._activation_checkpointing.step_budget import StepBudget
+from torch._functorch.memory_planner import StepBudget
 
 for block in blocks:
     block.compile()
@@ -117,7 +117,7 @@ def steps_of(task: fresh.Task, of: type[plans.Plans] = plans.Plans) -> list[Row]
 
 
 def format_bytes(nbytes: int) -> str:
-    text: str = overlay("saved_report").format_bytes(nbytes)
+    text: str = overlay("memory_planner.report.saved_values").format_bytes(nbytes)
     return text
 
 

@@ -1,4 +1,4 @@
-from ..patch import edits, GRAPH_COMPILE, module_path, Patch
+from ..patch import edits, GRAPH_COMPILE, Patch, planner_path
 
 
 PATCH = Patch(
@@ -15,10 +15,11 @@ anything has run. After four compiles the lowest is kept, with a warning.
 """,
     test="test/inductor/test_compiled_peak.py",
     sources=(
-        module_path("compiled_peak"),
-        module_path("recompile"),
-        module_path("search"),
-        module_path("told"),
+        planner_path("compile/__init__"),
+        planner_path("compile/compiled_peak"),
+        planner_path("compile/recompile"),
+        planner_path("compile/search"),
+        planner_path("compile/told"),
         "torch/_inductor/wrapper_memory.py",
     ),
     needs=("peak-budget", "buffer-reuse"),
@@ -35,8 +36,8 @@ anything has run. After four compiles the lowest is kept, with a warning.
 +        self.memory = wrapper_memory(graph, getattr(self, "source_code", ""))
          self.runnable_graph_str = runnable_graph_str
 @@ torch/_functorch/_aot_autograd/graph_compile.py
- from .. import config
-+from .._activation_checkpointing.compiled_peak import within_peak
++from ..memory_planner.compile.compiled_peak import within_peak
+ from .aot_autograd_result import GenericAOTAutogradResult, serialize_graph_module
 @@ torch/_functorch/_aot_autograd/graph_compile.py
 +@within_peak
  def aot_stage2_autograd(

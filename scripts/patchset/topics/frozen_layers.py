@@ -24,8 +24,8 @@ outputs depend on the values of which argument.
 +
  # By default, the partitioner is purely trying to optimize for runtime (although
 @@ torch/_functorch/_aot_autograd/graph_compile.py
+ from .. import config
 +from .._activation_checkpointing.frozen_layers import without_unread_arguments
- from .aot_autograd_result import GenericAOTAutogradResult, serialize_graph_module
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile
          inference_compiler = fw_compiler
 +    partition_fn = without_unread_arguments(partition_fn)

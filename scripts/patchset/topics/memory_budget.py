@@ -1,4 +1,4 @@
-from ..patch import edits, module_path, PARTITIONERS, Patch
+from ..patch import edits, PARTITIONERS, Patch, planner_path
 
 
 PATCH = Patch(
@@ -10,7 +10,7 @@ as the min cut after the knapsack saves other values than the solver chose. A bu
 NaN is accepted, a custom solver's answer is not checked, and operators without a FLOP
 formula are recomputed first, however long they take.
 
-planning.decide takes a request and returns a decision: what to save, what decided it,
+memory_planner.decide takes a request and returns a decision: what to save, what decided it,
 the range, the knapsack and the bytes kept. A model of the graph's storages tells what
 each plan keeps and recomputes; if the cut's is over the budget, or recomputes more,
 only the solver's items are saved. Options are checked before the first cut.
@@ -19,19 +19,23 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_memory_budget.py",
     sources=(
-        module_path("ask"),
-        module_path("planning"),
-        module_path("decision"),
-        module_path("joint"),
-        module_path("memory_budget"),
-        module_path("budget_curve"),
-        module_path("budget_solver"),
-        module_path("live_bytes"),
-        module_path("liveness"),
-        module_path("reading"),
-        module_path("rerun_cost"),
-        module_path("storages"),
-        module_path("ties"),
+        planner_path("__init__"),
+        planner_path("ask"),
+        planner_path("decide"),
+        planner_path("decision"),
+        planner_path("graph/__init__"),
+        planner_path("graph/joint"),
+        planner_path("graph/live_bytes"),
+        planner_path("graph/liveness"),
+        planner_path("graph/reading"),
+        planner_path("graph/rerun_cost"),
+        planner_path("graph/storages"),
+        planner_path("saved/__init__"),
+        planner_path("saved/budget_curve"),
+        planner_path("saved/target"),
+        planner_path("solve/__init__"),
+        planner_path("solve/solver"),
+        planner_path("solve/ties"),
     ),
     edits=edits("""\
 @@ torch/_functorch/config.py
@@ -39,7 +43,7 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
 +# It bounds the bytes that the forward leaves alive for the backward (whole storages,
 +# without parameters and inputs) by low + budget * (high - low), where low and high are
 +# what budgets 0 and 1 keep: see
-+# torch/_functorch/_activation_checkpointing/memory_budget.py.
++# torch/_functorch/memory_planner/saved/target.py.
 @@ torch/_functorch/config.py
 +# "roofline": FLOP or the bytes moved, whichever takes longer
  # "testing": Returns 1 for everything
@@ -47,12 +51,11 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
      1) The __call__() method contains the implementation of the knapsack solver.
 +    A parameter named ``runtimes``, if there is one, gets the cost of recomputing each
 +    item. The lists returned have to name every item once; see
-+    torch/_functorch/_activation_checkpointing/memory_budget.py.
++    torch/_functorch/memory_planner/saved/target.py.
 @@ torch/_functorch/partitioners.py
-     create_structured_trace_for_min_cut_info,
- )
-+from torch._functorch._activation_checkpointing.planning import decide, Request
-+from torch._functorch._activation_checkpointing.rerun_cost import is_costly
+ from torch._functorch._aot_autograd.utils import is_with_effects
++from torch._functorch.memory_planner.decide import decide, Request
++from torch._functorch.memory_planner.graph.rerun_cost import is_costly
 @@ torch/_functorch/partitioners.py should_ban_recomputation
 -            if op_types.is_compute_intensive(node):
 +            if op_types.is_compute_intensive(node) or is_costly(node):

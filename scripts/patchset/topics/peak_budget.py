@@ -1,4 +1,4 @@
-from ..patch import edits, module_path, Patch
+from ..patch import edits, Patch, planner_path
 
 
 PATCH = Patch(
@@ -21,16 +21,17 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",
     sources=(
-        module_path("chains"),
-        module_path("curve"),
-        module_path("ends"),
-        module_path("fused_peak"),
-        module_path("lower_peak"),
-        module_path("menu"),
-        module_path("peak_budget"),
-        module_path("peak_target"),
-        module_path("plans"),
-        module_path("resized"),
+        planner_path("graph/ends"),
+        planner_path("graph/kernels"),
+        planner_path("graph/resized"),
+        planner_path("peak/__init__"),
+        planner_path("peak/chains"),
+        planner_path("peak/curve"),
+        planner_path("peak/lower_peak"),
+        planner_path("peak/menu"),
+        planner_path("peak/plan_search"),
+        planner_path("peak/plans"),
+        planner_path("peak/target"),
     ),
     needs=("saved-report",),
     edits=edits("""\

@@ -1,4 +1,4 @@
-from ..patch import edits, module_path, PARTITIONERS, Patch
+from ..patch import edits, module_path, PARTITIONERS, Patch, planner_path
 
 
 PATCH = Patch(
@@ -14,37 +14,42 @@ trace have the same as data. They go into the compile cache with the graph.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_saved_report.py",
-    sources=(module_path("saved_report"),),
+    sources=(
+        planner_path("report/__init__"),
+        planner_path("report/saved_values"),
+        # Where scripts imported from before there was a package.
+        module_path("saved_report"),
+    ),
     edits=edits("""\
 @@ torch/_functorch/partitioners.py min_cut_rematerialization_partition
-+    from ._activation_checkpointing import saved_report
++    from .memory_planner.report.saved_values import attach_plan
 +
-+    saved_report.attach_plan(decision, fw_module, bw_module, num_fwd_outputs)
++    attach_plan(decision, fw_module, bw_module, num_fwd_outputs)
 +
      if AOT_PARTITIONER_DEBUG:
          # Calculate sorted sizes of saved values
 @@ torch/_functorch/_aot_autograd/graph_compile.py _aot_stage2a_partition until 2.11
              fw_metadata.num_symints_saved_for_bw = num_symints_saved_for_bw
-+            from torch._functorch._activation_checkpointing import saved_report
++            from ..memory_planner.report.saved_values import keep_plan
 +
-+            saved_report.keep_plan(fw_module, fw_metadata)
++            keep_plan(fw_module, fw_metadata)
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load until 2.11
                      log.info("AOTAutograd cache hit for key %s", cache_key)
-+                    from torch._functorch._activation_checkpointing import saved_report
++                    from ..memory_planner.report.saved_values import recall_plan
 +
-+                    saved_report.recall_plan(entry.runtime_metadata)
++                    recall_plan(entry.runtime_metadata)
 @@ torch/_functorch/_aot_autograd/graph_compile.py _categorize_saved_tensors_for_backward since 2.12
      fw_metadata.num_symints_saved_for_bw = num_symints_saved_for_bw
-+    from torch._functorch._activation_checkpointing import saved_report
++    from ..memory_planner.report.saved_values import keep_plan
 +
-+    saved_report.keep_plan(fw_module, fw_metadata)
++    keep_plan(fw_module, fw_metadata)
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load since 2.12
                  log.info("AOTAutograd cache hit for key %s", cache_key)
-+                from torch._functorch._activation_checkpointing import saved_report
++                from ..memory_planner.report.saved_values import recall_plan
 +
-+                saved_report.recall_plan(entry.runtime_metadata)
++                recall_plan(entry.runtime_metadata)
 """),
-    landed=((PARTITIONERS, "saved_report.attach_plan("),),
+    landed=((PARTITIONERS, "    attach_plan("),),
     risks="""\
 Every partitioned graph leaves a record of names and numbers, of the last few graphs
 only; no tensor or graph is kept alive. Plans do not change.

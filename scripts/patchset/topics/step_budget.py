@@ -1,4 +1,4 @@
-from ..patch import edits, GRAPH_COMPILE, module_path, Patch
+from ..patch import edits, GRAPH_COMPILE, module_path, Patch, planner_path
 
 
 PATCH = Patch(
@@ -16,48 +16,50 @@ partitioned and compiled again from their joint graphs.
 """,
     test="test/functorch/test_ac_step_budget.py",
     sources=(
-        module_path("device_bytes"),
-        module_path("step_backward"),
+        planner_path("graph/symbols"),
+        planner_path("graph/workspaces"),
+        planner_path("report/step_summary"),
+        planner_path("step/__init__"),
+        planner_path("step/backward"),
+        planner_path("step/budget"),
+        planner_path("step/calls"),
+        planner_path("step/device_bytes"),
+        planner_path("step/graph"),
+        planner_path("step/graph_calls"),
+        planner_path("step/recorder"),
+        planner_path("step/timeline"),
+        # Where scripts imported from before there was a package.
         module_path("step_budget"),
-        module_path("step_calls"),
-        module_path("step_graph"),
         module_path("step_recorder"),
-        module_path("step_report"),
-        module_path("step_timeline"),
-        module_path("symbols"),
-        module_path("workspaces"),
-        module_path("graph_calls"),
         "test/functorch/test_ac_step_loops.py",
     ),
     needs=("compiled-peak", "frozen-layers"),
     edits=edits("""\
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
 -        return aot_stage2_autograd(
-+        from .._activation_checkpointing.step_graph import for_step
++        from ..memory_planner.step.graph import for_step
 +
 +        return for_step(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
 -        return aot_stage2_inference(
-+        from .._activation_checkpointing.step_graph import noted_in_step
++        from ..memory_planner.step.graph import noted_in_step
 +
 +        return noted_in_step(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_autograd(
-+            from .._activation_checkpointing.step_graph import for_step
++            from ..memory_planner.step.graph import for_step
 +
 +            return for_step(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_inference(
-+            from .._activation_checkpointing.step_graph import noted_in_step
++            from ..memory_planner.step.graph import noted_in_step
 +
 +            return noted_in_step(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load
                  compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
-+                from torch._functorch._activation_checkpointing import graph_calls
++                from ..memory_planner.step.graph_calls import with_warnings
 +
-+                compiled_fn = graph_calls.with_warnings(
-+                    compiled_fn, args, entry.runtime_metadata
-+                )
++                compiled_fn = with_warnings(compiled_fn, args, entry.runtime_metadata)
 """),
     since=(2, 13),
     landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),

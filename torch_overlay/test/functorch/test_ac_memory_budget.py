@@ -16,28 +16,24 @@ from test_ac_random_ops import functional, tick
 
 import torch
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import (
-    budget_curve,
-    budget_solver,
-    joint as joint_graph,
-    memory_budget,
-    planning,
-    ties,
-)
-from torch._functorch._activation_checkpointing.ask import Ask
-from torch._functorch._activation_checkpointing.budget_solver import WrongAnswer
-from torch._functorch._activation_checkpointing.decision import Range
-from torch._functorch._activation_checkpointing.joint import Item, Planner
 from torch._functorch._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 from torch._functorch._activation_checkpointing.random_ops import must_run_once
-from torch._functorch._activation_checkpointing.reading import read
-from torch._functorch._activation_checkpointing.rerun_cost import (
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.memory_planner import decide as planning
+from torch._functorch.memory_planner.ask import Ask
+from torch._functorch.memory_planner.decision import Range
+from torch._functorch.memory_planner.graph import joint as joint_graph
+from torch._functorch.memory_planner.graph.joint import Item, Planner
+from torch._functorch.memory_planner.graph.reading import read
+from torch._functorch.memory_planner.graph.rerun_cost import (
     FLOP_PER_BYTE,
     flops,
     is_costly,
     rerun_cost,
 )
-from torch._functorch.aot_autograd import aot_function
+from torch._functorch.memory_planner.saved import budget_curve, target as memory_budget
+from torch._functorch.memory_planner.solve import solver as budget_solver, ties
+from torch._functorch.memory_planner.solve.solver import WrongAnswer
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import (
     CustomKnapsackSolver,

@@ -26,14 +26,11 @@ import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import (
-    memory_budget,
-    planning,
-    saved_report,
-)
-from torch._functorch._activation_checkpointing.joint import Planner
-from torch._functorch._activation_checkpointing.saved_report import last_plan, plans
 from torch._functorch.compilers import nop
+from torch._functorch.memory_planner import decide as planning, last_plan, plans
+from torch._functorch.memory_planner.graph.joint import Planner
+from torch._functorch.memory_planner.report import saved_values as saved_report
+from torch._functorch.memory_planner.saved import target as memory_budget
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
@@ -613,7 +610,7 @@ class PeakBudgetTest(TestCase):
         # With room for it, kernels get the plan of budget 1 as it is.
         found = self.plan(joint, 0, fused=True, peak_bytes=2 * fastest)
         self.assertEqual(
-            found.saved_values, memory_budget.decide(joint, 1).saved_values
+            found.saved_values, memory_budget.plan_within(joint, 1).saved_values
         )
 
     @parametrize("is_random", [False, True])

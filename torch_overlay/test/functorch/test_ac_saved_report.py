@@ -15,8 +15,8 @@ from torch import nn
 from torch._dynamo.backends import debugging
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import saved_report
-from torch._functorch._activation_checkpointing.saved_report import (
+from torch._functorch.memory_planner.report import saved_values as saved_report
+from torch._functorch.memory_planner.report.saved_values import (
     last_plan,
     plans,
     print_saved_values,

@@ -32,17 +32,11 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch._activation_checkpointing import (
-    graph_calls,
-    saved_report,
-    step_budget,
-)
-from torch._functorch._activation_checkpointing.step_budget import (
-    StepBudget,
-    StepBudgetError,
-)
-from torch._functorch._activation_checkpointing.step_recorder import running_step
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.memory_planner.report import saved_values as saved_report
+from torch._functorch.memory_planner.step import budget as step_budget, graph_calls
+from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
+from torch._functorch.memory_planner.step.recorder import running_step
 from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
 from torch._inductor.utils import fresh_cache
@@ -59,7 +53,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 AOT = "aot_eager_decomp_partition"
-PLACE = "torch._functorch._activation_checkpointing"
+PLACE = "torch._functorch.memory_planner"
 WIDTH, BATCH = 64, 256
 HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
@@ -721,7 +715,7 @@ class StepBudgetTest(TestCase):
 
         with self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, batch(), train=last, count=4)
-        with self.assertLogs(f"{PLACE}.step_budget", "WARNING"):
+        with self.assertLogs(f"{PLACE}.step.budget", "WARNING"):
             other = earlier if how == "earlier" else many
             steps(budget, model, batch(), train=other, count=1)
 
@@ -743,7 +737,7 @@ class StepBudgetTest(TestCase):
             model, budget = Net(), StepBudget(share=0.2)
             budget.counter = counting()
             steps(budget, model, batch())
-            with self.assertLogs(f"{PLACE}.step_budget", "WARNING") as logs:
+            with self.assertLogs(f"{PLACE}.step.budget", "WARNING") as logs:
                 steps(budget, model, batch(), train=other)
             self.assertIn("a call of Block, which has no backward", logs.output[0])
             peak = measured(budget, model, batch(), train=other)
@@ -818,7 +812,7 @@ class StepBudgetTest(TestCase):
         self.assertLessEqual(peak, 1.01 * alone)
         self.assertEqual(same, gradients, rtol=0, atol=0)
         # With a gradient that no recorded step had.
-        with self.assertLogs(f"{PLACE}.step_budget", "WARNING"):
+        with self.assertLogs(f"{PLACE}.step.budget", "WARNING"):
             gradients = steps(budget, model, batch(), train=train_both, count=1)
         eager = Speller(compiled=False)
         train_both(eager, batch())
@@ -856,7 +850,7 @@ class StepBudgetTest(TestCase):
 
         before = unbudgeted(Speller(), batch(), train=train)
         fault = mock.patch(
-            f"{PLACE}.step_backward.constant_fold_uniform_value",
+            f"{PLACE}.step.backward.constant_fold_uniform_value",
             side_effect=RuntimeError("injected"),
         )
         model, budget = Speller(), StepBudget(share=0.3)
@@ -1188,14 +1182,14 @@ class StepBudgetTest(TestCase):
     @parametrize(
         "stage",
         (
-            "step_graph.CompiledGraph._compiled",
-            "step_graph.CompiledGraph.decide",
-            "step_graph.CompiledGraph._await_backward",
-            "step_recorder.Recorder.follow",
-            "step_recorder.Recorder.bytes_at_next_start",
-            "step_graph.CompiledGraph._begin",
-            "step_budget.StepBudget._allowed",
-            "curve.Curve.within",
+            "step.graph.CompiledGraph._compiled",
+            "step.graph.CompiledGraph.decide",
+            "step.graph.CompiledGraph._await_backward",
+            "step.recorder.Recorder.follow",
+            "step.recorder.Recorder.bytes_at_next_start",
+            "step.graph.CompiledGraph._begin",
+            "step.budget.StepBudget._allowed",
+            "peak.curve.Curve.within",
         ),
     )
     def test_error_at_a_stage_of_planning(self, stage):

@@ -13,10 +13,7 @@ from test_ac_step_budget import AOT, batch, Block, counting, WIDTH
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._functorch._activation_checkpointing.step_budget import (
-    StepBudget,
-    StepBudgetError,
-)
+from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

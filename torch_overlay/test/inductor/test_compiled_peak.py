@@ -13,15 +13,14 @@ from test_buffer_reuse import live_at_most
 import torch
 import torch.nn.functional as F
 from torch._functorch import config
-from torch._functorch._activation_checkpointing import (
+from torch._functorch.memory_planner import decision
+from torch._functorch.memory_planner.compile import (
     compiled_peak,
-    decision,
-    menu,
-    peak_target,
-    saved_report,
     search,
     told as told_module,
 )
+from torch._functorch.memory_planner.peak import menu, target as peak_target
+from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config, output_code, wrapper_memory
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -29,7 +28,10 @@ from torch.testing._internal.inductor_utils import HAS_CPU
 
 
 try:
-    from torch._functorch._activation_checkpointing import step_budget, step_graph
+    from torch._functorch.memory_planner.step import (
+        budget as step_budget,
+        graph as step_graph,
+    )
 except ImportError:
     step_budget = step_graph = None
 

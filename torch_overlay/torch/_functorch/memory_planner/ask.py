@@ -1,0 +1,176 @@
+"""What is asked of a graph, read from the config once.
+
+:func:`decide` of :mod:`.decide` and whoever hands it a request read an :class:`Ask`
+when a graph comes in; below that, nothing reads these options again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Optional, TYPE_CHECKING
+
+from torch._functorch import config
+from torch._inductor.custom_graph_pass import (
+    CustomKnapsackSolver,
+    CustomRuntimeEstimator,
+)
+
+from .._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
+from .graph.rerun_cost import RUNTIME_UNITS
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+__all__ = ["BANS", "KNEE", "Ask", "as_bytes", "check_budget", "is_number"]
+
+# Upstream's search for a lower budget that is the better trade.  Here all of the budget
+# is used: it is another name of "exact".
+KNEE = "dynamic_memory_budget_dp"
+
+# What a min cut does not recompute, and the option of the config that says so.
+_OPTIONS = {
+    "ban_if_used_far_apart": "ban_recompute_used_far_apart",
+    "ban_if_long_fusible_chains": "ban_recompute_long_fusible_chains",
+    "ban_if_materialized_backward": "ban_recompute_materialized_backward",
+    "ban_if_not_in_allowlist": "ban_recompute_not_in_allowlist",
+    "ban_if_reduction": "ban_recompute_reductions",
+}
+BANS = tuple(_OPTIONS)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The options of ``torch._functorch.config`` that decide about a plan.
+
+    Args:
+        budget: ``activation_memory_budget``; a region of the model may have its own.
+        target: "saved" or "peak".
+        peak_bytes: the most bytes at the peak, instead of the budget.
+        graph_calls: the calls of a graph that keep what they save at once, if known.
+        peak_margin: the share by which an estimate of a peak may be too low.
+        solver: the name of a knapsack solver, or one of the user's own.
+        estimator: that of runtimes, likewise.
+        bans: what a min cut does not recompute, by the names that it has for that.
+        recomputes_all_cheap: whether some of these do not hold.
+        is_plotted: whether to plot the budget's curve, into the ``plot_folder``.
+    """
+
+    budget: float
+    target: str
+    peak_bytes: Optional[int]
+    graph_calls: Optional[int]
+    peak_margin: float
+    solver: Any
+    estimator: Any
+    bans: Mapping[str, bool]
+    recomputes_all_cheap: bool
+    is_plotted: bool
+    plot_folder: Optional[str]
+
+    @classmethod
+    def of_config(cls) -> Ask:
+        """Raises RuntimeError for the first option that is not valid: its name, its
+        value, and what would be valid.
+        """
+        # A patch of its own brings the four that have defaults here.
+        asked = cls(
+            budget=config.activation_memory_budget,
+            target=getattr(config, "activation_memory_budget_target", "saved"),
+            peak_bytes=getattr(config, "activation_memory_peak_bytes", None),
+            graph_calls=getattr(config, "activation_memory_graph_calls", None),
+            peak_margin=getattr(config, "activation_memory_peak_margin", 0),
+            solver=config.activation_memory_budget_solver,
+            estimator=config.activation_memory_budget_runtime_estimator,
+            bans={ban: getattr(config, option) for ban, option in _OPTIONS.items()},
+            recomputes_all_cheap=config.aggressive_recomputation,
+            is_plotted=config.visualize_memory_budget_pareto,
+            plot_folder=config.memory_budget_pareto_dir,
+        )
+        asked._check()
+        return asked
+
+    @property
+    def runtime_unit(self) -> str:
+        """That of the estimator; empty if it is the user's own."""
+        return RUNTIME_UNITS.get(str(self.estimator), "")
+
+    def _check(self) -> None:
+        check_budget(self.budget)
+        custom: Any
+        for option, value, names, custom in (
+            ("solver", self.solver, [*KNAPSACK_SOLVERS, KNEE], CustomKnapsackSolver),
+            (
+                "runtime_estimator",
+                self.estimator,
+                [*RUNTIME_UNITS],
+                CustomRuntimeEstimator,
+            ),
+            ("target", self.target, ["saved", "peak"], ()),
+        ):
+            valid = f"one of {', '.join(names)}"
+            if custom:
+                valid += f", or an instance of {custom.__module__}.{custom.__name__}"
+            is_valid = isinstance(value, custom) or value in names
+            _check(f"budget_{option}", value, is_valid, valid)
+        for option, value, most in (
+            ("peak_bytes", self.peak_bytes, 2**63),
+            ("graph_calls", self.graph_calls, 1_000_000),
+        ):
+            is_count = type(value) is int and 1 <= value <= most
+            valid = f"a whole number from 1 to {most:,}, or None"
+            _check(option, value, value is None or is_count, valid)
+        margin = self.peak_margin
+        is_share = is_number(margin, 0, 1) and margin < 1
+        _check("peak_margin", margin, is_share, "a share of the peak, less than 1")
+
+
+def check_budget(budget: float) -> None:
+    """Raises RuntimeError for a budget that is none, with its value and what is valid."""
+    valid = "a number from 0 (save the least) to 1 (run fastest)"
+    _check("budget", budget, is_number(budget, 0, 1), valid)
+
+
+def _check(option: str, value: Any, is_valid: bool, valid: str) -> None:
+    if not is_valid:
+        raise RuntimeError(
+            f"activation_memory_{option} is {value!r}; it must be {valid}"
+        )
+
+
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Whether a value is a number, and no bool, between two others."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and low <= value <= high
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def as_bytes(value: Any) -> int:
+    """A number of bytes above 0: of a number, rounded down, or of text as "24 GiB".
+
+    K, M, G and T are powers of 1,000, and of 1,024 with an i, in either case.  Raises
+    ValueError for everything else.
+    """
+    number: Any = value
+    unit = 1
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        number = float(match[1]) if match else 0
+        if match and match[2]:
+            base = 1024 if match[3] else 1000
+            unit = base ** ("kmgt".index(match[2].lower()) + 1)
+    elif hasattr(value, "item"):
+        # Of numpy or torch.
+        number = value.item()
+    if not is_number(number, 0, math.inf) or number == math.inf or number * unit < 1:
+        raise ValueError(
+            "must be a positive number of bytes, which is rounded down to a whole "
+            "number, or text such as '24GiB'"
+        )
+    return int(number * unit)

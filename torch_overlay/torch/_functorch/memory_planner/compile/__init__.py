@@ -1,0 +1,1 @@
+"""Compiles a joint graph by a plan, learns what it holds, and tries another."""

@@ -1,0 +1,228 @@
+"""Compile a joint graph again where its kernels hold more than was asked for.
+
+The planner of the activation memory budget estimates what inductor's kernels hold.  What
+they do hold is in the wrappers that inductor generates, which are read for it
+(:mod:`torch._inductor.wrapper_memory`).  Where that is above the peak asked for, the
+joint graph is split and compiled anew, before anything has run: by the same plan without
+the fusions that raise a graph's peak, and then by another plan, as the estimates are
+corrected by what was told.  Of `.search.TRIES` plans that are all above, the lowest is kept,
+and a warning has both numbers.
+
+A backward is therefore compiled with its forward, not when it first runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+
+from torch._dynamo.exc import RestartAnalysis
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from ..ask import Ask
+
+from ..decide import by_config, requested
+from ..decision import Peak
+from ..peak.curve import allowed_peak
+from ..peak.target import CALLS, PeakBytes
+from ..report.saved_values import keep_peak, kept_plan, replace_plan
+from .recompile import calls_nested_regions, fresh_copy, nodes_named_as, takes_request
+from .search import Search
+from .told import CompiledPeaks, has_guard
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.fx as fx
+    from ..decision import Decision
+    from ..graph.joint import Planner
+    from ..peak.curve import Choice
+    from ..peak.menu import Menu, Told
+
+
+log = logging.getLogger(__name__)
+
+__all__ = ["within_peak"]
+
+
+class _Over(Exception):
+    """The plan that was compiled is not the one to keep."""
+
+
+def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_autograd``, so that what it compiles is within the peak asked for."""
+
+    @functools.wraps(compile_graph)
+    def compile_within(*arguments: Any) -> Any:
+        asked = _asked(*arguments)
+        if asked is None:
+            return compile_graph(*arguments)
+        compiles = _Compiles(asked)
+        while True:
+            try:
+                return compiles.compile(compile_graph, *arguments)
+            except _Over:
+                continue
+            except RestartAnalysis:
+                # Dynamo's way to begin anew.
+                raise
+            except Exception as error:
+                # Where it is only the backward, it may never be needed.
+                log.debug("no search for a plan", exc_info=error)
+                log.warning(
+                    "%s gets its plan by estimates, and may hold more than the activation "
+                    "memory budget allows, as a plan failed to compile: %s: %s",
+                    get_aot_graph_name(),
+                    type(error).__name__,
+                    error,
+                )
+                return compile_graph(*arguments)
+
+    return compile_within
+
+
+def _asked(
+    state: Any, capture: Any, partition: Callable[..., Any], *compilers: Any
+) -> Optional[PeakBytes]:
+    """The peak that is asked of a graph whose compilers tell what they hold, or None."""
+    if (
+        not isinstance(compilers[0], SerializableAOTDispatchCompiler)
+        or not takes_request(partition)
+        or calls_nested_regions(capture.graph_module)
+    ):
+        return None
+    ask = Ask.of_config()
+    asked = requested(ask, ask.budget)
+    return asked if isinstance(asked, PeakBytes) else None
+
+
+class _Try(NamedTuple):
+    """A plan to compile, with or without a guard against fusions that raise the peak."""
+
+    plan: int
+    is_guarded: bool = False
+
+
+class _Compiles:
+    """The compiles of a joint graph, by one plan after the other."""
+
+    def __init__(self, asked: PeakBytes) -> None:
+        self.asked = asked
+        self.trying, self.is_last = _Try(0), False
+        # None where the graph gets a plan that was not asked for.
+        self.menu: Optional[Menu] = None
+        # Whether each plan that was compiled holds less where fusions are guarded.
+        self._guards: dict[int, bool] = {}
+
+    def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
+        """Try one plan; raises `_Over` where another one is to be tried."""
+        state, capture, partition, *compilers = arguments
+        state, capture = fresh_copy(state, capture)
+        state.aot_config = replace(
+            state.aot_config, force_non_lazy_backward_lowering=True
+        )
+        self.peaks = CompiledPeaks(*compilers)
+        self.peaks.guarded = self.trying.is_guarded
+
+        def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            compiled = self.peaks.backward(module, inputs)
+            # Before it is cached.
+            if self.menu is not None and self.peaks.told is not None:
+                self._check(self.menu, self.peaks.told, state.fw_metadata)
+            return compiled
+
+        return compile_graph(
+            state,
+            capture,
+            functools.partial(partition, request=self),
+            _like(compilers[0], self.peaks.forward),
+            _like(compilers[1], compile_backward),
+        )
+
+    def decide(self, graph: Planner) -> Decision:
+        """By the plan that is to be tried now."""
+        if graph.budget != graph.ask.budget:
+            # A region has its own.
+            return by_config(graph)
+        if self.menu is None:
+            self._begin(graph)
+        self.peaks.num_fwd_outputs = graph.num_fwd_outputs
+        self.peaks.device = graph.counted
+        plan = self.curve.of_plan(self.trying.plan)
+        decision = self.asked.decision(graph, self.curve, plan)
+        saved = nodes_named_as(decision.saved_values, graph.joint)
+        return replace(decision, saved_values=saved)
+
+    def _begin(self, graph: Planner) -> None:
+        menu = self.menu = self.asked.menu(graph)
+        self.curve = self.asked.curve(graph, menu)
+        allowed = self.allowed = self.asked.allowed(self.curve)
+        moments = self.asked.moments(menu)
+        self.search = Search(lambda: {0: menu}, CALLS, moments, self.asked.margin)
+        self._plans = self.search.within(allowed, lambda curve: curve.within(allowed))
+        self.trying = _Try(next(self._plans).only)
+
+    def _check(self, menu: Menu, told: Told, metadata: Any) -> None:
+        """Keep what was compiled, or raise `_Over`."""
+        # Another thread may have compiled the last one of all.
+        report: Any = kept_plan(metadata)
+        if not self.is_last:
+            plan, is_guarded = self.trying
+            alone = self.peaks.told_alone
+            if menu.tell(plan, told, alone, only_if_less=is_guarded):
+                self._guards[plan] = is_guarded
+            self.trying = self._next(menu)
+            if self.trying != (plan, is_guarded):
+                replace_plan(report, None)
+                log.info(
+                    "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
+                    "it is compiled again",
+                    get_aot_graph_name(),
+                    report.peak.predicted,
+                    max(told.forward, told.backward),
+                    report.peak.allowed,
+                )
+                raise _Over
+        allowed, floor, kept = self._kept()
+        fastest = report.peak.fastest
+        peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
+        peak.warn_if_over()
+        keep_peak(peak, metadata)
+
+    def _next(self, menu: Menu) -> _Try:
+        """What to compile now, or what was compiled already and is to stay."""
+        plan, is_guarded = self.trying
+        is_within = self.search.compiled().within(self.allowed).peak <= self.allowed
+        is_first = len(self._guards) == 1 and not is_guarded
+        over = not is_within and menu.holds_more(plan, self.asked.margin)
+        if is_first and over and has_guard():
+            return _Try(plan, True)
+        following = next(self._plans, None)
+        if following is not None:
+            # As that which was compiled last.
+            return _Try(following.only, self._guards[plan])
+        self.is_last = True
+        *_, kept = self._kept()
+        return _Try(kept.only, self._guards.get(kept.only, False))
+
+    def _kept(self) -> tuple[int, int, Choice]:
+        """What is allowed, the floor, and which of the plans that were compiled stays."""
+        compiled, allowed = self.search.compiled(), self.allowed
+        kept = compiled.within(allowed)
+        if kept.peak <= allowed:
+            return allowed, min(self.curve.floor, compiled.floor), kept
+        if self.asked.limit is None:
+            # The floor of a share is what was reached.
+            reached = compiled.floor, self.search.known().unbudgeted.peak
+            allowed = max(allowed, allowed_peak(self.asked.budget, *reached))
+        return allowed, compiled.floor, compiled.within(allowed)
+
+
+def _like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:
+    """A compiler that AOTAutograd takes for the same kind as another."""
+    if isinstance(compiler, SerializableAOTDispatchCompiler):
+        return SerializableAOTDispatchCompiler(compiler.output_code_ty, compile_graph)
+    return compile_graph

@@ -1,0 +1,157 @@
+"""Which plans to compile, as compiles tell what the graphs hold that have others.
+
+A plan is chosen by what it is believed to hold: what was told of it, or its estimate, as
+far off as the nearest plan that was compiled.  It is compiled, and if it holds more than
+is allowed, another one is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TYPE_CHECKING
+
+from ..peak.curve import Curve
+from ..peak.menu import Menu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ..peak.curve import Choice, Moments
+
+
+__all__ = ["Search"]
+
+# How often plans are compiled, at most.
+TRIES = 4
+
+
+class Search:
+    """The plans of a step's graphs, or of a graph by itself.
+
+    Args:
+        menus: makes the plans of each graph, by its number, with what is told by then.
+        calls: likewise, for each slot how many calls a step makes.
+        moments: the step.
+        margin: by which share a plan may hold more than was estimated.
+    """
+
+    def __init__(
+        self,
+        menus: Callable[[], Mapping[int, Menu]],
+        calls: Mapping[int, Sequence[int]],
+        moments: Moments,
+        margin: float,
+    ) -> None:
+        self._menus, self._calls, self._moments = menus, calls, moments
+        self._margin = margin
+        self._curves: dict[Any, Curve] = {}
+        # What was proposed for each graph: some do not tell what they hold.
+        self._tried: dict[int, set[int]] = {n: set() for n in calls}
+        self._tries_left = TRIES
+
+    def compiled(self) -> Curve:
+        """The plans that were compiled, and all of the graphs that do not tell."""
+        return self._settled(())
+
+    def known(self) -> Curve:
+        """The same, and the fastest plans, by what was told of others."""
+        return self._settled((0,))
+
+    def _settled(self, others: tuple[int, ...]) -> Curve:
+        def settled(menu: Menu) -> Menu:
+            if not menu.told:
+                return menu
+            return menu.corrected().only({*others, *menu.told})
+
+        return self._curve(settled, self._untold_margin)
+
+    def allowed(self, share: float) -> Iterator[Choice]:
+        """The plans to compile so that both ends are `known` which a share is between."""
+        if share > 0:
+            yield from self._new(self._believed().unbudgeted)
+        if share < 1:
+            estimated = self._curve(lambda menu: menu)
+            floor = estimated.floor + math.ceil(estimated.floor * self._margin)
+            yield from self.within(floor, lambda curve: curve.plans[0], leaving=1)
+
+    def within(
+        self, peak: int, choose: Callable[[Curve], Choice], leaving: int = 0
+    ) -> Iterator[Choice]:
+        """The plans to compile, one after the other, until one is within a peak.
+
+        ``choose`` takes that which should be; so many tries are left for more.  Each is to
+        be compiled before the next is asked for.
+        """
+        is_first = True
+        # No plan is to hold more than there is without a budget.
+        fastest = self._curve(lambda menu: menu).unbudgeted
+        while self._tries_left > leaving:
+            plan, told = choose(self._believed()), self._told()
+            is_above = any(told) and choose(self.compiled()).peak > fastest.peak
+            is_last = self._tries_left == leaving + 1
+            new = self._new(fastest if is_above and is_last else plan)
+            if not new and plan.peak > peak and self._errs():
+                if is_first:
+                    new, is_first = self._new(self._between(plan.peak)), False
+                new = new or self._new(self._untried())
+            if not new and is_above:
+                new = self._new(fastest)
+            if not new:
+                break
+            yield from new
+            # What was compiled before costs nothing.
+            self._tries_left -= told != self._told()
+            kept = choose(self.compiled())
+            if kept.peak <= peak and kept.cost <= plan.cost:
+                break
+
+    def _new(self, plan: Choice) -> list[Choice]:
+        """The plan, if some of it was not proposed yet."""
+        is_new = False
+        for number, plans in plan.choices.items():
+            is_new |= not self._tried[number].issuperset(plans)
+            self._tried[number].update(plans)
+        return [plan] * is_new
+
+    def _told(self) -> list[dict[int, Any]]:
+        return [dict(menu.told) for menu in self._menus().values()]
+
+    @property
+    def _untold_margin(self) -> float:
+        """By which share a plan may hold more, as long as no compile has told."""
+        return 0.0 if any(self._told()) else self._margin
+
+    def _believed(self) -> Curve:
+        return self._curve(Menu.corrected, self._untold_margin)
+
+    def _errs(self) -> bool:
+        """Whether compiles have told more than was estimated."""
+        return any(menu.errs(self._margin) for menu in self._menus().values())
+
+    def _between(self, told: int) -> Choice:
+        """A plan to compile where the lowest one holds this.
+
+        Its estimate was too low to believe.  Plans that save more may hold as little.
+        """
+        curve = self._curve(lambda menu: menu)
+        middle = math.sqrt(curve.floor * told)
+        return min(curve.plans, key=lambda plan: abs(plan.peak - middle))
+
+    def _untried(self) -> Choice:
+        """Of what was not compiled, the lowest, by what was told of the rest."""
+
+        def untried(menu: Menu) -> Menu:
+            rest = {*range(len(menu.plans))}.difference(menu.told)
+            is_tried = rest and menu.errs(self._margin)
+            return menu.corrected().only(rest) if is_tried else menu.corrected()
+
+        return self._curve(untried).plans[0]
+
+    def _curve(self, of: Callable[[Menu], Menu], margin: float = 0.0) -> Curve:
+        menus = {n: of(menu) for n, menu in self._menus().items()}
+        plans = ((bool(each.estimated), *each.plans) for each in menus.values())
+        key = margin, *plans
+        if key not in self._curves:
+            self._curves[key] = Curve(menus, self._calls, self._moments, margin)
+        return self._curves[key]

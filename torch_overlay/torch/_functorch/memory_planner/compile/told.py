@@ -1,0 +1,150 @@
+"""What compiled graphs hold, as the wrappers tell that inductor generates for them.
+
+See :mod:`torch._inductor.wrapper_memory`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import defaultdict
+from typing import Any, Optional, TYPE_CHECKING
+
+import torch
+from torch._functorch._aot_autograd.utils import _is_tangent
+from torch._inductor import config as inductor_config
+from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.utils import output_node
+from torch.fx import Node
+
+from ..graph.joint import activation_bytes
+from ..peak.menu import Names, Told
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch.fx as fx
+    from ...._inductor.wrapper_memory import WrapperMemory
+    from ..peak.menu import Missing
+
+__all__ = ["GUARD", "CompiledPeaks", "has_guard", "peaks_of"]
+
+_MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
+# Inductor's option by which fusions do not raise a graph's peak, and its value.
+GUARD: dict[str, Any] = (
+    {_MOST_OF_PEAK: 0.0}
+    if hasattr(inductor_config, _MOST_OF_PEAK)
+    # Kernels that only read the same stay apart, so each runs when it is needed.
+    else {"score_fusion_memory_threshold": sys.maxsize}
+)
+
+
+def has_guard() -> bool:
+    """Whether fusions can be guarded, and are not yet."""
+    return any(getattr(inductor_config, name) != GUARD[name] for name in GUARD)
+
+
+class CompiledPeaks:
+    """The two compilers of a joint graph, and what the graphs that they compile hold.
+
+    ``told`` is in bytes, as `peaks_of` has them, or None where the backward is not
+    compiled yet or its compiler does not tell.  Where ``guarded``, no fusion may raise
+    the peaks.
+    """
+
+    def __init__(self, *compilers: Callable[..., Any]) -> None:
+        self._compilers = compilers
+        self.guarded = False
+        self.num_fwd_outputs = 0
+        # The device whose bytes count.
+        self.device = torch.device("cpu")
+        # What a step's calls miss, and so nobody holds.
+        self.missing: Optional[Missing] = None
+        self.told: Optional[Told] = None
+        # The same, where the backward alone holds what these names stand for.
+        self.told_alone: Callable[[Names], Told]
+        self._memory: Optional[WrapperMemory] = None
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        # A compiler may change the graph.
+        results: Any = output_node(module).args[0]
+        self._results = _names(results)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._storages = {get_node_storage(node) for node in placeholders}
+        compiled = self._compile(0, module, inputs)
+        self._memory = getattr(compiled, "memory", None)
+        return compiled
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        absent, gone = self.missing or ((), ())
+        saved = module.graph.find_nodes(op="placeholder")
+        names = _names(saved)
+        tangents = [
+            node
+            for node in saved
+            if _is_tangent(node) and get_node_storage(node) not in self._storages
+        ]
+        held = [node for at, node in enumerate(tangents) if at not in absent]
+        tangent_bytes = activation_bytes((), held, self.device)
+        compiled = self._compile(1, module, inputs)
+        memory = getattr(compiled, "memory", None)
+        if self._memory is not None and memory is not None:
+            n = self.num_fwd_outputs
+            of = enumerate(self._memory.results)
+            results = tuple(None if at in gone else result for at, result in of)
+            forward = self._memory._replace(results=results)
+            asked = self._results, names, forward, memory, n, tangent_bytes
+            self.told = peaks_of(*asked)
+            self.told_alone = functools.partial(peaks_of, *asked)
+        return compiled
+
+    def _compile(
+        self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Any:
+        options = {"live_bytes_of": str(self.device), **(GUARD if self.guarded else {})}
+        with inductor_config.patch(options):
+            return self._compilers[phase](module, inputs)
+
+
+def _names(values: Iterable[Any]) -> list[Optional[str]]:
+    return [value.name if isinstance(value, Node) else None for value in values]
+
+
+def peaks_of(
+    results: Sequence[Optional[str]],
+    saved: Sequence[Optional[str]],
+    forward: WrapperMemory,
+    backward: WrapperMemory,
+    num_fwd_outputs: int,
+    tangent_bytes: int,
+    alone: Names = (),
+) -> Told:
+    """What the two graphs of a joint graph hold; parameters and inputs do not count.
+
+    Args:
+        results: the names of the nodes that the forward returns, those to its caller
+            first, which are ``num_fwd_outputs``.
+        saved: those of the placeholders of the backward.
+        forward: the memory of its wrapper; ``backward`` likewise.
+        tangent_bytes: of the tangents.
+        alone: of inputs, tangents and what the forward returned, the names and bytes of
+            those that go with their last use in the backward.  It then has their bytes
+            less, as if somebody held them to the end and counted them.
+    """
+    outputs = dict(zip(results[:num_fwd_outputs], forward.results))
+    returned = {*outputs.values()} - {None}
+    made = dict(zip(results[num_fwd_outputs:], forward.results[num_fwd_outputs:]))
+    # Of what the forward made, by its storage, and of what it was given, by its name.
+    places: dict[Any, list[int]] = defaultdict(list)
+    for place, name in enumerate(saved):
+        places[made.get(name) or name].append(place)
+    owned = [s for s in {*made.values()} - returned if s is not None and s in places]
+    kept = sum(nbytes for _, nbytes in owned)
+    goes = {outputs.get(name) or name: nbytes for name, nbytes in alone}
+    goes = {key: nbytes for key, nbytes in goes.items() if key in places}
+    own = [(storage[1], places[storage]) for storage in owned]
+    own += [(nbytes, places[key]) for key, nbytes in goes.items()]
+    held = sum(nbytes for _, nbytes in filter(None, returned)) + tangent_bytes
+    peak = backward.peak(own) + held - sum(goes.values())
+    return Told(kept, forward.peak(), peak)

@@ -1,0 +1,386 @@
+"""A joint graph that is to be split, and what all of its plans have in common.
+
+What even the second of two min cuts that recompute more and more would not recompute are
+the graph's *items* (:func:`candidates`), each with the bytes that saving it keeps and the
+runtime of computing it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+
+from torch._ops import HigherOrderOperator
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._ordered_set import OrderedSet
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..._activation_checkpointing.random_ops import (
+    must_run_once,
+    NEVER,
+    recomputable_nodes,
+)
+
+from ..ask import Ask, BANS
+from ..decision import Decision, Range
+from ..solve.ties import upstreams_table
+from .liveness import CannotPlan, Program
+from .reading import read
+from .rerun_cost import concrete, is_costly, rerun_cost
+from .storages import device_of, is_on
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+    import torch.fx as fx
+    from torch._functorch.partitioners import NodeInfo
+
+    _Cut = tuple[list[fx.Node], OrderedSet[fx.Node]]
+
+log = logging.getLogger(__name__)
+
+__all__ = ["ALL_CHEAP", "CHEAP", "Item", "Planner", "activation_bytes"]
+
+# Of the bans, the first three are for what is cheap alone, if perhaps not where it is
+# needed.
+CHEAP = BANS[:3]
+ALL_CHEAP = BANS[:4]
+
+
+class Item(NamedTuple):
+    """Something to save or to recompute.
+
+    Args:
+        node: what is told about it.
+        ops: the nodes that need not run again if it is saved, with their runtimes.
+        storages: what to keep for that, by the graph's model, and their bytes.
+    """
+
+    node: fx.Node
+    ops: dict[fx.Node, float]
+    storages: frozenset[int]
+    nbytes: int
+
+    @property
+    def runtime(self) -> float:
+        return math.fsum(self.ops.values())
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A joint graph that is to be split, and what all plans for it have in common.
+
+    ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
+    make kernels of the graph's operators; ``number`` what symbolic sizes are to be.  Only
+    bytes of the ``device`` count, by default the graph's own.  ``ask`` is the config's.
+    """
+
+    joint: fx.Graph
+    info: NodeInfo
+    num_fwd_outputs: int
+    budget: float
+    fused: bool = False
+    number: Callable[[Any], int] = concrete
+    device: Optional[torch.device] = None
+    ask: Ask = field(default_factory=Ask.of_config)
+    _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
+    _upstreams: dict[float, list[fx.Node]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @functools.cached_property
+    def model(self) -> Program:
+        """What each plan keeps and repeats."""
+        asked = self.info, self.num_fwd_outputs, self.number, self.counted
+        program = read(self.joint, *asked)
+        return _leaving_outputs(_filling_again(program), self.fastest())
+
+    @functools.cached_property
+    def counted(self) -> torch.device:
+        """The device whose bytes count."""
+        return device_of(self.joint) if self.device is None else self.device
+
+    def of_size(self, number: Callable[[Any], int]) -> Planner:
+        """The same graph at another size; its min cuts do not depend on that."""
+        other = replace(self, number=number)
+        other._cuts.update(self._cuts)
+        return other
+
+    @functools.cached_property
+    def limits(self) -> Range:
+        return Range(self.kept_bytes(self.least()), self.kept_bytes(self.fastest()))
+
+    @functools.cached_property
+    def banned(self) -> list[fx.Node]:
+        """What no cut recomputes, but the backward may: an item each, for a solver."""
+        return [node for node in self._upstreams_items if not must_run_once(node)]
+
+    @functools.cached_property
+    def _upstreams_items(self) -> list[fx.Node]:
+        """What no cut recomputes, reaches the backward and is in no input's storage."""
+        from torch._functorch.partitioners import is_non_builtin_to_include
+        from torch._inductor.fx_utils import get_node_storage
+
+        # A size has none, as the pair of results of an operator has none.
+        inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
+        return [
+            node
+            for node in self.cheapest_cut()[1]
+            if node.dist_from_bw < NEVER  # type: ignore[attr-defined]
+            and (
+                get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
+            )
+            and node.meta.get("recompute") != CheckpointPolicy.MUST_SAVE
+        ]
+
+    @functools.cached_property
+    def items(self) -> list[Item]:
+        return candidates(self)
+
+    def cut(
+        self,
+        allowed: tuple[str, ...] = (),
+        dont_ban: Optional[Iterable[fx.Node]] = None,
+    ) -> _Cut:
+        """The values that a min cut saves, and the nodes that it would not recompute.
+
+        Without ``allowed``, bans of the config that do not hold, it runs fastest.  Each
+        cut is made once.
+        """
+        from torch._functorch.partitioners import MinCutOptions, solve_min_cut
+
+        asked = allowed, None if dont_ban is None else (*dont_ban,)
+        if asked in self._cuts:
+            return self._cuts[asked]
+        if self.ask.recomputes_all_cheap:
+            allowed = ALL_CHEAP
+        bans = {
+            ban: is_on and ban not in allowed for ban, is_on in self.ask.bans.items()
+        }
+        again = None if dont_ban is None else OrderedSet(dont_ban)
+        options = MinCutOptions(**bans)
+        saved, banned = solve_min_cut(self.joint, self.info, options, again)
+        if asked != ((), None):
+            saved = self._without_outputs(saved)
+        self._cuts[asked] = saved, banned
+        return saved, banned
+
+    def _without_outputs(self, saved: list[fx.Node]) -> list[fx.Node]:
+        """The same with what they are made of in place of outputs that no plan saves."""
+        try:
+            model = self.model
+            instead, pending = set(), model.storages(saved)
+            if all(model.saved_as[s] for s in pending & model.outputs):
+                return saved
+            while pending:
+                s = pending.pop()
+                if s in model.outputs and model.saved_as[s] is None:
+                    pending.update(model.operators[model.producer[s]].reads)
+                else:
+                    instead.add(s)
+            return model.saved_values(model.evaluate(instead).saved)
+        except CannotPlan:
+            return saved
+
+    def fastest(self) -> list[fx.Node]:
+        """What budget 1 saves."""
+        return self.cut()[0]
+
+    def cheapest_cut(self) -> _Cut:
+        """What a cut saves that recomputes all that is cheap, and what is not cheap."""
+        return self.cut(ALL_CHEAP)
+
+    def least(self) -> list[fx.Node]:
+        """What budget 0 saves: the inputs, and what must not be computed twice."""
+        again = recomputable_nodes(self.joint)
+        if again is None:
+            return self.info.inputs
+        cut, _ = self.cut((), again)
+        fewest = self.model.saved_values(self.model.evaluate(()).saved)
+        return min(cut, fewest, key=self.kept_bytes)
+
+    @functools.cached_property
+    def _runtimes(self) -> dict[fx.Node, float]:
+        """What upstream takes for the cost of what no cut recomputes."""
+        from torch._functorch.partitioners import estimate_runtime
+
+        estimator = self.ask.estimator
+
+        def runtime(node: fx.Node) -> float:
+            # Of operators with bodies, upstream knows none.
+            has_bodies = isinstance(node.target, HigherOrderOperator)
+            if estimator == "roofline" or has_bodies:
+                return rerun_cost(node, estimator)
+            return estimate_runtime(node)
+
+        return {node: runtime(node) for node in self._upstreams_items}
+
+    def upstreams_choice(self, budget: float) -> list[fx.Node]:
+        """What upstream's algorithm saves, whose budgets mean sums of the nodes' sizes.
+
+        Makes one min cut of its own, once for each budget.
+        """
+        if budget not in self._upstreams:
+            self._upstreams[budget] = self._choose_as_upstream(budget)
+        return self._upstreams[budget]
+
+    def _choose_as_upstream(self, budget: float) -> list[fx.Node]:
+        from torch._functorch.partitioners import _size_of
+
+        if budget == 0:
+            return self.least()
+
+        def size(nodes: Iterable[fx.Node]) -> int:
+            return sum(map(_size_of, nodes))
+
+        least = size(self.info.inputs)
+        room = size(self.fastest()) - least
+        if budget == 1 or room <= 0:
+            return self.fastest()
+        for bans in (CHEAP, ALL_CHEAP):
+            cut, _ = self.cut(bans)
+            if size(cut) - least < budget * room:
+                return cut
+        nodes = sorted(self._upstreams_items, key=_size_of, reverse=True)
+        memory = [_size_of(node) / room for node in nodes]
+        runtimes = [self._runtimes[node] for node in nodes]
+        with no_dispatch():
+            recomputed = upstreams_table(memory, runtimes, budget)
+        again = [nodes[i] for i in recomputed if not must_run_once(nodes[i])]
+        return self.cut(ALL_CHEAP, again)[0] if nodes else self.least()
+
+    def upstream(self) -> Decision:
+        """The plan that the partitioner would make without the modules here."""
+        from torch._functorch.partitioners import choose_saved_values_set
+
+        budget = self.budget
+        try:
+            saved = choose_saved_values_set(self.joint, self.info, budget)
+        except Exception as error:
+            # It cannot tell what it costs to repeat a higher-order operator.
+            log.debug("upstream has no plan for budget %g", budget, exc_info=error)
+            saved, budget = self.fastest(), 1.0
+        return self.saving(saved, budget, "upstream")
+
+    def saving(self, saved: list[fx.Node], budget: float, decided_by: str) -> Decision:
+        kept = self.kept_bytes(saved)
+        return Decision(saved, budget, decided_by, kept, self.ask.runtime_unit)
+
+    def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
+        # The copies of those that are overwritten are there for the backward alone.
+        given = (node for node in self.info.inputs if node.op == "placeholder")
+        return activation_bytes(given, saved, self.counted)
+
+
+def _filling_again(program: Program) -> Program:
+    """The program, where no plan saves what the backward can make of no tensor at all.
+
+    To fill a mask or to count positions again costs nothing, nor does what is made of
+    those alone.  Random numbers are none of them, and an output is there anyway.
+    """
+    constants: set[int] = set()
+    for each, repeatable in zip(program.operators, program.repeatable):
+        if (
+            repeatable
+            and constants.issuperset(each.reads)
+            and not is_costly(each.node)
+            and not must_run_once(each.node)
+        ):
+            constants.update(each.writes)
+    constants -= program.outputs | program.always_saved
+    saved_as = [
+        None if s in constants else node for s, node in enumerate(program.saved_as)
+    ]
+    return replace(program, saved_as=saved_as)
+
+
+def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
+    """The program, where no plan saves an output that budget 1 does not.
+
+    The caller may change an output in place where the backward does not read it.
+    """
+    alone = program.outputs - program.storages(fastest) - program.always_saved
+    for step in program.steps:
+        alone.difference_update(step.operator.reads)
+    # What is made of an output that cannot be repeated is saved instead.
+    lost: set[int] = set()
+    repeatable = []
+    for each, can in zip(program.operators, program.repeatable):
+        repeatable.append(can and lost.isdisjoint(each.reads))
+        if not repeatable[-1]:
+            lost.update(alone.intersection(each.writes))
+    saved_as = [None if s in alone else node for s, node in enumerate(program.saved_as)]
+    return replace(program, saved_as=saved_as, repeatable=repeatable)
+
+
+def candidates(graph: Planner) -> list[Item]:
+    """What a solver decides about, largest first."""
+    items = []
+    for node in graph.banned:
+        storages = frozenset(graph.model.saveable([node]))
+        ops = {node: rerun_cost(node, graph.ask.estimator)}
+        items.append(Item(node, ops, storages, graph.model.size(storages)))
+    # A solver of the user's own knows the nodes.
+    if isinstance(graph.ask.solver, str):
+        items = _joined(items, graph.cheapest_cut()[0], graph.model)
+    return sorted(items, key=lambda item: item.nbytes, reverse=True)
+
+
+def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item]:
+    """The items, with those in one that something smaller can be kept for.
+
+    That is the sum of several products, say.  ``most`` is what to save so that no item
+    runs again, and the items that run if a value of it is left out are those that the
+    value is kept for.  O(operators + edges), on a bit for each value.
+    """
+    values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
+    everyone = (1 << len(values)) - 1
+    saved = [everyone * by for by in model.saved_by([values])]
+    for value, s in enumerate(values):
+        saved[s] ^= 1 << value
+    try:
+        _, repeated = model.follow(saved, everyone)
+    except CannotPlan:
+        return items
+    runs = dict(zip(model.nodes, repeated))
+    # Those that the same values are kept for belong together.
+    groups = defaultdict(list)
+    for item in items:
+        groups[runs.get(item.node, 0)].append(item)
+    joined = groups.pop(0, [])
+    for mask, group in groups.items():
+        kept = [s for value, s in enumerate(values) if mask >> value & 1]
+        nbytes = model.size(kept)
+        least = min(item.nbytes for item in group)
+        if nbytes > least or (len(group) == 1 and nbytes == least):
+            joined += group
+            continue
+        largest = max(kept, key=model.nbytes.__getitem__)
+        node = model.saved_as[largest] or group[0].node
+        ops = {op: runtime for item in group for op, runtime in item.ops.items()}
+        joined.append(Item(node, ops, frozenset(kept), nbytes))
+    return joined
+
+
+def activation_bytes(
+    inputs: Iterable[fx.Node], saved: Iterable[fx.Node], device: torch.device
+) -> int:
+    """A device's bytes that are live because of ``saved``.
+
+    Storages count, whole, without those of the ``inputs``.
+    """
+    from torch._inductor.fx_utils import get_node_storage
+
+    there = {get_node_storage(node) for node in inputs} | {None}
+    kept = {get_node_storage(node): node.meta["val"] for node in saved}
+    return sum(
+        concrete(value.untyped_storage().nbytes())
+        for storage, value in kept.items()
+        if storage not in there and is_on(device, value)
+    )

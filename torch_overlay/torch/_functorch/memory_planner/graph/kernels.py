@@ -1,0 +1,405 @@
+"""What plans keep live where inductor makes kernels of the operators.
+
+:mod:`.graph.liveness` counts what runs operator by operator.  Inductor makes kernels of
+several operators, and what is used inside of one alone is never stored.
+:class:`Kernels` has the rules that decide what is stored:
+
+-   A pointwise operator is computed in whatever reads it, if all of that can be fused.
+    Where several operators read it and it takes many reads or operators itself, it is
+    stored, if something that cannot be fused runs between them.
+-   What kernels write between two operators that cannot be fused is there at once, as
+    they are fused where they read the same.  But a kernel writes its result over an
+    argument laid out alike that no other one reads later.  Kernels pad rows, and so do
+    products that nothing views first.
+-   A scatter writes over what it scatters to, and a product that is only added to
+    something waits for that, unless it would hold more meanwhile than it is itself.
+
+It ignores the order that inductor's scheduler chooses and scratch memory, and takes the
+bodies of higher-order operators as if they ran operator by operator.  Plans are ranked
+by it; what one holds is known when it is compiled (:mod:`.compile.compiled_peak`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import defaultdict
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
+
+from .live_bytes import LiveBytes
+from .rerun_cost import concrete, is_view
+from .storages import has_bodies
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from torch._functorch.partitioners import OpTypes
+    from .liveness import Operator, Program
+
+__all__ = ["by_kernels", "has_kernel"]
+
+aten = torch.ops.aten
+
+# The names of ATen's scatters have one of these.
+_SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
+# Higher-order operators that become a kernel, bodies and all.
+_BECOME_KERNELS = ("associative_scan", "flex_attention", "flex_attention_backward")
+_RESHAPES = (aten.view, aten._unsafe_view, aten.reshape)
+# What inductor computes again for each reader, by default, reads at most so many
+# buffers and has at most so many operators and reads.
+_MOST_READS = 4
+_MOST_OPERATORS, _MOST_ON_CPU = 30, 50
+
+
+def by_kernels(program: Program) -> Program:
+    """The same program where inductor makes kernels of the operators."""
+    timeline = functools.partial(_LiveInKernels, Kernels(program))
+    return replace(program, timeline=timeline)
+
+
+def has_kernel(node: fx.Node) -> bool:
+    """Whether a higher-order operator becomes a kernel, which stores nothing inside."""
+    target: Any = node.target
+    return target.name() in _BECOME_KERNELS
+
+
+class _Kernel(NamedTuple):
+    """An operator's part in a kernel.
+
+    Args:
+        is_inlined: whether its result is stored only where it is saved.
+        is_fusible: whether it may be part of a kernel.
+        parts: the storages that it reads or computes, those not stored included.
+    """
+
+    operator: Operator
+    is_inlined: bool
+    is_fusible: bool
+    parts: frozenset[int]
+
+
+class Kernels:
+    """The kernels that inductor makes of a program's operators.
+
+    Whether a result is stored is decided once, for all plans: in the forward as if
+    nothing was saved, and in the backward as if all of it was repeated.
+    """
+
+    def __init__(self, program: Program) -> None:
+        values = (node.meta.get("val") for node in program.nodes)
+        on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+        # How many operators and reads inductor makes one of.
+        most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
+        repeated = _Fusion(program, _backward_of(program), program.returned)
+        required = [each for each in program.forward if each.is_required]
+        first = _Fusion(program, required, program.outputs | program.written_back)
+        kernels = repeated.kernels(most)
+        # What only the backward needs is made in the forward, if that saves it.
+        self.in_forward = kernels | first.kernels(most)
+        self.in_backward = kernels
+        self.shapes = _shapes(program, repeated.fusible | first.fusible)
+
+
+def _shapes(program: Program, fusible: Collection[fx.Node]) -> dict[int, Any]:
+    """How what each storage has first is stored; not of tangents, which are not known."""
+    shapes: dict[int, Any] = {}
+    tangents = program.storages(program.tangents)
+    for node, storages in program.values.items():
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
+            is_flexible = node in fusible or _is_flexible_product(node)
+            is_padded = is_flexible and _is_padded(value)
+            # A guess for a symbolic size, as comparing those would guard.
+            shape = concrete(value.numel()), value.dtype, is_padded
+            for s in storages:
+                shapes.setdefault(s, shape)
+    return shapes
+
+
+def _is_flexible_product(node: fx.Node) -> bool:
+    """Whether the layout of a product is still open when a kernel reads it.
+
+    What is viewed in another shape first is laid out as that needs.
+    """
+    target = getattr(node.target, "overloadpacket", None)
+    user = next(iter(node.users), node)
+    return (
+        target in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+        and getattr(user.target, "overloadpacket", None) not in _RESHAPES
+    )
+
+
+def _is_padded(value: torch.Tensor) -> bool:
+    """Whether the rows of this value are padded, if its layout is inductor's to choose."""
+    options: Any = inductor_config
+    least, align = options.padding_stride_threshold, options.padding_alignment_bytes
+    if value.device.type == "cpu" and options.disable_padding_cpu:
+        return False
+    wide = [s for s in value.stride() if isinstance(s, int) and s > least]
+    return options.comprehensive_padding and any(
+        s * value.itemsize % align for s in wide
+    )
+
+
+def _backward_of(program: Program) -> list[Operator]:
+    """The operators of a backward that repeats all it can, in the order of the run."""
+    saved = program.saved_by([()])
+    _, repeated = program.follow(saved, 1)
+    by_step = program.repeats_by_step(saved, repeated, 1)
+    found: list[Operator] = []
+    for step, repeats in zip(program.steps, by_step):
+        found += [program.operators[op] for op, _ in repeats]
+        found.append(step.operator)
+    return found
+
+
+class _Fusion:
+    """What becomes of operators that run in this order; ``kept`` has to be stored."""
+
+    def __init__(
+        self, program: Program, operators: Iterable[Operator], kept: Collection[int]
+    ) -> None:
+        from torch._functorch.partitioners import get_default_op_list
+
+        self.program, self.kept = program, kept
+        self.operators = [each for each in operators if not _is_part(each.node)]
+        self.readers: dict[int, list[fx.Node]] = defaultdict(list)
+        for each in self.operators:
+            for s in each.reads:
+                self.readers[s].append(each.node)
+        op_types = get_default_op_list()
+        nodes = [each.node for each in self.operators]
+        self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
+        self.products = {each.node for each in self.operators if self._waits(each)}
+        for node in self.products:
+            # Adding to a product becomes addmm, which is no kernel to fuse with.
+            self.pointwise.difference_update(node.users)
+        self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
+        # How many operators that cannot be fused come before each one.
+        barriers = accumulate((n not in self.fusible for n in nodes), initial=0)
+        self.barriers = dict(zip(nodes, barriers))
+
+    def _waits(self, each: Operator) -> bool:
+        """Whether an operator is a product that is computed with what it is added to."""
+        from torch._inductor.fx_passes import post_grad
+
+        node = each.node
+        if node.target is not aten.mm.default or len(node.users) != 1:
+            return False
+        (s,), (user,) = each.writes, node.users
+        if s in self.kept or user.target is not aten.add.Tensor:
+            return False
+        # A patch of its own brings it.
+        would_wait: Any = getattr(post_grad, "_would_wait", lambda *_: False)
+        return not any(would_wait(node, other) for other in user.all_input_nodes)
+
+    def kernels(self, most_operators: int) -> dict[fx.Node, _Kernel]:
+        found: dict[fx.Node, _Kernel] = {}
+        # The parts of what is not stored.
+        computed: dict[int, frozenset[int]] = {}
+        for each in self.operators:
+            parts = frozenset(each.writes).union(
+                *(computed.get(s, (s,)) for s in each.reads)
+            )
+            reads = len(parts.difference(computed, each.writes))
+            is_large = reads > _MOST_READS or len(parts) > most_operators
+            is_inlined = self._is_inlined(each, is_large)
+            is_fusible = each.node in self.fusible
+            found[each.node] = _Kernel(each, is_inlined, is_fusible, parts)
+            if is_inlined:
+                computed.update(dict.fromkeys(each.writes, parts))
+        return found
+
+    def _is_inlined(self, each: Operator, is_large: bool) -> bool:
+        """Whether an operator is computed in whatever reads it, if it is as large."""
+        if each.node in self.products:
+            return True
+        if each.node not in self.pointwise or len(each.writes) != 1:
+            return False
+        (s,) = each.writes
+        users = self.readers[s]
+        if s in self.kept or not users:
+            return False
+        is_divided = self.barriers[users[0]] != self.barriers[users[-1]]
+        return not (is_large and is_divided) and all(
+            user in self.fusible or self._scatters_to(user, s) for user in users
+        )
+
+    def _scatters_to(self, node: fx.Node, s: int) -> bool:
+        """Whether a node is a scatter to this storage, which it then writes over."""
+        target = node.target
+        return (
+            isinstance(target, torch._ops.OpOverload)
+            and target.namespace == "aten"
+            and any(name in target.__name__ for name in _SCATTERS)
+            and all(
+                (s in self.program.values[source]) == (source is node.args[0])
+                for source in node.all_input_nodes
+            )
+        )
+
+
+class _LiveInKernels(LiveBytes):
+    """A phase in which operators run in the kernels of those that read them.
+
+    ``stored`` are the plans that store each storage, whatever kernel computes it.
+    """
+
+    def __init__(
+        self,
+        rule: Kernels,
+        program: Program,
+        kept: Sequence[int],
+        is_forward: bool,
+    ) -> None:
+        super().__init__(program, kept, is_forward)
+        self.rule, self.owned, self.stored = rule, program.owned, kept
+        self.kernels = rule.in_forward if is_forward else rule.in_backward
+        # What is not stored, with what computes it.
+        self.inlined = {
+            s: kernel
+            for kernel in self.kernels.values()
+            if kernel.is_inlined
+            for s in kernel.operator.writes
+        }
+        # Results of the kernels since the last operator that cannot be fused.
+        self.together: list[tuple[int, int]] = []
+
+    def run(self, each: Operator, plans: int, step: int) -> None:
+        """An operator's kernel with its moment, in these plans, if it has one."""
+        kernel, writes = self.kernels.get(each.node), each.writes
+        if kernel is None:
+            return
+        if kernel.is_inlined:
+            plans &= self.stored[writes[0]]
+        if not plans:
+            return
+        if not kernel.is_fusible:
+            self._begin(plans)
+        dying = self._read(each.reads, plans)
+        # What nobody reads.
+        self.touch(writes, plans)
+        begin = [(plans, each.nbytes)]
+        if kernel.is_fusible:
+            begin = self._write_over(dying, each, plans)
+        for r, last in dying.items():
+            self.change(last, -self.nbytes[r])
+        scratch = (each.scratch or 0) * has_bodies(each.node)
+        self.change(plans, -scratch)
+        self.moment(step)
+        self.change(plans, scratch)
+        for change in begin:
+            self.change(*change)
+        for s in writes:
+            self.change(plans & self.saved[s], -self.nbytes[s])
+
+    def _read(self, storages: Iterable[int], plans: int) -> dict[int, int]:
+        """What a kernel is the last to read, with the plans where it is."""
+        dying: dict[int, int] = {}
+        pending = [(s, plans) for s in storages]
+        while pending:
+            s, plans = pending.pop()
+            # What is computed in a later reader has its sources read there.
+            last = plans & ~self.touched[s]
+            if not last:
+                continue
+            self.touched[s] |= last
+            if s in self.inlined:
+                stored = last & self.stored[s]
+                sources = self.inlined[s].operator.reads
+                pending += [(r, last ^ stored) for r in sources]
+                last = stored
+            if last and self.freeable[s]:
+                dying[s] = dying.get(s, 0) | last
+        return dict(sorted(dying.items()))
+
+    def _write_over(
+        self, dying: dict[int, int], each: Operator, plans: int
+    ) -> list[tuple[int, int]]:
+        """The changes as arguments that die end and the results over them begin."""
+        changes: list[tuple[int, int]] = []
+        parts = self.kernels[each.node].parts.difference(each.writes)
+        able = self._are_one(parts, plans) if dying else 0
+        shapes, free = self.rule.shapes, [r for r in dying if r not in self.owned]
+        for s in each.writes:
+            left = plans
+            for r in free:
+                is_alike = shapes.get(r) == shapes.get(s)
+                over = left & able & dying[r] if is_alike else 0
+                changes.append((over, self.nbytes[s] - self.nbytes[r]))
+                dying[r] &= ~over
+                left &= ~over
+            self.together.append((left, self.nbytes[s]))
+        return changes
+
+    def _are_one(self, parts: frozenset[int], plans: int) -> int:
+        """The plans in which so few parts are computed that inductor has one operator."""
+        if len(parts) <= self.rule.most_operators:
+            return plans
+        found = {parts: plans}
+        for s in sorted(parts & self.inlined.keys()):
+            for some, of in [*found.items()]:
+                # What is stored is read, and its parts are not.
+                stored = of & self.stored[s] if s in some else 0
+                if stored:
+                    fewer = some - self.inlined[s].parts | {s}
+                    found[some] &= ~stored
+                    found[fewer] = found.get(fewer, 0) | stored
+        few = (of for some, of in found.items() if self._is_one(some))
+        return functools.reduce(operator.or_, few, 0)
+
+    def _is_one(self, parts: frozenset[int]) -> bool:
+        if len(parts) <= self.rule.most_operators:
+            return True
+        inlined, shapes = self.inlined, self.rule.shapes
+        wide = (
+            s
+            for s in parts
+            if shapes.get(s, (1,))[0] > 1
+            and (s not in inlined or not inlined[s].parts <= parts)
+        )
+        # At most one.
+        return next(wide, None) is None or next(wide, None) is None
+
+    def _begin(self, plans: int) -> None:
+        """What is before all kernels whose results are there together."""
+        together, self.together = self.together, []
+        for each, nbytes in together:
+            self.change(each & plans, nbytes)
+            if each & ~plans:
+                self.together.append((each & ~plans, nbytes))
+
+    def peaks(self, count: int, base: int = 0) -> list[list[int]]:
+        self._begin(-1)
+        return super().peaks(count, base)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is a part of another's value, or no call at all."""
+    is_call = node.op == "call_function"
+    return not is_call or node.target is operator.getitem or is_view(node)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return torch.Tag.reduction in getattr(node.target, "tags", ())
+
+
+def _is_pointwise(node: fx.Node, op_types: OpTypes) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and not _is_reduction(node)
+        and (
+            torch.Tag.pointwise in target.tags
+            # Which are so to inductor, though neither a tag nor the partitioner says it.
+            or target.overloadpacket in (aten.cat, aten.embedding)
+            or op_types.is_fusible(node)
+        )
+    )

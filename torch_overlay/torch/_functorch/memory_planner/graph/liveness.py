@@ -1,0 +1,374 @@
+"""How many bytes a plan keeps live, operator by operator, before anything runs.
+
+A plan is the set of values that the forward saves.  It decides which operators the
+backward runs again and when, and so the peak.  :func:`.graph.reading.read` reads a joint graph once
+into a :class:`Program`, which takes a plan through both phases:
+
+    >>> program = read(joint_module.graph, node_info, num_fwd_outputs)
+    >>> program.evaluate(program.storages(saved_values)).peak
+
+It counts what an interpreter of the two graphs has live while it runs an operator, or
+what another :class:`.LiveBytes` says.  A storage counts once, whole, however many views it
+has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
+allocates for itself, nor what is on another device than the plan is for.
+
+The backward runs its own operators in their order, and each repeated one right before
+the first that needs it.  What was traced in it without need of a tangent stays there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+from torch.fx.experimental.proxy_tensor import py_sym_types
+from ..._activation_checkpointing.random_ops import must_run_once
+
+from .live_bytes import LiveBytes
+from .storages import CannotPlan, has_bodies, Operator
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+
+    # For each step of the backward, the operators that are repeated for it, in order,
+    # with the mask of the plans that do so.
+    Repeats = list[list[tuple[int, int]]]
+
+
+__all__ = [
+    "BackwardStep",
+    "CannotPlan",
+    "Evaluation",
+    "Operator",
+    "Program",
+]
+
+
+class Evaluation(NamedTuple):
+    """What a plan costs.  A bit of a mask is a plan.
+
+    Args:
+        forward_peak: most live bytes while the forward runs.
+        step_peaks: most live bytes in each :class:`BackwardStep` of the backward.
+        bit: the plan's.
+        repeats: the operators repeated for each step, in order, with their masks.
+        repeated, kept: the masks of all operators and storages.
+    """
+
+    forward_peak: int
+    step_peaks: list[int]
+    bit: int
+    repeats: Repeats
+    repeated: list[int]
+    kept: list[int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, *self.step_peaks, 0)
+
+    @property
+    def repeated_by_step(self) -> list[list[int]]:
+        bit = self.bit
+        return [[op for op, plans in step if plans & bit] for step in self.repeats]
+
+    @property
+    def saved(self) -> set[int]:
+        """The storages that are really kept."""
+        return {s for s, plans in enumerate(self.kept) if plans & self.bit}
+
+
+class BackwardStep(NamedTuple):
+    """An operator of the backward's own, which needs a tangent; the output is the last.
+
+    Args:
+        traced: the results of each operator traced before it, behind a tangent that it
+            does not need, which runs here if the plan repeats it.
+    """
+
+    operator: Operator
+    traced: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A joint graph as operators and storages, each numbered in the graph's order.
+
+    Numbered are operators that allocate, except the backward's own, which need a tangent.
+    Those that the forward does not need either run where they are read first.
+
+    Args:
+        values: the storages of each node's value.
+        nbytes: of each storage; 0 for an input, but for the copy that is made of a
+            tangent for the backward.
+        producer: the operator that allocates it, or -1.
+        first_use, last_use: the operators of ``forward`` that allocate it and read it
+            last, of those that the forward runs in any plan, or -1.
+        saved_as: the node to save in order to keep it, None where none can be.
+        always_saved: what is kept in any plan that needs it.
+        operators: those that are numbered.
+        repeatable: whether the backward may run each of them.
+        forward: all nodes that need no tangent, views as well.
+        steps: the backward's.
+        outputs: the storages that the forward returns, which stay live in any plan.
+        written_back: those that the caller copies into its inputs, live until it has.
+        tangents, tangent_bytes: the inputs of the backward alone, and what these take.
+        owned: the inputs that the backward alone holds, until their last use.
+        required: the nodes that the forward runs in any plan.
+        gradients: the nodes that the backward returns.
+        timeline: how the operators of a phase run.
+    """
+
+    values: dict[fx.Node, tuple[int, ...]]
+    nbytes: list[int]
+    producer: list[int]
+    first_use: list[int]
+    last_use: list[int]
+    saved_as: list[Optional[fx.Node]]
+    always_saved: set[int]
+    operators: list[Operator]
+    repeatable: list[bool]
+    forward: list[Operator]
+    steps: list[BackwardStep]
+    outputs: set[int]
+    written_back: set[int]
+    tangents: set[fx.Node]
+    tangent_bytes: int
+    owned: frozenset[int]
+    required: Container[fx.Node]
+    gradients: list[fx.Node]
+    timeline: Callable[..., LiveBytes] = LiveBytes
+
+    @functools.cached_property
+    def nodes(self) -> list[fx.Node]:
+        """Those of the operators."""
+        return [each.node for each in self.operators]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether these are kernels of inductor's."""
+        return self.timeline is not LiveBytes
+
+    @functools.cached_property
+    def with_bodies(self) -> list[Operator]:
+        """The higher-order operators that have more live than their results, or may."""
+        calls = (*self.forward, *(step.operator for step in self.steps))
+        return [each for each in calls if each.scratch != 0 and has_bodies(each.node)]
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """The storages that the backward returns, which stay live in it."""
+        return self.steps[-1].operator.reads
+
+    @functools.cached_property
+    def freeable(self) -> list[bool]:
+        """Whether each storage goes when nobody reads it any more."""
+        # A checkpoint's result is made again though the caller has it: that one goes.
+        held = {s for s in self.outputs if self.saved_as[s] is not None}
+        return [nbytes > 0 and s not in held for s, nbytes in enumerate(self.nbytes)]
+
+    @property
+    def held_by_caller(self) -> int:
+        """Bytes of the tangents and of what the forward returned, in any step's peak."""
+        return self.tangent_bytes + self.size(self.outputs)
+
+    def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """The storages that saving these nodes keeps."""
+        return {s for node in nodes for s in self.values.get(node, ())}
+
+    def saveable(self, nodes: Iterable[fx.Node]) -> list[int]:
+        """Of these storages, those that some node can be saved for."""
+        found = self.storages(nodes)
+        return [s for s in sorted(found) if self.saved_as[s] is not None]
+
+    def size(self, storages: Iterable[int]) -> int:
+        """Bytes of these storages."""
+        return sum(self.nbytes[s] for s in storages)
+
+    def releasing(self, alone: Mapping[int, int]) -> Program:
+        """The same where the backward alone holds some storages, until their last use.
+
+        ``alone`` has these, and their bytes: of inputs, which then count, and of what the
+        forward returned.  A tangent that is copied is not read any more then: its copy
+        counts anyway.
+        """
+        returned = self.outputs & alone.keys()
+        inputs = alone.keys() - returned
+        nbytes = [*self.nbytes]
+        for s in inputs - self.owned:
+            nbytes[s] = alone[s]
+        return replace(
+            self,
+            nbytes=nbytes,
+            owned=self.owned | inputs,
+            outputs=self.outputs - returned,
+            always_saved=self.always_saved | returned,
+        )
+
+    # --------------------------------------------------------------- evaluating
+
+    def evaluate(self, chosen: Iterable[int]) -> Evaluation:
+        """Take the plan that saves the ``chosen`` storages through both phases.
+
+        What cannot be repeated is saved even if it is not chosen.  O(operators + edges).
+        Raises CannotPlan where something can neither be saved nor repeated.
+        """
+        return self.evaluate_all([chosen])[0]
+
+    def evaluate_all(self, plans: Sequence[Iterable[int]]) -> list[Evaluation]:
+        """Evaluate many plans, in little more time than a few.
+
+        The bits of an integer stand for plans, so that what many of them repeat for the
+        same step is followed once, and the columns of a tensor for their live bytes.
+        """
+        count = len(plans)
+        everyone = (1 << count) - 1
+        saved = self.saved_by(plans)
+        _, repeated = self.follow(saved, everyone)
+        repeats = self.repeats_by_step(saved, repeated, everyone)
+        step_peaks, kept = self._backward_peaks(repeats, saved, count)
+        forward_peaks = self.forward_peaks(kept, count)
+        return [
+            Evaluation(forward, steps, 1 << plan, repeats, repeated, kept)
+            for plan, (forward, steps) in enumerate(zip(forward_peaks, step_peaks))
+        ]
+
+    def saved_by(self, plans: Sequence[Iterable[int]]) -> list[int]:
+        """The plans that save each storage, as masks; a plan is a set of storages."""
+        saved = [0] * len(self.nbytes)
+        for plan, chosen in enumerate(plans):
+            for s in chosen:
+                if self.saved_as[s] is not None:
+                    saved[s] |= 1 << plan
+        for s in self.outputs | self.always_saved:
+            if self.saved_as[s] is not None:
+                saved[s] = (1 << len(plans)) - 1
+        return saved
+
+    def follow(self, saved: list[int], everyone: int) -> tuple[list[int], list[int]]:
+        """The plans that need each storage in the backward, and that repeat each operator.
+
+        ``saved`` has a mask for each storage and ``everyone`` is the mask of all plans,
+        of which there may be any number.  Adds to ``saved`` what cannot be repeated; a
+        plan keeps what it saves and needs.  O(operators + edges), on integers of a bit
+        for each plan.  Raises CannotPlan as :meth:`evaluate` does.
+        """
+        needed = [0] * len(self.nbytes)
+        for step in self.steps:
+            for s in step.operator.reads:
+                needed[s] = everyone
+        repeated = [0] * len(self.operators)
+        for op in reversed(range(len(self.operators))):
+            node, reads, writes, *_ = self.operators[op]
+            plans = 0
+            for s in writes:
+                plans |= needed[s] & ~saved[s]
+            if plans and not self.repeatable[op]:
+                for s in writes:
+                    if needed[s] & ~saved[s] and self.saved_as[s] is None:
+                        raise CannotPlan(
+                            f"{node.name} can be neither saved nor repeated"
+                        )
+                    saved[s] |= needed[s]
+            elif plans:
+                repeated[op] = plans
+                for s in reads:
+                    needed[s] |= plans
+        return needed, repeated
+
+    def repeats_by_step(
+        self, saved: Sequence[int], repeated: Sequence[int], everyone: int
+    ) -> Repeats:
+        """What is repeated for each step, in order, and by whom.
+
+        An operator that was traced in the backward has its place: what it needs comes
+        before it, and what the step itself needs behind.
+        """
+        # No operator makes an input, whose producer is -1.
+        left = [*repeated, 0]
+        repeats: Repeats = []
+        for step in self.steps:
+            repeats.append([])
+            for reads in (*step.traced, step.operator.reads):
+                found: dict[int, int] = {}
+                pending = [(s, everyone) for s in reads]
+                while pending:
+                    s, plans = pending.pop()
+                    op = self.producer[s]
+                    plans &= left[op] & ~saved[s]
+                    if plans:
+                        left[op] ^= plans
+                        found[op] = found.get(op, 0) | plans
+                        for read in self.operators[op].reads:
+                            pending.append((read, plans))
+                repeats[-1] += sorted(found.items())
+        return repeats
+
+    def _backward_peaks(
+        self, repeats: Repeats, saved: Sequence[int], count: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """The peaks of each plan's steps, and which plans keep each storage."""
+        everyone = (1 << count) - 1
+        timeline = self.timeline(self, saved, is_forward=False)
+        timeline.touch(self.returned, everyone)
+        for at in reversed(range(len(repeats))):
+            timeline.run(self.steps[at].operator, everyone, at)
+            for op, plans in reversed(repeats[at]):
+                timeline.run(self.operators[op], plans, at)
+        timeline.moment(0)
+        # What is live by then.
+        for s in self.owned:
+            timeline.change(timeline.touched[s], self.nbytes[s])
+        kept = [plans & reading for plans, reading in zip(saved, timeline.touched)]
+        for s, plans in enumerate(kept):
+            if s not in self.outputs:
+                timeline.change(plans, self.nbytes[s])
+        return timeline.peaks(count, self.held_by_caller), kept
+
+    def forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
+        """The forward's peak in each plan.
+
+        What only the backward needs is made where it was traced, if it is saved or if
+        something is made of it that is.
+        """
+        everyone = (1 << count) - 1
+        timeline = self.timeline(self, kept, is_forward=True)
+        timeline.touch(self.outputs | self.written_back | self.owned, everyone)
+        for each in reversed(self.forward):
+            plans = everyone if each.is_required else 0
+            for s in each.writes:
+                plans |= timeline.touched[s]
+            timeline.run(each, plans, 0)
+        timeline.moment(0)
+        return [peak for (peak,) in timeline.peaks(count)]
+
+    def saved_values(self, saved: set[int]) -> list[fx.Node]:
+        """The nodes to save, in the graph's order, so that ``saved`` storages are kept.
+
+        Views are made again from what they view, and sizes are saved themselves.
+        Raises CannotPlan where the backward would have to run what it must not.
+        """
+        chosen = {self.saved_as[s] for s in saved}
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        pending = [*self.gradients]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            required = node in self.required
+            value = node.meta.get("val")
+            given = node.op == "placeholder" or isinstance(value, py_sym_types)
+            if node in chosen or (required and given):
+                found.add(node)
+            elif required and node.op == "call_function" and must_run_once(node):
+                if not isinstance(value, torch.Tensor):
+                    raise CannotPlan(f"{node.name} must not run twice")
+                found.add(node)
+            else:
+                pending += node.all_input_nodes
+        return [node for node in self.values if node in found]

@@ -1,0 +1,201 @@
+"""Reads a joint graph into the :class:`.Program` that plans are evaluated on."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+from ..._activation_checkpointing.random_ops import is_replayed, must_run_once
+
+from .liveness import BackwardStep, Program
+from .rerun_cost import concrete
+from .storages import device_of, Operator, Storages
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch._functorch.partitioners import NodeInfo
+
+__all__ = ["read"]
+
+
+def read(
+    graph: fx.Graph,
+    node_info: NodeInfo,
+    num_fwd_outputs: int,
+    number: Callable[[Any], int] = concrete,
+    device: Optional[torch.device] = None,
+) -> Program:
+    """The program of a joint graph, whose first outputs, so many, are the forward's.
+
+    ``number`` tells what a symbolic size is; by default, its hint.  Only bytes of the
+    ``device`` count, by default those of the graph's own (:func:`.graph.storages.device_of`).
+    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results = tree_leaves(output.args)
+    required, closure = set(node_info.required_fw_nodes), node_info.tangents_closure
+    backward = {node for node in graph.nodes if node in closure} - required
+    tangents = {node for node in backward if node.op == "placeholder"}
+    device = device_of(graph) if device is None else device
+    storages = Storages(graph, required, tangents, number, device)
+    nbytes = storages.nbytes
+    gradients = _nodes(results[num_fwd_outputs:])
+    forward = [each for each in storages.calls if each.node not in backward]
+    operators = [each for each in forward if each.writes]
+    producer = _producers(operators, len(nbytes))
+    first_use, last_use = _live_ranges(forward, len(nbytes))
+    end = Operator(output, storages.read_by(gradients), (), 0, False)
+    calls = [*storages.calls, end]
+    owned = storages.copied.intersection(s for each in calls for s in each.reads)
+    # A copy that nothing reads stays to the end.
+    unread = sum(nbytes[s] for s in storages.copied - owned)
+    saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
+    copied = _written_back(output)
+    places = [*enumerate(results[:num_fwd_outputs])]
+    returned = _nodes(node for at, node in places if at not in copied)
+    to_inputs = _nodes(node for at, node in places if at in copied)
+    outputs = {s for s in storages.read_by(returned) if first_use[s] >= 0}
+    written_back = {s for s in storages.read_by(to_inputs) if first_use[s] >= 0}
+    program = Program(
+        storages.values,
+        nbytes,
+        producer,
+        first_use,
+        last_use,
+        saved_as,
+        always_saved,
+        operators,
+        [not (each.is_required and _runs_once(each.node)) for each in operators],
+        forward,
+        _steps(calls, backward),
+        outputs,
+        written_back - outputs,
+        tangents,
+        storages.tangent_bytes + unread,
+        frozenset(owned),
+        required,
+        gradients,
+    )
+    _prefer_small_results(program)
+    return program
+
+
+def _producers(operators: list[Operator], count: int) -> list[int]:
+    """The operator that allocates each storage, or -1."""
+    producer = [-1] * count
+    for op, each in enumerate(operators):
+        for s in each.writes:
+            producer[s] = op
+    return producer
+
+
+def _written_back(output: fx.Node) -> set[int]:
+    """The places of the results that the caller copies into its inputs."""
+    return {
+        at
+        for at, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, InputMutationAOTOutput)
+    }
+
+
+def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
+    """Where the forward allocates each storage and reads it last, in any plan; or -1."""
+    first, last = [-1] * count, [-1] * count
+    for at, each in enumerate(forward):
+        if each.is_required:
+            for s in each.writes:
+                first[s] = at
+            for s in (*each.reads, *each.writes):
+                last[s] = at
+    return first, last
+
+
+def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[BackwardStep]:
+    """The steps of a backward; the last of ``calls`` is the output."""
+    steps: list[BackwardStep] = []
+    traced: list[tuple[int, ...]] = []
+    started = False
+    for each in calls:
+        node = each.node
+        started = started or any(
+            read.op == "placeholder" and read in backward
+            for read in node.all_input_nodes
+        )
+        if node in backward or node.op == "output":
+            steps.append(BackwardStep(each, tuple(traced)))
+            traced.clear()
+        elif started and not each.is_required:
+            # A view has its place as well: what it is of comes before it.
+            traced.append(each.writes or each.reads)
+    return steps
+
+
+def _choose_what_to_save(
+    storages: Storages, backward: set[fx.Node], producer: list[int]
+) -> tuple[list[Optional[fx.Node]], set[int]]:
+    """The node to save for each storage, and the storages that checkpoints keep."""
+    saved_as: list[Optional[fx.Node]] = [None] * len(producer)
+    always_saved: set[int] = set()
+    replayed: set[int] = set()
+    for each in storages.calls:
+        node = each.node
+        if is_replayed(node):
+            # Nor may a view of it be saved.
+            replayed.update(each.writes)
+        elif node not in backward and isinstance(node.meta.get("val"), torch.Tensor):
+            (s,) = storages.values[node]
+            # But for what one checkpoint hands to the next.
+            is_kept = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+            if is_kept:
+                always_saved.add(s)
+            # An input is there anyway.
+            if producer[s] >= 0 and (is_kept or s not in replayed):
+                saved_as[s] = saved_as[s] or node
+    return saved_as, always_saved
+
+
+def _prefer_small_results(program: Program) -> None:
+    """Of an operator that must run once, keep what is made of it if it is smaller.
+
+    That is dropout's mask, where the random numbers have no other use.
+    """
+    needed = {s for step in program.steps for s in step.operator.reads}
+    readers: list[set[int]] = [set() for _ in program.nbytes]
+    for op, each in enumerate(program.operators):
+        for s in each.reads:
+            readers[s].add(op)
+    for op, each in enumerate(program.operators):
+        users = {user for s in each.writes for user in readers[s]}
+        if (
+            program.repeatable[op]
+            or each.node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+            or not needed.isdisjoint(each.writes)
+            or len(users) != 1
+        ):
+            continue
+        (user,) = users
+        made = program.operators[user]
+        saveable = all(program.saved_as[s] is not None for s in made.writes)
+        if saveable and made.nbytes <= each.nbytes:
+            program.repeatable[user] = False
+
+
+def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _runs_once(node: fx.Node) -> bool:
+    """Whether the backward must not run a node that the forward runs."""
+    target = node.target
+    return (
+        must_run_once(node)
+        # The partitioner leaves these to the phase that they were traced in.
+        or node.meta.get("partitioner_tag") == "must_be_in_forward"
+        or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+    )

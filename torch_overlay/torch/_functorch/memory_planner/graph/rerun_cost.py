@@ -1,0 +1,141 @@
+"""What it costs to run a node of the forward again.
+
+By the estimator "flops", an operator costs its FLOP, and one that no compiler fuses at
+least the bytes that it moves, as FLOP.  What a custom operator costs is said by
+``torch.utils.flop_counter.register_flop_formula``.  All others, sums say, cost 1.
+"roofline" counts the bytes of all of them as the arithmetic that an accelerator would
+have done meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ..._activation_checkpointing.random_ops import subgraphs
+
+
+if TYPE_CHECKING:
+    import torch.fx as fx
+
+
+aten = torch.ops.aten
+
+__all__ = ["flops", "is_costly", "is_view", "rerun_cost", "roofline"]
+
+# The estimators that have a name, and what each counts.
+RUNTIME_UNITS = {
+    "flops": "FLOP",
+    "roofline": "FLOP",
+    "profile": "ms",
+    "testing": "operators",
+}
+
+# FLOP that a device does while it moves a byte.  One number for all devices, so that
+# ranks agree: CPUs have 10 to 50, accelerators 100 to 300 in half precision.
+FLOP_PER_BYTE = 100
+
+# What a symbolic size without any hint counts as, as in the partitioner.
+_NO_HINT = 4096
+
+# Products of matrices that the flop counter has no formula for; not in every release.
+_GROUPED = [
+    getattr(aten, name)
+    for name in ("_grouped_mm", "_scaled_grouped_mm")
+    if hasattr(aten, name)
+]
+
+# The namespaces of operators that a compiler knows.
+_BUILTIN = ("aten", "prims", "prim", "rngprims", "inductor_prims", "_c10d_functional")
+
+# Results of these share their argument's memory, which their schema does not tell.
+_ALIASING = (aten._unsafe_view.default,)
+
+
+def rerun_cost(node: fx.Node, estimator: Any) -> float:
+    """The runtime of a node, by an estimator of the config; at least 1 FLOP.
+
+    All but "flops" and "roofline" are upstream's, which knows the config's alone.
+    """
+    from torch._functorch.partitioners import estimate_runtime
+
+    if estimator == "roofline":
+        return roofline(node)
+    if estimator != "flops":
+        return estimate_runtime(node)
+    return max(flops(node), _bytes_moved(node) if is_costly(node) else 1)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shares the memory of its first argument."""
+    return getattr(node.target, "is_view", False) or node.target in _ALIASING
+
+
+def concrete(size: int | torch.SymInt) -> int:
+    """``size``, or the hint of a symbolic one, without a guard."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else _NO_HINT
+
+
+def is_costly(node: fx.Node) -> bool:
+    """Whether a node does work that no compiler fuses into what reads it.
+
+    That is an operator with a FLOP formula, and one that the compiler knows nothing
+    about: of a user's library, or a kernel of a user's own.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _formula(node) is not None or target.namespace not in _BUILTIN
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of a node, 0 where no formula is known for it.
+
+    A higher-order operator without one does what is in its graphs.
+    """
+    formula = _formula(node)
+    if formula is None:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            return 0
+        return sum(flops(inner) for graph in subgraphs(node) for inner in graph.nodes)
+    given = node.args, node.kwargs
+    args, kwargs = torch.fx.map_arg(given, lambda n: n.meta.get("val"))
+    return concrete(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def roofline(node: fx.Node) -> int:
+    """The larger of a node's FLOP and what its bytes are worth; at least 1."""
+    return max(flops(node), FLOP_PER_BYTE * _bytes_moved(node), 1)
+
+
+def _bytes_moved(node: fx.Node) -> int:
+    """The bytes of a node's arguments and results, 0 for a view."""
+    if is_view(node):
+        return 0
+    values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
+    values.append(node.meta.get("val"))
+    return sum(
+        concrete(leaf.numel()) * leaf.dtype.itemsize
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def _formula(node: fx.Node) -> Any:
+    packet = getattr(node.target, "_overloadpacket", node.target)
+    if packet in flop_registry:
+        return flop_registry[packet]
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return flop_registry[aten._scaled_dot_product_flash_attention]
+    return _grouped_product if packet in _GROUPED else None
+
+
+def _grouped_product(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+    """FLOP of ``_grouped_mm``, whose groups share out one of the three sizes."""
+    groups = first.shape[0] if first.dim() == 3 and second.dim() == 2 else 1
+    return 2 * first.numel() // groups * second.shape[-1]

@@ -1,0 +1,1 @@
+"""The target "peak": plans of a graph, and the choice among those of all graphs."""

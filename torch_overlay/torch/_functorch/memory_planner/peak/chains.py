@@ -1,0 +1,205 @@
+"""Checkpoints at narrow places of the forward, between a transformer's layers say.
+
+A plan that saves what crosses such places repeats one segment at a time.  A segment's own
+peak hardly depends on the others, so it is measured once, and dynamic programming finds
+the checkpoints with the lowest peak, or those that save least below a peak (Beaumont et
+al., "Optimal checkpointing for heterogeneous chains", 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+from typing import Optional, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ..graph.liveness import Program
+    from .plans import Plans
+
+__all__ = ["Chain", "correct", "places_in"]
+
+# Places at which checkpoints may stand: of the minima, the narrowest by these shares.
+_SHARES = (1, 0.75, 0.5, 0.25)
+# A segment spans at most so many candidate places.
+_SPAN = 8
+# How often the dynamic program is told what its own answer measures.
+_CORRECTIONS = 8
+
+
+def places_in(graph: Program) -> list[list[int]]:
+    """Steps of the forward after which few bytes cross to later ones.
+
+    Local minima, a list for each share of ``_SHARES``.  O(steps + storages).
+    """
+    steps = len(graph.forward)
+    change = [0] * (steps + 1)
+    for s, birth in enumerate(graph.first_use):
+        if birth >= 0 and s not in graph.outputs:
+            change[birth] += graph.nbytes[s]
+            change[graph.last_use[s]] -= graph.nbytes[s]
+    crossing = list(accumulate(change))
+    # The last of equal ones.
+    ends = [at for at in range(steps - 1) if crossing[at] != crossing[at + 1]]
+    before = [math.inf, *(crossing[at] for at in ends)]
+    minima = [
+        (crossing[at], at)
+        for more, at in zip(before, ends)
+        if more > crossing[at] < crossing[at + 1]
+    ]
+    widths = sorted(width for width, _ in minima)
+    choices: dict[tuple[int, ...], None] = {}
+    for share in _SHARES:
+        if widths:
+            widest = widths[math.ceil(len(widths) * share) - 1]
+            choices[tuple(at for width, at in minima if width <= widest)] = None
+    return [list(choice) for choice in choices]
+
+
+def correct(plans: Plans, chains: Sequence[Chain]) -> None:
+    """Find the checkpoints of each chain that have the lowest peak.
+
+    Where a segment's peak depends on its neighbours after all, the answer measures
+    higher than it should.  What was learned then makes the next answer another one.
+    Chains are measured together, which takes little longer than one of them.
+    """
+    open_chains = [*chains]
+    for _ in range(_CORRECTIONS + 1):
+        plans.evaluate(
+            saved for chain in open_chains for saved in chain.choices.values()
+        )
+        for chain in open_chains:
+            chain.measure()
+        open_chains = [
+            chain
+            for chain in open_chains
+            if chain.expected is None or chain.found[-1][0] > chain.expected
+        ]
+        for chain in open_chains:
+            chain.choose()
+
+
+class Chain:
+    """Plans that save what crosses some of a list of places in the forward.
+
+    Place 0 is the start of the forward, where nothing crosses, and place ``end`` its
+    end.  ``peak[i, j]`` is the most that is live while the backward works between the
+    places i and j, without what the checkpoints up to i keep.
+    """
+
+    def __init__(self, plans: Plans, places: Sequence[int]) -> None:
+        self.plans = plans
+        graph = self.graph = plans.graph
+        self.end = len(places) + 1
+        self.at = [-1, *places, len(graph.forward)]
+        self.crossing = self._crossing(places)
+        self.everything = self.storages(range(self.end))
+        self.width = {
+            (i, j): graph.size(self.crossing[j] - self.crossing[i])
+            for i in range(self.end)
+            for j in range(i + 1, min(i + _SPAN, self.end) + 1)
+        }
+        self.where = self._where()
+        self.peak: dict[tuple[int, int], int] = {}
+        # What to measure next, with what that saves, and the peak that is expected of it.
+        self.choices = self._saving(
+            [i for i in range(1, self.end) if i % span == offset]
+            for span in range(1, _SPAN + 1)
+            for offset in range(span)
+        )
+        self.expected: Optional[int] = None
+        # The peaks of what was expected to be lowest, and what it saves.
+        self.found: list[tuple[int, frozenset[int]]] = []
+
+    def storages(self, chosen: Iterable[int]) -> frozenset[int]:
+        """What crosses these places."""
+        return frozenset().union(*(self.crossing[i] for i in chosen))
+
+    def _crossing(self, places: Sequence[int]) -> list[set[int]]:
+        graph = self.graph
+        found: list[set[int]] = [set() for _ in range(len(places) + 2)]
+        for s, (birth, death) in enumerate(zip(graph.first_use, graph.last_use)):
+            if birth >= 0 and graph.saved_as[s] is not None:
+                crossed = range(bisect_left(places, birth), bisect_left(places, death))
+                for i in crossed:
+                    found[i + 1].add(s)
+        return found
+
+    def _where(self) -> list[int]:
+        """The forward's step that each step of the backward has come down to, last first.
+
+        That is where the last of the large storages was made that it or a later step
+        reads.  Small ones (a mask, a constant) may be read anywhere.
+        """
+        graph = self.graph
+        large = max(graph.nbytes, default=0) // 128
+        where: list[int] = []
+        latest = -1
+        for step in reversed(graph.steps):
+            reads = (s for s in step.operator.reads if graph.nbytes[s] >= large)
+            latest = max(latest, *(graph.first_use[s] for s in reads), -1)
+            where.append(latest)
+        return where
+
+    def _saving(
+        self, choices: Iterable[Sequence[int]]
+    ) -> dict[tuple[int, ...], frozenset[int]]:
+        return {tuple(chosen): self.storages(chosen) for chosen in choices}
+
+    def measure(self) -> None:
+        """Learn the segments' peaks of the choices, which have been evaluated."""
+        for chosen, storages in self.choices.items():
+            live = self.plans.evaluations[storages].step_peaks[::-1]
+            done = kept = 0
+            for segment in zip((0, *chosen), (*chosen, self.end)):
+                steps = bisect_right(self.where, self.at[segment[1]], lo=done)
+                own = max(live[done:steps], default=0) - kept
+                done = steps
+                self.peak[segment] = max(self.peak.get(segment, 0), own)
+                kept += self.width[segment]
+            if self.expected is not None:
+                self.found.append((self.plans.found[storages].peak, storages))
+        self.segments = sorted(
+            (stop, start, own, self.width[start, stop])
+            for (start, stop), own in self.peak.items()
+        )
+
+    def choose(self) -> None:
+        """Let the checkpoints be measured next that should have the lowest peak."""
+        # Enough for a checkpoint at every place.
+        low, high = 0, max(self.peak.values()) + self.graph.size(self.everything)
+        chosen: Sequence[int] = range(1, self.end)
+        while high - low > high // 1000 + 1:
+            middle = (low + high) // 2
+            fewest = self.leanest(middle)
+            if fewest is None:
+                low = middle
+            else:
+                high, chosen = middle, fewest
+        self.choices, self.expected = self._saving([chosen]), high
+
+    def leanest(self, peak: int) -> Optional[list[int]]:
+        """The places to save at, so that no segment is live beyond ``peak``.
+
+        What the checkpoints before a place keep is all that the segments after it
+        need to know of them, and less is better.  None where there are no such places.
+        O(places * span).
+        """
+        kept = [math.inf] * (self.end + 1)
+        previous = [0] * (self.end + 1)
+        kept[0] = 0
+        for stop, start, own, width in self.segments:
+            total = kept[start] + width
+            if total < kept[stop] and kept[start] + own <= peak:
+                kept[stop], previous[stop] = total, start
+        if math.isinf(kept[self.end]):
+            return None
+        chosen: list[int] = []
+        place = previous[self.end]
+        while place:
+            chosen.append(place)
+            place = previous[place]
+        return chosen[::-1]

@@ -1,0 +1,126 @@
+"""Of the plans that a budget of saved bytes allows, the one with the lower peak.
+
+Plans that save and recompute about as much can differ widely in their peaks, and where
+much is recomputed at once, the peak is higher than without a budget.  So a plan for the
+target "saved" must not peak above that of budget 1, nor above the plan that upstream's
+algorithm makes for the same budget, if another plan within the budget does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from ..solve.ties import NOISE
+
+from .plan_search import model_of, rerun_costs, search
+from .plans import Plans
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..decision import Decision
+    from ..graph.joint import Planner
+    from .plans import PlannedPeak
+
+log = logging.getLogger(__name__)
+
+__all__ = ["with_lower_peak"]
+
+# Peaks that differ by at most this share are about the same.
+_TOLD = 0.01
+# Of the largest values that upstream's plan saves, how many may be left out.
+_TRIED = 64
+
+
+def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
+    """``plan``, or another one that keeps at most ``allowed`` bytes and has a lower peak.
+
+    Warns where that is above the peak of budget 1.  Raises as :func:`.graph.liveness.read` does.
+    """
+    model = model_of(graph)
+    calls = graph.ask.graph_calls or 1
+    fastest, upstreams = graph.fastest(), graph.upstreams_choice(plan.budget)
+    own, *others = (
+        frozenset(model.storages(saved))
+        for saved in (plan.saved_values, fastest, upstreams)
+    )
+    # Budget 0 has no other plan.
+    costs = rerun_costs(model, graph) if plan.budget else ()
+    plans = Plans(model, costs, calls)
+    plans.evaluate((own, *others))
+    chosen, peaks = plans.found[own], [plans.found[each].peak for each in others]
+    if plan.budget and chosen.peak > min(peaks):
+        search(plans, graph, fastest)
+        plans.evaluate(_with_less(graph, plans, others[-1], allowed))
+        for better in _better(plans, chosen, min(peaks)):
+            storages = plans.evaluations[better.storages].saved
+            is_upstreams = better.storages == others[-1]
+            saved = upstreams if is_upstreams else model.saved_values(storages)
+            found = graph.saving(saved, plan.budget, "lower peak")
+            if found.activation_bytes <= allowed:
+                chosen, plan = better, replace(found, limits=plan.limits)
+                break
+    if chosen.peak > peaks[0] * (1 + _TOLD):
+        log.warning(
+            "%s needs %d bytes at its peak under activation memory budget %g, more than "
+            "the %d without one (both without parameters and inputs)%s, as it recomputes "
+            "much at once; the target 'peak' bounds the peak",
+            get_aot_graph_name(),
+            chosen.peak,
+            plan.budget,
+            peaks[0],
+            ", by estimates" * graph.fused,
+        )
+    return plan
+
+
+def _with_less(
+    graph: Planner, plans: Plans, chosen: frozenset[int], allowed: int
+) -> list[frozenset[int]]:
+    """What else to save where a plan keeps too much: all but a few values, or one.
+
+    Those are left out that it costs least to repeat for their bytes.
+    """
+    model = plans.graph
+    base = frozenset(plans.evaluate([chosen])[chosen].saved)
+    over = graph.kept_bytes(model.saved_values({*base})) - allowed
+    if over <= 0:
+        return []
+    largest = sorted(base, key=lambda s: (-model.nbytes[s], s))[:_TRIED]
+    without = plans.evaluate([base - {s} for s in largest])
+    # What must run once is saved all the same.
+    may_go = [s for s in largest if s not in without[base - {s}].saved]
+    least = plans.found[chosen].cost
+    cost = {s: plans.found[base - {s}].cost - least for s in may_go}
+    enough = [s for s in may_go if model.nbytes[s] >= over]
+    found = [base - {min(enough, key=cost.__getitem__)}] if enough else []
+    kept = set(base)
+    for s in sorted(may_go, key=lambda s: (cost[s] / max(model.nbytes[s], 1), s)):
+        if over > 0:
+            kept.discard(s)
+            over -= model.nbytes[s]
+    return [*found, frozenset(kept)]
+
+
+def _better(plans: Plans, plan: PlannedPeak, ceiling: int) -> Iterator[PlannedPeak]:
+    """The plans to be preferred to ``plan``, best first.
+
+    Best are those that recompute no more, but for noise, by their peaks, then those that
+    recompute least, and last, by their peaks again, those whose peak is above ``ceiling``.
+    """
+
+    def rank(each: PlannedPeak) -> tuple[float, ...]:
+        if each.peak > ceiling:
+            return 2, each.peak, each.cost
+        if each.cost <= plan.cost * (1 + NOISE):
+            return 0, each.peak, each.cost
+        return 1, each.cost, each.peak
+
+    for each in sorted(plans.found.values(), key=rank):
+        if rank(each) >= rank(plan):
+            break
+        yield each

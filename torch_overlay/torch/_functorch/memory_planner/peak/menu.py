@@ -1,0 +1,413 @@
+"""What the plans of one graph keep and hold, by estimates or as compiles have told.
+
+A plan is four numbers, a :class:`Footprint`, and which storages it saves.  Those of a
+graph that no other beats are its :class:`Menu`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+
+from ..graph.ends import (
+    backward_inputs,
+    Input,
+    output_bytes,
+    storages_returned,
+    tensors_given,
+)
+from ..graph.rerun_cost import flops
+from ..graph.resized import calls_in
+from ..graph.storages import is_on
+from .plan_search import (
+    compare_with_no_checkpoints,
+    model_of,
+    of_knapsacks,
+    rerun_costs,
+    search,
+)
+from .plans import Plans, undominated
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable
+
+    import torch.fx as fx
+    from ..graph.joint import Planner
+    from ..graph.liveness import Evaluation, Program
+
+
+__all__ = [
+    "Footprint",
+    "Menu",
+    "Missing",
+    "Names",
+    "Told",
+    "menu_of",
+    "plan_graph",
+]
+
+# Of nodes, and the bytes of each.
+Names = Sequence[tuple[str, int]]
+
+# More bytes than there are, of which sums are still exact in doubles.
+_NEVER = 2**44
+
+
+class Missing(NamedTuple):
+    """Of a call, which tangents its backward does not get, and which outputs are gone.
+
+    As of logits that a caller drops: these are no more than what the forward saves of them.
+    """
+
+    tangents: frozenset[int]
+    outputs: frozenset[int]
+
+
+class Told(NamedTuple):
+    """What the two compiled graphs of a joint graph hold, in bytes.
+
+    Args:
+        kept: what the forward leaves alive for the backward, beyond inputs and outputs.
+        forward: most that is live while it runs, beyond the inputs.
+        backward: most that is live while the backward runs, with what was kept, tangents
+            and what the forward returned.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+class Footprint(NamedTuple):
+    """A plan of one graph: bytes beyond the graph's inputs and outputs, and a cost.
+
+    Args:
+        kept: what the forward leaves alive.
+        forward: most that is live while the forward runs, with what it returns.
+        backward: most that is live while the backward runs, with what was kept.
+        cost: what is computed again, in the estimator's unit.
+        outputs: the indices of those outputs of the forward that are saved too.
+        storages: what to save, by the graph's model.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    cost: float
+    outputs: frozenset[int]
+    storages: frozenset[int]
+
+    def holds_no_more(self, other: Footprint) -> bool:
+        """Whether it keeps and holds at most what another does."""
+        is_no_more = all(map(operator.le, self[:3], other[:3]))
+        return is_no_more and self.outputs <= other.outputs
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The plans of a graph that no other beats, by rising cost, for calls of some size.
+
+    Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
+    each; ``inputs`` has them, and behind them what the forward returns, as the backward may
+    read that; ``outputs`` has the bytes of the latter alone.  Of the plans that were
+    compiled, ``told`` has by how much ``kept``, ``forward`` and ``backward`` are above the
+    estimates, in units of the estimate for the backward, as the size of calls may be
+    another one.
+    """
+
+    plans: list[Footprint]
+    model: Program
+    primals: int
+    tangents: int
+    inputs: dict[int, Input]
+    outputs: dict[int, int]
+    # What the graph computes without a budget, by the estimator's unit; 0 if not known.
+    work: float
+    # What its calls miss, in the model's view.
+    missing: Optional[Missing] = None
+    told: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    # The same of the backward alone, by the inputs that nobody else holds.
+    told_alone: dict[int, Callable[[frozenset[int]], float]] = field(
+        default_factory=dict
+    )
+    # Where the plans are corrected, those that were estimated.
+    estimated: list[Footprint] = field(default_factory=list)
+    # By how much its calls may yet turn out larger.
+    growth: float = 1.0
+
+    def sized(self, joint: Planner) -> Menu:
+        """The same plans for calls of the size that ``joint`` has.
+
+        That may have been traced by itself: what no call of it makes is not saved.
+        """
+        model = _model(joint, self.missing)
+        (_, made), (_, there) = calls_in(self.model), calls_in(model)
+        same = {s: there[place] for place, s in made.items() if place in there}
+        chosen = [
+            frozenset(same[s] for s in plan.storages if s in same)
+            for plan in self.plans
+        ]
+        plans = [
+            Footprint(*_bytes(model, evaluation), plan.cost, plan.outputs, storages)
+            for plan, storages, evaluation in zip(
+                self.plans, chosen, model.evaluate_all(chosen)
+            )
+        ]
+        inputs, outputs = backward_inputs(joint, model), output_bytes(joint, model)
+        return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
+
+    def hold_no_more(self, other: Menu) -> bool:
+        """Whether each plan keeps and holds at most what that of the other does."""
+        return all(map(Footprint.holds_no_more, self.plans, other.plans))
+
+    def at_least(self, other: Menu) -> Menu:
+        """The same, with as many bytes as those of another have."""
+        plans = []
+        for own, its in zip(self.plans, other.plans):
+            kept, forward, backward = map(max, own[:3], its[:3])
+            plans.append(own._replace(kept=kept, forward=forward, backward=backward))
+        return replace(self, plans=plans)
+
+    def tell(
+        self,
+        index: int,
+        told: Told,
+        told_alone: Callable[[Names], Told],
+        only_if_less: bool = False,
+    ) -> bool:
+        """Let it be known what a plan that was compiled keeps and holds.
+
+        And the same where the backward alone holds inputs of some names and bytes.
+        Returns whether it is known now: ``only_if_less`` than what was told before.
+        """
+        plan, beside = self.plans[index], self.model.held_by_caller
+        if only_if_less and index in self.told and max(told[1:]) >= self.most(index):
+            return False
+        size = max(plan.backward, 1)
+        held = told._replace(backward=told.backward - beside)
+        self.told[index] = tuple(e / size for e in map(operator.sub, held, plan[:3]))
+
+        def error(of: frozenset[int]) -> float:
+            alone = [self.inputs[i] for i in sorted(of) if i in self.inputs]
+            named = [(each.name, each.nbytes) for each in alone]
+            (estimate,) = self._backwards([plan], of)
+            return (told_alone(named).backward - beside - estimate) / size
+
+        self.told_alone[index] = functools.cache(error)
+        return True
+
+    def corrected(self) -> Menu:
+        """The plans as compiled; the others as far off as the nearest of those.
+
+        A copy that a kernel wants of a parameter is as large whatever else is kept, so
+        errors are added.
+        """
+        if not self.told:
+            return self
+        plans = []
+        for index, plan in enumerate(self.plans):
+            near = _nearest(self.plans, index, self.told)
+            size = max(self.plans[near].backward, 1)
+            kept, forward, backward = (
+                max(nbytes + round(error * size), 0)
+                for nbytes, error in zip(plan[:3], self.told[near])
+            )
+            plan = plan._replace(kept=kept, forward=forward, backward=backward)
+            plans.append(plan)
+        return replace(self, plans=plans, estimated=self.plans)
+
+    def only(self, wanted: Container[int]) -> Menu:
+        """The same, where no other plan is of use."""
+        plans = [
+            plan if i in wanted else plan._replace(kept=_NEVER, forward=_NEVER)
+            for i, plan in enumerate(self.plans)
+        ]
+        return replace(self, plans=plans)
+
+    def errs(self, margin: float) -> bool:
+        """Whether some plan holds more than estimated, by such a share of its peak."""
+        return any(error > margin for errors in self.told.values() for error in errors)
+
+    def most(self, index: int) -> int:
+        """The peak of a plan by itself, as compiled if it was."""
+        return self._peak(self.corrected().plans[index])
+
+    def holds_more(self, index: int, margin: float) -> bool:
+        """Whether what was compiled by a plan holds more than it may."""
+        most = self._peak(self.plans[index]) * (1 + margin)
+        return index in self.told and self.most(index) > most
+
+    def _peak(self, plan: Footprint) -> int:
+        return max(plan.forward, plan.backward + self.model.held_by_caller)
+
+    def saved_values(self, index: int) -> list[fx.Node]:
+        """The nodes that a plan saves."""
+        model = self.model
+        return model.saved_values(model.evaluate(self.plans[index].storages).saved)
+
+    def place_of_peak(self, index: int) -> str:
+        """Whose backward holds most by a plan, operator by operator; empty if not known.
+
+        A module below the one that was compiled, or a function that this one calls.
+        """
+        peaks = self.model.evaluate(self.plans[index].storages).step_peaks
+        _, step = max(zip(peaks, self.model.steps), key=operator.itemgetter(0))
+        meta = step.operator.node.meta
+        modules = [path for path, _ in (meta.get("fwd_nn_module_stack") or {}).values()]
+        functions = [name for name, _ in meta.get("fwd_source_fn_stack", ())]
+        # That which was compiled is a local variable, as L['self'].layers.0.
+        paths = (path.partition("].")[2] for path in modules[-1:])
+        return next(filter(None, (*paths, *functions)), "")
+
+    def live(self, what: str, of: Any) -> list[int]:
+        """By plan, what a call of the graph holds; see :class:`Held`."""
+        return [math.ceil(nbytes * self.growth) for nbytes in self._live(what, of)]
+
+    def _live(self, what: str, of: Any) -> list[int]:
+        if what == "output":
+            nbytes = self.outputs.get(of, 0)
+            return [nbytes * (of in plan.outputs) for plan in self.plans]
+        if what == "backward" and of:
+            found = self._backwards(self.plans, of)
+            for index in range(len(self.estimated)):
+                near = _nearest(self.estimated, index, self.told)
+                size = max(self.estimated[near].backward, 1)
+                error = self.told_alone[near](of)
+                found[index] = max(found[index] + round(error * size), 0)
+            return found
+        times = of if what == "kept" and of else 1
+        return [times * getattr(plan, what) for plan in self.plans]
+
+    def _backwards(self, plans: Sequence[Footprint], of: frozenset[int]) -> list[int]:
+        """What the backwards of some plans hold where they alone hold these inputs."""
+        alone = [self.inputs[index] for index in of if index in self.inputs]
+        own = {each.storage: each.nbytes for each in alone}
+        model = self.model.releasing(own)
+        # Those still count in eager code's bytes, as if they were held to the end.
+        beside = model.held_by_caller + sum(own.values())
+        evaluations = model.evaluate_all([plan.storages for plan in plans])
+        returned = own.keys() & self.model.outputs
+        return [
+            max(each.step_peaks) - beside + model.size(returned - each.saved)
+            for each in evaluations
+        ]
+
+
+def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int:
+    """Of the plans that were compiled, the one most like another; itself if it was."""
+    kept = plans[index].kept
+    _, _, nearest = min((i != index, abs(plans[i].kept - kept), i) for i in told)
+    return nearest
+
+
+def plan_graph(
+    joint: Planner,
+    saved: Sequence[fx.Node],
+    is_only: bool = False,
+    missing: Optional[Missing] = None,
+) -> Menu:
+    """The plans of a joint graph, and its model; ``saved`` is what that of budget 1 saves.
+
+    Or the one that saves ``saved``, if that is the only one to have.  They are for calls
+    that miss what is ``missing``.
+
+    They are those of the search for a peak.  Where calls wait for each other, what a call
+    keeps counts for more than its own peak.
+    Raises as :func:`.graph.liveness.read` does.
+    """
+    model = _model(joint, missing)
+    plans = Plans(model, rerun_costs(model, joint))
+    if is_only:
+        plans.evaluate([frozenset(model.storages(saved))])
+    else:
+        search(plans, joint, saved)
+        if missing is None:
+            compare_with_no_checkpoints(joint, plans)
+        if model.is_fused:
+            # As the search does for operators.  A call that waits keeps least where all
+            # is computed again, as in a checkpoint.
+            plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
+    return menu_of(joint, plans, missing)
+
+
+def menu_of(
+    joint: Planner,
+    plans: Plans,
+    missing: Optional[Missing] = None,
+    keeps_fastest: bool = False,
+) -> Menu:
+    """The plans that were evaluated and that no other beats.
+
+    Or budget 1's before those, if that is kept in any case.
+    """
+    model = plans.graph
+    found = _footprints(joint, plans)
+    best = [found[i] for i in undominated([plan[:4] for plan in found])]
+    fastest = found[0].storages
+    # Of equals, that of budget 1.
+    best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
+    if keeps_fastest:
+        best = found[:1] + [plan for plan in best if plan.storages != fastest]
+    tangents = len(model.tangents)
+    primals = len(tensors_given(joint)) - tangents
+    inputs, outputs = backward_inputs(joint, model), output_bytes(joint, model)
+    is_known = joint.ask.estimator == "flops"
+    work = sum(map(flops, joint.joint.nodes)) if is_known else 0
+    return Menu(best, model, primals, tangents, inputs, outputs, work, missing)
+
+
+def _model(joint: Planner, missing: Optional[Missing]) -> Program:
+    """The model of a graph whose calls miss something."""
+    if missing is None:
+        return model_of(joint)
+    return model_of(joint, _without(missing, joint.model, joint))
+
+
+def _without(missing: Missing, model: Program, joint: Planner) -> Program:
+    tangents = [node for node in tensors_given(joint) if node in model.tangents]
+    absent = [tangents[index] for index in missing.tangents]
+    values = (node.meta["val"] for node in absent)
+    fewer = sum(
+        joint.number(value.numel()) * value.itemsize
+        for value in values
+        if is_on(joint.counted, value)
+    )
+    nbytes = [*model.nbytes]
+    for s in model.storages(absent):
+        nbytes[s] = 0
+    returned = [*storages_returned(joint, model)]
+    gone = {s for s, index in returned if index in missing.outputs}
+    gone.difference_update(s for s, index in returned if index not in missing.outputs)
+    return replace(
+        model,
+        nbytes=nbytes,
+        outputs=model.outputs - gone,
+        written_back=model.written_back | gone,
+        tangent_bytes=model.tangent_bytes - fewer,
+    )
+
+
+def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
+    """What a plan keeps, and the most that is live in its forward and its backward."""
+    kept = model.size(evaluation.saved - model.outputs)
+    backward = max(evaluation.step_peaks) - model.held_by_caller
+    return kept, evaluation.forward_peak, backward
+
+
+def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
+    """The plans that were evaluated."""
+    model = plans.graph
+    # Where several are in one storage, the first.
+    returned = dict(reversed([*storages_returned(joint, model)]))
+    found = []
+    for storages, evaluation in plans.evaluations.items():
+        saved = evaluation.saved & returned.keys()
+        outputs = frozenset(returned[s] for s in saved)
+        cost = plans.found[storages].cost
+        found.append(Footprint(*_bytes(model, evaluation), cost, outputs, storages))
+    return found

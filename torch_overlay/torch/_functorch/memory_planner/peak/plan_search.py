@@ -1,0 +1,229 @@
+"""The plans of a joint graph that trade its peak for recomputation best.
+
+Where little is saved, the first step of the backward repeats a long stretch of the
+forward, all of which stays live: the peak rises again, above that of no budget at all.
+Peaks are those of :mod:`.graph.liveness`, or, where inductor compiles the graphs, those of
+:mod:`.graph.kernels`: without parameters and inputs, which no plan changes.
+
+The search, on integers alone and without a min cut of its own:
+
+1.  *Checkpoints* at narrow places of the forward (:mod:`.peak.chains`).
+2.  *Items.*  What a segment repeats may be saved as well, which adds to the peaks of
+    the segments whose turn comes earlier.  Items join by falling cost per byte where
+    these have room.
+3.  Every plan, those of upstream's min cuts too, is evaluated on the whole graph.  Those
+    that no other beats in both peak and cost are the curve.  It does not depend on the
+    budget, so a smaller one never has a higher peak.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Optional, TYPE_CHECKING
+
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+
+from ..._activation_checkpointing.knapsack_exact import solve_knapsack_budgets
+from ..._activation_checkpointing.random_ops import must_run_once
+from ..graph.kernels import by_kernels, has_kernel
+from ..graph.liveness import CannotPlan
+from ..graph.rerun_cost import is_costly, rerun_cost, roofline
+from ..solve.ties import lightest
+
+from .chains import Chain, correct, places_in
+from .plans import Plans
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch.fx as fx
+    from ..graph.joint import Item, Planner
+    from ..graph.liveness import Program
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "compare_with_no_checkpoints",
+    "model_of",
+    "of_knapsacks",
+    "plans_of",
+    "rerun_costs",
+    "search",
+]
+
+# Peaks, between the floor's and that of budget 1, for which items are added.
+_TARGET_PEAKS = 24
+# Peaks above the lowest, as a factor, for which the fewest checkpoints are sought.
+_SLACKS = (1.1, 1.3, 1.7, 2.5)
+# Budgets of saved bytes whose knapsacks become plans.
+_BUDGETS = [k / 48 for k in range(48)]
+# By which share of it the checkpoints of a graph may raise its floor without a word.
+_WORSE = 0.01
+# How often the lowest plans are changed in one value, how many plans in how many values,
+# and the share gained below which that ends.
+_ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
+
+
+def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
+    """What a graph holds: inductor's kernels, or its ``operators`` one by one.
+
+    Raises CannotPlan where it runs bodies, and nobody knows what they hold.
+    """
+    operators = graph.model if operators is None else operators
+    for each in operators.with_bodies:
+        if each.scratch is None and not (graph.fused and has_kernel(each.node)):
+            raise CannotPlan(f"it is not known what is live within {each.node.name}")
+    return by_kernels(operators) if graph.fused else operators
+
+
+def plans_of(graph: Planner, calls: int = 1) -> Plans:
+    """The plans of a graph, as `search` finds them where so many calls wait at once."""
+    model = model_of(graph)
+    plans = Plans(model, rerun_costs(model, graph), calls)
+    search(plans, graph, graph.fastest())
+    return plans
+
+
+def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
+    """Warn where checkpoints that a user has set within a graph raise its floor."""
+    fixed = {
+        node: node.meta.pop("recompute")
+        for node in graph.joint.nodes
+        if "ac_graph_id" in node.meta and "recompute" in node.meta
+    }
+    if not fixed:
+        return
+    try:
+        without = plans_of(replace(graph)).lowest()[0].peak
+    finally:
+        for node, policy in fixed.items():
+            node.meta["recompute"] = policy
+    floor = plans.lowest()[0].peak
+    if without < floor * (1 - _WORSE):
+        log.warning(
+            "checkpoints within %s fix whether %d values are saved or recomputed: no plan "
+            "needs less than %d bytes at its peak, and without them one needs %d (both "
+            "without parameters and inputs%s)",
+            get_aot_graph_name(),
+            len(fixed),
+            floor,
+            without,
+            ", by estimates" * graph.fused,
+        )
+
+
+def rerun_costs(model: Program, graph: Planner) -> list[float]:
+    """What it costs to repeat each operator of a graph's model, by its estimator.
+
+    As for the knapsack, only what a min cut does not recompute freely has a cost, which
+    is the same.  But "roofline" charges all bytes, and "flops" all that is not fused.
+    """
+    estimator, (_, expensive) = graph.ask.estimator, graph.cheapest_cut()
+    if estimator == "roofline":
+        return [roofline(node) for node in model.nodes]
+
+    def has_cost(node: fx.Node) -> bool:
+        if estimator == "flops" and is_costly(node):
+            return True
+        return node in expensive and not must_run_once(node)
+
+    return [
+        rerun_cost(node, estimator) if has_cost(node) else 0 for node in model.nodes
+    ]
+
+
+def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
+    """Evaluate a graph's plans for many peaks; the first is that of budget 1.
+
+    That saves the ``fastest``.  Some hundred evaluations, and O(places * _SPAN) for
+    dynamic programming.
+    """
+    graph, items = plans.graph, joint.items
+    cheapest, _ = joint.cheapest_cut()
+    bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
+    plans.evaluate(bases)
+    chains = [Chain(plans, places) for places in places_in(graph)]
+    correct(plans, chains)
+    for chain in chains:
+        peak, lowest = min(chain.found, key=lambda each: each[0])
+        bases += [lowest, chain.everything]
+        for slack in _SLACKS:
+            chosen = chain.leanest(math.floor(peak * slack))
+            if chosen is not None:
+                bases.append(chain.storages(chosen))
+    if not graph.is_fused:
+        # What is lowest by estimates alone is often not when it is compiled.
+        plans.evaluate([*bases, frozenset(), *of_knapsacks(items)])
+        bases.append(_refined(plans))
+    evaluated = plans.evaluate(bases)
+    top = plans.found[bases[0]]
+    floor = min(plan.peak for plan in plans.found.values())
+    # Closer to each other at the floor, where a little room buys most.
+    targets = [
+        floor + math.floor((top.peak - floor) * (k / _TARGET_PEAKS) ** 1.5)
+        for k in range(_TARGET_PEAKS)
+    ]
+    more: list[frozenset[int]] = []
+    for base, evaluation in evaluated.items():
+        more += plans.with_items(base, evaluation, targets)
+    plans.evaluate(more)
+
+
+def of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
+    """What many budgets of saved bytes save of a graph's items."""
+    memory = [float(item.nbytes) for item in items]
+    runtimes = [item.runtime for item in items]
+    capacities = [math.fsum(memory) * budget for budget in _BUDGETS]
+    solutions = solve_knapsack_budgets(memory, runtimes, capacities)
+    for saved in dict.fromkeys(tuple(solution.saved) for solution in solutions):
+        chosen = lightest(memory, runtimes, [*saved])
+        yield frozenset(s for i in chosen for s in items[i].storages)
+
+
+def _refined(plans: Plans) -> frozenset[int]:
+    """What to save for a peak below the lowest found, by changes of one value at a time.
+
+    Places and knapsacks choose among plans of some form, which need not hold the lowest.
+    So the lowest few are changed in every round, until that gains nothing.
+    """
+    changed: set[frozenset[int]] = set()
+    best = plans.lowest()[0].peak
+    for _ in range(_ROUNDS):
+        starts = [
+            plan.storages for plan in plans.lowest() if plan.storages not in changed
+        ]
+        starts = starts[:_STARTS]
+        changed.update(starts)
+        plans.evaluate(more for start in starts for more in _changed(plans, start))
+        lower = plans.lowest()[0].peak
+        if lower > best * (1 - _GAIN):
+            break
+        best = lower
+    return plans.lowest()[0].storages
+
+
+def _changed(plans: Plans, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
+    """The plans that save one value less than ``chosen``, one more, or another one.
+
+    Another one is what it is made of, or what is made of it; one more what is repeated
+    for the step with the peak.
+    """
+    graph, evaluation = plans.graph, plans.evaluations[chosen]
+    saved = frozenset(evaluation.saved - graph.outputs)
+    largest = sorted(saved, key=lambda s: (-graph.nbytes[s], s))[:_TRIED]
+    for s in largest:
+        yield saved - {s}
+        made_of = frozenset(graph.operators[graph.producer[s]].reads)
+        yield saved - {s} | made_of
+        for made in plans.made_of[s]:
+            yield saved - {s} | {*made}
+    peaks = evaluation.step_peaks
+    at = max(range(len(peaks)), key=peaks.__getitem__)
+    repeated = [
+        s for op in evaluation.repeated_by_step[at] for s in graph.operators[op].writes
+    ]
+    for s in sorted(repeated, key=lambda s: (-graph.nbytes[s], s))[:_TRIED]:
+        yield saved | {s}

@@ -1,0 +1,128 @@
+"""The plans of a graph that were evaluated, and those that no other beats."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import NamedTuple, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ..graph.liveness import Evaluation, Program
+
+__all__ = ["PlannedPeak", "Plans", "undominated"]
+
+
+class PlannedPeak(NamedTuple):
+    """A plan on the curve: bytes, the estimator's unit, and the storages to save."""
+
+    peak: int
+    cost: float
+    storages: frozenset[int]
+
+
+def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
+    """The points that no other is at most as large as in every number, of equals one.
+
+    Their indices, by rising points; of equals the first.  O(n log n) for pairs, for more
+    numbers O(n * points found).
+    """
+    found: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: (points[i], i)):
+        # Of pairs that were found, the last has the least second number.
+        rivals = found[-1:] if len(points[i]) == 2 else found
+        if not any(all(map(operator.le, points[k], points[i])) for k in rivals):
+            found.append(i)
+    return found
+
+
+class Plans:
+    """All plans that were evaluated, by the storages to save."""
+
+    def __init__(self, graph: Program, cost: Sequence[float], calls: int = 1) -> None:
+        self.graph = graph
+        self.cost = cost
+        # The other calls of the graph only keep what waits for their backward.
+        self.waiting = calls - 1
+        self.expensive = [op for op, each in enumerate(cost) if each]
+        self.found: dict[frozenset[int], PlannedPeak] = {}
+        self.evaluations: dict[frozenset[int], Evaluation] = {}
+
+    def evaluate(
+        self, choices: Iterable[frozenset[int]]
+    ) -> dict[frozenset[int], Evaluation]:
+        """Evaluate plans together, equal ones once."""
+        wanted = dict.fromkeys(choices)
+        new = [chosen for chosen in wanted if chosen not in self.evaluations]
+        for chosen, evaluation in zip(new, self.graph.evaluate_all(new)):
+            self.evaluations[chosen] = evaluation
+            repeated, bit = evaluation.repeated, evaluation.bit
+            cost = math.fsum(
+                self.cost[op] for op in self.expensive if repeated[op] & bit
+            )
+            peak = evaluation.peak
+            if self.waiting:
+                peak += self.waiting * self.graph.size(
+                    evaluation.saved - self.graph.outputs
+                )
+            self.found[chosen] = PlannedPeak(peak, cost, chosen)
+        return {chosen: self.evaluations[chosen] for chosen in wanted}
+
+    @functools.cached_property
+    def made_of(self) -> list[list[tuple[int, ...]]]:
+        """For each storage, what the operators that read it make."""
+        found: list[list[tuple[int, ...]]] = [[] for _ in self.graph.nbytes]
+        for each in self.graph.operators:
+            for s in each.reads:
+                found[s].append(each.writes)
+        return found
+
+    def lowest(self) -> list[PlannedPeak]:
+        """All plans by rising peak, of equals the cheapest first."""
+        return sorted(self.found.values(), key=lambda plan: plan[:2])
+
+    def with_items(
+        self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]
+    ) -> Iterator[frozenset[int]]:
+        """For each target peak, save more than ``base`` where there is room for it."""
+        graph = self.graph
+        # Peaks between two moments at which something expensive is repeated.
+        peaks = [evaluation.forward_peak]
+        items: list[tuple[float, int, int, int, list[int]]] = []
+        for live, repeated in zip(evaluation.step_peaks, evaluation.repeated_by_step):
+            expensive = [op for op in repeated if self.cost[op]]
+            if expensive:
+                peaks.append(live)
+            else:
+                peaks[-1] = max(peaks[-1], live)
+            for op in expensive:
+                parts = [
+                    s
+                    for s in graph.operators[op].writes
+                    if graph.saved_as[s] is not None and graph.first_use[s] >= 0
+                ]
+                size = graph.size(parts)
+                if parts:
+                    # Of equals the latest first: it is saved for the shortest time.
+                    density = self.cost[op] / max(size, 1)
+                    items.append((-density, -op, size, len(peaks) - 1, parts))
+        items.sort()
+        for target in targets:
+            room = [target - peak for peak in peaks]
+            chosen = set(base)
+            # From where on there is no room for a size: nor will there be any more.
+            full: dict[int, int] = {}
+            for _, _, size, before, parts in items:
+                if before >= full.get(size, before + 1):
+                    continue
+                if min(room[:before]) >= size:
+                    room[:before] = [free - size for free in room[:before]]
+                    chosen.update(parts)
+                else:
+                    full[size] = before
+            yield frozenset(chosen)
+            if not full:
+                break

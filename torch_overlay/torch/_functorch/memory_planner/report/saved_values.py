@@ -1,0 +1,349 @@
+"""What the partitioner's plan saves for the backward, what it recomputes, and why.
+
+    >>> torch.compile(model)(batch).sum().backward()
+    >>> print_saved_values()
+
+prints the plan of the graph compiled last; :func:`last_plan` returns the same as data,
+:func:`plans` those of several graphs, and every plan goes to the structured trace as
+the artifact ``activation_memory_plan``.  A plan keeps no graph or tensor alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import operator
+import os
+from collections import Counter, deque
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Optional, TextIO, TYPE_CHECKING
+
+import torch
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._inductor.fx_utils import get_node_storage
+from torch._logging._internal import trace_structured
+from torch.fx.graph import _parse_stack_trace
+
+from ..decision import Decision
+from ..graph.joint import activation_bytes
+from ..graph.rerun_cost import is_view
+from ..graph.storages import device_of
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.fx import GraphModule, Node
+    from ..decision import Peak
+
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
+
+# Where a forward has its plan until it is compiled.
+_PLAN = "activation_memory_plan"
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class PlannedValue:
+    """One node of the forward: saved for the backward, or computed again there.
+
+    ``shape`` holds symbols as their names; of several results, it and ``dtype`` are the
+    first one's and ``nbytes`` is for all.  ``runtime`` is that of an item of the knapsack,
+    ``source`` the innermost line of the user's code.  ``why`` is "input" (or a view of
+    one), "user" (a checkpoint policy), or what decided: "knapsack", "min cut", ...
+    """
+
+    name: str
+    op: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    nbytes: int
+    runtime: Optional[float]
+    source: Optional[str]
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan(Decision):
+    """A decision without its nodes; runtimes are in the ``runtime_unit``.
+
+    Recomputed views are not listed, as they cost nothing.
+    """
+
+    graph: str = ""
+    saved: tuple[PlannedValue, ...] = ()
+    recomputed: tuple[PlannedValue, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Size of all saved tensors, inputs included; aliases count each."""
+        return sum(value.nbytes for value in self.saved)
+
+    @property
+    def used(self) -> Optional[float]:
+        """The share of the range that is really saved, to compare with ``budget``."""
+        if self.limits is None or self.limits.low == self.limits.high:
+            return None
+        return self.limits.budget(self.activation_bytes)
+
+    def format(self) -> str:
+        """The plan as text; see :func:`print_saved_values`."""
+        kept = format_bytes(self.activation_bytes)
+        used = f"{kept} of activations" if self.used is None else f"{self.used:.4g}"
+        lines = [
+            f"graph:      {self.graph}",
+            f"budget:     {self.budget:g} asked, {used} used",
+            f"chosen by:  {self.decided_by}",
+        ]
+        if self.limits is not None:
+            low, high = map(format_bytes, self.limits)
+            lines[1] += f" (0: {low}, 1: {high})"
+        if (solved := self.knapsack) is not None:
+            count = f"{len(solved.saved)} of {len(solved.memory)}"
+            lines[2] += f" by {solved.solver}: {count} items saved"
+        if (peak := self.peak) is not None:
+            how = "by inductor's kernels" if peak.fused else "operator by operator"
+            how = "as compiled" if peak.compiled else how
+            allowed, predicted, floor, fastest = map(format_bytes, peak[:4])
+            lines.append(
+                f"peak:       {predicted} {how}, {allowed} allowed (floor: {floor}, "
+                f"budget 1: {fastest})"
+            )
+        inputs = [value.nbytes for value in self.saved if value.why == "input"]
+        lines += [
+            f"saved:      {len(self.saved)} values, {format_bytes(self.saved_bytes)} "
+            f"(activations: {len(self.saved) - len(inputs)}, {kept} kept; "
+            f"inputs and views of them: {len(inputs)}, {format_bytes(sum(inputs))})",
+            f"recomputed: {len(self.recomputed)} operators",
+        ]
+        if runtime := math.fsum(value.runtime or 0 for value in self.recomputed):
+            lines[-1] += f", estimated {self._runtime(runtime)}"
+        if by_user := self.fixed_by_checkpoints():
+            lines.append(f"fixed:      {by_user}, as checkpoints say")
+        for title, values in (
+            ("saved for the backward", self.saved),
+            ("recomputed in the backward", self.recomputed),
+        ):
+            if values:
+                lines += ["", title, *self._table(values)]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def fixed_by_checkpoints(self) -> str:
+        """What no budget changes, as checkpoint policies ask for it; empty if nothing."""
+        parts = []
+        for what, values in (("saved", self.saved), ("recomputed", self.recomputed)):
+            fixed = [value.nbytes for value in values if value.why == "user"]
+            if fixed:
+                parts.append(f"{len(fixed)} values, {format_bytes(sum(fixed))} {what}")
+        return "; ".join(parts)
+
+    def _table(self, values: Sequence[PlannedValue]) -> list[str]:
+        """A row for each kind of value, largest first."""
+        kinds = Counter(replace(value, name="") for value in values)
+        table = [["count", "bytes", "op", "value", "runtime", "why", "source"]]
+        for kind in sorted(kinds, key=lambda k: k.nbytes * kinds[k], reverse=True):
+            size = format_bytes(kind.nbytes * kinds[kind])
+            value = f"{kind.dtype}[{', '.join(map(str, kind.shape))}]"
+            cost = "-" if kind.runtime is None else self._runtime(kind.runtime)
+            row = [f"{kinds[kind]}x", size, kind.op, value, cost, kind.why]
+            table.append([*row, kind.source or "-"])
+        widths = [max(map(len, column)) for column in zip(*table)]
+        return ["  " + "  ".join(map(str.ljust, row, widths)) for row in table]
+
+    def _runtime(self, runtime: float) -> str:
+        if self.runtime_unit != "FLOP":
+            return f"{runtime:.4g} {self.runtime_unit}".rstrip()
+        power = min(int(math.log10(max(runtime, 1))) // 3, 5)
+        return f"{runtime / 1000**power:.4g} {' kMGTP'[power].strip()}FLOP"
+
+
+# A model with some graph breaks, not a whole sweep.
+_plans: deque[Plan] = deque(maxlen=16)
+
+
+def plans() -> list[Plan]:
+    """The plans of the graphs compiled last, 16 at most, oldest first."""
+    return list(_plans)
+
+
+def last_plan() -> Plan:
+    """The plan of the graph compiled last, or of that compile if it was cached.
+
+    Raises LookupError where there is none.
+    """
+    if not _plans:
+        raise LookupError(
+            "no plan to show: no graph has been partitioned in this process. Call a "
+            "compiled function on inputs that require gradients"
+        )
+    return _plans[-1]
+
+
+def keep_plan(forward: GraphModule, metadata: Any) -> None:
+    """Make the plan of a graph that is about to be compiled the last one.
+
+    A cache keeps it with ``metadata``, the graph's ViewAndMutationMeta.  Those of nested
+    regions come before it.
+    """
+    for module in reversed([*forward.modules()]):
+        plan = getattr(module, "meta", {}).pop(_PLAN, None)
+        if plan is not None:
+            _plans.append(plan)
+            if module is forward:
+                metadata.activation_memory_plan = plan
+
+
+def kept_plan(metadata: Any) -> Optional[Plan]:
+    """What `keep_plan` or a cache left with a graph's ViewAndMutationMeta."""
+    return getattr(metadata, "activation_memory_plan", None)
+
+
+def replace_plan(old: Optional[Plan], new: Optional[Plan]) -> None:
+    """List a plan as the last, if any, in the place of an earlier one of its graph."""
+    for plan in (old, new):
+        # By identity: other graphs may have equal ones.
+        places = (at for at, each in enumerate(_plans) if each is plan)
+        at = next(places, None)
+        if at is not None:
+            del _plans[at]
+    if new is not None:
+        _plans.append(new)
+
+
+def keep_peak(peak: Peak, metadata: Any) -> None:
+    """Let the plan that `keep_plan` left with ``metadata`` have another peak."""
+    kept: Any = kept_plan(metadata)
+    metadata.activation_memory_plan = replace(kept, peak=peak)
+    replace_plan(kept, metadata.activation_memory_plan)
+
+
+def recall_plan(metadata: Any) -> None:
+    """Take the plan of a graph from the compile cache for that of the last one."""
+    plan = kept_plan(metadata)
+    if plan is not None:
+        if plan.peak is not None:
+            plan.peak.warn_if_over()
+        _plans.append(plan)
+
+
+def print_saved_values(
+    plan: Optional[Plan] = None, *, file: Optional[TextIO] = None
+) -> None:
+    """Print what a plan saves and recomputes, and why.
+
+    ``plan`` is one of :func:`plans`, by default the last; where there is none, a line
+    says why.  Values that differ in nothing but their name share a row.
+    """
+    try:
+        text = (plan or last_plan()).format()
+        if plan is None and len(_plans) > 1:
+            text = f"the last of {len(_plans)} graphs; plans() has all\n{text}"
+    except LookupError as error:
+        text = error.args[0]
+    print(text, file=file)
+
+
+def attach_plan(
+    decision: Decision,
+    forward: GraphModule,
+    backward: GraphModule,
+    num_fwd_outputs: int,
+) -> None:
+    """Describe how a joint graph was split, for `keep_plan`, and trace it.  O(nodes)."""
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    inputs = set(map(get_node_storage, placeholders)) - {None}
+    solved, names = decision.knapsack, [node.name for node in decision.items]
+    runtimes = dict(zip(names, solved.runtimes)) if solved else {}
+    kept = {names[i] for i in solved.saved} if solved else set()
+    # How the names of checkpoint policies end that ask for it.
+    asks = "_RECOMPUTE", "_SAVE"
+
+    def describe(node: Node, is_saved: bool) -> PlannedValue:
+        why = decision.decided_by
+        if node.op == "placeholder" or get_node_storage(node) in inputs:
+            why = "input"
+        elif str(node.meta.get("recompute")).endswith(asks[is_saved]):
+            why = "user"
+        elif solved and (node.name not in runtimes or (node.name in kept) != is_saved):
+            # It settles what the knapsack did not.
+            why = "min cut"
+        return _described(node, why, runtimes.get(node.name))
+
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = [node for node in output.args[0][num_fwd_outputs:] if node is not None]
+    again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
+    computed = [
+        node
+        for node in forward.graph.nodes
+        if node.op == "call_function" and node.name in again
+        if not is_view(node) and node.target is not operator.getitem
+    ]
+    decided: dict[str, Any] = {**vars(decision), "saved_values": [], "items": ()}
+    device = device_of(forward.graph)
+    decided["activation_bytes"] = activation_bytes(placeholders, saved, device)
+    plan = Plan(
+        **decided,
+        graph=get_aot_graph_name(),
+        saved=tuple(describe(node, True) for node in saved),
+        recomputed=tuple(describe(node, False) for node in computed),
+    )
+    forward.meta[_PLAN] = plan
+    if plan.budget < 1 and (fixed := plan.fixed_by_checkpoints()):
+        log.info(
+            "activation memory budget %g of %s does not change what checkpoints fix: %s",
+            plan.budget,
+            plan.graph,
+            fixed,
+        )
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
+        payload_fn=lambda: json.dumps(asdict(plan)),
+    )
+
+
+def _described(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
+    from torch._functorch.partitioners import _size_of
+
+    value: Any = node.meta.get("val")
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    is_tensor = isinstance(value, torch.Tensor)
+    shape = value.shape if is_tensor else ()
+    dtype = str(value.dtype) if is_tensor else type(value).__name__
+    return PlannedValue(
+        name=node.name,
+        op="input" if node.op == "placeholder" else str(node.target),
+        shape=tuple(d if isinstance(d, int) else str(d) for d in shape),
+        dtype=dtype.removeprefix("torch."),
+        nbytes=_size_of(node) if is_tensor else 0,
+        runtime=runtime,
+        source=_source(node.meta.get("stack_trace")),
+        why=why,
+    )
+
+
+# Traces repeat for thousands of nodes.
+@functools.lru_cache(maxsize=4096)
+def _source(trace: Optional[str]) -> Optional[str]:
+    """The innermost frame of a stack trace that is not torch's own, in one line."""
+    frame = _parse_stack_trace(
+        trace or "", lambda file, *_: not file.startswith(_TORCH)
+    )
+    if frame is None:
+        return None
+    return f"{os.path.basename(frame.file)}:{frame.lineno}, {frame.code}"
+
+
+def format_bytes(count: int) -> str:
+    """``count`` with a binary unit, to four digits."""
+    power = min(int(math.log2(max(abs(count), 1))) // 10, 3)
+    amount = count / 1024**power
+    digits = f"{amount:.4g}" if abs(amount) < 1000 else f"{amount:,.0f}"
+    return f"{digits} {('B', 'KiB', 'MiB', 'GiB')[power]}"

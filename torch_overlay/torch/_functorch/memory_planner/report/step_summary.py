@@ -1,0 +1,250 @@
+"""What the plan of a training step is to hold, as data, as text and as a plot."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from .saved_values import format_bytes
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ..peak.curve import Choice, Curve, Held
+    from ..peak.menu import Menu
+
+    from ..step.calls import Graph
+    from ..step.timeline import Bytes
+
+
+__all__ = ["GraphUse", "Moment", "StepSummary", "summary_of"]
+
+
+class GraphUse(NamedTuple):
+    """A graph in a step, and its plans: bytes, and cost in the estimator's unit.
+
+    ``calls`` is how many a step makes.  Of those that wait for their backward at once,
+    the one in slot k keeps ``kept[k]`` bytes and has ``transient[k]`` more live while it
+    runs.
+    """
+
+    name: str
+    calls: int
+    kept: tuple[int, ...]
+    transient: tuple[int, ...]
+    cost: float
+
+
+class Moment(NamedTuple):
+    """What is live at a moment of a step, in bytes beyond those that it starts with.
+
+    Args:
+        what: what runs: the forward or backward of a graph, or eager code; of a backward,
+            at which module or function it holds most, operator by operator.
+        saved: of graphs whose backward is to come.
+        transient: of the graph that runs, beyond that.
+        gradients: of the parameters.
+        persistent: of what else the step leaves behind, such as an optimizer's states,
+            or resizes, as gathered shards.
+        other: of all else that eager code makes.
+    """
+
+    what: str
+    saved: int
+    transient: int
+    gradients: int
+    persistent: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return sum(self[1:])
+
+    def __str__(self) -> str:
+        named = zip(self._fields[1:], self[1:])
+        parts = (f"{format_bytes(size)} {name}" for name, size in named if size)
+        return f"{self.what}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What a step's plan is to keep to: bytes, and cost in the estimator's unit.
+
+    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest plans
+    that repeat nothing expensive, as those of budget 1 do.  They are beyond the ``given``
+    bytes that are there when a step starts, ``parameters`` and ``optimizer_states`` among
+    them, but for a budget of ``device_bytes``, which means all.  ``work`` is what graphs compute without a budget, 0 where it is unknown,
+    and ``source`` what the figures are.  ``moments`` are
+    in the order in which they were first seen, ``at_floor`` is the peak of the floor.
+    """
+
+    allowed: int
+    predicted_peak: int
+    floor: int
+    unbudgeted: int
+    given: int
+    parameters: int
+    optimizer_states: int
+    cost: float
+    graphs: tuple[GraphUse, ...]
+    work: float
+    source: str
+    moments: tuple[Moment, ...] = field(repr=False)
+    at_floor: Moment
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def more_work(self) -> str:
+        """What is computed again, by what is without a budget; empty if not known."""
+        return f"{self.cost / self.work:.1%} more work" if self.work else ""
+
+    @property
+    def headline(self) -> str:
+        """Its bytes, those that are allowed, and what it costs."""
+        peak, allowed = map(format_bytes, (self.predicted_peak, self.allowed))
+        return ", ".join(filter(None, (f"{peak} of {allowed}", self.more_work)))
+
+    def table(self) -> Iterator[str]:
+        """The graphs and what their calls hold, in lines."""
+        table = [("graph", "calls", "at once", "saved per call", "extra while running")]
+        for use in self.graphs:
+            name, calls = use.name, str(use.calls)
+            for each, run in itertools.groupby(zip(use.kept, use.transient)):
+                kept, more = map(format_bytes, each)
+                table.append((name, calls, str(len([*run])), kept, more))
+                name = calls = ""
+        widths = [max(map(len, column)) for column in zip(*table)]
+        return ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+    def draw(self, title: str, path: str) -> None:
+        """Live bytes by kind over the step; ImportError where there is no matplotlib."""
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+
+        kinds = Moment._fields[1:]
+        sizes = [[getattr(moment, kind) for moment in self.moments] for kind in kinds]
+        base = self.given if self.predicted_peak > self.peak.total else 0
+        # No pyplot: it would keep the figure, and might open a window.
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        axes = figure.subplots()
+        at = range(len(self.moments))
+        given = [[base] * len(at)] if base else []
+        names = ["there at the start", *kinds] if base else kinds
+        axes.stackplot(at, *given, *sizes, labels=names, step="post", alpha=0.8)
+        axes.axhline(self.allowed, color="black", linestyle="--", label="allowed")
+        axes.set(title=title, xlabel="moments of the step", ylabel="live bytes")
+        axes.yaxis.set_major_formatter(EngFormatter(unit="B", places=1))
+        figure.legend(loc="outside lower center", ncols=6)
+        figure.savefig(path)
+
+
+def summary_of(
+    plan: Choice,
+    curve: Curve,
+    moments: Mapping[frozenset[Held], Bytes],
+    calls: Mapping[int, Sequence[int]],
+    graphs: Mapping[int, Graph],
+    allowed: int,
+    given: int,
+    parameters: int,
+    optimizer_states: int,
+    beyond: int,
+) -> StepSummary:
+    """The summary of a plan for a step with these moments; see :class:`StepSummary`.
+
+    Peaks have ``beyond`` more.
+    """
+    describe = functools.partial(_moments, curve=curve, moments=moments, graphs=graphs)
+    plans = [graph.plans for graph in graphs.values()]
+    is_known = all(each.work for each in plans)
+    work = sum(graphs[n].plans.work * sum(calls[n]) for n in graphs) if is_known else 0
+    return StepSummary(
+        allowed + beyond,
+        plan.peak + beyond,
+        curve.floor + beyond,
+        curve.unbudgeted.peak + beyond,
+        given,
+        parameters,
+        optimizer_states,
+        plan.cost,
+        tuple(_uses(calls, graphs, curve, plan)),
+        work,
+        _source_of(plans),
+        tuple(describe(plan)),
+        max(describe(curve.plans[0]), key=lambda moment: moment.total),
+    )
+
+
+def _source_of(plans: Sequence[Menu]) -> str:
+    """What figures for these graphs are: no more than is known of each one."""
+    if all(each.told for each in plans):
+        return "told by its compiles"
+    if any(each.told for each in plans):
+        return "told by its compiles where these can tell, else estimates"
+    if any(each.model.is_fused for each in plans):
+        return "estimates for inductor's kernels"
+    if any(each.model.with_bodies for each in plans):
+        return "operator by operator, at most those of bodies of higher-order operators"
+    return "exact, operator by operator"
+
+
+def _uses(
+    calls: Mapping[int, Sequence[int]],
+    graphs: Mapping[int, Graph],
+    curve: Curve,
+    plan: Choice,
+) -> Iterator[GraphUse]:
+    """What the plan of a step means for each of its graphs."""
+    for number, choice in plan.choices.items():
+        chosen = [curve.graphs[number].plans[p] for p in choice]
+        yield GraphUse(
+            graphs[number].name,
+            sum(calls[number]),
+            tuple(each.kept for each in chosen),
+            tuple(max(each.forward, each.backward) - each.kept for each in chosen),
+            math.fsum(map(operator.mul, calls[number], (p.cost for p in chosen))),
+        )
+
+
+def _moments(
+    plan: Choice,
+    curve: Curve,
+    moments: Mapping[frozenset[Held], Bytes],
+    graphs: Mapping[int, Graph],
+) -> Iterator[Moment]:
+    """What is live at each moment by a plan of the curve."""
+
+    @functools.cache
+    def live(graph: int, what: str, of: Any) -> list[int]:
+        return curve.graphs[graph].live(what, of)
+
+    @functools.cache
+    def place(graph: int, index: int) -> str:
+        name = curve.graphs[graph].place_of_peak(index)
+        return f" at {name}" if name else ""
+
+    for held, nbytes in moments.items():
+        what, saved, transient = "eager code", 0, 0
+        for graph, slot, kind, of in held:
+            index = plan.choices[graph][slot]
+            size = live(graph, kind, of)[index]
+            if kind not in ("forward", "backward"):
+                saved += size
+                continue
+            what = f"{kind} of {graphs[graph].name}"
+            if kind == "backward":
+                what += place(graph, index)
+            kept = live(graph, "kept", None)[index] if kind == "backward" else 0
+            saved += kept
+            transient += size - kept
+        total, fixed, gradients = nbytes
+        beside = gradients, fixed - gradients, total - fixed
+        yield Moment(what, saved, transient, *beside)

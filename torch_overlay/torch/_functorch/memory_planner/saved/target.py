@@ -1,0 +1,177 @@
+"""What the partitioner saves for the backward under an activation memory budget.
+
+With a budget b, the forward leaves at most
+
+    low + b * (high - low)
+
+bytes alive for the backward: storages, whole, without parameters and inputs.  ``high``
+is what the plan of budget 1 keeps, which runs fastest, and ``low`` what that of budget 0
+keeps: what must not be computed twice, nothing in most graphs.  (Upstream means sums of
+sizes, in which views count again, and lets a plan that saves fewer of the inputs save
+other values for them.)  In between, :func:`plan_within` takes the first of these that is
+within the budget:
+
+1.  a min cut that recomputes more, and one that recomputes all that is cheap;
+2.  a knapsack.  What even the second cut does not recompute are its *items*
+    (:func:`.graph.joint.candidates`), each with its bytes and the runtime of computing it again.  A
+    solver picks those to save (:func:`solve`).  One more min cut may recompute the others,
+    and save other values in their place: where those are more bytes than allowed, or more
+    has to run again, nothing but the solver's items is saved (:func:`settle`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TYPE_CHECKING
+
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+
+from ..ask import KNEE
+from ..decision import Decision, Knapsack
+from ..graph.joint import ALL_CHEAP, CHEAP
+from ..graph.liveness import CannotPlan
+from ..solve.solver import ask_solver
+from ..solve.ties import lightest
+from .budget_curve import plot_budgets
+
+
+if TYPE_CHECKING:
+    from ..graph.joint import Planner
+    from ..graph.liveness import Evaluation
+
+log = logging.getLogger(__name__)
+
+__all__ = ["SavedBytes", "plan_within"]
+
+# How often a solver is asked for less where a plan turns out to keep too much.
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """A request for at most a share of the bytes that may be saved."""
+
+    budget: float
+
+    def decide(self, graph: Planner) -> Decision:
+        return plan_within(graph, self.budget)
+
+
+def plan_within(graph: Planner, budget: float) -> Decision:
+    """What to save under a budget; the module's docstring has what it means.
+
+    Makes at most seven min cuts, and some 32 more where the budget's curve is plotted.
+    Warns where a plan keeps more than it may: one that a custom solver insists on.
+
+    Raises CannotPlan where the graph has no model, and what a custom solver raises.
+    """
+    solver = "exact" if graph.ask.solver == KNEE else graph.ask.solver
+    plan = _within(graph, budget, solver)
+    if plan.knapsack is not None and graph.ask.is_plotted:
+        plot_budgets(graph.ask, plan, lambda budget: _within(graph, budget, solver))
+    if isinstance(solver, str) and budget < 1:
+        plan = _with_lower_peak(graph, plan)
+    if plan.limits is not None:
+        allowed = plan.limits.allowed(budget)
+        if plan.activation_bytes > allowed:
+            log.warning(
+                "%s saves %d bytes of activations (budget %.4g), over the %d that budget "
+                "%.4g allows",
+                get_aot_graph_name(),
+                plan.activation_bytes,
+                plan.limits.budget(plan.activation_bytes),
+                allowed,
+                budget,
+            )
+    return plan
+
+
+def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
+    try:
+        from ..peak.lower_peak import with_lower_peak
+    except ModuleNotFoundError:
+        # A patch of its own brings it.
+        return plan
+    allowed = plan.activation_bytes
+    if plan.limits is not None:
+        allowed = plan.limits.allowed(plan.budget)
+    try:
+        return with_lower_peak(graph, plan, allowed)
+    except CannotPlan:
+        # What needs no model is planned without one.
+        log.debug("peaks of %s are not known", get_aot_graph_name(), exc_info=True)
+        return plan
+
+
+def _within(graph: Planner, budget: float, solver: Any) -> Decision:
+    """The first plan within a budget."""
+    if budget == 0:
+        return graph.saving(graph.least(), budget, "budget 0")
+    plan = graph.saving(graph.fastest(), budget, "min cut")
+    if budget == 1:
+        return plan
+    limits = graph.limits
+    if limits.high <= limits.low:
+        return replace(plan, limits=limits)
+    for bans in (CHEAP, ALL_CHEAP):
+        plan = graph.saving(graph.cut(bans)[0], budget, "min cut")
+        if plan.activation_bytes <= limits.allowed(budget):
+            return replace(plan, limits=limits)
+    if graph.items:
+        return solve(graph, budget, solver)
+    return replace(graph.saving(graph.least(), budget, "min cut"), limits=limits)
+
+
+def solve(graph: Planner, budget: float, solver: Any) -> Decision:
+    """Ask a solver, for less where the plan turns out to keep too much."""
+    # What must not run twice may be kept in more bytes than budget 0 needs for it.
+    over = 0
+    for _ in range(_TRIES):
+        capacity = max(graph.limits.capacity(budget) - over, 0)
+        plan = settle(graph, budget, solver, ask_solver(solver, graph, capacity))
+        excess = plan.activation_bytes - graph.limits.allowed(budget)
+        if excess <= 0 or not isinstance(solver, str):
+            return plan
+        over += excess
+    least = graph.least()
+    kept = graph.kept_bytes(least)
+    return replace(plan, saved_values=least, activation_bytes=kept)
+
+
+def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Decision:
+    """What to save for the items that a solver saves: a cut's values, or those alone.
+
+    The cut's where they are within what is allowed and no more of the items runs again.
+    """
+    items, limits, model = graph.items, graph.limits, graph.model
+    memory = [item.nbytes for item in items]
+    runtimes = [item.runtime for item in items]
+    name = solver if isinstance(solver, str) else type(solver).__name__
+    if solver == "exact":
+        saved = lightest(memory, runtimes, saved)
+        # Its peak is compared with in any case, so that this makes no cut more.
+        cut = graph.upstreams_choice(budget)
+    else:
+        again = [item for i, item in enumerate(items) if i not in {*saved}]
+        cut, _ = graph.cut(ALL_CHEAP, [node for item in again for node in item.ops])
+    alone = {s for i in saved for s in items[i].storages}
+    by_cut, by_items = model.evaluate_all([model.storages(cut), alone])
+
+    def runtime(plan: Evaluation) -> float:
+        repeats = zip(model.nodes, plan.repeated)
+        runs = {node for node, repeated in repeats if repeated & plan.bit}
+        ops = (each for item in items for each in item.ops.items())
+        return math.fsum(cost for node, cost in ops if node in runs)
+
+    values = model.saved_values(by_items.saved)
+    fit = [graph.kept_bytes(v) <= limits.allowed(budget) for v in (cut, values)]
+    if fit[0] and (runtime(by_cut) <= runtime(by_items) or not fit[1]):
+        values = cut
+    return replace(
+        graph.saving(values, budget, "knapsack"),
+        limits=limits,
+        knapsack=Knapsack(name, memory, runtimes, saved),
+        items=[item.node for item in items],
+    )

@@ -1,0 +1,1 @@
+"""A StepBudget: the calls of a training step, recorded, planned and compiled."""

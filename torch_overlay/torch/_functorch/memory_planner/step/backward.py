@@ -1,0 +1,140 @@
+"""A backward that a step compiles again where calls do not get all of its tangents."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, TYPE_CHECKING
+
+import torch
+from torch._functorch._aot_autograd.utils import _is_tangent, make_boxed_func
+from torch._guards import TracingContext
+from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
+
+from ..compile.recompile import copy_of
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.fx import GraphModule
+
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Backward", "boxed"]
+
+
+class Backward:
+    """A compiled backward, also for calls that miss some of the tangents.
+
+    As of an output that the caller drops.  Autograd would make zeros for the backward to
+    add, as large as the output.
+    """
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        compile_graph: Callable[..., Any],
+        module: GraphModule,
+        inputs: Sequence[Any],
+        absent: frozenset[int],
+        as_traced: Callable[[], Any],
+    ) -> None:
+        """Compile what runs where these tangents are absent."""
+        self._compile_graph, self._as_traced = compile_graph, as_traced
+        # What is compiled may be changed.
+        self._module, self._inputs = copy_of(module), inputs
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.tangents = [i for i, node in enumerate(placeholders) if _is_tangent(node)]
+        self._runs: dict[frozenset[int], Callable[..., Any]] = {}
+        # For these, the backward needs zeros.
+        self._needed: set[frozenset[int]] = set()
+        self._context = TracingContext.try_get()
+        self._metadata = getattr(self._context, "fw_metadata", None)
+        self._compile(module, absent)
+
+    def _absent(self, args: Sequence[Any]) -> frozenset[int]:
+        places = enumerate(self.tangents)
+        return frozenset(at for at, place in places if args[place] is None)
+
+    def _compile(self, module: GraphModule, absent: frozenset[int]) -> None:
+        try:
+            _drop_tangents(module, [self.tangents[at] for at in absent])
+        except Exception as error:
+            # Such as a size that only the tangent itself tells.
+            log.debug("a backward needs zeros for %s", absent, exc_info=error)
+            self._needed.add(absent)
+            module, absent = copy_of(self._module), frozenset()
+        if absent not in self._runs:
+            self._runs[absent] = boxed(self._compile_graph(module, self._inputs))
+
+    def _compile_again(self, absent: frozenset[int]) -> None:
+        with self._as_traced():
+            if self._context is not None:
+                # Another plan may have been compiled since.
+                self._context.fw_metadata = self._metadata
+            self._compile(copy_of(self._module), absent)
+
+    def complete(self, args: list[Any], number: Callable[[Any], int]) -> frozenset[int]:
+        """Make the zeros that a call misses and cannot run without.
+
+        ``number`` tells what a symbolic size is in the call.  Returns the tangents that
+        it misses still.
+        """
+        absent = self._absent(args)
+        if absent and absent not in self._runs.keys() | self._needed:
+            try:
+                self._compile_again(absent)
+            except Exception as error:
+                log.debug("no backward without %s", absent, exc_info=error)
+                self._needed.add(absent)
+        if absent not in self._needed:
+            return absent
+        for at in absent:
+            value = self._inputs[self.tangents[at]]
+            sizes = (tuple(map(number, of)) for of in (value.shape, value.stride()))
+            options = {"dtype": value.dtype, "device": value.device}
+            args[self.tangents[at]] = torch.empty_strided(*sizes, **options).zero_()
+        return frozenset()
+
+    def __call__(self, args: list[Any]) -> Any:
+        absent = self._absent(args)
+        if absent not in self._runs:
+            self._compile_again(absent)
+        return self._runs[absent](args)
+
+
+def boxed(compiled: Any) -> Any:
+    """What a compiler returned, as a function of a list."""
+    is_boxed = getattr(compiled, "_boxed_call", False)
+    return compiled if is_boxed else make_boxed_func(compiled)
+
+
+def _drop_tangents(module: GraphModule, places: Iterable[int]) -> None:
+    """Let a backward have zeros for these of its inputs, and add none of those.
+
+    Raises AssertionError or RuntimeError where no other input tells how large they are.
+    """
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    tangents = [placeholders[place] for place in places]
+    if not tangents:
+        return
+    # Nothing can be read from those, nor a size.
+    values = [tangent.meta.pop("val") for tangent in tangents]
+    for tangent, value in zip(tangents, values):
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        # Behind the nodes of the sizes.
+        with graph.inserting_before(placeholders[-1].next):
+            size = graph.materialize_symints(value.shape)
+            full = torch.ops.aten.full.default
+            zeros = graph.call_function(full, (size, 0), options)
+        zeros.meta["val"] = value.new_empty(value.shape)
+        tangent.replace_all_uses_with(zeros)
+    for tangent, value in zip(tangents, values):
+        tangent.meta["val"] = value
+    constant_fold_uniform_value(module)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()

@@ -1,0 +1,389 @@
+"""The calls that a training step makes of its compiled graphs.
+
+A :class:`Step` is one run of a step.  It gives each call its slot and its plan, and notes
+what happens as :class:`State`, by which steps are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple, Optional, Protocol, TYPE_CHECKING
+
+import torch
+from torch._functorch import config
+from torch._inductor import config as inductor_config
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachingTorchDispatchMode
+from ..graph.workspaces import workspace_of_convolutions
+
+from ..peak.menu import Menu, Missing
+from .recorder import Caller, Recorder, running
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from types import FrameType
+
+    from ..graph.joint import Planner
+
+
+__all__ = [
+    "Budget",
+    "Call",
+    "Compiled",
+    "Graph",
+    "State",
+    "Step",
+    "is_trained",
+    "new_number",
+    "slots_of",
+    "strided",
+]
+
+# By which scales may differ that are the same.
+_ROUNDED = 1 + 1e-6
+
+
+class Budget(Protocol):
+    """What a step needs of the :class:`.StepBudget` that it is run by."""
+
+    device: torch.device
+    strict: bool
+    graphs: weakref.WeakValueDictionary[int, Graph]
+
+    @property
+    def plan(self) -> Optional[object]: ...
+
+    def make_plan(self, is_growing: bool = ...) -> None: ...
+
+    def graph_like(self, signature: Any) -> Optional[Graph]: ...
+
+    def has_room(self, nbytes: float, while_waiting: bool) -> bool: ...
+
+    def check_live(self) -> None: ...
+
+    def was_compiling(self) -> None: ...
+
+    def warn(self, reason: str, kind: str = ..., is_risk: bool = ...) -> None: ...
+
+    def warn_of(self, state: State) -> None: ...
+
+    def warn_on_failure(
+        self, what: str, is_risk: bool = ...
+    ) -> AbstractContextManager[None]: ...
+
+
+class Compiled(Protocol):
+    """What a graph needs of what it was compiled to, which can be compiled again."""
+
+    def compile(self, plans: Iterable[int], budget: Budget) -> None: ...
+
+    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]: ...
+
+
+class State(NamedTuple):
+    """An event of a call, and what tells apart the calls that wait meanwhile.
+
+    ``kind`` is "F" or "B", as its forward or backward begins, or "I", as a call begins
+    of a graph that has no backward.  The ``slot`` of such a call is how many earlier ones
+    have left something, and its ``size`` how large it was at most.  The ``graph`` is its
+    number.
+    """
+
+    kind: str
+    graph: int
+    slot: int
+    name: str
+    flag: bool = False
+    is_first_round: bool = True
+    waiting: int = 0
+    missing: Optional[Missing] = None
+    size: int = 0
+
+
+def is_trained(states: Iterable[State]) -> bool:
+    """Whether there was a backward."""
+    return any(state.kind == "B" for state in states)
+
+
+def slots_of(states: Iterable[State]) -> set[tuple[int, int]]:
+    """Which graphs were called, and how often at once."""
+    return {(state.graph, state.slot) for state in states}
+
+
+@dataclass(eq=False)
+class Call:
+    """A forward that ran and its backward, and the storages that it read and returned."""
+
+    graph: Graph
+    step: Step
+    # By how much it is larger than the first one of its graph.
+    scale: float
+    slot: int
+    keeps_saved: bool
+    # What tells how large a symbolic size is.
+    number: Callable[[Any], int]
+    plan: int = 0
+    # What its forward returned: each storage, and the tensor that the caller has of it.
+    returned: list[Any] = field(default_factory=list)
+    tensors: dict[int, Any] = field(default_factory=dict)
+    # What its backward does not get, and what is gone by then.
+    missing: Optional[Missing] = None
+    outputs: list[Optional[int]] = field(default_factory=list)
+    inputs: list[Optional[int]] = field(default_factory=list)
+    # Kept, so that it tells when the node goes without having run.
+    node: Optional[weakref.ref[Any]] = None
+
+    def gone(self) -> frozenset[int]:
+        """Which outputs nobody has any more, but for what is saved for the backward."""
+        saved = self.graph.plans.plans[self.plan].outputs
+        found = set()
+        for at, storage in enumerate(self.returned):
+            is_dropped = at in self.tensors and self.tensors[at]() is None
+            if is_dropped and (at in saved or storage() is None):
+                found.add(at)
+        return frozenset(found)
+
+
+class Step:
+    """One run of a step, by ``choices`` for the slots of its graphs; may be recorded.
+
+    From the first event on that is not ``known``, calls run by their lean plans.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        choices: Mapping[Graph, tuple[int, ...]],
+        known: set[State],
+        recorder: Optional[Recorder],
+    ) -> None:
+        self.budget, self.choices, self.recorder = budget, choices, recorder
+        # Every event of a call, with those that waited meanwhile; plans are for the known
+        # ones.
+        self.states: set[State] = set()
+        self._known, self._is_known = known, True
+        # Whether all calls are as large as those that plans are for.
+        self.is_largest = True
+        # That whose forward runs.
+        self.call: Optional[Call] = None
+        # Calls without a backward, and the storages that they have returned; those that
+        # plans need not be for, as there is room for them.
+        self._returned: list[tuple[State, list[weakref.ref[Any]]]] = []
+        self.passed: set[State] = set()
+        # Those that something is kept for, and what tells these apart from others.
+        self._waiting: set[Call] = set()
+        self._key = 0
+        # Gradients are made in the first round, and added to in the others.
+        self._is_first_round = True
+        # The plans of those that a checkpoint runs again, which have to save the same.
+        self._checkpointed: dict[Compiled, int] = {}
+        self._context = ExitStack()
+        # The step of another budget, within which this one was begun.
+        self.outer: Optional[Step] = None
+
+    def open(self, caller: FrameType) -> None:
+        self.caller, self.outer = Caller(caller), running.get()
+        running.set(self)
+        # The plans of a step are not those that a cache has for its graphs.
+        self._context.enter_context(config.patch(enable_autograd_cache=False))
+        if self.recorder is not None:
+            # What runs without a plan, as a teacher without gradients, is to be counted.
+            told: Any = {"live_bytes_of": str(self.budget.device)}
+            self._context.enter_context(inductor_config.patch(told))
+            self.recorder.caller = self.caller
+            self._context.enter_context(self.recorder)
+
+    def close(self) -> None:
+        running.set(self.outer)
+        self.call = None
+        self.caller.forget()
+        self._context.close()
+
+    def begin(self, graph: Graph, scale: float, number: Callable[[Any], int]) -> Call:
+        """A call of a graph starts, which is so many times larger than its first one."""
+        self.is_largest &= scale >= graph.scale / _ROUNDED
+        keeps_saved = not self._is_checkpointed()
+        slot = self.next_slot(graph) if keeps_saved else 0
+        call = Call(graph, self, scale, slot, keeps_saved, number)
+        self._note("F", call, keeps_saved)
+        if keeps_saved:
+            self._waiting.add(call)
+            self._key ^= hash((graph.number, slot))
+        return call
+
+    def repeated_by(self, compiled: Compiled, call: Call, plan: int) -> int:
+        """The plan of a call: where a checkpoint runs it again, the one that it had."""
+        if call.keeps_saved and compiled not in self._checkpointed:
+            return plan
+        return self._checkpointed.setdefault(compiled, plan)
+
+    def begin_backward(
+        self, call: Call, is_retained: bool, absent: frozenset[int]
+    ) -> None:
+        # A retained one may run again, with others.
+        call.missing = Missing(absent, call.gone()) if absent else None
+        self._note("B", call, is_retained)
+
+    def begin_alone(
+        self, graph: int, name: str, size: int, peak: Optional[int]
+    ) -> State:
+        """A call of a graph that has no backward starts; None where its peak is unknown.
+
+        Where there is room for it, it is only noted in a step that is recorded.
+        """
+        left, passed = self._left()
+        slot = sum(each.graph == graph for each in left)
+        state = State("I", graph, slot, name, waiting=self._key, size=size)
+        nbytes = math.inf if peak is None else passed + peak
+        while_waiting = bool(self._waiting)
+        if state in self._known or not self.budget.has_room(nbytes, while_waiting):
+            self.note(state)
+            return state
+        self.passed.add(state)
+        if self.recorder is not None:
+            self.states.add(state)
+        return state
+
+    def end_alone(self, state: State, given: set[int], results: Sequence[Any]) -> None:
+        """It has returned what it has made, and perhaps what it was ``given``."""
+        storages = (each.untyped_storage() for each in strided(results))
+        made = [weakref.ref(each) for each in storages if each._cdata not in given]
+        self._returned.append((state, made))
+
+    def _left(self) -> tuple[list[State], int]:
+        """Calls without a backward whose results are there; the bytes of those passed."""
+        nbytes: dict[int, int] = {}
+        left: list[tuple[State, list[weakref.ref[Any]]]] = []
+        for state, references in self._returned:
+            there = [each for each in references if each() is not None]
+            left += [(state, there)] * bool(there)
+            if state in self.passed:
+                storages: Any = (each() for each in there)
+                nbytes.update((each._cdata, each.nbytes()) for each in storages)
+        self._returned = left
+        return [state for state, _ in left], sum(nbytes.values())
+
+    def next_slot(self, graph: Graph) -> int:
+        taken = {each.slot for each in self._waiting if each.graph is graph}
+        return next(k for k in itertools.count() if k not in taken)
+
+    def plan_of(self, graph: Graph, slot: int) -> int:
+        """The plan of a call in a slot, the lean one where none was chosen."""
+        plans = self.choices.get(graph, ()) if self._is_known else ()
+        return plans[slot] if slot < len(plans) else graph.lean
+
+    def _note(self, kind: str, call: Call, flag: bool) -> None:
+        if self.passed:
+            self._check_passed()
+        number, name = call.graph.number, call.graph.name
+        waits = flag, self._is_first_round, self._key, call.missing
+        self.note(State(kind, number, call.slot, name, *waits))
+
+    def _check_passed(self) -> None:
+        """See whether something is left by calls that were passed over."""
+        left, nbytes = self._left()
+        if not self.budget.has_room(nbytes, while_waiting=True):
+            for state in self.passed.intersection(left):
+                self.note(state)
+            self.passed.difference_update(left)
+        self.budget.check_live()
+
+    def note(self, state: State) -> None:
+        """Something happens, which was recorded in an earlier step or is new."""
+        self.states.add(state)
+        self._is_known = self._is_known and state in self._known
+        is_planned = self.recorder is None or self.budget.plan is not None
+        if self.budget.strict and not self._is_known and is_planned:
+            self.budget.warn_of(state)
+
+    def end(self, call: Call, has_run: bool = False) -> bool:
+        """Nothing is kept for the call any more; whether something was."""
+        is_waiting = call in self._waiting
+        if is_waiting:
+            self._waiting.discard(call)
+            self._key ^= hash((call.graph.number, call.slot))
+        if has_run and not self._waiting:
+            self._is_first_round = False
+        return is_waiting
+
+    def _is_checkpointed(self) -> bool:
+        """Whether a checkpoint around the call keeps nothing and runs it again."""
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None:
+            return False
+        pack, _ = hooks
+        if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
+            modes = _get_current_dispatch_mode_stack()
+            if any(isinstance(each, _CachingTorchDispatchMode) for each in modes):
+                self.budget.warn(
+                    "selective checkpoints are set around compiled graphs; what they "
+                    "save of their operators is not counted. Set them within what is "
+                    "compiled",
+                    "selective",
+                )
+            return True
+        self.budget.warn(
+            "saved-tensor hooks are set around compiled graphs; whatever they keep "
+            "instead of a saved value is counted as if the value were kept"
+        )
+        return False
+
+
+class Graph:
+    """What a step calls, and its plans, for the largest calls that were seen.
+
+    It may be compiled several times, for other sizes: ``current`` is that which ran last.
+    ``signature`` is what all of these have in common, and ``lean`` the plan that calls
+    have as long as there is no choice.
+    """
+
+    lean: int
+
+    def __init__(
+        self, name: str, signature: Any, largest: Planner, plans: Menu
+    ) -> None:
+        self.name, self.signature = name, signature
+        self.largest, self.plans = largest, plans
+        self.number = new_number()
+        self.scale = 1.0
+        self.current: Callable[[], Optional[Compiled]] = lambda: None
+
+    @functools.cached_property
+    def workspace(self) -> int:
+        """The most bytes that one of its convolutions takes for itself on a CPU."""
+        return workspace_of_convolutions(self.largest.joint.nodes)
+
+    def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
+        """Let the plans also be for calls of this size."""
+        if scale > self.scale:
+            self.scale, self.largest = scale, joint
+            self.plans, plans = plans, self.plans
+        self.plans = self.plans.at_least(plans)
+
+    def expect(self, missing: Optional[Missing]) -> None:
+        """Let the plans be for calls that miss this, if they are not."""
+        compiled = self.current()
+        if compiled is not None and missing != self.plans.missing:
+            plans, self.lean = compiled.plans_for(missing)
+            self.plans = plans.sized(self.largest)
+
+
+_numbers = itertools.count()
+
+
+def new_number() -> int:
+    """Of a graph."""
+    return next(_numbers)
+
+
+def strided(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that have a storage."""
+    tensors = (each for each in values if isinstance(each, torch.Tensor))
+    return [each for each in tensors if each.layout is torch.strided]

@@ -1,0 +1,574 @@
+"""The compiled graphs of a training step, and the calls that a step makes of them.
+
+A graph is split and compiled by the lean plan when a step first meets it, and anew, from
+the joint graph that was traced, by each other plan that a call is to run by.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import weakref
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+from torch._functorch import config
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta
+from torch._functorch._aot_autograd.utils import _is_tangent
+from torch._guards import compile_context, CompileContext, tracing, TracingContext
+from torch._inductor import config as inductor_config
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.traceback import _get_memory_budget_annotation
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from ..compile.recompile import (
+    calls_nested_regions,
+    fresh_copy,
+    nodes_named_as,
+    takes_request,
+)
+from ..compile.told import CompiledPeaks, has_guard
+from ..graph.liveness import CannotPlan
+from ..graph.resized import calls_in, times_larger
+from ..graph.storages import body_of
+
+from ..graph.symbols import number_for, sizes_in, symbols_in
+from ..peak.menu import Menu, Missing, plan_graph
+from ..report.saved_values import kept_plan, replace_plan
+from ..saved.target import plan_within
+from .backward import Backward, boxed
+from .calls import Budget, Call, Graph, new_number, Step, strided
+from .graph_calls import backward_of, CALL, with_warnings
+from .recorder import Event, PLANNED, running_step
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ..decision import Decision
+    from ..graph.joint import Planner
+    from ..report.saved_values import Plan
+
+
+__all__ = ["for_step", "noted_in_step"]
+
+
+# Calls of a part of a model that are taken to be alive at once before a step shows it.
+_CALLS = 4
+
+
+class CompiledGraph:
+    """A joint graph that was compiled in a step, and what was made of it by each plan.
+
+    Raises CannotPlan where it is not the planner that splits it.
+    """
+
+    # The graph and its plans for the size that was traced, from the first compile on.
+    graph: Graph
+    plans: Menu
+
+    def __init__(self, compile_graph: Callable[..., Any], *arguments: Any) -> None:
+        self._compile_graph = compile_graph
+        self._state, self._capture, self._partition, *self._compilers = arguments
+        if not takes_request(self._partition):
+            raise CannotPlan("its backend does not partition by the budget")
+        # Partitioned before their caller, each by itself.
+        if calls_nested_regions(self._capture.graph_module):
+            raise CannotPlan("it calls nested compiled regions")
+        self._name = _traced_name() or get_aot_graph_name()
+        self._is_retained = False
+        self._runs: dict[int, Callable[..., Any]] = {}
+        # What runs in the place of each plan, by what compiles have told.
+        self._instead: dict[Any, int] = {}
+        # The plan that it was compiled by at first, and what was made of it.
+        self._first = 0
+        self._first_run: Callable[..., Any]
+        # What `plans()` has of each plan that was compiled, and lists now.
+        self._reports: dict[int, Optional[Plan]] = {}
+        self._listed: Optional[Plan] = None
+        # The plans that were compiled with a guard against fusions, too.
+        self._guarded: set[int] = set()
+        self._contexts = TracingContext.try_get(), CompileContext.try_get()
+        self._config = config.get_config_copy()
+        self._symbols = symbols_in(self._state.flat_args)
+        # By how much more calls of some sizes compute, in bytes, than the graph's first one.
+        self.scales: dict[tuple[int, ...], float] = {}
+        # Of the size that was traced, by that of the graph's first call.
+        self._scale = 1.0
+        # Storages of fakes are on meta, whatever device those stand for.
+        step: Any = running_step()
+        device = step.budget.device
+        self.device = None if device.type == "meta" else device
+
+    def first(self) -> Any:
+        """Compile by the plan of its first call; returns what AOTAutograd wants."""
+        run, metadata = self._compiled(None)
+        self._runs[self._first] = self._first_run = run
+        return _boxed(self._call), metadata
+
+    def sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """What the symbols in the graph are in a call."""
+        return sizes_in(args, self._symbols)
+
+    def meet(self, sizes: tuple[int, ...]) -> bool:
+        """Have the graph's plans hold for calls of these sizes; whether they did not.
+
+        As where one has more rows than all before, or fewer of a greater length.
+        """
+        self._renew()
+        if sizes in self.scales:
+            return False
+        joint = self._joint.of_size(self.number_for(sizes))
+        plans = self.plans.sized(joint)
+        more = times_larger(plans.model, self.plans.model)
+        scale = self.scales[sizes] = self._scale * more
+        if plans.hold_no_more(self.graph.plans):
+            return False
+        self.graph.grow(scale, joint, plans)
+        return True
+
+    def number_for(self, sizes: Sequence[int]) -> Callable[[Any], int]:
+        """What tells how large a symbolic size is, where the graph's symbols are these."""
+        return number_for(self._symbols, sizes)
+
+    def _call(self, args: list[Any]) -> Any:
+        step, run = running_step(), self._first_run
+        # DDP's optimizer calls the parts of a model while it compiles them.
+        if step is None or TracingContext.try_get() is not None:
+            return run(args)
+        call, failure = None, f"a call of {self.graph.name} could not be tracked"
+        with step.budget.warn_on_failure(failure):
+            call = self._begin(step, args)
+            plan = call.plan
+            if plan not in self._runs:
+                self.compile([plan], step.budget)
+            run = self._runs[plan]
+        step.call = call
+        try:
+            result = run(args)
+            if call is not None:
+                with step.budget.warn_on_failure(failure):
+                    self._await_backward(result, call)
+            return result
+        except BaseException:
+            if call is not None:
+                step.end(call)
+            raise
+        finally:
+            step.call = None
+
+    def _begin(self, step: Step, args: Sequence[Any]) -> Call:
+        """A call starts, by the plan of its slot."""
+        graph, sizes = self.graph, self.sizes_of(args)
+        # It may have been compiled in a step of another budget.
+        step.budget.graphs[graph.number] = graph
+        failure = f"{graph.name} has no plans for larger calls"
+        with step.budget.warn_on_failure(failure):
+            if self.meet(sizes) and graph in step.choices:
+                step.budget.make_plan(is_growing=True)
+        scale = self.scales.get(sizes, graph.scale)
+        call = step.begin(graph, scale, self.number_for(sizes))
+        plan = self.as_good(step.plan_of(graph, call.slot))
+        call.plan = step.repeated_by(self, call, plan)
+        graph.current = weakref.ref(self)
+        return call
+
+    def _await_backward(self, result: Any, call: Call) -> None:
+        """Let the backward of what was returned find its call, which ends with it."""
+        step, node = call.step, backward_of(result)
+        if node is None:
+            step.end(call)
+            return
+        node.metadata.update({CALL: call, PLANNED: True})
+        if self._may_miss:
+            node.set_materialize_grads(False)
+            self._watch(tree_leaves(result), call)
+
+        def died(_: Any) -> None:
+            if step.end(call) and step.recorder is not None:
+                step.recorder.log.append(Event("x", call=call))
+
+        call.node = weakref.ref(node, died)
+
+    def _watch(self, results: Iterable[Any], call: Call) -> None:
+        """See when the caller drops what was returned."""
+        storages = (ref() if ref is not None else None for ref in call.returned)
+        places = {id(s): at for at, s in enumerate(storages) if s is not None}
+        recorder = call.step.recorder
+        for each in _tensors(results):
+            at = places.get(id(each.untyped_storage()))
+            if at is None:
+                continue
+
+            def dropped(_: Any, at: int = at) -> None:
+                storage = call.outputs[at] if recorder is not None else None
+                if recorder is not None and storage is not None:
+                    recorder.log.append(Event("d", storage))
+
+            call.tensors[at] = weakref.ref(each, dropped)
+
+    # -------------------------------------------------------------- its compiles
+
+    def _renew(self) -> None:
+        """Take over the graph's plans, where those are for calls that miss others."""
+        if self.plans.missing != self.graph.plans.missing:
+            self.plans = self.graph.plans.sized(self._joint)
+            self._runs, self._instead, self._guarded, self.scales = {}, {}, set(), {}
+
+    def as_good(self, plan: int) -> int:
+        """What was compiled, and does for calls of this size what a plan may at most.
+
+        The plan itself, if nothing was.  Where sizes have graphs of their own, plans are
+        for the largest of them, and another one may be compiled already.
+        """
+        known = plan, *self.plans.told.items()
+        if known not in self._instead:
+            most = self.graph.plans.corrected().plans[plan]
+            # One for all sizes has to do for the largest.
+            own = (self.graph if self._symbols else self).plans.corrected().plans
+            compiled = (each for each in sorted(self._runs) if each <= plan)
+            good = (each for each in compiled if own[each].holds_no_more(most))
+            self._instead[known] = next(good, plan)
+        return self._instead[known]
+
+    def compile(self, plans: Iterable[int], budget: Budget) -> None:
+        """Compile by plans, where that has not been done, and list the first of them."""
+        name, plans = self.graph.name, [*plans]
+        self._renew()
+        for plan in sorted({*plans}):
+            failure = f"{name} keeps its first plan, as another failed to compile"
+            if plan not in self._runs:
+                # Unless it compiles.
+                self._runs[plan] = self._first_run
+                with budget.warn_on_failure(failure), self._as_traced():
+                    self._runs[plan], _ = self._compiled(plan)
+            margin = self._joint.ask.peak_margin
+            is_guarded = plan in self._guarded or not has_guard()
+            if not is_guarded and self.plans.holds_more(plan, margin):
+                self._guarded.add(plan)
+                failure = f"{name} failed to compile with fusions guarded"
+                # What was compiled stays, and is known to hold more.
+                with budget.warn_on_failure(failure, False), self._as_traced():
+                    self._compile_guarded(plan)
+        self._list(self._reports.get(plans[0]))
+
+    def _list(self, report: Optional[Plan]) -> None:
+        """Let this be the one entry of the graph in `plans()`."""
+        if report is not None:
+            replace_plan(self._listed, report)
+            self._listed = report
+
+    def _compile_guarded(self, plan: int) -> None:
+        """Compile without the fusions that raise the peak, and keep what holds less."""
+        before = self.plans.most(plan)
+        run, _ = self._compiled(plan, is_guarded=True)
+        if self.plans.most(plan) < before:
+            self._runs[plan] = run
+
+    @contextmanager
+    def _as_traced(self) -> Iterator[None]:
+        from torch._inductor.virtualized import V
+
+        traced, compiled = self._contexts
+        with (
+            # As Dynamo does; a caller's would see what is compiled.
+            _disable_current_modes(),
+            tracing(traced),
+            compile_context(compiled),
+            V.set_fake_mode(traced and traced.fake_mode),
+            config.patch(self._config),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
+        """Split and compile a copy of the joint graph by a plan, None for the first."""
+        step = running_step()
+        if step is not None:
+            step.budget.was_compiling()
+        # Splitting a graph writes down in there what it finds.
+        state, capture = fresh_copy(self._state, self._capture)
+        # Of another plan, what does not compile has to be known before it runs. But the
+        # backward of a graph that is retained is compiled when that is seen.
+        is_another = plan is not None and not self._is_retained
+        state.aot_config = replace(
+            state.aot_config,
+            cache_info=None,
+            force_non_lazy_backward_lowering=is_another,
+        )
+        compiled = CompiledPeaks(*self._compilers)
+        compiled.guarded = is_guarded
+
+        def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
+            missing = compiled.missing = self.plans.missing
+            absent = missing.tangents if missing is not None else frozenset()
+            result = Backward(
+                compiled.backward, module, inputs, absent, self._as_traced
+            )
+            if compiled.told is not None:
+                index = self._first if plan is None else plan
+                told = compiled.told, compiled.told_alone
+                self.plans.tell(index, *told, only_if_less=is_guarded)
+            return result
+
+        run, metadata = self._compile_graph(
+            state,
+            capture,
+            functools.partial(self._partition, request=_Variant(self, plan, compiled)),
+            _marked(compiled.forward, self._forward),
+            _marked(compile_backward, self._backward),
+        )
+        report = self._reports[self._first if plan is None else plan] = kept_plan(
+            metadata
+        )
+        self._list(report)
+        return run, metadata
+
+    def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
+        step = running_step()
+        call = step.call if step is not None else None
+        if call is None:
+            return run(args)
+        recorder = call.step.recorder
+        if recorder is None:
+            results = run(args)
+        else:
+            # No name here for what the call is to free.
+            call.inputs = recorder.numbers(_tensors(args)[: self.plans.primals], True)
+            with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
+                results = run(args)
+            call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
+        call.returned = _storages(results[: self._num_fwd_outputs])
+        return results
+
+    def _backward(self, run: Backward, args: list[Any]) -> Any:
+        node: Any = torch._C._current_autograd_node()
+        call = node.metadata.get(CALL) if node is not None else None
+        step = running_step()
+        absent = run.complete(args, call.number) if call is not None else frozenset()
+        # To another step, what is left of one is as eager code.
+        if call is None or step is None or call.step is not step:
+            return run(args)
+        is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._is_retained |= is_retained
+        step.begin_backward(call, is_retained, absent)
+        recorder = step.recorder
+        if recorder is None:
+            results = run(args)
+        else:
+            tangents = recorder.numbers([args[i] for i in run.tangents])
+            inputs = call.inputs + tangents + call.outputs
+            begin = Event("B", call=call, flag=is_retained, inputs=inputs)
+            with recorder.around(begin):
+                results = run(args)
+            recorder.numbers(list(results))
+        if not is_retained:
+            step.end(call, has_run=True)
+            # Who keeps a loss is not to keep the step.
+            node.metadata.pop(CALL, None)
+        return results
+
+    # ----------------------------------------------------------------- its plans
+
+    def decide(self, joint: Planner, plan: Optional[int]) -> Decision:
+        """What to save by one of the plans, None for that of the first call.
+
+        Raises CannotPlan where the graph has no model.
+        """
+        if plan is None:
+            self._find_plans(joint)
+        index = self._first if plan is None else plan
+        saved = nodes_named_as(self.plans.saved_values(index), joint.joint)
+        return joint.saving(saved, joint.budget, "step")
+
+    def _find_plans(self, joint: Planner) -> None:
+        """The plans of the graph, or those of the same graph of another size."""
+        self._num_fwd_outputs, self._joint = joint.num_fwd_outputs, joint
+        metas = self._state.fw_metadata.subclass_tangent_meta
+        tangents = filter(_is_tangent, joint.joint.find_nodes(op="placeholder"))
+        sizes = set().union(*(free_symbols(node.meta["val"]) for node in tangents))
+        # Inside of a tensor subclass, none can be missing; nor one whose size depends on
+        # data.
+        is_plain = all(isinstance(meta, PlainTensorMeta) for meta in metas)
+        self._may_miss = is_plain and sizes <= self._symbols.keys()
+        step: Any = running_step()
+        # A budget that the user gave to a region of the model stays.
+        self._is_only = joint.budget != joint.ask.budget or any(
+            _get_memory_budget_annotation(node) is not None
+            for node in joint.joint.nodes
+        )
+        signature = None if self._is_only else self._signature(joint)
+        known = step.budget.graph_like(signature) if signature is not None else None
+        if known is None:
+            plans, lean = self.plans_for(None)
+            self.graph, self.plans = Graph(self._name, signature, joint, plans), plans
+            self.graph.lean = lean
+            if not self._symbols:
+                self.scales[()] = 1.0
+        else:
+            self.graph, self.plans = known, known.plans.sized(joint)
+            more = times_larger(self.plans.model, known.plans.model)
+            self._scale = known.scale * more
+        self._first = step.plan_of(self.graph, step.next_slot(self.graph))
+
+    def _signature(self, joint: Planner) -> Any:
+        """What a graph of other sizes has in common with this one."""
+        model, static = joint.model, self._state.fw_metadata.static_input_indices
+        shapes = [tuple(self._state.flat_args[i].shape) for i in static]
+        ends = len(model.outputs), len(model.tangents), len(model.gradients)
+        return calls_in(model)[0], joint.num_fwd_outputs, ends, shapes
+
+    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
+        """Plans for the graph's calls that miss this, and which of these is lean."""
+        joint, is_only = self._joint, self._is_only
+        chosen = plan_within(joint, joint.budget if is_only else 1)
+        found = plan_graph(joint, chosen.saved_values, is_only, missing)
+        calls = joint.ask.graph_calls or self._expected_calls()
+
+        def peak(index: int) -> tuple[float, float]:
+            plan = found.plans[index]
+            waiting = (calls - 1) * plan.kept
+            return waiting + max(plan.forward, plan.backward), plan.cost
+
+        return found, min(range(len(found.plans)), key=peak)
+
+    def _expected_calls(self) -> int:
+        """The calls that are alive at once, as far as the graph tells."""
+        inputs = self._state.fw_metadata
+        static = {*inputs.static_input_indices}
+        infos = enumerate(inputs.input_info)
+        # A model that is compiled as a whole wants no gradient but its parameters'.
+        is_part = any(each.requires_grad for i, each in infos if i not in static)
+        return _CALLS if is_part else 1
+
+
+def _storages(values: Iterable[Any]) -> list[Any]:
+    """References to the storages of each tensor, None for what is none."""
+    return [
+        weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
+        for each in values
+    ]
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def _keys(values: Iterable[Any]) -> set[int]:
+    """What tells apart the storages of each tensor."""
+    return {each.untyped_storage()._cdata for each in strided(values)}
+
+
+class _Variant(NamedTuple):
+    """The request for one of a graph's plans."""
+
+    graph: CompiledGraph
+    plan: Optional[int]
+    compiled: CompiledPeaks
+
+    def decide(self, graph: Planner) -> Decision:
+        graph = replace(graph, device=self.graph.device)
+        self.compiled.num_fwd_outputs = graph.num_fwd_outputs
+        self.compiled.device = graph.counted
+        return self.graph.decide(graph, self.plan)
+
+
+def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """A compiler whose results are called by ``run``."""
+
+    def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        return _boxed(run, boxed(compile_graph(graph, inputs)))
+
+    return compile_marked
+
+
+def _boxed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function that takes its last argument, a list, for what AOTAutograd passes it."""
+    call: Any = functools.partial(function, *arguments)
+    call._boxed_call = True
+    return call
+
+
+def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
+
+    def compile_for_step(*arguments: Any) -> Any:
+        step = running_step()
+        # Without a context, inductor traces its patterns, amid a compilation.
+        if step is not None and TracingContext.try_get() is not None:
+            failure = f"{get_aot_graph_name()} has no plan for a step"
+            with step.budget.warn_on_failure(failure):
+                return CompiledGraph(compile_graph, *arguments).first()
+        run, metadata = compile_graph(*arguments)
+        return with_warnings(run, arguments[0].flat_args, metadata), metadata
+
+    return compile_for_step
+
+
+def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_inference``, so that a step knows of calls that no plan is for."""
+
+    def compile_noted(state: Any, capture: Any, *arguments: Any) -> Any:
+        step = running_step()
+        if step is None or TracingContext.try_get() is None:
+            return compile_graph(state, capture, *arguments)
+        name, device = _traced_name() or get_aot_graph_name(), step.budget.device
+        module = capture.graph_module
+        number, places, largest = new_number(), symbols_in(state.flat_args), 0
+        # Compiling changes the graph. Its tensors are not copied.
+        graph = GraphModule(module, copy.deepcopy(module.graph)).graph
+        # Its kernels are to be counted in a step that is recorded.
+        with inductor_config.patch({"live_bytes_of": str(device)}):
+            run, metadata = compile_graph(state, capture, *arguments)
+
+        @functools.cache
+        def peak(sizes: tuple[int, ...]) -> Optional[int]:
+            body = body_of(graph, number_for(places, sizes), device)
+            return None if body is None else body.peak
+
+        @functools.wraps(run)
+        def call(args: list[Any]) -> Any:
+            nonlocal largest
+            step = running_step()
+            if step is None or TracingContext.try_get() is not None:
+                return run(args)
+            sizes = sizes_in(args, places)
+            size = max(largest, math.prod(sizes))
+            state = step.begin_alone(number, name, size, peak(sizes))
+            if state not in step.passed:
+                largest = size
+            given = _keys(args)
+            results = run(args)
+            step.end_alone(state, given, results)
+            return results
+
+        return _boxed(call), metadata
+
+    return compile_noted
+
+
+def _traced_name() -> Optional[str]:
+    """The class of the module, or the function, that is compiled, if Dynamo tells.
+
+    A lambda is named by its place.
+    """
+    codes = getattr(TracingContext.try_get(), "traced_code", ())
+    # What was called first, and then what that called, as it ended: of a decorated
+    # forward, the last is the one within.
+    ordered = (*codes[:1], *reversed(codes[1:]))
+    names = [str(getattr(code, "co_qualname", code.co_name)) for code in ordered]
+    for name in names:
+        if name.endswith(".forward"):
+            return name.split(".")[-2]
+    if not names:
+        return None
+    name, first = names[0].rpartition("<locals>.")[2], ordered[0]
+    if name.endswith("<lambda>"):
+        return f"{os.path.basename(first.co_filename)}:{first.co_firstlineno}"
+    return name

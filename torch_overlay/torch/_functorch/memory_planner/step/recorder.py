@@ -1,0 +1,479 @@
+"""What a training step holds, outside of its compiled graphs, from event to event.
+
+A :class:`Recorder` follows storages through a step, and a :class:`.StepTimeline` turns what it
+saw into what :class:`.Curve` plans for.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import os
+import sys
+import threading
+import weakref
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Optional, Protocol, TYPE_CHECKING
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    TorchDispatchMode,
+)
+from torch.utils._pytree import tree_leaves
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import FrameType
+    from typing_extensions import Self
+
+
+__all__ = [
+    "PLANNED",
+    "Caller",
+    "Event",
+    "Recorder",
+    "running",
+    "running_step",
+    "running_steps",
+]
+
+# What marks the autograd node of a compiled backward that a step knows.
+PLANNED = "activation memory budget: planned"
+
+
+class Event(NamedTuple):
+    """A change while a step runs.
+
+    Args:
+        kind: "+" and "-", a storage is made and gone; "=", it has ``nbytes`` more; "F" and
+            "f", "B" and "b", the forward or backward of a ``call`` begins and ends; "x",
+            none of its backward is to come; "d", the caller drops an output.
+        storage: its number, -1 where the event is one of a call.
+        flag: of "+", whether gradients were recorded; of a call, whether anything is kept
+            for a backward to come.
+        inputs: of "B", the storages of the graph's inputs and tangents, and of what its
+            forward returned.
+    """
+
+    kind: str
+    storage: int = -1
+    nbytes: int = 0
+    call: Any = None
+    flag: bool = False
+    inputs: Sequence[Optional[int]] = ()
+
+
+class Running(Protocol):
+    """A step that runs, perhaps within another one."""
+
+    recorder: Optional[Recorder]
+    caller: Caller
+    outer: Optional[Running]
+
+    def close(self) -> None: ...
+
+
+# The step that this thread runs.
+running: ContextVar[Optional[Any]] = ContextVar("running step", default=None)
+
+
+def running_step() -> Optional[Any]:
+    """The step that this thread runs, or that the backward which it serves is part of."""
+    step = running.get()
+    while step is not None and step.caller.has_failed():
+        _abandon(step)
+        step = step.outer
+    if step is None and torch._C._is_key_in_tls("context"):
+        context = torch._C._get_obj_in_tls("context")
+        step = context.get(running) if context is not None else None
+    return step
+
+
+def running_steps() -> Iterator[Any]:
+    """That step, and those within which it was begun."""
+    step = running_step()
+    while step is not None:
+        yield step
+        step = step.outer
+
+
+def _abandon(step: Running) -> None:
+    """Close a step, unless an operator runs that is recorded in it."""
+    modes = _get_current_dispatch_mode_stack()
+    if step.recorder is None or (modes and modes[-1] is step.recorder):
+        step.close()
+
+
+class Caller:
+    """The code that began a step, for as long as it may come to end the step.
+
+    Where callbacks begin and end steps, each returns, and an exception in the loop that
+    calls them leaves a step open.  Its thread may run anything then.
+    """
+
+    def __init__(self, frame: Optional[FrameType]) -> None:
+        while frame is not None and frame.f_code.co_flags & _RESUMED:
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+        self._has_failed = False
+
+    def has_failed(self) -> bool:
+        """Whether an exception has ended it.  O(depth of the stack)."""
+        if self._frame is None or threading.get_ident() != self._thread:
+            return self._has_failed
+        while self._frame is not None and not _is_running(self._frame):
+            # Whoever called what has returned may come to end the step.
+            frame, self._frame = self._frame, self._frame.f_back
+            if frame.f_code.co_flags & _RESUMED:
+                self._frame = None
+            elif not _has_returned(frame):
+                self._frame, self._has_failed = None, True
+        return self._has_failed
+
+    def forget(self) -> None:
+        """Let go of what the code has in its variables."""
+        self._frame = None
+
+
+# What a frame may leave and come back to: nobody can tell whether it has ended.
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _is_running(frame: FrameType) -> bool:
+    current: Optional[FrameType] = sys._getframe()
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether the last instruction of a frame that has ended was to return."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
+
+
+def _end_in_child() -> None:
+    """Let no process that is forked within a step, such as a loader's, record its own."""
+    # Another thread may have had it.
+    _patches.lock = threading.Lock()
+    step = running.get()
+    if step is not None:
+        step.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
+
+
+class Recorder(TorchDispatchMode):
+    """Follows storages through a step, except those inside of compiled graphs.
+
+    ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
+    ``given`` are the bytes that the device counts when the step starts, 0 where it does
+    not, and ``leaves`` the parameters that are known by then.
+    """
+
+    # As a checkpoint inside of a compiled graph makes of random ones.
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, device: torch.device, given: int, leaves: Iterable[torch.Tensor] = ()
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device.type
+        self.log: list[Event] = []
+        self.nbytes: list[int] = []
+        self.inside = 0
+        # Whether gradients are reduced over ranks, as DDP does.
+        self.reduces = False
+        # Whether compiled graphs ran that are not the budget's, as those compiled before it,
+        # and whether there were some whose bytes nobody tells.
+        self.saw_unplanned = self.saw_uncounted = False
+        # Why nothing more is recorded.
+        self.error: Optional[Exception] = None
+        # Whoever is to end the step, and what was made after that had failed.
+        self.caller = Caller(None)
+        self._results: list[weakref.ref[Any]] = []
+        self._given = given
+        # The storages that were there when they were first seen.
+        self.existing: set[int] = set()
+        # The storages that were seen to be gradients; whether there may be others by now.
+        self.seen_gradients: set[int] = set()
+        self._ran_backward = False
+        # The storages of optimizers that have stepped, and their bytes.
+        self._states: dict[int, int] = {}
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
+        )
+        # The parameters that have a gradient when the step begins, and its storages.
+        self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
+        for leaf in self.with_gradients():
+            self.numbers(leaf.grad, is_existing=True)
+        self.given_gradients = self.gradients()
+
+    def __enter__(self) -> Self:
+        _patches.apply()
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _patches.undo()
+        self._hook.remove()
+        modes = _get_current_dispatch_mode_stack()
+        if modes and modes[-1] is self:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        else:
+            # Whoever left the step early has left another mode above, and this one.
+            self.inside = 1
+            self.error = RuntimeError(
+                "the step did not end in the dispatch mode it began in"
+            )
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **kwargs)
+        if self.caller.has_failed():
+            return self._leave_after(func(*args, **kwargs))
+        if self._ran_backward and torch._C._current_graph_task_id() == -1:
+            # Before an optimizer uses them up.
+            self._ran_backward = False
+            self.seen_gradients |= self.gradients()
+        self.reduces |= func.name() == "c10d::allreduce_"
+        # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
+        if func is not torch.ops.aten.lift_fresh.default:
+            self.numbers((args, kwargs), is_existing=True)
+        result = func(*args, **kwargs)
+        self.numbers(result)
+        return result
+
+    def _leave_after(self, result: Any) -> Any:
+        """Close the step when this goes, or an earlier result, while no operator runs."""
+
+        def gone(_: Any) -> None:
+            step = running.get()
+            if step is not None and step.recorder is self:
+                _abandon(step)
+
+        self._results += [weakref.ref(s, gone) for s in self._storages(result)]
+        return result
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What fails within ends the recording, and not the step."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+
+    def numbers(self, values: Any, is_existing: bool = False) -> list[Optional[int]]:
+        """Those of the storages of each of these values, old ones and new ones.
+
+        What is not known yet was there before the step, or has just been made.
+        """
+        found: list[Optional[int]] = []
+        with self.guarded():
+            for value in tree_leaves(values):
+                own = [self.follow(s, is_existing) for s in self._storages([value])]
+                found.append(min(own, default=None))
+        return found
+
+    @contextmanager
+    def around(self, begin: Event) -> Iterator[None]:
+        """What runs within is a compiled graph's."""
+        self.seen_gradients |= self.gradients()
+        self._ran_backward |= begin.kind == "B"
+        self.log.append(begin)
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            self.log.append(begin._replace(kind=begin.kind.lower()))
+
+    def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
+        for value in tree_leaves(values):
+            if self.error is not None or not isinstance(value, torch.Tensor):
+                continue
+            if hasattr(value, "__tensor_flatten__"):
+                names, _ = value.__tensor_flatten__()
+                yield from self._storages([getattr(value, name) for name in names])
+            elif value.layout is torch.strided:
+                storage = value.untyped_storage()
+                # A fake tensor's device is another than that of its storage.
+                if storage.device.type == self.device:
+                    if value.requires_grad and value.is_leaf:
+                        self._leaves[id(value)] = value
+                    elif value.requires_grad and not value._is_view():
+                        self._look_at(value.grad_fn)
+                    yield storage
+
+    def follow(self, storage: torch.UntypedStorage, is_existing: bool = False) -> int:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._live:
+            s, _ = self._live[key]
+            if nbytes != self.nbytes[s]:
+                self.log.append(Event("=", s, nbytes - self.nbytes[s]))
+                self.nbytes[s] = nbytes
+            return s
+        s = len(self.nbytes)
+        self.nbytes.append(nbytes)
+
+        def died(_: Any) -> None:
+            del self._live[key]
+            self.log.append(Event("-", s))
+
+        self._live[key] = s, weakref.ref(storage, died)
+        if is_existing:
+            self.existing.add(s)
+        else:
+            self.log.append(Event("+", s, nbytes, flag=torch.is_grad_enabled()))
+        return s
+
+    def _look_at(self, node: Any) -> None:
+        """See whether a compiled graph made something that no step knows."""
+        step = running_step()
+        # The node of a call is marked when that has returned.
+        if step is not None and step.call is None and not self.saw_unplanned:
+            self.saw_unplanned = _is_unplanned(node)
+
+    def uses(self, nbytes: int) -> None:
+        """Something had so many bytes for itself, for a moment."""
+        s = len(self.nbytes)
+        self.nbytes.append(nbytes)
+        self.log += Event("+", s, nbytes, flag=True), Event("-", s)
+
+    def remaining(self) -> set[int]:
+        """What is still there."""
+        return {s for s, _ in self._live.values()}
+
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters that have some by now."""
+        return [leaf for leaf in self._leaves.values() if leaf.grad is not None]
+
+    def with_new_gradients(self) -> list[torch.Tensor]:
+        """Those of them that had none when the step began."""
+        leaves = self.with_gradients()
+        return [leaf for leaf in leaves if id(leaf) not in self._had_gradients]
+
+    def gradients(self, of: Optional[Iterable[torch.Tensor]] = None) -> set[int]:
+        """What is there of the gradients of some parameters, by default of all."""
+        grads = [leaf.grad for leaf in (self.with_gradients() if of is None else of)]
+        keys = {storage._cdata for storage in self._storages(grads)}
+        return {self._live[key][0] for key in keys & self._live.keys()}
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The parameters that were seen."""
+        return [*self._leaves.values()]
+
+    def size(self, storages: Iterable[int]) -> int:
+        """The bytes of these storages."""
+        return sum(self.nbytes[s] for s in storages)
+
+    def parameter_bytes(self) -> int:
+        """The bytes of what gradients were wanted for."""
+        storages = self._storages([*self._leaves.values()])
+        return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # The hook is for all threads.
+        step = running_step()
+        if step is not None and step.recorder is self:
+            states = self._storages([*optimizer.state.values()])
+            self._states.update((s._cdata, s.nbytes()) for s in states)
+
+    def optimizer_bytes(self) -> int:
+        """The bytes of the states of optimizers that have stepped."""
+        return sum(self._states.values())
+
+    def bytes_at_next_start(self) -> int:
+        """The bytes that are there when the next step starts."""
+        made = {event.storage for event in self.log if event.kind == "+"}
+        left = self.size(self.remaining() & made)
+        gone = self.size(self.given_gradients - self.remaining())
+        return (self._given or self.size(self.existing)) + left - gone
+
+
+def _is_unplanned(node: Any) -> bool:
+    """Whether an autograd node is that of a compiled graph which no step knows."""
+    is_compiled = hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+    return is_compiled and PLANNED not in node.metadata
+
+
+class _Patches:
+    """Lets recorders see what the dispatcher does not.
+
+    That is storages that are resized, as sharded parameters are to be gathered, and the
+    graphs that inductor compiled.  The patches are for all threads that record.
+    """
+
+    def __init__(self) -> None:
+        self.resize: Any = None
+        self.run: Any = None
+        self._count = 0
+        self.lock = threading.Lock()
+
+    def apply(self) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+
+        with self.lock:
+            if not self._count:
+                self.resize = torch.UntypedStorage.resize_
+                self.run = CompiledFxGraph.__call__
+                torch.UntypedStorage.resize_ = _resize_and_follow  # type: ignore[assignment]
+                CompiledFxGraph.__call__ = _run_and_follow  # type: ignore[assignment,method-assign]
+            self._count += 1
+
+    def undo(self) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+
+        with self.lock:
+            self._count -= 1
+            if not self._count:
+                torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+                CompiledFxGraph.__call__ = self.run  # type: ignore[method-assign]
+
+
+_patches = _Patches()
+
+
+def _recorders() -> list[Recorder]:
+    steps = (step.recorder for step in running_steps())
+    return [recorder for recorder in steps if recorder is not None]
+
+
+def _resize_and_follow(storage: Any, nbytes: int) -> Any:
+    recorders = [r for r in _recorders() if r.device == storage.device.type]
+    for recorder in recorders:
+        with recorder.guarded():
+            recorder.follow(storage, is_existing=True)
+    result = _patches.resize(storage, nbytes)
+    for recorder in recorders:
+        with recorder.guarded():
+            recorder.follow(storage)
+    return result
+
+
+def _run_and_follow(graph: Any, inputs: Any) -> Any:
+    result = _patches.run(graph, inputs)
+    for recorder in _recorders():
+        if not recorder.inside:
+            # Its wrapper allocates out of the dispatcher's sight.
+            memory = getattr(graph, "memory", None)
+            recorder.saw_uncounted |= memory is None
+            if memory is not None:
+                recorder.uses(memory.peak())
+            recorder.numbers(list(result))
+    return result
