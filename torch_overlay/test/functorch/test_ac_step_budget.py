@@ -34,9 +34,13 @@ from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.memory_planner.report import saved_values as saved_report
-from torch._functorch.memory_planner.step import budget as step_budget, graph_calls
+from torch._functorch.memory_planner.step import (
+    budget as step_budget,
+    graph_calls,
+    warnings as step_warnings,
+)
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
-from torch._functorch.memory_planner.step.recorder import running_step
+from torch._functorch.memory_planner.step.running import running_step
 from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
 from torch._inductor.utils import fresh_cache
@@ -715,7 +719,7 @@ class StepBudgetTest(TestCase):
 
         with self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, batch(), train=last, count=4)
-        with self.assertLogs(f"{PLACE}.step.budget", "WARNING"):
+        with self.assertLogs(f"{PLACE}.step.warnings", "WARNING"):
             other = earlier if how == "earlier" else many
             steps(budget, model, batch(), train=other, count=1)
 
@@ -737,7 +741,7 @@ class StepBudgetTest(TestCase):
             model, budget = Net(), StepBudget(share=0.2)
             budget.counter = counting()
             steps(budget, model, batch())
-            with self.assertLogs(f"{PLACE}.step.budget", "WARNING") as logs:
+            with self.assertLogs(f"{PLACE}.step.warnings", "WARNING") as logs:
                 steps(budget, model, batch(), train=other)
             self.assertIn("a call of Block, which has no backward", logs.output[0])
             peak = measured(budget, model, batch(), train=other)
@@ -812,7 +816,7 @@ class StepBudgetTest(TestCase):
         self.assertLessEqual(peak, 1.01 * alone)
         self.assertEqual(same, gradients, rtol=0, atol=0)
         # With a gradient that no recorded step had.
-        with self.assertLogs(f"{PLACE}.step.budget", "WARNING"):
+        with self.assertLogs(f"{PLACE}.step.warnings", "WARNING"):
             gradients = steps(budget, model, batch(), train=train_both, count=1)
         eager = Speller(compiled=False)
         train_both(eager, batch())
@@ -909,12 +913,12 @@ class StepBudgetTest(TestCase):
         torch_log.addHandler(handler)
         try:
             for _ in range(30):
-                budget._tell(plan)
+                budget.tell(plan.headline)
             self.assertEqual(len(seen), 6)
             self.assertEqual({each.levelname for each in seen}, {"INFO"})
             self.assertEqual(seen[0].getMessage(), "StepBudget(share=0.5): 4 of 5 MiB")
             # Nothing overrides what TORCH_LOGS asks for.
-            self.assertEqual(step_budget.log.level, logging.NOTSET)
+            self.assertEqual(step_warnings.log.level, logging.NOTSET)
         finally:
             torch_log.removeHandler(handler)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["BANS", "KNEE", "Ask", "as_bytes", "check_budget", "is_number"]
+__all__ = ["BANS", "KNEE", "Ask", "check_budget", "one_bound"]
 
 # Upstream's search for a lower budget that is the better trade.  Here all of the budget
 # is used: it is another name of "exact".
@@ -125,14 +125,14 @@ class Ask:
             valid = f"a whole number from 1 to {most:,}, or None"
             _check(option, value, value is None or is_count, valid)
         margin = self.peak_margin
-        is_share = is_number(margin, 0, 1) and margin < 1
+        is_share = _is_number(margin, 0, 1) and margin < 1
         _check("peak_margin", margin, is_share, "a share of the peak, less than 1")
 
 
 def check_budget(budget: float) -> None:
     """Raises RuntimeError for a budget that is none, with its value and what is valid."""
     valid = "a number from 0 (save the least) to 1 (run fastest)"
-    _check("budget", budget, is_number(budget, 0, 1), valid)
+    _check("budget", budget, _is_number(budget, 0, 1), valid)
 
 
 def _check(option: str, value: Any, is_valid: bool, valid: str) -> None:
@@ -142,7 +142,7 @@ def _check(option: str, value: Any, is_valid: bool, valid: str) -> None:
         )
 
 
-def is_number(value: Any, low: float, high: float) -> bool:
+def _is_number(value: Any, low: float, high: float) -> bool:
     """Whether a value is a number, and no bool, between two others."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and low <= value <= high
@@ -151,7 +151,7 @@ def is_number(value: Any, low: float, high: float) -> bool:
 _SIZE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
-def as_bytes(value: Any) -> int:
+def _as_bytes(value: Any) -> int:
     """A number of bytes above 0: of a number, rounded down, or of text as "24 GiB".
 
     K, M, G and T are powers of 1,000, and of 1,024 with an i, in either case.  Raises
@@ -168,9 +168,28 @@ def as_bytes(value: Any) -> int:
     elif hasattr(value, "item"):
         # Of numpy or torch.
         number = value.item()
-    if not is_number(number, 0, math.inf) or number == math.inf or number * unit < 1:
+    if not _is_number(number, 0, math.inf) or number == math.inf or number * unit < 1:
         raise ValueError(
             "must be a positive number of bytes, which is rounded down to a whole "
             "number, or text such as '24GiB'"
         )
     return int(number * unit)
+
+
+def one_bound(**bounds: Any) -> dict[str, Any]:
+    """The bound that a :class:`.StepBudget` is given, if any.
+
+    ValueError says what is wrong with it.
+    """
+    asked = {name: value for name, value in bounds.items() if value is not None}
+    if len(asked) > 1:
+        raise ValueError("pass only one of share, peak_bytes and device_bytes")
+    for name, value in asked.items():
+        if name != "share":
+            try:
+                asked[name] = _as_bytes(value)
+            except ValueError as error:
+                raise ValueError(f"{name} is {value!r}; it {error}") from None
+        elif not _is_number(value, 0, 1):
+            raise ValueError(f"share is {value!r}; it must be a number from 0 to 1")
+    return asked

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from .saved_values import format_bytes
 
@@ -111,6 +111,29 @@ class StepSummary:
         """Its bytes, those that are allowed, and what it costs."""
         peak, allowed = map(format_bytes, (self.predicted_peak, self.allowed))
         return ", ".join(filter(None, (f"{peak} of {allowed}", self.more_work)))
+
+    def lines(self, measured_peak: Optional[int], is_in_all: bool) -> list[str]:
+        """The plan for people; what a device has counted, and what bytes are beyond."""
+        peaks = self.predicted_peak, self.allowed, self.floor, self.unbudgeted
+        sizes = [format_bytes(nbytes) for nbytes in peaks]
+        what = "in all" if is_in_all else "beyond what is live at step start"
+        measured = ""
+        if measured_peak is not None:
+            measured = f" ({format_bytes(measured_peak)} measured)"
+        figures = "; ".join(
+            filter(None, (f"figures are {self.source}", self.more_work))
+        )
+        return [
+            "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; {})".format(
+                sizes[0], measured, *sizes[1:], what
+            ),
+            f"live at step start: {format_bytes(self.given)}, of which "
+            f"{format_bytes(self.parameters)} parameters and "
+            f"{format_bytes(self.optimizer_states)} optimizer states; {figures}",
+            f"at the peak: {self.peak}",
+            f"at the floor's: {self.at_floor}",
+            *self.table(),
+        ]
 
     def table(self) -> Iterator[str]:
         """The graphs and what their calls hold, in lines."""

@@ -6,11 +6,12 @@ import logging
 from typing import Any, Callable, TYPE_CHECKING
 
 import torch
-from torch._functorch._aot_autograd.utils import _is_tangent, make_boxed_func
+from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._guards import TracingContext
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
-
 from ..compile.recompile import copy_of
+
+from .aot import boxed
 
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Backward", "boxed"]
+__all__ = ["Backward"]
 
 
 class Backward:
@@ -103,12 +104,6 @@ class Backward:
         if absent not in self._runs:
             self._compile_again(absent)
         return self._runs[absent](args)
-
-
-def boxed(compiled: Any) -> Any:
-    """What a compiler returned, as a function of a list."""
-    is_boxed = getattr(compiled, "_boxed_call", False)
-    return compiled if is_boxed else make_boxed_func(compiled)
 
 
 def _drop_tangents(module: GraphModule, places: Iterable[int]) -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 from ..graph.workspaces import workspace_of_convolutions
 
 from ..peak.menu import Menu, Missing
-from .recorder import Caller, Recorder, running
+from .running import Caller, running
 
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ..graph.joint import Planner
+    from .recorder import Recorder
 
 
 __all__ = [

@@ -6,10 +6,7 @@ the joint graph that was traced, by each other plan that a call is to run by.
 
 from __future__ import annotations
 
-import copy
 import functools
-import math
-import os
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,13 +15,7 @@ from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from torch._functorch._aot_autograd.schemas import PlainTensorMeta
-from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._guards import compile_context, CompileContext, tracing, TracingContext
-from torch._inductor import config as inductor_config
-from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from ..compile.recompile import (
@@ -35,32 +26,31 @@ from ..compile.recompile import (
 )
 from ..compile.told import CompiledPeaks, has_guard
 from ..graph.liveness import CannotPlan
-from ..graph.resized import calls_in, times_larger
-from ..graph.storages import body_of
+from ..graph.resized import times_larger
 
 from ..graph.symbols import number_for, sizes_in, symbols_in
-from ..peak.menu import Menu, Missing, plan_graph
 from ..report.saved_values import kept_plan, replace_plan
-from ..saved.target import plan_within
-from .backward import Backward, boxed
-from .calls import Budget, Call, Graph, new_number, Step, strided
-from .graph_calls import backward_of, CALL, with_warnings
-from .recorder import Event, PLANNED, running_step
+from .aot import boxed, boxed_call, traced_name
+from .backward import Backward
+from .calls import Budget, Call, Graph, Step
+from .graph_calls import backward_of, CALL
+from .recorder import Event, PLANNED
+from .running import running_step
+from .traced import TracedGraph
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from torch.fx import GraphModule
+
     from ..decision import Decision
     from ..graph.joint import Planner
+    from ..peak.menu import Menu, Missing
     from ..report.saved_values import Plan
 
 
-__all__ = ["for_step", "noted_in_step"]
-
-
-# Calls of a part of a model that are taken to be alive at once before a step shows it.
-_CALLS = 4
+__all__ = ["CompiledGraph"]
 
 
 class CompiledGraph:
@@ -81,7 +71,7 @@ class CompiledGraph:
         # Partitioned before their caller, each by itself.
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
-        self._name = _traced_name() or get_aot_graph_name()
+        self._name = traced_name() or get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
         # What runs in the place of each plan, by what compiles have told.
@@ -110,7 +100,7 @@ class CompiledGraph:
         """Compile by the plan of its first call; returns what AOTAutograd wants."""
         run, metadata = self._compiled(None)
         self._runs[self._first] = self._first_run = run
-        return _boxed(self._call), metadata
+        return boxed_call(self._call), metadata
 
     def sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
         """What the symbols in the graph are in a call."""
@@ -124,7 +114,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = self._joint.of_size(self.number_for(sizes))
+        joint = self._traced.joint.of_size(self.number_for(sizes))
         plans = self.plans.sized(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
@@ -186,7 +176,7 @@ class CompiledGraph:
             step.end(call)
             return
         node.metadata.update({CALL: call, PLANNED: True})
-        if self._may_miss:
+        if self._traced.may_miss:
             node.set_materialize_grads(False)
             self._watch(tree_leaves(result), call)
 
@@ -218,7 +208,7 @@ class CompiledGraph:
     def _renew(self) -> None:
         """Take over the graph's plans, where those are for calls that miss others."""
         if self.plans.missing != self.graph.plans.missing:
-            self.plans = self.graph.plans.sized(self._joint)
+            self.plans = self.graph.plans.sized(self._traced.joint)
             self._runs, self._instead, self._guarded, self.scales = {}, {}, set(), {}
 
     def as_good(self, plan: int) -> int:
@@ -248,7 +238,7 @@ class CompiledGraph:
                 self._runs[plan] = self._first_run
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._runs[plan], _ = self._compiled(plan)
-            margin = self._joint.ask.peak_margin
+            margin = self._traced.joint.ask.peak_margin
             is_guarded = plan in self._guarded or not has_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
                 self._guarded.add(plan)
@@ -389,21 +379,10 @@ class CompiledGraph:
 
     def _find_plans(self, joint: Planner) -> None:
         """The plans of the graph, or those of the same graph of another size."""
-        self._num_fwd_outputs, self._joint = joint.num_fwd_outputs, joint
-        metas = self._state.fw_metadata.subclass_tangent_meta
-        tangents = filter(_is_tangent, joint.joint.find_nodes(op="placeholder"))
-        sizes = set().union(*(free_symbols(node.meta["val"]) for node in tangents))
-        # Inside of a tensor subclass, none can be missing; nor one whose size depends on
-        # data.
-        is_plain = all(isinstance(meta, PlainTensorMeta) for meta in metas)
-        self._may_miss = is_plain and sizes <= self._symbols.keys()
+        self._num_fwd_outputs = joint.num_fwd_outputs
+        traced = self._traced = TracedGraph(joint, self._state, self._symbols)
         step: Any = running_step()
-        # A budget that the user gave to a region of the model stays.
-        self._is_only = joint.budget != joint.ask.budget or any(
-            _get_memory_budget_annotation(node) is not None
-            for node in joint.joint.nodes
-        )
-        signature = None if self._is_only else self._signature(joint)
+        signature = traced.signature
         known = step.budget.graph_like(signature) if signature is not None else None
         if known is None:
             plans, lean = self.plans_for(None)
@@ -417,35 +396,9 @@ class CompiledGraph:
             self._scale = known.scale * more
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
 
-    def _signature(self, joint: Planner) -> Any:
-        """What a graph of other sizes has in common with this one."""
-        model, static = joint.model, self._state.fw_metadata.static_input_indices
-        shapes = [tuple(self._state.flat_args[i].shape) for i in static]
-        ends = len(model.outputs), len(model.tangents), len(model.gradients)
-        return calls_in(model)[0], joint.num_fwd_outputs, ends, shapes
-
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
         """Plans for the graph's calls that miss this, and which of these is lean."""
-        joint, is_only = self._joint, self._is_only
-        chosen = plan_within(joint, joint.budget if is_only else 1)
-        found = plan_graph(joint, chosen.saved_values, is_only, missing)
-        calls = joint.ask.graph_calls or self._expected_calls()
-
-        def peak(index: int) -> tuple[float, float]:
-            plan = found.plans[index]
-            waiting = (calls - 1) * plan.kept
-            return waiting + max(plan.forward, plan.backward), plan.cost
-
-        return found, min(range(len(found.plans)), key=peak)
-
-    def _expected_calls(self) -> int:
-        """The calls that are alive at once, as far as the graph tells."""
-        inputs = self._state.fw_metadata
-        static = {*inputs.static_input_indices}
-        infos = enumerate(inputs.input_info)
-        # A model that is compiled as a whole wants no gradient but its parameters'.
-        is_part = any(each.requires_grad for i, each in infos if i not in static)
-        return _CALLS if is_part else 1
+        return self._traced.plans_for(missing)
 
 
 def _storages(values: Iterable[Any]) -> list[Any]:
@@ -458,11 +411,6 @@ def _storages(values: Iterable[Any]) -> list[Any]:
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-def _keys(values: Iterable[Any]) -> set[int]:
-    """What tells apart the storages of each tensor."""
-    return {each.untyped_storage()._cdata for each in strided(values)}
 
 
 class _Variant(NamedTuple):
@@ -483,92 +431,6 @@ def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
     """A compiler whose results are called by ``run``."""
 
     def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        return _boxed(run, boxed(compile_graph(graph, inputs)))
+        return boxed_call(run, boxed(compile_graph(graph, inputs)))
 
     return compile_marked
-
-
-def _boxed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A function that takes its last argument, a list, for what AOTAutograd passes it."""
-    call: Any = functools.partial(function, *arguments)
-    call._boxed_call = True
-    return call
-
-
-def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
-
-    def compile_for_step(*arguments: Any) -> Any:
-        step = running_step()
-        # Without a context, inductor traces its patterns, amid a compilation.
-        if step is not None and TracingContext.try_get() is not None:
-            failure = f"{get_aot_graph_name()} has no plan for a step"
-            with step.budget.warn_on_failure(failure):
-                return CompiledGraph(compile_graph, *arguments).first()
-        run, metadata = compile_graph(*arguments)
-        return with_warnings(run, arguments[0].flat_args, metadata), metadata
-
-    return compile_for_step
-
-
-def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """``aot_stage2_inference``, so that a step knows of calls that no plan is for."""
-
-    def compile_noted(state: Any, capture: Any, *arguments: Any) -> Any:
-        step = running_step()
-        if step is None or TracingContext.try_get() is None:
-            return compile_graph(state, capture, *arguments)
-        name, device = _traced_name() or get_aot_graph_name(), step.budget.device
-        module = capture.graph_module
-        number, places, largest = new_number(), symbols_in(state.flat_args), 0
-        # Compiling changes the graph. Its tensors are not copied.
-        graph = GraphModule(module, copy.deepcopy(module.graph)).graph
-        # Its kernels are to be counted in a step that is recorded.
-        with inductor_config.patch({"live_bytes_of": str(device)}):
-            run, metadata = compile_graph(state, capture, *arguments)
-
-        @functools.cache
-        def peak(sizes: tuple[int, ...]) -> Optional[int]:
-            body = body_of(graph, number_for(places, sizes), device)
-            return None if body is None else body.peak
-
-        @functools.wraps(run)
-        def call(args: list[Any]) -> Any:
-            nonlocal largest
-            step = running_step()
-            if step is None or TracingContext.try_get() is not None:
-                return run(args)
-            sizes = sizes_in(args, places)
-            size = max(largest, math.prod(sizes))
-            state = step.begin_alone(number, name, size, peak(sizes))
-            if state not in step.passed:
-                largest = size
-            given = _keys(args)
-            results = run(args)
-            step.end_alone(state, given, results)
-            return results
-
-        return _boxed(call), metadata
-
-    return compile_noted
-
-
-def _traced_name() -> Optional[str]:
-    """The class of the module, or the function, that is compiled, if Dynamo tells.
-
-    A lambda is named by its place.
-    """
-    codes = getattr(TracingContext.try_get(), "traced_code", ())
-    # What was called first, and then what that called, as it ended: of a decorated
-    # forward, the last is the one within.
-    ordered = (*codes[:1], *reversed(codes[1:]))
-    names = [str(getattr(code, "co_qualname", code.co_name)) for code in ordered]
-    for name in names:
-        if name.endswith(".forward"):
-            return name.split(".")[-2]
-    if not names:
-        return None
-    name, first = names[0].rpartition("<locals>.")[2], ordered[0]
-    if name.endswith("<lambda>"):
-        return f"{os.path.basename(first.co_filename)}:{first.co_firstlineno}"
-    return name

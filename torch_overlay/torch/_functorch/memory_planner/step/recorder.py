@@ -6,15 +6,11 @@ saw into what :class:`.Curve` plans for.
 
 from __future__ import annotations
 
-import dis
-import inspect
 import os
-import sys
 import threading
 import weakref
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple, Optional, Protocol, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,21 +20,17 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from .running import _abandon, Caller, running, running_step, running_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import FrameType
     from typing_extensions import Self
 
 
 __all__ = [
     "PLANNED",
-    "Caller",
     "Event",
     "Recorder",
-    "running",
-    "running_step",
-    "running_steps",
 ]
 
 # What marks the autograd node of a compiled backward that a step knows.
@@ -65,94 +57,6 @@ class Event(NamedTuple):
     call: Any = None
     flag: bool = False
     inputs: Sequence[Optional[int]] = ()
-
-
-class Running(Protocol):
-    """A step that runs, perhaps within another one."""
-
-    recorder: Optional[Recorder]
-    caller: Caller
-    outer: Optional[Running]
-
-    def close(self) -> None: ...
-
-
-# The step that this thread runs.
-running: ContextVar[Optional[Any]] = ContextVar("running step", default=None)
-
-
-def running_step() -> Optional[Any]:
-    """The step that this thread runs, or that the backward which it serves is part of."""
-    step = running.get()
-    while step is not None and step.caller.has_failed():
-        _abandon(step)
-        step = step.outer
-    if step is None and torch._C._is_key_in_tls("context"):
-        context = torch._C._get_obj_in_tls("context")
-        step = context.get(running) if context is not None else None
-    return step
-
-
-def running_steps() -> Iterator[Any]:
-    """That step, and those within which it was begun."""
-    step = running_step()
-    while step is not None:
-        yield step
-        step = step.outer
-
-
-def _abandon(step: Running) -> None:
-    """Close a step, unless an operator runs that is recorded in it."""
-    modes = _get_current_dispatch_mode_stack()
-    if step.recorder is None or (modes and modes[-1] is step.recorder):
-        step.close()
-
-
-class Caller:
-    """The code that began a step, for as long as it may come to end the step.
-
-    Where callbacks begin and end steps, each returns, and an exception in the loop that
-    calls them leaves a step open.  Its thread may run anything then.
-    """
-
-    def __init__(self, frame: Optional[FrameType]) -> None:
-        while frame is not None and frame.f_code.co_flags & _RESUMED:
-            frame = frame.f_back
-        self._frame, self._thread = frame, threading.get_ident()
-        self._has_failed = False
-
-    def has_failed(self) -> bool:
-        """Whether an exception has ended it.  O(depth of the stack)."""
-        if self._frame is None or threading.get_ident() != self._thread:
-            return self._has_failed
-        while self._frame is not None and not _is_running(self._frame):
-            # Whoever called what has returned may come to end the step.
-            frame, self._frame = self._frame, self._frame.f_back
-            if frame.f_code.co_flags & _RESUMED:
-                self._frame = None
-            elif not _has_returned(frame):
-                self._frame, self._has_failed = None, True
-        return self._has_failed
-
-    def forget(self) -> None:
-        """Let go of what the code has in its variables."""
-        self._frame = None
-
-
-# What a frame may leave and come back to: nobody can tell whether it has ended.
-_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def _is_running(frame: FrameType) -> bool:
-    current: Optional[FrameType] = sys._getframe()
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is not None
-
-
-def _has_returned(frame: FrameType) -> bool:
-    """Whether the last instruction of a frame that has ended was to return."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
 
 
 def _end_in_child() -> None:

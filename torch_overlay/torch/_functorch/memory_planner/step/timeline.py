@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-import weakref
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..peak.curve import Held
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    import torch
-    from ..peak.menu import Menu, Missing
+    from ..peak.menu import Menu
 
-    from .calls import Graph, State
     from .recorder import Event, Recorder
 
 
 __all__ = [
     "Bytes",
-    "Learned",
-    "StepProgram",
     "StepTimeline",
-    "dropped_before",
-    "step_program_of",
 ]
-
-# Programs that are told apart.
-_PROGRAMS = 32
 
 
 class Bytes(NamedTuple):
@@ -43,178 +30,9 @@ class Bytes(NamedTuple):
     gradients: int
 
 
-@dataclass
-class StepProgram:
-    """What recorded steps held that make the same calls, at the sizes that they had.
-
-    Args:
-        states: every event of a call, with the calls that waited meanwhile.
-        moments: all that calls held at some moment, with what eager code had then.
-        calls: of each graph, which are numbers here, the most calls in each slot.
-        scales: of each graph, the largest scale of its calls.
-        replaced: the step by what becomes of the gradients that it leaves: "anew" where
-            they are gone when the next one starts, "F" and "B" where that drops them
-            before its first forward or backward.  Empty where it began with some.
-        leaf: one of the parameters whose gradients those are.
-    """
-
-    states: set[State]
-    moments: dict[frozenset[Held], Bytes]
-    calls: dict[int, list[int]]
-    scales: dict[int, float]
-    replaced: dict[str, StepTimeline] = field(default_factory=dict)
-    leaf: Callable[[], Optional[torch.Tensor]] = lambda: None
-
-    def add(self, other: StepProgram, least: float) -> bool:
-        """Hold what another step held, too; whether that is ``least`` bytes more."""
-        known = self._scaled(other.scales)
-        is_more = not other.states <= self.states or any(
-            held not in known or nbytes.total > known[held].total + least
-            for held, nbytes in other.moments.items()
-        )
-        self.states |= other.states
-        _keep_largest(self.moments, other.moments)
-        _keep_largest(self.scales, other.scales)
-        self.calls = _most_calls([self.calls, other.calls])
-        return is_more
-
-    def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
-        """The moments with the largest calls of these graphs."""
-        moments = self._scaled({n: graph.scale for n, graph in graphs.items()})
-        return {
-            held: nbytes
-            for held, nbytes in moments.items()
-            # A graph goes with the model that it was compiled for.
-            if all(each.graph in graphs for each in held)
-        }
-
-    def _scaled(self, scales: Mapping[int, float]) -> dict[frozenset[Held], Bytes]:
-        """The moments where calls are as large as these, if that is larger."""
-        factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
-        factor = max(factors, default=1.0)
-        return {
-            held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed, gradients)
-            for held, (total, fixed, gradients) in self.moments.items()
-        }
-
-
-class Learned:
-    """The programs that recorded steps ran, and the calls that later ones may make."""
-
-    def __init__(self) -> None:
-        self.programs: list[StepProgram] = []
-        self.states: set[State] = set()
-
-    @property
-    def calls(self) -> dict[int, list[int]]:
-        """Of each graph, the most calls in each slot."""
-        return _most_calls(program.calls for program in self.programs)
-
-    def add(self, new: StepProgram, least: float = 0) -> bool:
-        """Whether that is a program of its own, or adds ``least`` bytes to a known one.
-
-        Steps with the same events are one program, and so are all beyond a number.
-        """
-        self.states |= new.states
-        same = (each for each in self.programs if each.states == new.states)
-        last = self.programs[-1] if len(self.programs) == _PROGRAMS else None
-        program = next(same, last)
-        if program is None:
-            self.programs.append(new)
-            return True
-        return program.add(new, least)
-
-    def drop_gradients(self, before: Optional[str]) -> bool:
-        """Expect steps to drop the gradients that they begin with; see `StepProgram`."""
-        known = [each for each in self.programs if before in each.replaced]
-        for program in known:
-            program.moments = program.replaced[before or ""].moments
-            # A step may yet begin without any.
-            program.replaced = {"anew": program.replaced["anew"]}
-        return bool(known)
-
-    def check_gradients(self) -> bool:
-        """Expect those anew that a step begins without; whether that was not expected.
-
-        As where two programs take turns, and each gives up its own.
-        """
-        found = False
-        for program in self.programs:
-            leaf = program.leaf()
-            if program.replaced and leaf is not None and leaf.grad is None:
-                _keep_largest(program.moments, program.replaced["anew"].moments)
-                program.replaced, found = {}, True
-        return found
-
-    def missing(self, graph: int) -> Optional[Missing]:
-        """What all calls of a graph miss whose backward ran."""
-        found = {s.missing for s in self.states if (s.kind, s.graph) == ("B", graph)}
-        return found.pop() if len(found) == 1 else None
-
-    def growth(self, graphs: Mapping[int, Graph]) -> dict[int, float]:
-        """By which factors graphs have yet to grow, to do so as others of a step have."""
-        found = dict.fromkeys(graphs, 1.0)
-        for program in self.programs:
-            of = program.scales.items()
-            own = {n: graphs[n].scale / scale for n, scale in of if n in graphs}
-            most = max(own.values(), default=1.0)
-            for n, factor in own.items():
-                found[n] = max(found[n], most / factor)
-        return found
-
-    def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
-        """The moments of all programs with the largest calls of these graphs."""
-        found: dict[frozenset[Held], Bytes] = {}
-        for program in self.programs:
-            _keep_largest(found, program.expected(graphs))
-        return found
-
-
-def step_program_of(
-    recorder: Recorder, states: set[State], step: StepTimeline
-) -> StepProgram:
-    """What a recorded ``step`` held."""
-    found = StepProgram(states, step.moments, step.calls, step.scales)
-    for leaf in recorder.with_new_gradients()[:1]:
-        found.leaf = weakref.ref(leaf)
-        found.replaced = {
-            how: StepTimeline(recorder, how) for how in ("anew", "F", "B")
-        }
-    if not found.replaced and dropped_before(recorder):
-        for leaf in recorder.with_gradients()[:1]:
-            found.leaf = weakref.ref(leaf)
-            found.replaced = {"anew": StepTimeline(recorder, given=set())}
-    return found
-
-
-def dropped_before(recorder: Recorder) -> Optional[str]:
-    """Which kind of call comes first once all gradients are gone that were there.
-
-    "F" or "B"; None where some stay, or go later than that.
-    """
-    left = recorder.given_gradients.copy()
-    if left and left.isdisjoint(recorder.remaining()):
-        begun: set[str] = set()
-        for event in recorder.log:
-            begun.add(event.kind)
-            left -= {event.storage} if event.kind == "-" else set()
-            if not left:
-                return None if "B" in begun else "B" if "F" in begun else "F"
-    return None
-
-
-def _keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
+def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
     for key, value in new.items():
         of[key] = max(value, of.get(key, value))
-
-
-def _most_calls(found: Iterable[Mapping[int, list[int]]]) -> dict[int, list[int]]:
-    most: dict[int, list[int]] = {}
-    for calls in found:
-        for graph, slots in calls.items():
-            both = itertools.zip_longest(slots, most.get(graph, ()), fillvalue=0)
-            most[graph] = [*itertools.starmap(max, both)]
-    return most
 
 
 class StepTimeline:
@@ -352,7 +170,7 @@ class StepTimeline:
         calls = self.calls.setdefault(graph, [])
         calls += [0] * (call.slot + 1 - len(calls))
         calls[call.slot] += 1
-        _keep_largest(self.scales, {graph: call.scale})
+        keep_largest(self.scales, {graph: call.scale})
 
     def _begin(self, at: int, event: Event) -> None:
         """A compiled forward or backward runs."""

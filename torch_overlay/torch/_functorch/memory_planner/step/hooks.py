@@ -1,0 +1,89 @@
+"""Where AOTAutograd compiles a graph in a step: what stands around its two stages."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+from typing import Any, Callable, Optional, TYPE_CHECKING
+
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch.fx import GraphModule
+from ..graph.storages import body_of
+from ..graph.symbols import number_for, sizes_in, symbols_in
+from .aot import boxed_call, traced_name
+from .calls import new_number, strided
+from .graph import CompiledGraph
+from .graph_calls import with_warnings
+from .running import running_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["for_step", "noted_in_step"]
+
+
+def _keys(values: Iterable[Any]) -> set[int]:
+    """What tells apart the storages of each tensor."""
+    return {each.untyped_storage()._cdata for each in strided(values)}
+
+
+def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
+
+    def compile_for_step(*arguments: Any) -> Any:
+        step = running_step()
+        # Without a context, inductor traces its patterns, amid a compilation.
+        if step is not None and TracingContext.try_get() is not None:
+            failure = f"{get_aot_graph_name()} has no plan for a step"
+            with step.budget.warn_on_failure(failure):
+                return CompiledGraph(compile_graph, *arguments).first()
+        run, metadata = compile_graph(*arguments)
+        return with_warnings(run, arguments[0].flat_args, metadata), metadata
+
+    return compile_for_step
+
+
+def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_stage2_inference``, so that a step knows of calls that no plan is for."""
+
+    def compile_noted(state: Any, capture: Any, *arguments: Any) -> Any:
+        step = running_step()
+        if step is None or TracingContext.try_get() is None:
+            return compile_graph(state, capture, *arguments)
+        name, device = traced_name() or get_aot_graph_name(), step.budget.device
+        module = capture.graph_module
+        number, places, largest = new_number(), symbols_in(state.flat_args), 0
+        # Compiling changes the graph. Its tensors are not copied.
+        graph = GraphModule(module, copy.deepcopy(module.graph)).graph
+        # Its kernels are to be counted in a step that is recorded.
+        with inductor_config.patch({"live_bytes_of": str(device)}):
+            run, metadata = compile_graph(state, capture, *arguments)
+
+        @functools.cache
+        def peak(sizes: tuple[int, ...]) -> Optional[int]:
+            body = body_of(graph, number_for(places, sizes), device)
+            return None if body is None else body.peak
+
+        @functools.wraps(run)
+        def call(args: list[Any]) -> Any:
+            nonlocal largest
+            step = running_step()
+            if step is None or TracingContext.try_get() is not None:
+                return run(args)
+            sizes = sizes_in(args, places)
+            size = max(largest, math.prod(sizes))
+            state = step.begin_alone(number, name, size, peak(sizes))
+            if state not in step.passed:
+                largest = size
+            given = _keys(args)
+            results = run(args)
+            step.end_alone(state, given, results)
+            return results
+
+        return boxed_call(call), metadata
+
+    return compile_noted

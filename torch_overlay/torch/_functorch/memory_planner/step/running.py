@@ -1,0 +1,111 @@
+"""The step that runs, and the code that began it."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import threading
+from contextvars import ContextVar
+
+from typing import Any, Optional, Protocol, TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+
+__all__ = ["Caller", "Running", "running", "running_step", "running_steps"]
+
+
+class Running(Protocol):
+    """A step that runs, perhaps within another one."""
+
+    caller: Caller
+    outer: Optional[Running]
+
+    @property
+    def recorder(self) -> Optional[object]: ...
+
+    def close(self) -> None: ...
+
+
+# The step that this thread runs.
+running: ContextVar[Optional[Any]] = ContextVar("running step", default=None)
+
+
+def running_step() -> Optional[Any]:
+    """The step that this thread runs, or that the backward which it serves is part of."""
+    step = running.get()
+    while step is not None and step.caller.has_failed():
+        _abandon(step)
+        step = step.outer
+    if step is None and torch._C._is_key_in_tls("context"):
+        context = torch._C._get_obj_in_tls("context")
+        step = context.get(running) if context is not None else None
+    return step
+
+
+def running_steps() -> Iterator[Any]:
+    """That step, and those within which it was begun."""
+    step = running_step()
+    while step is not None:
+        yield step
+        step = step.outer
+
+
+def _abandon(step: Running) -> None:
+    """Close a step, unless an operator runs that is recorded in it."""
+    modes = _get_current_dispatch_mode_stack()
+    if step.recorder is None or (modes and modes[-1] is step.recorder):
+        step.close()
+
+
+class Caller:
+    """The code that began a step, for as long as it may come to end the step.
+
+    Where callbacks begin and end steps, each returns, and an exception in the loop that
+    calls them leaves a step open.  Its thread may run anything then.
+    """
+
+    def __init__(self, frame: Optional[FrameType]) -> None:
+        while frame is not None and frame.f_code.co_flags & _RESUMED:
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+        self._has_failed = False
+
+    def has_failed(self) -> bool:
+        """Whether an exception has ended it.  O(depth of the stack)."""
+        if self._frame is None or threading.get_ident() != self._thread:
+            return self._has_failed
+        while self._frame is not None and not _is_running(self._frame):
+            # Whoever called what has returned may come to end the step.
+            frame, self._frame = self._frame, self._frame.f_back
+            if frame.f_code.co_flags & _RESUMED:
+                self._frame = None
+            elif not _has_returned(frame):
+                self._frame, self._has_failed = None, True
+        return self._has_failed
+
+    def forget(self) -> None:
+        """Let go of what the code has in its variables."""
+        self._frame = None
+
+
+# What a frame may leave and come back to: nobody can tell whether it has ended.
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _is_running(frame: FrameType) -> bool:
+    current: Optional[FrameType] = sys._getframe()
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether the last instruction of a frame that has ended was to return."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")

@@ -1,0 +1,94 @@
+"""A joint graph as a step's calls have it: what they may miss, and plans for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Optional, TYPE_CHECKING
+
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta
+from torch._functorch._aot_autograd.utils import _is_tangent
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.traceback import _get_memory_budget_annotation
+
+from ..graph.resized import calls_in
+from ..peak.menu import Menu, Missing, plan_graph
+from ..saved.target import plan_within
+
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from ..graph.joint import Planner
+
+
+__all__ = ["TracedGraph"]
+
+# Calls of a part of a model that are taken to be alive at once before a step shows it.
+_CALLS = 4
+
+
+class TracedGraph:
+    """A joint graph that was traced in a step.
+
+    Args:
+        joint: the graph.
+        state: AOTAutograd's, with what is known of its inputs.
+        symbols: those whose values a call tells.
+    """
+
+    def __init__(self, joint: Planner, state: Any, symbols: Container[Any]) -> None:
+        self.joint, self._state, self._symbols = joint, state, symbols
+
+    @functools.cached_property
+    def may_miss(self) -> bool:
+        """Whether calls may get no tangent for some output.
+
+        Not inside of a tensor subclass, nor one whose size depends on data.
+        """
+        metas = self._state.fw_metadata.subclass_tangent_meta
+        tangents = filter(_is_tangent, self.joint.joint.find_nodes(op="placeholder"))
+        sizes = set().union(*(free_symbols(node.meta["val"]) for node in tangents))
+        is_plain = all(isinstance(meta, PlainTensorMeta) for meta in metas)
+        return is_plain and all(size in self._symbols for size in sizes)
+
+    @functools.cached_property
+    def _has_own_budget(self) -> bool:
+        """Whether the user gave one to a region of the model, which stays."""
+        joint = self.joint
+        return joint.budget != joint.ask.budget or any(
+            _get_memory_budget_annotation(node) is not None
+            for node in joint.joint.nodes
+        )
+
+    @functools.cached_property
+    def signature(self) -> Any:
+        """What graphs of other sizes have in common with this one, None for no other."""
+        if self._has_own_budget:
+            return None
+        model, static = self.joint.model, self._state.fw_metadata.static_input_indices
+        shapes = [tuple(self._state.flat_args[i].shape) for i in static]
+        ends = len(model.outputs), len(model.tangents), len(model.gradients)
+        return calls_in(model)[0], self.joint.num_fwd_outputs, ends, shapes
+
+    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
+        """Plans for calls that miss this, and which of these is lean."""
+        joint, is_only = self.joint, self._has_own_budget
+        chosen = plan_within(joint, joint.budget if is_only else 1)
+        found = plan_graph(joint, chosen.saved_values, is_only, missing)
+        calls = joint.ask.graph_calls or self._expected_calls()
+
+        def peak(index: int) -> tuple[float, float]:
+            plan = found.plans[index]
+            waiting = (calls - 1) * plan.kept
+            return waiting + max(plan.forward, plan.backward), plan.cost
+
+        return found, min(range(len(found.plans)), key=peak)
+
+    def _expected_calls(self) -> int:
+        """The calls that are alive at once, as far as the graph tells."""
+        inputs = self._state.fw_metadata
+        static = {*inputs.static_input_indices}
+        infos = enumerate(inputs.input_info)
+        # A model that is compiled as a whole wants no gradient but its parameters'.
+        is_part = any(each.requires_grad for i, each in infos if i not in static)
+        return _CALLS if is_part else 1
