@@ -29,6 +29,7 @@ partitioned and compiled again from their joint graphs.
         planner_path("step/graph_calls"),
         planner_path("step/hooks"),
         planner_path("step/learned"),
+        planner_path("step/planned"),
         planner_path("step/recorder"),
         planner_path("step/recording"),
         planner_path("step/running"),

@@ -440,7 +440,7 @@ class TestDropUnreadArguments(OneThread):
         # The last that the search does for its second find.
         alike = mock.Mock(side_effect=(False, RuntimeError("no second stand-in")))
         with (
-            mock.patch.object(frozen_layers, "_look_alike", alike),
+            mock.patch.object(frozen_layers, "look_alike", alike),
             self.assertLogs(frozen_layers.log, "WARNING") as logs,
         ):
             drop_unread_arguments(module)

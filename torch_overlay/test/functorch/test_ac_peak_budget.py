@@ -464,12 +464,12 @@ class PeakBudgetTest(TestCase):
         super().setUp()
         torch._dynamo.reset()
         counters.clear()
-        saved_report._plans.clear()
+        saved_report.recent_plans.clear()
         torch.manual_seed(0)
 
     def compiled(self, given, backend=AOT, **options):
         torch._dynamo.reset()
-        saved_report._plans.clear()
+        saved_report.recent_plans.clear()
         return torch.compile(given.function, backend=backend, **options)
 
     def check(self, given, budget=0, options=None, measure=True, warns=False):

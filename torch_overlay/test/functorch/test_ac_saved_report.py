@@ -67,7 +67,7 @@ class TestSavedReport(TestCase):
         super().setUp()
         torch._dynamo.reset()
         counters.clear()
-        saved_report._plans.clear()
+        saved_report.recent_plans.clear()
 
     def compiled(self, function, *inputs, budget, solver=None, **options):
         """Run ``function`` compiled; its output, whose grad_fn holds what is saved."""

@@ -1186,13 +1186,13 @@ class StepBudgetTest(TestCase):
     @parametrize(
         "stage",
         (
-            "step.graph.CompiledGraph._compiled",
+            "step.graph.fresh_copy",
             "step.graph.CompiledGraph.decide",
-            "step.graph.CompiledGraph._await_backward",
+            "step.graph.backward_of",
             "step.recorder.Recorder.follow",
             "step.recorder.Recorder.bytes_at_next_start",
-            "step.graph.CompiledGraph._begin",
-            "step.budget.StepBudget._allowed",
+            "step.calls.Step.begin",
+            "peak.curve.Curve.allowed",
             "peak.curve.Curve.within",
         ),
     )
@@ -1297,7 +1297,7 @@ class StepBudgetTest(TestCase):
 
     @parametrize("calls", (None, 4))
     def test_without_a_step_budget(self, calls):
-        graph_calls._warn_of_calls.cache_clear()
+        graph_calls.warn_of_calls.cache_clear()
         options = {
             "activation_memory_budget_target": "peak",
             "activation_memory_budget": 0.0,
@@ -1326,7 +1326,7 @@ class StepBudgetTest(TestCase):
             torch._dynamo.graph_break()
             return (x @ second).sin().sum()
 
-        graph_calls._warn_of_calls.cache_clear()
+        graph_calls.warn_of_calls.cache_clear()
         matrices = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
         options = {
             "activation_memory_budget_target": "peak",

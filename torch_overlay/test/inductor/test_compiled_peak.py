@@ -182,7 +182,7 @@ class CompiledPeakTest(TestCase):
         other = replace(plan, graph="another", peak=None)
 
         def between(*args):
-            saved_report._plans.append(other)
+            saved_report.recent_plans.append(other)
             return peaks_of(*args)
 
         peaks_of = told_module.peaks_of

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-# The kinds of errors that were logged, each once.
-_unread: set[str] = set()
 
 __all__ = ["WrapperMemory", "wrapper_memory"]
 
@@ -86,10 +84,7 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
         results = walk.follow()
     except Exception as error:
         # No compile is to fail for it.
-        kind = type(error).__name__
-        if kind not in _unread:
-            _unread.add(kind)
-            log.debug("what a wrapper has live is not told", exc_info=error)
+        log.debug("what a wrapper has live is not told", exc_info=error)
         return None
     return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results)
 

@@ -199,7 +199,7 @@ def _find_stand_ins(
             with value.fake_mode:
                 if channels_last and is_convolution and value.dim() == 4:
                     look = torch.empty_like(value, memory_format=torch.channels_last)
-                elif _look_alike(value, base.meta["val"]):
+                elif look_alike(value, base.meta["val"]):
                     look = None
                 else:
                     look = value.new_empty_strided(value.shape, value.stride())
@@ -248,7 +248,7 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _look_alike(*values: torch.Tensor) -> bool:
+def look_alike(*values: torch.Tensor) -> bool:
     left, right = ((v.dtype, v.device, v.shape, v.stride()) for v in values)
     return left == right
 

@@ -71,8 +71,8 @@ class Search:
         if share > 0:
             yield from self._new(self._believed().unbudgeted)
         if share < 1:
-            estimated = self._curve(lambda menu: menu)
-            floor = estimated.floor + math.ceil(estimated.floor * self._margin)
+            estimated = self._curve(lambda menu: menu, self._margin)
+            floor = estimated.at_most(estimated.plans[0])
             yield from self.within(floor, lambda curve: curve.plans[0], leaving=1)
 
     def within(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from ...._inductor.wrapper_memory import WrapperMemory
-    from ..peak.menu import Missing
+    from ..graph.ends import Missing
 
 __all__ = ["GUARD", "CompiledPeaks", "has_guard", "peaks_of"]
 

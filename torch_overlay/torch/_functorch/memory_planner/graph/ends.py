@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Input",
+    "Missing",
     "backward_inputs",
     "output_bytes",
     "storages_returned",
     "tensors_given",
+    "without",
 ]
 
 
@@ -30,6 +33,16 @@ def tensors_given(joint: Planner) -> list[fx.Node]:
     """The tensors among a joint graph's inputs."""
     placeholders = joint.joint.find_nodes(op="placeholder")
     return [n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+class Missing(NamedTuple):
+    """Of a call, which tangents its backward does not get, and which outputs are gone.
+
+    As of logits that a caller drops: these are no more than what the forward saves of them.
+    """
+
+    tangents: frozenset[int]
+    outputs: frozenset[int]
 
 
 class Input(NamedTuple):
@@ -74,3 +87,28 @@ def output_bytes(joint: Planner, model: Program) -> dict[int, int]:
         if s in model.outputs:
             found[index] = found.get(index, 0) + model.nbytes[s]
     return found
+
+
+def without(missing: Missing, model: Program, joint: Planner) -> Program:
+    """The model of calls that miss something."""
+    tangents = [node for node in tensors_given(joint) if node in model.tangents]
+    absent = [tangents[index] for index in missing.tangents]
+    values = (node.meta["val"] for node in absent)
+    fewer = sum(
+        joint.number(value.numel()) * value.itemsize
+        for value in values
+        if is_on(joint.counted, value)
+    )
+    nbytes = [*model.nbytes]
+    for s in model.storages(absent):
+        nbytes[s] = 0
+    returned = [*storages_returned(joint, model)]
+    gone = {s for s, index in returned if index in missing.outputs}
+    gone.difference_update(s for s, index in returned if index not in missing.outputs)
+    return replace(
+        model,
+        nbytes=nbytes,
+        outputs=model.outputs - gone,
+        written_back=model.written_back | gone,
+        tangent_bytes=model.tangent_bytes - fewer,
+    )

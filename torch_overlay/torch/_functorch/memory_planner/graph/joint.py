@@ -14,7 +14,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
-from torch._ops import HigherOrderOperator
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
@@ -31,7 +30,7 @@ from ..solve.ties import upstreams_table
 from .liveness import CannotPlan, Program
 from .reading import read
 from .rerun_cost import concrete, is_costly, rerun_cost
-from .storages import device_of, is_on
+from .storages import device_of, has_bodies, is_on
 
 
 if TYPE_CHECKING:
@@ -214,8 +213,7 @@ class Planner:
 
         def runtime(node: fx.Node) -> float:
             # Of operators with bodies, upstream knows none.
-            has_bodies = isinstance(node.target, HigherOrderOperator)
-            if estimator == "roofline" or has_bodies:
+            if estimator == "roofline" or has_bodies(node):
                 return rerun_cost(node, estimator)
             return estimate_runtime(node)
 
@@ -294,10 +292,7 @@ def _filling_again(program: Program) -> Program:
         ):
             constants.update(each.writes)
     constants -= program.outputs | program.always_saved
-    saved_as = [
-        None if s in constants else node for s, node in enumerate(program.saved_as)
-    ]
-    return replace(program, saved_as=saved_as)
+    return _never_saving(constants, program)
 
 
 def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
@@ -315,8 +310,14 @@ def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
         repeatable.append(can and lost.isdisjoint(each.reads))
         if not repeatable[-1]:
             lost.update(alone.intersection(each.writes))
-    saved_as = [None if s in alone else node for s, node in enumerate(program.saved_as)]
-    return replace(program, saved_as=saved_as, repeatable=repeatable)
+    return replace(_never_saving(alone, program), repeatable=repeatable)
+
+
+def _never_saving(storages: set[int], program: Program) -> Program:
+    saved_as = enumerate(program.saved_as)
+    return replace(
+        program, saved_as=[None if s in storages else node for s, node in saved_as]
+    )
 
 
 def candidates(graph: Planner) -> list[Item]:

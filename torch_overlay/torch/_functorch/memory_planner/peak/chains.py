@@ -161,7 +161,7 @@ class Chain:
                 self.peak[segment] = max(self.peak.get(segment, 0), own)
                 kept += self.width[segment]
             if self.expected is not None:
-                self.found.append((self.plans.found[storages].peak, storages))
+                self.found.append((self.plans.peaks[storages], storages))
         self.segments = sorted(
             (stop, start, own, self.width[start, stop])
             for (start, stop), own in self.peak.items()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from ..decision import Decision
     from ..graph.joint import Planner
-    from .plans import PlannedPeak
 
 log = logging.getLogger(__name__)
 
@@ -52,25 +51,25 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     costs = rerun_costs(model, graph) if plan.budget else ()
     plans = Plans(model, costs, calls)
     plans.evaluate((own, *others))
-    chosen, peaks = plans.found[own], [plans.found[each].peak for each in others]
-    if plan.budget and chosen.peak > min(peaks):
+    chosen, peaks = own, [plans.peaks[each] for each in others]
+    if plan.budget and plans.peaks[own] > min(peaks):
         search(plans, graph, fastest)
         plans.evaluate(_with_less(graph, plans, others[-1], allowed))
-        for better in _better(plans, chosen, min(peaks)):
-            storages = plans.evaluations[better.storages].saved
-            is_upstreams = better.storages == others[-1]
+        for better in _better(plans, own, min(peaks)):
+            storages = plans.evaluations[better].saved
+            is_upstreams = better == others[-1]
             saved = upstreams if is_upstreams else model.saved_values(storages)
             found = graph.saving(saved, plan.budget, "lower peak")
             if found.activation_bytes <= allowed:
                 chosen, plan = better, replace(found, limits=plan.limits)
                 break
-    if chosen.peak > peaks[0] * (1 + _TOLD):
+    if plans.peaks[chosen] > peaks[0] * (1 + _TOLD):
         log.warning(
             "%s needs %d bytes at its peak under activation memory budget %g, more than "
             "the %d without one (both without parameters and inputs)%s, as it recomputes "
             "much at once; the target 'peak' bounds the peak",
             get_aot_graph_name(),
-            chosen.peak,
+            plans.peaks[chosen],
             plan.budget,
             peaks[0],
             ", by estimates" * graph.fused,
@@ -94,8 +93,8 @@ def _with_less(
     without = plans.evaluate([base - {s} for s in largest])
     # What must run once is saved all the same.
     may_go = [s for s in largest if s not in without[base - {s}].saved]
-    least = plans.found[chosen].cost
-    cost = {s: plans.found[base - {s}].cost - least for s in may_go}
+    least = plans.costs[chosen]
+    cost = {s: plans.costs[base - {s}] - least for s in may_go}
     enough = [s for s in may_go if model.nbytes[s] >= over]
     found = [base - {min(enough, key=cost.__getitem__)}] if enough else []
     kept = set(base)
@@ -106,21 +105,23 @@ def _with_less(
     return [*found, frozenset(kept)]
 
 
-def _better(plans: Plans, plan: PlannedPeak, ceiling: int) -> Iterator[PlannedPeak]:
+def _better(
+    plans: Plans, plan: frozenset[int], ceiling: int
+) -> Iterator[frozenset[int]]:
     """The plans to be preferred to ``plan``, best first.
 
     Best are those that recompute no more, but for noise, by their peaks, then those that
     recompute least, and last, by their peaks again, those whose peak is above ``ceiling``.
     """
+    as_fast = plans.costs[plan] * (1 + NOISE)
 
-    def rank(each: PlannedPeak) -> tuple[float, ...]:
-        if each.peak > ceiling:
-            return 2, each.peak, each.cost
-        if each.cost <= plan.cost * (1 + NOISE):
-            return 0, each.peak, each.cost
-        return 1, each.cost, each.peak
+    def rank(each: frozenset[int]) -> tuple[float, ...]:
+        peak, cost = plans.peaks[each], plans.costs[each]
+        if peak > ceiling:
+            return 2, peak, cost
+        return (0, peak, cost) if cost <= as_fast else (1, cost, peak)
 
-    for each in sorted(plans.found.values(), key=rank):
+    for each in sorted(plans.peaks, key=rank):
         if rank(each) >= rank(plan):
             break
         yield each

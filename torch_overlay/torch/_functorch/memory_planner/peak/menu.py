@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 from ..graph.ends import (
     backward_inputs,
     Input,
+    Missing,
     output_bytes,
     storages_returned,
     tensors_given,
+    without,
 )
 from ..graph.rerun_cost import flops
 from ..graph.resized import calls_in
-from ..graph.storages import is_on
 from .plan_search import (
     compare_with_no_checkpoints,
     model_of,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Footprint",
     "Menu",
-    "Missing",
     "Names",
     "Told",
     "menu_of",
@@ -56,16 +56,6 @@ Names = Sequence[tuple[str, int]]
 
 # More bytes than there are, of which sums are still exact in doubles.
 _NEVER = 2**44
-
-
-class Missing(NamedTuple):
-    """Of a call, which tangents its backward does not get, and which outputs are gone.
-
-    As of logits that a caller drops: these are no more than what the forward saves of them.
-    """
-
-    tangents: frozenset[int]
-    outputs: frozenset[int]
 
 
 class Told(NamedTuple):
@@ -365,31 +355,7 @@ def _model(joint: Planner, missing: Optional[Missing]) -> Program:
     """The model of a graph whose calls miss something."""
     if missing is None:
         return model_of(joint)
-    return model_of(joint, _without(missing, joint.model, joint))
-
-
-def _without(missing: Missing, model: Program, joint: Planner) -> Program:
-    tangents = [node for node in tensors_given(joint) if node in model.tangents]
-    absent = [tangents[index] for index in missing.tangents]
-    values = (node.meta["val"] for node in absent)
-    fewer = sum(
-        joint.number(value.numel()) * value.itemsize
-        for value in values
-        if is_on(joint.counted, value)
-    )
-    nbytes = [*model.nbytes]
-    for s in model.storages(absent):
-        nbytes[s] = 0
-    returned = [*storages_returned(joint, model)]
-    gone = {s for s, index in returned if index in missing.outputs}
-    gone.difference_update(s for s, index in returned if index not in missing.outputs)
-    return replace(
-        model,
-        nbytes=nbytes,
-        outputs=model.outputs - gone,
-        written_back=model.written_back | gone,
-        tangent_bytes=model.tangent_bytes - fewer,
-    )
+    return model_of(joint, without(missing, joint.model, joint))
 
 
 def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
@@ -408,6 +374,6 @@ def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
     for storages, evaluation in plans.evaluations.items():
         saved = evaluation.saved & returned.keys()
         outputs = frozenset(returned[s] for s in saved)
-        cost = plans.found[storages].cost
-        found.append(Footprint(*_bytes(model, evaluation), cost, outputs, storages))
+        kept = *_bytes(model, evaluation), plans.costs[storages]
+        found.append(Footprint(*kept, outputs, storages))
     return found

@@ -97,11 +97,11 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
     if not fixed:
         return
     try:
-        without = plans_of(replace(graph)).lowest()[0].peak
+        without = plans_of(replace(graph)).floor
     finally:
         for node, policy in fixed.items():
             node.meta["recompute"] = policy
-    floor = plans.lowest()[0].peak
+    floor = plans.floor
     if without < floor * (1 - _WORSE):
         log.warning(
             "checkpoints within %s fix whether %d values are saved or recomputed: no plan "
@@ -159,11 +159,10 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
         plans.evaluate([*bases, frozenset(), *of_knapsacks(items)])
         bases.append(_refined(plans))
     evaluated = plans.evaluate(bases)
-    top = plans.found[bases[0]]
-    floor = min(plan.peak for plan in plans.found.values())
+    top, floor = plans.peaks[bases[0]], plans.floor
     # Closer to each other at the floor, where a little room buys most.
     targets = [
-        floor + math.floor((top.peak - floor) * (k / _TARGET_PEAKS) ** 1.5)
+        floor + math.floor((top - floor) * (k / _TARGET_PEAKS) ** 1.5)
         for k in range(_TARGET_PEAKS)
     ]
     more: list[frozenset[int]] = []
@@ -190,19 +189,15 @@ def _refined(plans: Plans) -> frozenset[int]:
     So the lowest few are changed in every round, until that gains nothing.
     """
     changed: set[frozenset[int]] = set()
-    best = plans.lowest()[0].peak
+    best = plans.floor
     for _ in range(_ROUNDS):
-        starts = [
-            plan.storages for plan in plans.lowest() if plan.storages not in changed
-        ]
-        starts = starts[:_STARTS]
+        starts = [plan for plan in plans.lowest() if plan not in changed][:_STARTS]
         changed.update(starts)
         plans.evaluate(more for start in starts for more in _changed(plans, start))
-        lower = plans.lowest()[0].peak
-        if lower > best * (1 - _GAIN):
+        if plans.floor > best * (1 - _GAIN):
             break
-        best = lower
-    return plans.lowest()[0].storages
+        best = plans.floor
+    return plans.lowest()[0]
 
 
 def _changed(plans: Plans, chosen: frozenset[int]) -> Iterator[frozenset[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 
     from ..graph.liveness import Evaluation, Program
 
-__all__ = ["PlannedPeak", "Plans", "undominated"]
-
-
-class PlannedPeak(NamedTuple):
-    """A plan on the curve: bytes, the estimator's unit, and the storages to save."""
-
-    peak: int
-    cost: float
-    storages: frozenset[int]
+__all__ = ["Plans", "undominated"]
 
 
 def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
@@ -40,7 +32,10 @@ def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
 
 
 class Plans:
-    """All plans that were evaluated, by the storages to save."""
+    """All plans that were evaluated, by the storages to save.
+
+    Each has its ``peaks``, in bytes, and its ``costs``, in the estimator's unit.
+    """
 
     def __init__(self, graph: Program, cost: Sequence[float], calls: int = 1) -> None:
         self.graph = graph
@@ -48,7 +43,8 @@ class Plans:
         # The other calls of the graph only keep what waits for their backward.
         self.waiting = calls - 1
         self.expensive = [op for op, each in enumerate(cost) if each]
-        self.found: dict[frozenset[int], PlannedPeak] = {}
+        self.peaks: dict[frozenset[int], int] = {}
+        self.costs: dict[frozenset[int], float] = {}
         self.evaluations: dict[frozenset[int], Evaluation] = {}
 
     def evaluate(
@@ -60,7 +56,7 @@ class Plans:
         for chosen, evaluation in zip(new, self.graph.evaluate_all(new)):
             self.evaluations[chosen] = evaluation
             repeated, bit = evaluation.repeated, evaluation.bit
-            cost = math.fsum(
+            self.costs[chosen] = math.fsum(
                 self.cost[op] for op in self.expensive if repeated[op] & bit
             )
             peak = evaluation.peak
@@ -68,7 +64,7 @@ class Plans:
                 peak += self.waiting * self.graph.size(
                     evaluation.saved - self.graph.outputs
                 )
-            self.found[chosen] = PlannedPeak(peak, cost, chosen)
+            self.peaks[chosen] = peak
         return {chosen: self.evaluations[chosen] for chosen in wanted}
 
     @functools.cached_property
@@ -80,9 +76,14 @@ class Plans:
                 found[s].append(each.writes)
         return found
 
-    def lowest(self) -> list[PlannedPeak]:
+    def lowest(self) -> list[frozenset[int]]:
         """All plans by rising peak, of equals the cheapest first."""
-        return sorted(self.found.values(), key=lambda plan: plan[:2])
+        return sorted(self.peaks, key=lambda plan: (self.peaks[plan], self.costs[plan]))
+
+    @property
+    def floor(self) -> int:
+        """The lowest peak."""
+        return min(self.peaks.values())
 
     def with_items(
         self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]

@@ -26,7 +26,6 @@ from torch._inductor.fx_utils import get_node_storage
 from torch._logging._internal import trace_structured
 from torch.fx.graph import _parse_stack_trace
 
-from ..decision import Decision
 from ..graph.joint import activation_bytes
 from ..graph.rerun_cost import is_view
 from ..graph.storages import device_of
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
-    from ..decision import Peak
+    from ..decision import Decision, Knapsack, Peak, Range
 
 
 log = logging.getLogger(__name__)
@@ -70,15 +69,23 @@ class PlannedValue:
 
 
 @dataclass(frozen=True)
-class Plan(Decision):
-    """A decision without its nodes; runtimes are in the ``runtime_unit``.
+class Plan:
+    """What was decided about a graph, for people; runtimes are in the ``runtime_unit``.
 
-    Recomputed views are not listed, as they cost nothing.
+    Recomputed views are not listed, as they cost nothing; :class:`.Decision` says what
+    the rest means.
     """
 
-    graph: str = ""
-    saved: tuple[PlannedValue, ...] = ()
-    recomputed: tuple[PlannedValue, ...] = ()
+    graph: str
+    budget: float
+    decided_by: str
+    activation_bytes: int
+    saved: tuple[PlannedValue, ...]
+    recomputed: tuple[PlannedValue, ...]
+    runtime_unit: str = ""
+    limits: Optional[Range] = None
+    knapsack: Optional[Knapsack] = None
+    peak: Optional[Peak] = None
 
     @property
     def saved_bytes(self) -> int:
@@ -164,12 +171,12 @@ class Plan(Decision):
 
 
 # A model with some graph breaks, not a whole sweep.
-_plans: deque[Plan] = deque(maxlen=16)
+recent_plans: deque[Plan] = deque(maxlen=16)
 
 
 def plans() -> list[Plan]:
     """The plans of the graphs compiled last, 16 at most, oldest first."""
-    return list(_plans)
+    return list(recent_plans)
 
 
 def last_plan() -> Plan:
@@ -177,12 +184,12 @@ def last_plan() -> Plan:
 
     Raises LookupError where there is none.
     """
-    if not _plans:
+    if not recent_plans:
         raise LookupError(
             "no plan to show: no graph has been partitioned in this process. Call a "
             "compiled function on inputs that require gradients"
         )
-    return _plans[-1]
+    return recent_plans[-1]
 
 
 def keep_plan(forward: GraphModule, metadata: Any) -> None:
@@ -194,7 +201,7 @@ def keep_plan(forward: GraphModule, metadata: Any) -> None:
     for module in reversed([*forward.modules()]):
         plan = getattr(module, "meta", {}).pop(_PLAN, None)
         if plan is not None:
-            _plans.append(plan)
+            recent_plans.append(plan)
             if module is forward:
                 metadata.activation_memory_plan = plan
 
@@ -208,12 +215,12 @@ def replace_plan(old: Optional[Plan], new: Optional[Plan]) -> None:
     """List a plan as the last, if any, in the place of an earlier one of its graph."""
     for plan in (old, new):
         # By identity: other graphs may have equal ones.
-        places = (at for at, each in enumerate(_plans) if each is plan)
+        places = (at for at, each in enumerate(recent_plans) if each is plan)
         at = next(places, None)
         if at is not None:
-            del _plans[at]
+            del recent_plans[at]
     if new is not None:
-        _plans.append(new)
+        recent_plans.append(new)
 
 
 def keep_peak(peak: Peak, metadata: Any) -> None:
@@ -229,7 +236,7 @@ def recall_plan(metadata: Any) -> None:
     if plan is not None:
         if plan.peak is not None:
             plan.peak.warn_if_over()
-        _plans.append(plan)
+        recent_plans.append(plan)
 
 
 def print_saved_values(
@@ -242,8 +249,8 @@ def print_saved_values(
     """
     try:
         text = (plan or last_plan()).format()
-        if plan is None and len(_plans) > 1:
-            text = f"the last of {len(_plans)} graphs; plans() has all\n{text}"
+        if plan is None and len(recent_plans) > 1:
+            text = f"the last of {len(recent_plans)} graphs; plans() has all\n{text}"
     except LookupError as error:
         text = error.args[0]
     print(text, file=file)
@@ -284,14 +291,19 @@ def attach_plan(
         if node.op == "call_function" and node.name in again
         if not is_view(node) and node.target is not operator.getitem
     ]
-    decided: dict[str, Any] = {**vars(decision), "saved_values": [], "items": ()}
-    device = device_of(forward.graph)
-    decided["activation_bytes"] = activation_bytes(placeholders, saved, device)
     plan = Plan(
-        **decided,
         graph=get_aot_graph_name(),
+        budget=decision.budget,
+        decided_by=decision.decided_by,
+        activation_bytes=activation_bytes(
+            placeholders, saved, device_of(forward.graph)
+        ),
         saved=tuple(describe(node, True) for node in saved),
         recomputed=tuple(describe(node, False) for node in computed),
+        runtime_unit=decision.runtime_unit,
+        limits=decision.limits,
+        knapsack=decision.knapsack,
+        peak=decision.peak,
     )
     forward.meta[_PLAN] = plan
     if plan.budget < 1 and (fixed := plan.fixed_by_checkpoints()):

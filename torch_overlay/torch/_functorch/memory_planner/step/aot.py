@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, Callable, Optional
+import weakref
+from typing import Any, Callable, Optional, TYPE_CHECKING
 
+import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-__all__ = ["boxed", "boxed_call", "traced_name"]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.fx import GraphModule
+
+
+__all__ = [
+    "boxed",
+    "boxed_call",
+    "marked",
+    "storages_of",
+    "tensors_in",
+    "traced_name",
+]
 
 
 def boxed_call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -44,3 +60,24 @@ def boxed(compiled: Any) -> Any:
     """What a compiler returned, as a function of a list."""
     is_boxed = getattr(compiled, "_boxed_call", False)
     return compiled if is_boxed else make_boxed_func(compiled)
+
+
+def marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """A compiler whose results are called by ``run``."""
+
+    def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        return boxed_call(run, boxed(compile_graph(graph, inputs)))
+
+    return compile_marked
+
+
+def storages_of(values: Iterable[Any]) -> list[Any]:
+    """References to the storages of each tensor, None for what is none."""
+    return [
+        weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
+        for each in values
+    ]
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]

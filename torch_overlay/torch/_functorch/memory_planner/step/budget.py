@@ -32,18 +32,17 @@ import gc
 import logging
 import sys
 import weakref
-from dataclasses import replace
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 
 from ..ask import one_bound
-from ..compile.search import Search
 from ..report.saved_values import format_bytes
-from ..report.step_summary import GraphUse, Moment, StepSummary, summary_of
-from .calls import Graph, is_trained, slots_of, State, Step
+from ..report.step_summary import GraphUse, Moment, StepSummary
+from .calls import Graph, is_trained, State, Step
 from .device_bytes import DeviceBytes
 from .learned import dropped_before, Learned, step_program_of
+from .planned import Bound, plan_step, Present
 from .recorder import Recorder
 from .recording import MOST_RECORDED, Recording
 from .running import running_steps
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..peak.curve import Choice
-    from ..peak.menu import Menu
 
 
 log = logging.getLogger(__name__)
@@ -106,9 +104,8 @@ class StepBudget(Warns):
         asked = asked or {"device_bytes": _memory_of(accelerator)}
         ((name, value),) = asked.items()
         super().__init__(f"StepBudget({name}={value})", strict)
-        self.share: Optional[float] = asked.get("share")
-        self.peak_bytes: Optional[int] = asked.get("peak_bytes")
-        self.device_bytes: Optional[int] = asked.get("device_bytes")
+        self._bound = Bound(**asked)
+        self.share, self.peak_bytes, self.device_bytes = self._bound
         self.plan: Optional[StepSummary] = None
         self.measured_peak: Optional[int] = None
         self.counter = DeviceBytes(self.device)
@@ -125,7 +122,7 @@ class StepBudget(Warns):
         self._learned = Learned()
         # What the last step has recorded, and the bytes that are there when one starts.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
-        self._given = self._parameters = self._states = 0
+        self._present = Present()
         # The parameters that the last recorded step has seen.
         self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         # Whether there are no plans yet for what was learned.
@@ -134,8 +131,6 @@ class StepBudget(Warns):
 
     def __reduce__(self) -> Any:
         return functools.partial(type(self), **self._arguments), ()
-
-    # ---------------------------------------------------------------- the steps
 
     def __enter__(self) -> Self:
         # An exception may have kept a callback from ending a step.
@@ -182,7 +177,7 @@ class StepBudget(Warns):
                 self._check(step, step.recorder)
         else:
             self._measure(step)
-            if self._holds_less(step):
+            if self._learned.have_more_calls_than(step.states):
                 self._recording.again(1)
 
     def _check_new(self, step: Step) -> None:
@@ -210,7 +205,8 @@ class StepBudget(Warns):
             return
         more = self._watch.more_at_start(self.plan)
         if more:
-            self._given += more
+            given = self._present.given + more
+            self._present = self._present._replace(given=given)
             # Of a step's own bytes these are none.
             self._is_new = self.device_bytes is not None
             self._recording.again(1)
@@ -218,16 +214,6 @@ class StepBudget(Warns):
     def was_compiling(self) -> None:
         """What is live as steps begin is another number from here on."""
         self._watch.was_compiling()
-
-    def _holds_less(self, step: Step) -> bool:
-        """Whether a step made fewer calls at once than each recorded one.
-
-        What runs in eager mode in their place, as beyond Dynamo's limit of recompiles, is
-        not planned for.
-        """
-        programs = self._learned.programs
-        slots = slots_of(step.states)
-        return all(slots != slots_of(program.states) for program in programs)
 
     def _check(self, step: Step, recorder: Recorder) -> None:
         """Let the next step be planned by this one, where it tells enough."""
@@ -264,7 +250,7 @@ class StepBudget(Warns):
         graphs = {n: self.graphs[n] for n in step.calls if n in self.graphs}
         plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
         choices = {n: self._choices.get(graph, ()) for n, graph in graphs.items()}
-        beyond = self._given if self.device_bytes is not None else 0
+        beyond = self._present.given if self.device_bytes is not None else 0
         summary: Any = self.plan
         check_held(beyond + step.peak(plans, choices), summary, self)
 
@@ -303,27 +289,21 @@ class StepBudget(Warns):
             self._is_new = is_trained(self._learned.states)
             if trains:
                 recording.after_program(is_first)
-        self._given = max(self._given, recorder.bytes_at_next_start())
-        self._parameters = max(self._parameters, recorder.parameter_bytes())
-        self._states = max(self._states, recorder.optimizer_bytes())
+        seen = (
+            recorder.bytes_at_next_start(),
+            recorder.parameter_bytes(),
+            recorder.optimizer_bytes(),
+        )
+        self._present = Present(*map(max, self._present, seen))
 
     def warn_of(self, state: State) -> None:
         """That a step was not planned for, as it had this state."""
-        name, calls = state.name, sum(self._learned.calls.get(state.graph, ()))
-        if state.kind == "I":
-            what = f"a call of {name}, which has no backward, or a larger one"
-        elif calls:
-            what = (
-                f"more calls of {name} at once than {calls}, or in another order, or "
-                "with gradients of other outputs"
-            )
-        else:
-            what = f"a graph of its own, {name}"
+        what = self._learned.what_is_new(state)
         self.warn(
             f"a step had {what}, and no recorded one had; from there on it ran by lean "
             f"plans, and {MOST_RECORDED} more steps at most are recorded, to plan for it when "
             "it comes again",
-            f"another {name}",
+            f"another {state.name}",
         )
 
     def graph_like(self, signature: Any) -> Optional[Graph]:
@@ -340,8 +320,6 @@ class StepBudget(Warns):
             if found is not None:
                 self.measured_peak = found
 
-    # ---------------------------------------------------------------- the plan
-
     def make_plan(self, is_growing: bool = False) -> None:
         """Choose plans for what was learned, and for the largest calls so far.
 
@@ -350,54 +328,41 @@ class StepBudget(Warns):
         """
         self.measured_peak = None
         self.was_compiling()
-        learned, given = self._learned, self._given
+        learned = self._learned
         graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
         for number, graph in graphs.items():
             graph.expect(learned.missing(number))
-        moments = learned.expected(graphs)
         growth = learned.growth(graphs) if is_growing else {}
         # Unless they have grown by the next step, plans are for what they are.
         self._is_new = any(factor > _GROWN for factor in growth.values())
-        rest = {held: nbytes.total for held, nbytes in moments.items()}
-        margins = (
-            graph.largest.ask.peak_margin
-            for graph in graphs.values()
-            if graph.plans.model.is_fused
-        )
 
-        def menus() -> dict[int, Menu]:
-            return {
-                n: replace(graph.plans, growth=growth.get(n, 1.0))
-                for n, graph in graphs.items()
-            }
+        def compile_plans(plans: Iterable[Choice]) -> None:
+            """By each plan, what ran last."""
+            for plan in plans:
+                for number, graph in graphs.items():
+                    compiled = graph.current()
+                    if compiled is not None:
+                        compiled.compile(plan.choices[number], self)
 
-        search = Search(menus, learned.calls, rest, max(margins, default=0.0))
-        # It stays, whatever compiles tell from here on.
-        allowed = self._allowed(search, graphs, given)
-        wanted = allowed - self._watch.missed
-        self._compile(graphs, search.within(wanted, lambda curve: curve.within(wanted)))
-        plan, curve = search.compiled().within(wanted), search.known()
-        self._compile(graphs, [plan])
-        beyond = given if self.device_bytes is not None else 0
-        if plan.peak > allowed:
+        given = self._bound, self._present, self._watch.missed
+        found = plan_step(graphs, learned, *given, growth, compile_plans)
+        plan = found.summary
+        if found.is_over:
             self.warn(
-                f"the lowest peak found is {format_bytes(plan.peak + beyond)}, and "
-                f"{format_bytes(allowed + beyond)} are allowed; the step uses that plan",
+                f"the lowest peak found is {format_bytes(plan.predicted_peak)}, and "
+                f"{format_bytes(plan.allowed)} are allowed; the step uses that plan",
                 "lowest",
             )
-        for number, choice in plan.choices.items():
+        for number, choice in found.choices.items():
             self._choices[graphs[number]] = choice
-        idle = moments.get(frozenset())
-        self._spare = wanted - (idle.total if idle is not None else 0)
-        there = given, self._parameters, self._states
-        facts = moments, learned.calls, graphs, allowed, *there
-        self.plan = summary_of(plan, curve, *facts, beyond)
-        self._warn_of_workspaces(graphs)
-        self.tell(self.plan.headline)
+        self.plan, self._spare = plan, found.spare
+        self._warn_of_workspaces(graphs, plan)
+        self.tell(plan.headline)
 
-    def _warn_of_workspaces(self, graphs: Mapping[int, Graph]) -> None:
+    def _warn_of_workspaces(
+        self, graphs: Mapping[int, Graph], plan: StepSummary
+    ) -> None:
         """Tell what no plan counts, where that is measured."""
-        plan: Any = self.plan
         if self.device.type == "cpu":
             most = max((graph.workspace for graph in graphs.values()), default=0)
             if most > OVER * plan.predicted_peak:
@@ -407,23 +372,6 @@ class StepBudget(Warns):
                     "workspaces",
                     is_risk=False,
                 )
-
-    def _compile(self, graphs: Mapping[int, Graph], plans: Iterable[Choice]) -> None:
-        """Compile, by each plan, what ran last."""
-        for plan in plans:
-            for number, graph in graphs.items():
-                compiled = graph.current()
-                if compiled is not None:
-                    compiled.compile(plan.choices[number], self)
-
-    def _allowed(self, search: Search, graphs: Mapping[int, Graph], given: int) -> int:
-        if self.share is not None:
-            tell = any(graph.plans.told for graph in graphs.values())
-            self._compile(graphs, search.allowed(self.share) if tell else ())
-            return search.known().allowed(self.share)
-        if self.peak_bytes is not None:
-            return self.peak_bytes
-        return (self.device_bytes or 0) - given
 
     def __repr__(self) -> str:
         given = (f"{name}={value!r}" for name, value in self._arguments.items())

@@ -19,9 +19,9 @@ from torch._functorch import config
 from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
-from ..graph.workspaces import workspace_of_convolutions
 
-from ..peak.menu import Menu, Missing
+from ..graph.ends import Missing
+from ..graph.workspaces import workspace_of_convolutions
 from .running import Caller, running
 
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ..graph.joint import Planner
+    from ..peak.menu import Menu
     from .recorder import Recorder
 
 
@@ -42,7 +43,6 @@ __all__ = [
     "State",
     "Step",
     "is_trained",
-    "new_number",
     "slots_of",
     "strided",
 ]
@@ -341,18 +341,17 @@ class Graph:
     """What a step calls, and its plans, for the largest calls that were seen.
 
     It may be compiled several times, for other sizes: ``current`` is that which ran last.
-    ``signature`` is what all of these have in common, and ``lean`` the plan that calls
-    have as long as there is no choice.
+    ``number`` is AOTAutograd's, of the first of these, ``signature`` what all have in
+    common, and ``lean`` the plan that calls have as long as there is no choice.
     """
 
     lean: int
 
     def __init__(
-        self, name: str, signature: Any, largest: Planner, plans: Menu
+        self, name: str, number: int, signature: Any, largest: Planner, plans: Menu
     ) -> None:
-        self.name, self.signature = name, signature
+        self.name, self.number, self.signature = name, number, signature
         self.largest, self.plans = largest, plans
-        self.number = new_number()
         self.scale = 1.0
         self.current: Callable[[], Optional[Compiled]] = lambda: None
 
@@ -374,14 +373,6 @@ class Graph:
         if compiled is not None and missing != self.plans.missing:
             plans, self.lean = compiled.plans_for(missing)
             self.plans = plans.sized(self.largest)
-
-
-_numbers = itertools.count()
-
-
-def new_number() -> int:
-    """Of a graph."""
-    return next(_numbers)
 
 
 def strided(values: Iterable[Any]) -> list[torch.Tensor]:

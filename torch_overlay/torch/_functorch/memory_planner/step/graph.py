@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
-from torch._functorch import config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from torch._guards import compile_context, CompileContext, tracing, TracingContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves
 from ..compile.recompile import (
     calls_nested_regions,
@@ -30,23 +27,24 @@ from ..graph.resized import times_larger
 
 from ..graph.symbols import number_for, sizes_in, symbols_in
 from ..report.saved_values import kept_plan, replace_plan
-from .aot import boxed, boxed_call, traced_name
+from .aot import boxed_call, marked, storages_of, tensors_in, traced_name
 from .backward import Backward
 from .calls import Budget, Call, Graph, Step
 from .graph_calls import backward_of, CALL
 from .recorder import Event, PLANNED
 from .running import running_step
-from .traced import TracedGraph
+from .traced import context_of_tracing, TracedGraph
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.fx import GraphModule
 
     from ..decision import Decision
+    from ..graph.ends import Missing
     from ..graph.joint import Planner
-    from ..peak.menu import Menu, Missing
+    from ..peak.menu import Menu
     from ..report.saved_values import Plan
 
 
@@ -84,8 +82,7 @@ class CompiledGraph:
         self._listed: Optional[Plan] = None
         # The plans that were compiled with a guard against fusions, too.
         self._guarded: set[int] = set()
-        self._contexts = TracingContext.try_get(), CompileContext.try_get()
-        self._config = config.get_config_copy()
+        self._as_traced = context_of_tracing()
         self._symbols = symbols_in(self._state.flat_args)
         # By how much more calls of some sizes compute, in bytes, than the graph's first one.
         self.scales: dict[tuple[int, ...], float] = {}
@@ -191,7 +188,7 @@ class CompiledGraph:
         storages = (ref() if ref is not None else None for ref in call.returned)
         places = {id(s): at for at, s in enumerate(storages) if s is not None}
         recorder = call.step.recorder
-        for each in _tensors(results):
+        for each in tensors_in(results):
             at = places.get(id(each.untyped_storage()))
             if at is None:
                 continue
@@ -261,22 +258,6 @@ class CompiledGraph:
         if self.plans.most(plan) < before:
             self._runs[plan] = run
 
-    @contextmanager
-    def _as_traced(self) -> Iterator[None]:
-        from torch._inductor.virtualized import V
-
-        traced, compiled = self._contexts
-        with (
-            # As Dynamo does; a caller's would see what is compiled.
-            _disable_current_modes(),
-            tracing(traced),
-            compile_context(compiled),
-            V.set_fake_mode(traced and traced.fake_mode),
-            config.patch(self._config),
-            torch.enable_grad(),
-        ):
-            yield
-
     def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
         """Split and compile a copy of the joint graph by a plan, None for the first."""
         step = running_step()
@@ -311,8 +292,8 @@ class CompiledGraph:
             state,
             capture,
             functools.partial(self._partition, request=_Variant(self, plan, compiled)),
-            _marked(compiled.forward, self._forward),
-            _marked(compile_backward, self._backward),
+            marked(compiled.forward, self._forward),
+            marked(compile_backward, self._backward),
         )
         report = self._reports[self._first if plan is None else plan] = kept_plan(
             metadata
@@ -330,11 +311,11 @@ class CompiledGraph:
             results = run(args)
         else:
             # No name here for what the call is to free.
-            call.inputs = recorder.numbers(_tensors(args)[: self.plans.primals], True)
+            call.inputs = recorder.numbers(tensors_in(args)[: self.plans.primals], True)
             with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
                 results = run(args)
             call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
-        call.returned = _storages(results[: self._num_fwd_outputs])
+        call.returned = storages_of(results[: self._num_fwd_outputs])
         return results
 
     def _backward(self, run: Backward, args: list[Any]) -> Any:
@@ -386,8 +367,9 @@ class CompiledGraph:
         known = step.budget.graph_like(signature) if signature is not None else None
         if known is None:
             plans, lean = self.plans_for(None)
-            self.graph, self.plans = Graph(self._name, signature, joint, plans), plans
-            self.graph.lean = lean
+            number = self._state.aot_config.aot_id
+            self.graph = Graph(self._name, number, signature, joint, plans)
+            self.plans, self.graph.lean = plans, lean
             if not self._symbols:
                 self.scales[()] = 1.0
         else:
@@ -399,18 +381,6 @@ class CompiledGraph:
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
         """Plans for the graph's calls that miss this, and which of these is lean."""
         return self._traced.plans_for(missing)
-
-
-def _storages(values: Iterable[Any]) -> list[Any]:
-    """References to the storages of each tensor, None for what is none."""
-    return [
-        weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
-        for each in values
-    ]
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
 class _Variant(NamedTuple):
@@ -425,12 +395,3 @@ class _Variant(NamedTuple):
         self.compiled.num_fwd_outputs = graph.num_fwd_outputs
         self.compiled.device = graph.counted
         return self.graph.decide(graph, self.plan)
-
-
-def _marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """A compiler whose results are called by ``run``."""
-
-    def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        return boxed_call(run, boxed(compile_graph(graph, inputs)))
-
-    return compile_marked

@@ -71,7 +71,7 @@ _waiting: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
-def _warn_of_calls() -> None:
+def warn_of_calls() -> None:
     """That a budget of one graph says nothing about a step with several calls."""
     log.warning(
         "%d calls of %d graphs wait for their backward at once and keep %s together, but "
@@ -124,7 +124,7 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
             reference = weakref.ref(node)
             node.register_prehook(lambda _: _waiting.pop(reference(), None) and None)
             if len(_waiting) > 1:
-                _warn_of_calls()
+                warn_of_calls()
         return result
 
     call._boxed_call = True  # type: ignore[attr-defined]

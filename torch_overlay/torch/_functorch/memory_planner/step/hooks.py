@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from ..graph.storages import body_of
 from ..graph.symbols import number_for, sizes_in, symbols_in
 from .aot import boxed_call, traced_name
-from .calls import new_number, strided
+from .calls import strided
 from .graph import CompiledGraph
 from .graph_calls import with_warnings
 from .running import running_step
@@ -56,7 +56,11 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             return compile_graph(state, capture, *arguments)
         name, device = traced_name() or get_aot_graph_name(), step.budget.device
         module = capture.graph_module
-        number, places, largest = new_number(), symbols_in(state.flat_args), 0
+        number, places, largest = (
+            state.aot_config.aot_id,
+            symbols_in(state.flat_args),
+            0,
+        )
         # Compiling changes the graph. Its tensors are not copied.
         graph = GraphModule(module, copy.deepcopy(module.graph)).graph
         # Its kernels are to be counted in a step that is recorded.

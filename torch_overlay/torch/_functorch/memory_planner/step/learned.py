@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 
 from typing import Optional, TYPE_CHECKING
 
+from .calls import slots_of
 from .timeline import Bytes, keep_largest, StepTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
+    from ..graph.ends import Missing
     from ..peak.curve import Held
-    from ..peak.menu import Missing
     from .calls import Graph, State
     from .recorder import Recorder
 
@@ -128,6 +129,27 @@ class Learned:
                 keep_largest(program.moments, program.replaced["anew"].moments)
                 program.replaced, found = {}, True
         return found
+
+    def have_more_calls_than(self, states: set[State]) -> bool:
+        """Whether a step made other calls at once than each recorded one: in most, fewer.
+
+        What runs in eager mode in their place, as beyond Dynamo's limit of recompiles, is
+        not planned for.
+        """
+        slots = slots_of(states)
+        return all(slots != slots_of(program.states) for program in self.programs)
+
+    def what_is_new(self, state: State) -> str:
+        """What a step has that no recorded one had, in words."""
+        name, calls = state.name, sum(self.calls.get(state.graph, ()))
+        if state.kind == "I":
+            return f"a call of {name}, which has no backward, or a larger one"
+        if not calls:
+            return f"a graph of its own, {name}"
+        return (
+            f"more calls of {name} at once than {calls}, or in another order, or with "
+            "gradients of other outputs"
+        )
 
     def missing(self, graph: int) -> Optional[Missing]:
         """What all calls of a graph miss whose backward ran."""

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
 from typing import Any, Optional, TYPE_CHECKING
 
+import torch
+from torch._functorch import config
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch._aot_autograd.utils import _is_tangent
+from torch._guards import compile_context, CompileContext, tracing, TracingContext
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.resized import calls_in
-from ..peak.menu import Menu, Missing, plan_graph
+from ..peak.menu import Menu, plan_graph
 from ..saved.target import plan_within
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Callable, Container, Iterator
+    from contextlib import AbstractContextManager
+
+    from ..graph.ends import Missing
 
     from ..graph.joint import Planner
 
 
-__all__ = ["TracedGraph"]
+__all__ = ["TracedGraph", "context_of_tracing"]
 
 # Calls of a part of a model that are taken to be alive at once before a step shows it.
 _CALLS = 4
+
+
+def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
+    """What is set while a graph is traced, as a context to compile it again in."""
+    traced, compiled = TracingContext.try_get(), CompileContext.try_get()
+    options = config.get_config_copy()
+
+    @contextmanager
+    def as_traced() -> Iterator[None]:
+        from torch._inductor.virtualized import V
+
+        with (
+            # As Dynamo does; a caller's would see what is compiled.
+            _disable_current_modes(),
+            tracing(traced),
+            compile_context(compiled),
+            V.set_fake_mode(traced and traced.fake_mode),
+            config.patch(options),
+            torch.enable_grad(),
+        ):
+            yield
+
+    return as_traced
 
 
 class TracedGraph:

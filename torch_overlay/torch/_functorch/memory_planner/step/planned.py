@@ -1,0 +1,107 @@
+"""Chooses the plans of a step's graphs, and has them compiled until they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple, Optional, TYPE_CHECKING
+
+from ..compile.search import Search
+from ..report.step_summary import StepSummary, summary_of
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from ..peak.curve import Choice
+    from ..peak.menu import Menu
+    from .calls import Graph
+    from .learned import Learned
+
+
+__all__ = ["Bound", "PlannedStep", "Present", "plan_step"]
+
+
+class Bound(NamedTuple):
+    """What a StepBudget is given, one of the three; see :class:`.StepBudget`."""
+
+    share: Optional[float] = None
+    peak_bytes: Optional[int] = None
+    device_bytes: Optional[int] = None
+
+
+class Present(NamedTuple):
+    """The bytes that are there when a step starts, and those of two kinds among them."""
+
+    given: int = 0
+    parameters: int = 0
+    optimizer_states: int = 0
+
+
+class PlannedStep(NamedTuple):
+    """The plans of a step.
+
+    Args:
+        summary: what they are to hold.
+        choices: of each graph, the plan of each slot.
+        spare: of what is allowed, the bytes that nobody has while no call waits for its
+            backward.
+        is_over: whether the lowest peak that was found is above what is allowed.
+    """
+
+    summary: StepSummary
+    choices: dict[int, tuple[int, ...]]
+    spare: int
+    is_over: bool
+
+
+def plan_step(
+    graphs: Mapping[int, Graph],
+    learned: Learned,
+    bound: Bound,
+    present: Present,
+    missed: int,
+    growth: Mapping[int, float],
+    compile_plans: Callable[[Iterable[Choice]], None],
+) -> PlannedStep:
+    """Choose plans within a bound, as compiles tell what they hold.
+
+    ``missed`` bytes of it are left free, and calls of some graphs are to turn out larger
+    by a ``growth``.  O(tries) compiles of each graph.
+    """
+    moments = learned.expected(graphs)
+    rest = {held: nbytes.total for held, nbytes in moments.items()}
+    margins = (
+        graph.largest.ask.peak_margin
+        for graph in graphs.values()
+        if graph.plans.model.is_fused
+    )
+
+    def menus() -> dict[int, Menu]:
+        return {
+            n: replace(graph.plans, growth=growth.get(n, 1.0))
+            for n, graph in graphs.items()
+        }
+
+    search = Search(menus, learned.calls, rest, max(margins, default=0.0))
+    if bound.share is not None:
+        if any(graph.plans.told for graph in graphs.values()):
+            compile_plans(search.allowed(bound.share))
+        # It stays, whatever compiles tell from here on.
+        allowed = search.known().allowed(bound.share)
+    elif bound.peak_bytes is not None:
+        allowed = bound.peak_bytes
+    else:
+        allowed = (bound.device_bytes or 0) - present.given
+    wanted = allowed - missed
+    compile_plans(search.within(wanted, lambda curve: curve.within(wanted)))
+    plan, curve = search.compiled().within(wanted), search.known()
+    compile_plans([plan])
+    idle = moments.get(frozenset())
+    beyond = present.given if bound.device_bytes is not None else 0
+    facts = moments, learned.calls, graphs, allowed, *present, beyond
+    return PlannedStep(
+        summary_of(plan, curve, *facts),
+        plan.choices,
+        wanted - (idle.total if idle is not None else 0),
+        plan.peak > allowed,
+    )
