@@ -18,7 +18,7 @@ be from it), and depends on nothing but the arguments.
 """,
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_knapsack_exact.py",
-    sources=(module_path("knapsack_exact"),),
+    sources=(module_path("knapsack_exact"), module_path("knapsack_numbers")),
     since=(2, 6),
     landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
     risks="""\

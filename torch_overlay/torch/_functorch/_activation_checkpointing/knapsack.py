@@ -33,15 +33,8 @@ from __future__ import annotations
 import sys
 from typing import Callable
 
-from .knapsack_exact import (
-    by_density,
-    check_budget,
-    check_items,
-    exact_knapsack,
-    fill,
-    solution_of,
-    solve_knapsack,
-)
+from .knapsack_exact import exact_knapsack, solution_of, solve_knapsack
+from .knapsack_numbers import by_density, check_budget, check_items, fill
 
 
 __all__ = [
