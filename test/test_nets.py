@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmarks import nets, second_set
+from benchmarks import catalogue, nets, second_set
 from benchmarks.tracing import Joint, overlay
 from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 
@@ -81,7 +81,7 @@ def test_a_users_model_of_a_library_is_traced(tmp_path, monkeypatch):
     """Under the mode of fake tensors it could be neither built nor converted."""
     (tmp_path / "users.py").write_text(USERS)
     monkeypatch.chdir(tmp_path)
-    net = nets.find("users:moved")
+    net = catalogue.find("users:moved")
     mode, module, inputs = net.fake()
     assert len(Joint(mode, module, inputs).graph.graph.nodes) > 100
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
@@ -95,5 +95,5 @@ def test_the_second_set_is_found_by_name_and_was_held_out():
     assert len({*names}) == len(names) >= 16
     assert not {*names} & {*nets.NETS}
     every = *second_set.NETS, *second_set.SMALL
-    assert all(nets.find(net.name) is net and net.held_out for net in every)
+    assert all(catalogue.find(net.name) is net and net.held_out for net in every)
     assert not any(net.held_out for net in nets.NETS.values())

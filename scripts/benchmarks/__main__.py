@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._functorch._activation_checkpointing import knapsack
 
-from benchmarks import fresh, nets
+from benchmarks import catalogue, fresh
 from benchmarks.pages import environment, failed, Row, show, store
 from benchmarks.replay import GPUS
 
@@ -42,7 +42,7 @@ def options(name: str, benchmark: Any) -> argparse.ArgumentParser:
 
     def net(text: str) -> str:
         try:
-            return text if text in benchmark.NETS else nets.find(text).name
+            return text if text in benchmark.NETS else catalogue.find(text).name
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import fresh, nets, pages, second_set
+from benchmarks import catalogue, fresh, nets, pages, second_set
 from benchmarks.meters import gradients
 from benchmarks.pages import at_most, good, Mark, Row
 from benchmarks.plans import backend_of, RUN
@@ -54,7 +54,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     device = RUN if asked.check else asked.device
     names = [net.name for net in (AT_SIZE if device in GPUS else SMALL)]
     for name in asked.nets or (("llama-4",) if asked.check else names):
-        held_out = nets.find(name).held_out and name not in TUNED_ON
+        held_out = catalogue.find(name).held_out and name not in TUNED_ON
         for kind in KINDS:
             task = {"set": "second" if held_out else "project", "net": name}
             yield {**task, "kind": kind, "device": device, "_turns": asked.turns}
@@ -84,7 +84,7 @@ def measure(task: fresh.Task) -> Row:
 
 def alone(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    device, net = task["device"], nets.find(task["net"])
+    device, net = task["device"], catalogue.find(task["net"])
     gpu, trains = GPUS.get(device), task["kind"] == "training"
     if gpu is None:
         net = replace(net, dtype=torch.float32)

@@ -21,7 +21,7 @@ import torch._functorch.config as config
 from torch._functorch import partitioners
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import bounds, fresh, nets, pages, second_set
+from benchmarks import bounds, catalogue, fresh, nets, pages, second_set
 from benchmarks.meters import storages
 from benchmarks.pages import good, Mark, Row
 from benchmarks.tracing import Joint, overlay, untouched_partitioners
@@ -41,7 +41,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 def measure(task: fresh.Task) -> Row:
     torch.set_num_threads(1)
-    joint = Joint(*nets.find(task["net"]).fake())
+    joint = Joint(*catalogue.find(task["net"]).fake())
     theirs = untouched_partitioners()
 
     def ours(budget: float) -> Split:

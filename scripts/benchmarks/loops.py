@@ -25,33 +25,29 @@ Held out are five nets. Programs that have their own loops are Hugging Face's Tr
 several settings, and DDP, FSDP2, tensor parallelism and a pipeline, by gloo.
 """
 
-import gc
-import importlib
 import operator
 import random
 import resource
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Optional
-from unittest import mock
 
 import torch
 from torch import nn, Tensor
 from torch._dynamo import config as dynamo_config
-from torch._functorch import config, partitioners
+from torch._functorch import config
 
-from benchmarks import fresh, nets, pages, second_set
+from benchmarks import catalogue, fresh, nets, pages, second_set
 from benchmarks.architectures import ClassicShape
-from benchmarks.meters import CountedStorages, gradients
+from benchmarks.meters import gradients
 from benchmarks.pages import good, Mark, Row
-from benchmarks.plans import warnings_noted
-from benchmarks.tracing import cpu_attention_counted, overlay
+from benchmarks.tracing import cpu_attention_counted
+from benchmarks.watched import budget_of, SHARE, summed_up, watched
 from benchmarks.ways import compiled, OPERATORS, Training
 
 
-SHARE = 0.2
 # What takes turns with a net.
 PARTNER = nets.language("partner", ClassicShape(layers=2, tokens=128))
 
@@ -156,33 +152,6 @@ class Loop:
         gradients(training.parameters)
         training.inputs = all_inputs
         return row
-
-
-@contextmanager
-def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
-    """A step within a budget: its peak and flops, and what it did to the plans."""
-    decide = mock.Mock(wraps=vars(partitioners)["decide"])
-    gc.collect()
-    row: Row = {}
-    with (
-        warnings_noted() as said,
-        mock.patch.object(partitioners, "decide", decide),
-        budget,
-    ):
-        step = overlay("memory_planner.step.running").running_step()
-        is_recorded = step is not None and step.recorder is not None
-        with CountedStorages(there) as counted:
-            yield row
-    plan = getattr(budget, "plan", None)
-    row.update(peak=counted.peak, flops=counted.flops, warnings=said)
-    row.update(recorded=is_recorded, compiled=bool(decide.call_count))
-    row["learned"] = is_recorded or row["compiled"] or plan is None
-    if plan is not None:
-        row.update(allowed=plan.allowed, floor=plan.floor, told=plan.predicted_peak)
-
-
-def budget_of(share: float) -> Any:
-    return overlay("memory_planner").StepBudget(share=share)
 
 
 def taken(net: nets.Net, loop: str, way: str, share: float) -> Row:
@@ -318,10 +287,10 @@ def measure(task: fresh.Task) -> Row:
         loop, way = task["loop"], task["way"]
         if task["net"] in PROGRAMS:
             # It takes long to import what these need.
-            programs: Any = importlib.import_module("benchmarks.programs")
-            row: Row = programs.MEASURED[task["net"]](loop, way)
-            return row
-        net = replace(nets.find(task["net"]), dtype=torch.float32)
+            from benchmarks import programs
+
+            return programs.MEASURED[task["net"]](loop, way)
+        net = replace(catalogue.find(task["net"]), dtype=torch.float32)
         if loop in MEASURED:
             return MEASURED[loop](net, way)
         return taken(net, loop, way, task["share"])
@@ -339,32 +308,6 @@ def again(turns: Sequence[Turn], found: Sequence[Row]) -> int:
     is_new = [False, *(kind not in kinds[:at] for at, kind in enumerate(kinds))]
     may_change = map(any, zip(is_new, is_new[1:]))
     return sum(now["learned"] and not may for now, may in zip(found, may_change))
-
-
-def summed_up(found: Sequence[Row]) -> Row:
-    """The worst peaks over what the budget says, and what each step did to the plans."""
-    # Buffers that the first step makes may have the second one recorded, too.
-    plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
-    if not plans:
-        raise RuntimeError(f"no plan in {len(found)} steps")
-    bound: list[pages.Named] = [
-        (now["peak"] / now["allowed"], f"step {at + 1}")
-        for at, now in plans
-        if not now["recorded"]
-    ]
-    first = found[0]["peak"] / plans[0][1]["floor"], "step 1"
-
-    def letter(now: Row) -> str:
-        did = "R" if now["recorded"] else "C" if now["compiled"] else "."
-        return did + "w" * bool(now["warnings"])
-
-    warnings = [text for now in found for text in now["warnings"]]
-    return {
-        "worst": {"first": first, "bound": max(bound)},
-        "trace": "".join(map(letter, found)),
-        "warned": len(warnings),
-        "warnings": [*dict.fromkeys(warnings)],
-    }
 
 
 def told(row: Row) -> str:

@@ -1,17 +1,13 @@
 """The nets that are measured: models with random weights, and a batch for each.
 
-`NETS` has those that the planner was developed with, each by its name; `find` also knows
-those of `second_set`, which were held out, and a user's own. Small ones run on a CPU in
+`NETS` has those that the planner was developed with, each by its name. Small ones run on a CPU in
 seconds; those at real size are for fake tensors (`Net.fake`), which have sizes but no
 memory.
 """
 
 import functools
 import importlib
-import inspect
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
@@ -353,54 +349,3 @@ NETS: dict[str, Net] = {
         language("llama-4", Shape()),
     )
 }
-
-
-def find(spec: str, *sizes: int, **settings: Any) -> Net:
-    """The net of that name, or that of a user's function, named ``module:function``.
-
-    The function returns a model and its inputs, in a tuple or by name in a dict. It takes
-    no arguments, or ``sizes``: that of the batch, and the length of its sequences. The
-    working folder is searched for the module first. ``transformers:CLASS`` is a model of
-    that library, its configuration's defaults overridden by ``settings``. ValueError says
-    what is wrong with a spec.
-    """
-    # It is made of what is above.
-    second = importlib.import_module("benchmarks.second_set")
-    second_set = (*second.NETS, *second.LATER, *second.SMALL)
-    held_out = {net.name: net for net in second_set}
-    known: dict[str, Net] = {**NETS, **held_out}
-    if spec in known:
-        if sizes:
-            raise ValueError(f"{spec} has a batch of its own")
-        return known[spec]
-    place, colon, name = spec.partition(":")
-    if not colon:
-        raise ValueError(
-            f"no model named {spec!r}; there are {', '.join(known)}, and your own as "
-            "module:function"
-        )
-    sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(place), name)
-        if place == "transformers":
-            function = functools.partial(with_inputs, name, **settings)
-        inspect.signature(function).bind(*sizes)
-    except Exception as error:
-        raise ValueError(f"{spec}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-
-    def build() -> Built:
-        made = function(*sizes)
-        try:
-            module, inputs = made
-            names = tuple(inputs) if isinstance(inputs, Mapping) else ()
-            values = tuple(inputs.values() if names else inputs)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{spec} returned {type(made).__name__}, not (model, inputs), with the "
-                "inputs in a tuple or a dict"
-            ) from error
-        return LossOf(module.train(), names), values
-
-    return Net(spec, build)

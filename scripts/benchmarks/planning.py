@@ -16,7 +16,7 @@ from typing import Any
 import torch._functorch.config as config
 from torch._functorch import partitioners
 
-from benchmarks import fresh, nets
+from benchmarks import catalogue, fresh
 from benchmarks.meters import cpu_seconds
 from benchmarks.pages import at_most, columns, good, Mark, marks_table, measured_on, Row
 from benchmarks.tracing import Joint, untouched_partitioners
@@ -35,7 +35,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    joint = Joint(*nets.find(task["net"]).fake())
+    joint = Joint(*catalogue.find(task["net"]).fake())
     # As inductor asks.
     ours = ("exact", partitioners, {"fused": True})
     ways: dict[str, Any] = {

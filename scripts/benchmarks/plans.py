@@ -46,7 +46,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks import fresh, nets
+from benchmarks import catalogue, fresh, nets
 from benchmarks.architectures import Transformer
 from benchmarks.meters import device_peak, gradients, relative_error
 from benchmarks.pages import good, Row
@@ -119,7 +119,7 @@ def measure(
 ) -> Row:
     torch.set_num_threads(1)
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
-    gpu, net = GPUS.get(device), nets.find(task["net"])
+    gpu, net = GPUS.get(device), catalogue.find(task["net"])
     # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.
     fake = kind == "upstream" and "dropout" not in net.name and not of
     fake = device not in DEVICES and (device != RUN or fake)

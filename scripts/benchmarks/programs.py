@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import nets
 from benchmarks.architectures import ClassicShape
-from benchmarks.loops import budget_of, SHARE, summed_up, watched
 from benchmarks.meters import gradients
 from benchmarks.pages import Row
+from benchmarks.watched import budget_of, SHARE, summed_up, watched
 from benchmarks.ways import blocks_of, compiled, OPERATORS, Training
 
 

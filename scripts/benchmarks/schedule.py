@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bounds, fresh, nets, plans, second_set
+from benchmarks import bounds, catalogue, fresh, nets, plans, second_set
 from benchmarks.pages import Row
 from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 from benchmarks.replay import GPUS
@@ -120,7 +120,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     if asked.check:
         every_net, kinds = (CHECKED_NET,), CHECKED_STEPS if asked.steps else CHECKED
     for task in plans.tasks(asked.nets or every_net, kinds, device, rows):
-        held_out = nets.find(task["net"]).held_out
+        held_out = catalogue.find(task["net"]).held_out
         if task["kind"] == "bytes":
             task["_steps"] = bounds.cheaper(rows, net=task["net"], device=device)
             if not task["_steps"]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from benchmarks import fresh, nets, plans
+from benchmarks import catalogue, fresh, nets, plans
 from benchmarks.pages import columns, good, measured_on, Row, SIMULATED
 from benchmarks.replay import GPUS
 from benchmarks.tracing import overlay
@@ -67,7 +67,7 @@ def net_of(task: fresh.Task) -> nets.Net:
     """ValueError says what is wrong with the model, its batch or its blocks."""
     asked = task["_asked"]
     sizes = [task[size] for size in ("batch", "length") if task[size] is not None]
-    net = nets.find(asked["model"], *sizes, **dict(asked["config"]))
+    net = catalogue.find(asked["model"], *sizes, **dict(asked["config"]))
     dtype = getattr(torch, asked["dtype"])
     return replace(net, dtype=dtype, blocks=asked["blocks"] or net.blocks)
 

@@ -1,0 +1,72 @@
+"""A step within a StepBudget, watched: its peak, and what it did to the plans."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch._functorch import partitioners
+
+from benchmarks import pages
+from benchmarks.meters import CountedStorages
+from benchmarks.pages import Row
+from benchmarks.plans import warnings_noted
+from benchmarks.tracing import overlay
+
+
+SHARE = 0.2
+
+
+@contextmanager
+def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
+    """A step within a budget: its peak and flops, and what it did to the plans."""
+    decide = mock.Mock(wraps=vars(partitioners)["decide"])
+    gc.collect()
+    row: Row = {}
+    with (
+        warnings_noted() as said,
+        mock.patch.object(partitioners, "decide", decide),
+        budget,
+    ):
+        step = overlay("memory_planner.step.running").running_step()
+        is_recorded = step is not None and step.recorder is not None
+        with CountedStorages(there) as counted:
+            yield row
+    plan = getattr(budget, "plan", None)
+    row.update(peak=counted.peak, flops=counted.flops, warnings=said)
+    row.update(recorded=is_recorded, compiled=bool(decide.call_count))
+    row["learned"] = is_recorded or row["compiled"] or plan is None
+    if plan is not None:
+        row.update(allowed=plan.allowed, floor=plan.floor, told=plan.predicted_peak)
+
+
+def budget_of(share: float) -> Any:
+    return overlay("memory_planner").StepBudget(share=share)
+
+
+def summed_up(found: Sequence[Row]) -> Row:
+    """The worst peaks over what the budget says, and what each step did to the plans."""
+    # Buffers that the first step makes may have the second one recorded, too.
+    plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
+    if not plans:
+        raise RuntimeError(f"no plan in {len(found)} steps")
+    bound: list[pages.Named] = [
+        (now["peak"] / now["allowed"], f"step {at + 1}")
+        for at, now in plans
+        if not now["recorded"]
+    ]
+    first = found[0]["peak"] / plans[0][1]["floor"], "step 1"
+
+    def letter(now: Row) -> str:
+        did = "R" if now["recorded"] else "C" if now["compiled"] else "."
+        return did + "w" * bool(now["warnings"])
+
+    warnings = [text for now in found for text in now["warnings"]]
+    return {
+        "worst": {"first": first, "bound": max(bound)},
+        "trace": "".join(map(letter, found)),
+        "warned": len(warnings),
+        "warnings": [*dict.fromkeys(warnings)],
+    }
