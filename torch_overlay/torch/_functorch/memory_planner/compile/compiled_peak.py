@@ -57,7 +57,8 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compile_graph)
     def compile_within(*arguments: Any) -> Any:
-        asked = _asked(*arguments)
+        _, capture, partition, *_ = arguments
+        asked = _asked(capture.graph_module, partition)
         if asked is None:
             return compile_graph(*arguments)
         compiles = _Compiles(asked)
@@ -70,6 +71,8 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
                 # Dynamo's way to begin anew.
                 raise
             except Exception as error:
+                if compiles.menu is None:
+                    raise
                 # Where it is only the backward, it may never be needed.
                 log.debug("no search for a plan", exc_info=error)
                 log.warning(
@@ -85,14 +88,10 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asked(
-    state: Any, capture: Any, partition: Callable[..., Any], *compilers: Any
+    module: fx.GraphModule, partition: Callable[..., Any]
 ) -> Optional[PeakBytes]:
-    """The peak that is asked of a graph whose compilers tell what they hold, or None."""
-    if (
-        not isinstance(compilers[0], SerializableAOTDispatchCompiler)
-        or not takes_request(partition)
-        or calls_nested_regions(capture.graph_module)
-    ):
+    """The peak that is asked of a joint graph, None where there is nothing to search."""
+    if not takes_request(partition) or calls_nested_regions(module):
         return None
     ask = Ask.of_config()
     asked = requested(ask, ask.budget)
@@ -144,8 +143,8 @@ class _Compiles:
 
     def decide(self, graph: Planner) -> Decision:
         """By the plan that is to be tried now."""
-        if graph.budget != graph.ask.budget:
-            # A region has its own.
+        if graph.budget != graph.ask.budget or not graph.fused:
+            # A region has its own budget, and only inductor tells what its graphs hold.
             return by_config(graph)
         if self.menu is None:
             self._begin(graph)
