@@ -8,9 +8,9 @@ every buffer, and drops it after its last use::
     buf2 = torch.ops.aten.sort.default(buf1)  # two more
     del buf0, buf1
 
-So what is live at any moment follows from that code, without running it.  Of a branch
-both sides are followed, and a loop goes round twice.  Not seen is what a kernel or an
-operator allocates for itself.
+So what is live at any moment follows from that code, without running it.  Both sides of
+a branch are followed, and the body of a loop twice.  What a kernel or an operator
+allocates for itself is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["WrapperMemory", "wrapper_memory"]
 
-# Calls and methods that return what their first argument, or their object, refers to.
+# Functions and methods that return an alias of their first argument, or their object.
 _ALIASING = ("as_strided", "copy_if_misaligned", "reinterpret_tensor", "view")
 
 
@@ -43,9 +43,9 @@ class WrapperMemory(NamedTuple):
 
     Args:
         live: bytes after each allocation, of all that the wrapper allocated.
-        dropped: of each input, how many allocations come before it is dropped.
-        results: of each result, the storage's number and bytes if the wrapper allocated
-            it; None for an input and for what is no tensor.
+        dropped: for each input, how many allocations come before it is dropped.
+        results: for each result, the storage's number and bytes if the wrapper
+            allocated it; None for an input and for what is no tensor.
     """
 
     live: tuple[int, ...]
@@ -53,10 +53,10 @@ class WrapperMemory(NamedTuple):
     results: tuple[Optional[tuple[int, int]], ...]
 
     def peak(self, owned: Iterable[tuple[int, Sequence[int]]] = ()) -> int:
-        """The most bytes live, beyond the inputs that somebody else holds.
+        """The most bytes live, not counting inputs that somebody else holds.
 
-        ``owned`` are the storages that nobody does: their bytes, and the indices of the
-        inputs that are views of each.  O(allocations + inputs).
+        ``owned`` are the storages that nobody else holds: the bytes of each, and the
+        indices of the inputs that are views of it.  O(allocations + inputs).
         """
         change = [0] * (len(self.live) + 2)
         inputs = 0
@@ -73,8 +73,8 @@ class WrapperMemory(NamedTuple):
 def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]:
     """What the wrapper of a graph has live on the device ``config.live_bytes_of``.
 
-    None where none is asked for, or where its ``source`` does not tell, as where it calls
-    an operator whose results have no known size.  O(source).
+    None if no device is set, or if the ``source`` does not tell, for example because it
+    calls an operator whose results have no known size.  O(source).
     """
     device = config.live_bytes_of  # type: ignore[attr-defined]
     if device is None:
@@ -83,18 +83,18 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
         walk = _Walk(graph, source, torch.device(device))
         results = walk.follow()
     except Exception as error:
-        # No compile is to fail for it.
+        # A compile must not fail because of this.
         log.debug("what a wrapper has live is not told", exc_info=error)
         return None
     return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results)
 
 
 class _Unknown(Exception):
-    """Something in a wrapper that is not followed."""
+    """Something in a wrapper that cannot be followed."""
 
 
 class _Storage:
-    """It is live for as long as some variable refers to it.
+    """A storage, which is live for as long as some variable refers to it.
 
     ``made`` is its number and its bytes, None for an input, which has an ``index``.
     """
@@ -111,14 +111,14 @@ class _Storage:
 class _Walk:
     """Follows a wrapper's functions.
 
-    Its variables refer to a `_Storage`, to a list of values, to None, which is all that
-    has no memory, or to what an operator returned: a dict of values by their indices.
-    Storages on another device have no bytes.
+    Each of its variables refers to a `_Storage`, a list of values, a dict of values by
+    indices (what an operator returned), or None (all that has no memory).  Storages on
+    another device count as 0 bytes.
     """
 
     def __init__(self, graph: GraphLowering, source: str, device: torch.device) -> None:
         self.device = device
-        # With the graphs that they belong to.
+        # Each with the graph that it belongs to.
         self.buffers = {
             name: (buffer, owner)
             for owner in _with_subgraphs(graph)
@@ -140,7 +140,7 @@ class _Walk:
                 self._parts.setdefault(whole.get_name(), {})[indices] = name
 
     def follow(self) -> tuple[Optional[tuple[int, int]], ...]:
-        """Follow the wrapper from its call to its return; what its results are."""
+        """Follow the wrapper from call to return, and return each result's ``made``."""
         inputs = [_Storage(self, index=i) for i in range(len(self.dropped))]
         results = self._run("call", inputs) or []
         return tuple(getattr(each, "made", None) for each in results)
@@ -157,12 +157,12 @@ class _Walk:
             self._now -= storage.made[1]
 
     def _run(self, function: str, arguments: list[Any]) -> Any:
-        """What a function of the wrapper's returns for a list of arguments."""
+        """What a function of the wrapper returns for a list of arguments."""
         if function not in self.functions:
             raise _Unknown(function)
         definition = self.functions[function]
         names = {definition.args.args[-1].arg: arguments}
-        # Nobody else has it any more once the function clears it.
+        # So that only the function's own variables refer to the list.
         del arguments
         return self._block(definition.body, names)
 
@@ -173,7 +173,7 @@ class _Walk:
                 value = self._value(statement.value, names, first)
                 for target in statement.targets:
                     _assign(target, value, names)
-                # Only the variables are to keep it alive.
+                # Only the wrapper's variables may keep it alive.
                 del value
             elif isinstance(statement, ast.Delete):
                 for target in statement.targets:
@@ -185,23 +185,23 @@ class _Walk:
             elif isinstance(statement, ast.Expr):
                 self._method(statement.value, names)
             elif isinstance(statement, ast.If):
-                # Arguments that only one side drops stay, as they do after the other.
+                # On a copy: what only this side drops is still there after the other.
                 self._block(statement.body, _copy_of(names))
                 self._block(statement.orelse, names)
             elif isinstance(statement, ast.While):
-                # The second time, what is carried is the loop's own.
+                # In the second round, the carried values are the loop's own.
                 self._block(statement.body * 2, names)
             elif any(isinstance(part, ast.Assign) for part in ast.walk(statement)):
                 raise _Unknown(ast.unparse(statement))
         return None
 
     def _method(self, value: ast.expr, names: dict[str, Any]) -> None:
-        """Follow a call whose result nobody wants."""
+        """Follow a call whose result is not used."""
         called = getattr(value, "func", None)
         if not isinstance(called, ast.Attribute):
             return
         if called.attr in ("append", "extend"):
-            # As a loop does that stacks what each round returns.
+            # As in a loop that stacks what each round returns.
             raise _Unknown(ast.unparse(value))
         held = names.get(ast.unparse(called.value))
         if called.attr == "clear" and isinstance(held, list):
@@ -210,7 +210,7 @@ class _Walk:
     def _value(
         self, value: Any, names: dict[str, Any], target: Optional[ast.expr] = None
     ) -> Any:
-        """What an expression refers to, which may be made for a target."""
+        """What an expression refers to, which may be assigned to a target."""
         if isinstance(value, ast.Name):
             return names.get(value.id)
         if isinstance(value, (ast.Tuple, ast.List)):
@@ -233,7 +233,7 @@ class _Walk:
         return self._result(target, value, names)
 
     def _part(self, value: ast.Subscript, names: dict[str, Any]) -> Any:
-        """Of what an operator returned, the part that an expression takes out."""
+        """The part of an operator's results that a subscript takes out."""
         indices: list[Any] = []
         whole: Any = value
         while isinstance(whole, ast.Subscript):
@@ -247,7 +247,7 @@ class _Walk:
     def _result(
         self, target: Optional[ast.expr], call: ast.Call, names: dict[str, Any]
     ) -> Any:
-        """What a call makes that is no function of the wrapper's."""
+        """What a call to anything but a function of the wrapper makes."""
         if not isinstance(target, ast.Name):
             return None
         name = target.id
@@ -283,7 +283,7 @@ class _Walk:
 
 
 def _with_subgraphs(graph: GraphLowering) -> Iterator[GraphLowering]:
-    """A graph and those that its branches, loops and nested regions run."""
+    """A graph and the subgraphs that its branches, loops and nested regions run."""
     yield graph
     for buffer in graph.name_to_buffer.values():
         for part in vars(buffer).values():

@@ -1,6 +1,6 @@
-"""Frees the backward from tensors of which an operator only looks at the shape.
+"""Spares the backward tensors of which an operator uses only the shape.
 
-A frozen convolution wants the gradient of its input alone, computed from
+A frozen convolution needs only the gradient of its input, computed from
 ``grad_output`` and the weight, but ``convolution_backward`` takes the input as well,
 for its sizes.  The partitioner sees an argument and saves it: a frozen network keeps
 as many bytes as a trained one.
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-# Kernels of other devices were not looked at.
+# Kernels of other devices have not been checked.
 _DEVICES = ("cpu", "cuda")
-# What a new node takes over from the operator that it is for.
+# The metadata that a stand-in takes over from its user.
 _META = ("partitioner_tag", "seq_nr", "stack_trace", "custom")
 
 
@@ -59,8 +59,8 @@ class Rule(NamedTuple):
     off: Optional[str] = None
 
 
-# A layer norm and a group norm are not here: their input's gradient needs the input.
-# What else they could spare, their decompositions do.
+# Layer norm and group norm are not here: their input's gradient needs the input.  What
+# else they could spare, their decompositions already do.
 UNREAD_ARGUMENTS: dict[Any, Rule] = {
     # Gradients of input, weight and bias: grad_output with the weight, grad_output
     # with the input, the sum of grad_output.  The weight stays: it is a parameter.
@@ -77,7 +77,7 @@ UNREAD_ARGUMENTS: dict[Any, Rule] = {
     aten.max_pool3d_with_indices_backward.default: Rule("self"),
     aten.adaptive_max_pool2d_backward.default: Rule("self"),
     aten.adaptive_max_pool3d_backward.default: Rule("self"),
-    # Linear with fixed coefficients: sizes say all.
+    # Linear with fixed coefficients: only the sizes matter.
     aten.avg_pool2d_backward.default: Rule("self"),
     aten.avg_pool3d_backward.default: Rule("self"),
     aten._adaptive_avg_pool2d_backward.default: Rule("self"),
@@ -100,7 +100,7 @@ class StandIn(NamedTuple):
 
 
 def without_unread_arguments(partition_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``partition_fn`` for a joint graph that goes through the pass first."""
+    """Wrap ``partition_fn``, so that joint graphs go through this pass first."""
 
     @functools.wraps(partition_fn)
     def partition(joint_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +123,9 @@ def drop_unread_arguments(
 ) -> None:
     """Replaces unread arguments in the backward of ``joint_module``, in place.
 
-    Parameters and buffers (``static_lifetime_input_indices``) are alive anyway and stay.
-    With ``for_inductor`` the stand-ins get the layouts that inductor is going to choose,
-    which orders its kernels itself.  Where the search fails, a warning tells.
+    Parameters and buffers (``static_lifetime_input_indices``) are alive anyway, so they
+    stay.  With ``for_inductor``, which orders its kernels itself, stand-ins get the
+    layouts that inductor is going to choose.  A search that fails only warns.
     """
     if not config.drop_unread_arguments:  # type: ignore[attr-defined]
         return
@@ -208,7 +208,7 @@ def _find_stand_ins(
 
 
 def _unread_argument(node: fx.Node) -> Optional[fx.Node]:
-    """What ``node`` surely takes without reading it, if anything."""
+    """The argument that ``node`` certainly takes without reading it, if any."""
     rule = UNREAD_ARGUMENTS.get(node.target)
     if rule is None or (rule.off and _get_argument(node, rule.off) is not False):
         return None
@@ -235,7 +235,7 @@ def _get_argument(node: fx.Node, name: str) -> Any:
 def _is_plain(value: Any) -> bool:
     """Whether it is a dense tensor of which everything is known.
 
-    Inductor cannot lay out an empty tensor of symbolic sizes anew.
+    Inductor cannot change the layout of an empty tensor of symbolic sizes.
     """
     return (
         type(value) is FakeTensor
@@ -254,7 +254,7 @@ def look_alike(*values: torch.Tensor) -> bool:
 
 
 def _make_stand_in(stand_in: StandIn) -> fx.Node:
-    """The node that ``user`` gets.  All that can fail has been done by the search."""
+    """The node that ``user`` gets.  Whatever can fail was done by the search."""
     user, _, base, look = stand_in
     if look is None:
         return base
@@ -270,7 +270,7 @@ def _make_stand_in(stand_in: StandIn) -> fx.Node:
 def _compute_early(
     graph: fx.Graph, backward: Collection[fx.Node], dropped: set[fx.Node]
 ) -> None:
-    """Moves what the backward makes of dropped values up to where these are made.
+    """Moves what the backward computes from dropped values up to where those are made.
 
     A forward that saves a ReLU's mask in place of its result would otherwise compute
     all masks at its end, and keep every result alive until then.

@@ -1,13 +1,13 @@
 """Lets the backward read copies of the inputs that the forward overwrites.
 
-A buffer may be read and then written to: a codebook, a queue of keys, a running mean that
-is used.  By the time of the backward it has other values, whether the graph writes to it
-or AOTAutograd does behind the graph.  Neither the input nor a view of it may be saved then,
-and nothing may be computed from it again.
+A buffer may be read and then written to: a codebook, a queue of keys, a running mean
+that is used.  By the time of the backward it has other values, whether the graph writes
+to it or AOTAutograd does after the graph.  So neither the input nor a view of it may be
+saved, and nothing may be recomputed from it.
 
-So :func:`copy_overwritten_inputs` has whatever reaches the backward read a copy, which the
-forward alone may make.  It is a value like any other: a partitioner saves it, or what is
-made of it.  Where nothing of it is saved, :func:`drop_unsaved_copies` takes it out.
+:func:`copy_overwritten_inputs` has whatever reaches the backward read a copy, which
+only the forward may make.  It is a value like any other: a partitioner saves it, or
+what is made from it.  If no part of it is saved, :func:`drop_unsaved_copies` drops it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ aten = torch.ops.aten
 
 __all__ = ["copy_overwritten_inputs", "drop_unsaved_copies"]
 
-# Where a copy has what it is of.
+# Under this key of ``node.meta``, a copy has its source.
 _SOURCE = "copy_of_overwritten_input"
 
 
 def copy_overwritten_inputs(
     joint_module: fx.GraphModule, num_fwd_outputs: int
 ) -> list[fx.Node]:
-    """Put the copies that the backward may need into a joint graph, and return them.
+    """Insert the copies that the backward may need into a joint graph; return them.
 
-    Its first outputs, so many, are the forward's.  O(nodes + edges).
+    The first ``num_fwd_outputs`` outputs are the forward's.  O(nodes + edges).
     """
     from torch._functorch import partitioners
 
@@ -84,7 +84,7 @@ def drop_unsaved_copies(graph: fx.Graph, saved_values: Iterable[fx.Node]) -> Non
 def _find_overwritten(
     graph: fx.Graph, fwd_outputs: list[fx.Node], descs: list[Any]
 ) -> list[fx.Node]:
-    """The inputs that the forward writes to, or AOTAutograd what the forward returns."""
+    """The inputs that the forward overwrites, or AOTAutograd with what it returns."""
     written = defaultdict(list)
     for node, desc in zip(fwd_outputs, map(_of_whole, descs)):
         if isinstance(desc, InputMutationAOTOutput):
@@ -108,7 +108,7 @@ def _of_whole(desc: Any) -> Any:
 
 
 def _writes_to(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the forward overwrites an input here; it has no other way to do so."""
+    """Whether the forward overwrites an input here; there are no other ways."""
     return (
         node.target in (aten.copy_.default, aten.set_.source_Tensor)
         and node.args[0] is source
@@ -117,7 +117,7 @@ def _writes_to(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
-    """A copy that is made before all else, and read by these."""
+    """Insert a copy that is made before all else, and read by ``readers``."""
     graph = source.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
@@ -131,7 +131,7 @@ def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
     for reader in readers:
         reader.replace_input_with(source, copy)
         if "custom" in reader.meta:
-            # The budget of a region, say.
+            # Such as the budget of a region.
             copy.meta["custom"] = reader.meta["custom"]
     return copy
 
@@ -139,9 +139,9 @@ def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
 def _update_views(
     graph: fx.Graph, readers: Container[fx.Node], copies: dict[fx.Node, fx.Node]
 ) -> None:
-    """Make views of the copies of what readers have as views of the sources.
+    """Update ``meta["val"]`` of readers' views of the sources to views of the copies.
 
-    Where a clone by the user was taken out, its views still have its storage.
+    If a clone by the user was taken out, its views still have its storage.
     """
     stale = {storage for source in copies for storage in _storages(source)}
     views = {*copies.values()}

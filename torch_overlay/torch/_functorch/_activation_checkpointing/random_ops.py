@@ -1,26 +1,26 @@
 """Nodes that a compiled forward and its backward must not both run.
 
-A node that draws random numbers draws other ones when it runs again, and the gradient
-then belongs to another forward; an effectful node would have its effect twice; and one
-that decides what is read may decide otherwise. It is enough that every path from such a
-node to the backward goes through a saved value: what is kept of a dropout is its boolean
-mask, of inductor's random numbers their seed, and of a router the numbers of the experts.
+A node that draws random numbers draws different ones when it runs again, and the
+gradient then belongs to another forward; an effectful node would have its effect twice;
+and one that decides what is read may decide otherwise. It is enough that every path
+from such a node to the backward goes through a saved value: a dropout's boolean mask,
+the seed of inductor's random numbers, or the numbers of a router's experts.
 
 *Decisions.* Inductor may add up a reduction in another order when the backward repeats
-it, or keep digits there that the forward rounded off. No value minds its last bits, but a
-top-k or a comparison made of them may come out the other way: then the backward reads the
-tokens of another expert than the forward did.
+it, or keep digits there that the forward rounded off. The last bits of a value do not
+matter, but a top-k or a comparison of such values may come out the other way: then the
+backward reads the tokens of another expert than the forward did.
 
 A value is *discrete* if it has integers or booleans, or floats that are integers: those
-that were rounded, and sums and the like of such. What is computed of these alone comes
-out the same each time. A *decision* makes a discrete value of others, and it is a
-selection that returns positions (a top-k, a sort, an argmax), or the forward reads by
-what it returns, or by what is computed of that: as the index of a gather, a mask that
+that were rounded, and sums and the like of such. What is computed from these alone
+comes out the same each time. A *decision* makes a discrete value from others; either it
+is a selection that returns positions (a top-k, a sort, an argmax), or the forward reads
+by its result, or by what is computed from that: as the index of a gather, a mask that
 selects rows, a size, or the predicate of a branch.
 
-No decision is what an operator keeps for its own backward alone (the positions of a max
-pool, the seed of attention), nor the mask of a ReLU, which selects one of two values for
-each element: where that flips, the two are about the same.
+What an operator keeps for its own backward alone is no decision (the positions of a max
+pool, the seed of attention), nor is the mask of a ReLU, which selects one of two values
+for each element: where that flips, the two are about the same.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ __all__ = [
 # What the partitioner sets as ``dist_from_bw`` where no path leads to the backward.
 NEVER = int(1e9)
 
-# An operator that takes one of these draws nothing where it is given as False or 0.
+# An operator with one of these parameters draws nothing if it is False or 0.
 _SWITCHES = ("dropout", "dropout_p", "train", "training")
 
-# Where a decision is marked.
+# The key of ``node.meta`` that marks a decision.
 _MARK = "decides_what_is_read"
 
 
@@ -72,13 +72,13 @@ def _packets(names: str) -> set[Any]:
     return {getattr(aten, name) for name in names.split()}
 
 
-# Their integer results are positions, whoever reads them.
+# Their integer results are positions, whatever reads them.
 _SELECTIONS = _packets(
     "argmax argmin argsort bucketize cummax cummin kthvalue max median min mode "
     "nanmedian nonzero searchsorted sort topk"
 )
 _ROUNDING = _packets("ceil floor floor_divide round trunc")
-# Integers that a float32 can hold stay such, in any order of the additions.
+# Integers that a float32 can hold stay integers, in any order of additions.
 _EXACT = _packets(
     "_to_copy _unsafe_view abs add amax amin arange cat clamp clamp_max clamp_min clone "
     "copy cumsum expand full gather index index_select masked_fill maximum minimum mul "
@@ -87,7 +87,7 @@ _EXACT = _packets(
 ) | {torch.ops.prims.convert_element_type}
 
 
-# A size depends on what these read.
+# The tags of operators whose data determines a size.
 _OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -277,7 +277,7 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _reads_by_index(node: fx.Node) -> bool:
-    """Whether an operator may read elements, or a branch, by its integers and masks."""
+    """Whether an operator's integers and masks may pick what it reads, or a branch."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True
@@ -290,7 +290,7 @@ def _reads_by_index(node: fx.Node) -> bool:
 
 
 def _is_index(node: fx.Node) -> bool:
-    """Whether a value may be an index or a mask; bytes are quantized values."""
+    """Whether a value may be an index or a mask; 8-bit integers are quantized data."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False

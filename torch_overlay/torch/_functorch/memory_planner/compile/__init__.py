@@ -1,1 +1,1 @@
-"""Compiles a joint graph by a plan, learns what it holds, and tries another."""
+"""Compiles a joint graph by a plan, reads what it holds, and may try another plan."""

@@ -1,12 +1,12 @@
-"""Compile a joint graph again where its kernels hold more than was asked for.
+"""Recompiles a joint graph whose kernels hold more than was asked for.
 
-The planner of the activation memory budget estimates what inductor's kernels hold.  What
-they do hold is in the wrappers that inductor generates, which are read for it
-(:mod:`torch._inductor.wrapper_memory`).  Where that is above the peak asked for, the
-joint graph is split and compiled anew, before anything has run: by the same plan without
-the fusions that raise a graph's peak, and then by another plan, as the estimates are
-corrected by what was told.  Of `.search.TRIES` plans that are all above, the lowest is kept,
-and a warning has both numbers.
+The planner only estimates what inductor's kernels hold.  What they really hold is read
+from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`).  If
+that exceeds the peak asked for, the joint graph is split and compiled again before
+anything runs: by the same plan without the fusions that raise a graph's peak, then by
+other plans, chosen by estimates that are corrected by what was told.  If all
+`.search.TRIES` plans exceed the peak, the lowest is kept, and a warning has both
+numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.
 """
@@ -49,11 +49,11 @@ __all__ = ["within_peak"]
 
 
 class _Over(Exception):
-    """The plan that was compiled is not the one to keep."""
+    """The plan just compiled is not the one to keep."""
 
 
 def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """``aot_stage2_autograd``, so that what it compiles is within the peak asked for."""
+    """Wrap ``aot_stage2_autograd`` to compile graphs within the peak asked for."""
 
     @functools.wraps(compile_graph)
     def compile_within(*arguments: Any) -> Any:
@@ -68,12 +68,12 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             except _Over:
                 continue
             except RestartAnalysis:
-                # Dynamo's way to begin anew.
+                # This is how Dynamo starts over.
                 raise
             except Exception as error:
                 if compiles.menu is None:
                     raise
-                # Where it is only the backward, it may never be needed.
+                # If only the backward fails to compile, it may never be needed.
                 log.debug("no search for a plan", exc_info=error)
                 log.warning(
                     "%s gets its plan by estimates, and may hold more than the activation "
@@ -90,7 +90,7 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 def _asked(
     module: fx.GraphModule, partition: Callable[..., Any]
 ) -> Optional[PeakBytes]:
-    """The peak that is asked of a joint graph, None where there is nothing to search."""
+    """The peak asked of a joint graph, None where there is nothing to search."""
     if not takes_request(partition) or calls_nested_regions(module):
         return None
     ask = Ask.of_config()
@@ -99,25 +99,25 @@ def _asked(
 
 
 class _Try(NamedTuple):
-    """A plan to compile, with or without a guard against fusions that raise the peak."""
+    """A plan to compile, with or without a guard against fusions that raise peaks."""
 
     plan: int
     is_guarded: bool = False
 
 
 class _Compiles:
-    """The compiles of a joint graph, by one plan after the other."""
+    """Compiles a joint graph by one plan after the other."""
 
     def __init__(self, asked: PeakBytes) -> None:
         self.asked = asked
         self.trying, self.is_last = _Try(0), False
-        # None where the graph gets a plan that was not asked for.
+        # None as long as no plans have been searched for.
         self.menu: Optional[Menu] = None
-        # Whether each plan that was compiled holds less where fusions are guarded.
+        # For each compiled plan, whether it holds less with guarded fusions.
         self._guards: dict[int, bool] = {}
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
-        """Try one plan; raises `_Over` where another one is to be tried."""
+        """Try one plan.  Raises `_Over` where another one is to be tried."""
         state, capture, partition, *compilers = arguments
         state, capture = fresh_copy(state, capture)
         state.aot_config = replace(
@@ -128,7 +128,7 @@ class _Compiles:
 
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             compiled = self.peaks.backward(module, inputs)
-            # Before it is cached.
+            # Checked before it is cached.
             if self.menu is not None and self.peaks.told is not None:
                 self._check(self.menu, self.peaks.told, state.fw_metadata)
             return compiled
@@ -142,9 +142,9 @@ class _Compiles:
         )
 
     def decide(self, graph: Planner) -> Decision:
-        """By the plan that is to be tried now."""
+        """Decide by the plan that is to be tried now."""
         if graph.budget != graph.ask.budget or not graph.fused:
-            # A region has its own budget, and only inductor tells what its graphs hold.
+            # A region has its own budget, and only inductor tells what graphs hold.
             return by_config(graph)
         if self.menu is None:
             self._begin(graph)
@@ -166,7 +166,7 @@ class _Compiles:
 
     def _check(self, menu: Menu, told: Told, metadata: Any) -> None:
         """Keep what was compiled, or raise `_Over`."""
-        # Another thread may have compiled the last one of all.
+        # Not `last_plan`, which may be another thread's.
         report: Any = kept_plan(metadata)
         if not self.is_last:
             plan, is_guarded = self.trying
@@ -192,7 +192,7 @@ class _Compiles:
         keep_peak(peak, metadata)
 
     def _next(self, menu: Menu) -> _Try:
-        """What to compile now, or what was compiled already and is to stay."""
+        """What to compile next, or in the end, which of the compiled plans to keep."""
         plan, is_guarded = self.trying
         is_within = self.search.compiled().within(self.allowed).peak <= self.allowed
         is_first = len(self._guards) == 1 and not is_guarded
@@ -201,27 +201,27 @@ class _Compiles:
             return _Try(plan, True)
         following = next(self._plans, None)
         if following is not None:
-            # As that which was compiled last.
+            # Guarded if the plan compiled last holds less that way.
             return _Try(following.only, self._guards[plan])
         self.is_last = True
         *_, kept = self._kept()
         return _Try(kept.only, self._guards.get(kept.only, False))
 
     def _kept(self) -> tuple[int, int, Choice]:
-        """What is allowed, the floor, and which of the plans that were compiled stays."""
+        """The allowed bytes, the floor, and which of the compiled plans to keep."""
         compiled, allowed = self.search.compiled(), self.allowed
         kept = compiled.within(allowed)
         if kept.peak <= allowed:
             return allowed, min(self.curve.floor, compiled.floor), kept
         if self.asked.limit is None:
-            # The floor of a share is what was reached.
+            # A share counts from the floor that compiled plans have reached.
             reached = compiled.floor, self.search.known().unbudgeted.peak
             allowed = max(allowed, allowed_peak(self.asked.budget, *reached))
         return allowed, compiled.floor, compiled.within(allowed)
 
 
 def _like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:
-    """A compiler that AOTAutograd takes for the same kind as another."""
+    """``compile_graph``, as a compiler that AOTAutograd treats like ``compiler``."""
     if isinstance(compiler, SerializableAOTDispatchCompiler):
         return SerializableAOTDispatchCompiler(compiler.output_code_ty, compile_graph)
     return compile_graph

@@ -1,4 +1,4 @@
-"""Compile a joint graph that AOTAutograd has captured once more, by another plan."""
+"""Compiles a joint graph, once captured by AOTAutograd, again by another plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def takes_request(partition: Callable[..., Any]) -> bool:
-    """Whether a partitioner splits by what is asked of it, and nothing is yet."""
+    """Whether a partitioner accepts a request and does not have one yet."""
     if "request" in getattr(partition, "keywords", {}):
         return False
     parameters = inspect.signature(partition).parameters
@@ -38,13 +38,13 @@ def takes_request(partition: Callable[..., Any]) -> bool:
 
 
 def calls_nested_regions(module: fx.GraphModule) -> bool:
-    """Whether a joint graph has regions that are partitioned before it, by themselves."""
+    """Whether a joint graph has regions that are partitioned separately, before it."""
     call = torch.ops.higher_order.invoke_subgraph
     return bool(module.graph.find_nodes(op="call_function", target=call))
 
 
 def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
-    """The nodes of a graph with the names of those of another trace of the same.
+    """The nodes of a graph that are named like ``nodes`` of another trace of it.
 
     Raises RuntimeError where some are missing.
     """
@@ -56,7 +56,7 @@ def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
 
 
 def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
-    """AOTAutograd's state and captured graph, to be compiled: which writes into both."""
+    """A copy of AOTAutograd's state and captured graph, as compiling modifies both."""
     state, capture = _own_copy((state, capture), {})
     capture.graph_module = copy_of(capture.graph_module)
     return state, capture
@@ -64,14 +64,14 @@ def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
 
 def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     with unset_fake_temporarily(), warnings.catch_warnings():
-        # Upstream's copy of a graph makes leaves of tree specs by their deprecated class.
+        # Upstream's copy of a graph uses a deprecated class for leaves of tree specs.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-        # Its constants are real tensors.
+        # Not in fake mode, as its constants are real tensors.
         return copy.deepcopy(module)
 
 
 def _own_copy(value: Any, made: dict[int, Any]) -> Any:
-    """A copy of AOTAutograd's records and of all that is in them, but for tensors."""
+    """A deep copy of AOTAutograd's records and containers; it shares all else."""
     if id(value) in made:
         return made[id(value)]
     kind, found = type(value), value

@@ -1,8 +1,8 @@
-"""Which plans to compile, as compiles tell what the graphs hold that have others.
+"""Chooses which plans to compile, given what compiles of other plans have told.
 
-A plan is chosen by what it is believed to hold: what was told of it, or its estimate, as
-far off as the nearest plan that was compiled.  It is compiled, and if it holds more than
-is allowed, another one is chosen.
+A plan is chosen by what it is believed to hold: what was told of it, or its estimate,
+corrected by the error of the nearest compiled plan.  It is compiled, and if it holds
+more than is allowed, another one is chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Search"]
 
-# How often plans are compiled, at most.
+# The most times that plans are compiled.
 TRIES = 4
 
 
@@ -30,10 +30,10 @@ class Search:
     """The plans of a step's graphs, or of a graph by itself.
 
     Args:
-        menus: makes the plans of each graph, by its number, with what is told by then.
-        calls: likewise, for each slot how many calls a step makes.
-        moments: the step.
-        margin: by which share a plan may hold more than was estimated.
+        menus: returns the plans of each graph, by its number, with all told so far.
+        calls: how many calls of a step each slot gets, by the graph's number.
+        moments: those of the step.
+        margin: the share by which a plan may hold more than was estimated.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Search:
         self._menus, self._calls, self._moments = menus, calls, moments
         self._margin = margin
         self._curves: dict[Any, Curve] = {}
-        # What was proposed for each graph: some do not tell what they hold.
+        # The plans proposed for each graph: compiles of some graphs tell nothing.
         self._tried: dict[int, set[int]] = {n: set() for n in calls}
         self._tries_left = TRIES
 
     def compiled(self) -> Curve:
-        """The plans that were compiled, and all of the graphs that do not tell."""
+        """The compiled plans, and all plans of graphs whose compiles do not tell."""
         return self._settled(())
 
     def known(self) -> Curve:
-        """The same, and the fastest plans, by what was told of others."""
+        """The same, and the fastest plans, corrected by what was told of others."""
         return self._settled((0,))
 
     def _settled(self, others: tuple[int, ...]) -> Curve:
@@ -67,7 +67,7 @@ class Search:
         return self._curve(settled, self._untold_margin)
 
     def allowed(self, share: float) -> Iterator[Choice]:
-        """The plans to compile so that both ends are `known` which a share is between."""
+        """The plans to compile so that both ends of a share's range are `known`."""
         if share > 0:
             yield from self._new(self._believed().unbudgeted)
         if share < 1:
@@ -80,11 +80,11 @@ class Search:
     ) -> Iterator[Choice]:
         """The plans to compile, one after the other, until one is within a peak.
 
-        ``choose`` takes that which should be; so many tries are left for more.  Each is to
-        be compiled before the next is asked for.
+        ``choose`` picks the wanted plan of a curve, and the last ``leaving`` tries are
+        not used.  Each plan has to be compiled before the next is asked for.
         """
         is_first = True
-        # No plan is to hold more than there is without a budget.
+        # No plan should have a higher peak than there is without a budget.
         fastest = self._curve(lambda menu: menu).unbudgeted
         while self._tries_left > leaving:
             plan, told = choose(self._believed()), self._told()
@@ -100,14 +100,14 @@ class Search:
             if not new:
                 break
             yield from new
-            # What was compiled before costs nothing.
+            # Plans that were compiled before do not count as a try.
             self._tries_left -= told != self._told()
             kept = choose(self.compiled())
             if kept.peak <= peak and kept.cost <= plan.cost:
                 break
 
     def _new(self, plan: Choice) -> list[Choice]:
-        """The plan, if some of it was not proposed yet."""
+        """The plan, if it is new for some graph; it then counts as proposed."""
         is_new = False
         for number, plans in plan.choices.items():
             is_new |= not self._tried[number].issuperset(plans)
@@ -119,27 +119,27 @@ class Search:
 
     @property
     def _untold_margin(self) -> float:
-        """By which share a plan may hold more, as long as no compile has told."""
+        """The margin, or 0 as soon as some compile has told."""
         return 0.0 if any(self._told()) else self._margin
 
     def _believed(self) -> Curve:
         return self._curve(Menu.corrected, self._untold_margin)
 
     def _errs(self) -> bool:
-        """Whether compiles have told more than was estimated."""
+        """Whether some compile has told more than the estimate and its margin."""
         return any(menu.errs(self._margin) for menu in self._menus().values())
 
     def _between(self, told: int) -> Choice:
-        """A plan to compile where the lowest one holds this.
+        """A plan to compile where the lowest one holds as much as was ``told``.
 
-        Its estimate was too low to believe.  Plans that save more may hold as little.
+        Estimates that low are not credible; plans that save more may hold as little.
         """
         curve = self._curve(lambda menu: menu)
         middle = math.sqrt(curve.floor * told)
         return min(curve.plans, key=lambda plan: abs(plan.peak - middle))
 
     def _untried(self) -> Choice:
-        """Of what was not compiled, the lowest, by what was told of the rest."""
+        """The lowest plan not compiled yet, corrected by what was told of others."""
 
         def untried(menu: Menu) -> Menu:
             rest = {*range(len(menu.plans))}.difference(menu.told)

@@ -1,4 +1,4 @@
-"""What compiled graphs hold, as the wrappers tell that inductor generates for them.
+"""What compiled graphs hold, read from the wrappers that inductor generates for them.
 
 See :mod:`torch._inductor.wrapper_memory`.
 """
@@ -31,26 +31,25 @@ if TYPE_CHECKING:
 __all__ = ["GUARD", "CompiledPeaks", "has_guard", "peaks_of"]
 
 _MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
-# Inductor's option by which fusions do not raise a graph's peak, and its value.
+# The option of inductor, with its value, that keeps fusions from raising the peak.
 GUARD: dict[str, Any] = (
     {_MOST_OF_PEAK: 0.0}
     if hasattr(inductor_config, _MOST_OF_PEAK)
-    # Kernels that only read the same stay apart, so each runs when it is needed.
+    # Kernels that merely share inputs stay separate, so each runs when it is needed.
     else {"score_fusion_memory_threshold": sys.maxsize}
 )
 
 
 def has_guard() -> bool:
-    """Whether fusions can be guarded, and are not yet."""
+    """Whether fusions can be guarded and are not yet."""
     return any(getattr(inductor_config, name) != GUARD[name] for name in GUARD)
 
 
 class CompiledPeaks:
-    """The two compilers of a joint graph, and what the graphs that they compile hold.
+    """Wraps the two compilers of a joint graph and reads what the compiled graphs hold.
 
-    ``told`` is in bytes, as `peaks_of` has them, or None where the backward is not
-    compiled yet or its compiler does not tell.  Where ``guarded``, no fusion may raise
-    the peaks.
+    ``told`` is the result of `peaks_of`, or None where the backward is not compiled yet
+    or its compiler does not tell.  If ``guarded``, no fusion may raise the peaks.
     """
 
     def __init__(self, *compilers: Callable[..., Any]) -> None:
@@ -59,15 +58,15 @@ class CompiledPeaks:
         self.num_fwd_outputs = 0
         # The device whose bytes count.
         self.device = torch.device("cpu")
-        # What a step's calls miss, and so nobody holds.
+        # The tangents and outputs that a step's calls lack, so that nobody holds them.
         self.missing: Optional[Missing] = None
         self.told: Optional[Told] = None
-        # The same, where the backward alone holds what these names stand for.
+        # The same, if the backward alone holds the values of these names.
         self.told_alone: Callable[[Names], Told]
         self._memory: Optional[WrapperMemory] = None
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        # A compiler may change the graph.
+        # Read beforehand, as a compiler may change the graph.
         results: Any = output_node(module).args[0]
         self._results = _names(results)
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -123,19 +122,19 @@ def peaks_of(
     """What the two graphs of a joint graph hold; parameters and inputs do not count.
 
     Args:
-        results: the names of the nodes that the forward returns, those to its caller
-            first, which are ``num_fwd_outputs``.
-        saved: those of the placeholders of the backward.
-        forward: the memory of its wrapper; ``backward`` likewise.
-        tangent_bytes: of the tangents.
-        alone: of inputs, tangents and what the forward returned, the names and bytes of
-            those that go with their last use in the backward.  It then has their bytes
-            less, as if somebody held them to the end and counted them.
+        results: the names of the nodes that the forward returns; the first
+            ``num_fwd_outputs`` go to its caller.
+        saved: the names of the backward's placeholders.
+        forward: what the forward's wrapper has live; ``backward`` likewise.
+        tangent_bytes: the bytes of the tangents.
+        alone: the names and bytes of those inputs, tangents and outputs of the forward
+            that are freed by their last use in the backward.  Its peak is without them,
+            as if they were held to the end and counted elsewhere.
     """
     outputs = dict(zip(results[:num_fwd_outputs], forward.results))
     returned = {*outputs.values()} - {None}
     made = dict(zip(results[num_fwd_outputs:], forward.results[num_fwd_outputs:]))
-    # Of what the forward made, by its storage, and of what it was given, by its name.
+    # The backward's inputs, by storage if the forward made it, else by name.
     places: dict[Any, list[int]] = defaultdict(list)
     for place, name in enumerate(saved):
         places[made.get(name) or name].append(place)

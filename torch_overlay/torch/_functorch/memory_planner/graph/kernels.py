@@ -5,12 +5,11 @@ several operators, and what is used inside of one alone is never stored.
 :class:`Kernels` has the rules that decide what is stored:
 
 -   A pointwise operator is computed in whatever reads it, if all of that can be fused.
-    Where several operators read it and it takes many reads or operators itself, it is
-    stored, if something that cannot be fused runs between them.
+    Where several operators read it and it takes many reads itself, it is stored, if
+    something that cannot be fused runs between them.
 -   What kernels write between two operators that cannot be fused is there at once, as
     they are fused where they read the same.  But a kernel writes its result over an
-    argument laid out alike that no other one reads later.  Kernels pad rows, and so do
-    products that nothing views first.
+    argument laid out alike that no other one reads later.
 -   A scatter writes over what it scatters to, and a product that is only added to
     something waits for that, unless it would hold more meanwhile than it is itself.
 
@@ -30,7 +29,6 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
-from torch._inductor import config as inductor_config
 
 from .live_bytes import LiveBytes
 from .rerun_cost import concrete, is_view
@@ -51,10 +49,9 @@ aten = torch.ops.aten
 _SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
 # Higher-order operators that become a kernel, bodies and all.
 _BECOME_KERNELS = ("associative_scan", "flex_attention", "flex_attention_backward")
-_RESHAPES = (aten.view, aten._unsafe_view, aten.reshape)
-# What inductor computes again for each reader, by default, reads at most so many
-# buffers and has at most so many operators and reads.
+# What inductor computes again for each reader, by default, reads at most so many buffers.
 _MOST_READS = 4
+# One of inductor's operators has at most so many operators and reads in it.
 _MOST_OPERATORS, _MOST_ON_CPU = 30, 50
 
 
@@ -95,57 +92,29 @@ class Kernels:
     def __init__(self, program: Program) -> None:
         values = (node.meta.get("val") for node in program.nodes)
         on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
-        # How many operators and reads inductor makes one of.
-        most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
+        self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
         repeated = _Fusion(program, _backward_of(program), program.returned)
         required = [each for each in program.forward if each.is_required]
         first = _Fusion(program, required, program.outputs | program.written_back)
-        kernels = repeated.kernels(most)
+        kernels = repeated.kernels()
         # What only the backward needs is made in the forward, if that saves it.
-        self.in_forward = kernels | first.kernels(most)
+        self.in_forward = kernels | first.kernels()
         self.in_backward = kernels
-        self.shapes = _shapes(program, repeated.fusible | first.fusible)
+        self.shapes = _shapes(program)
 
 
-def _shapes(program: Program, fusible: Collection[fx.Node]) -> dict[int, Any]:
+def _shapes(program: Program) -> dict[int, Any]:
     """How what each storage has first is stored; not of tangents, which are not known."""
     shapes: dict[int, Any] = {}
     tangents = program.storages(program.tangents)
     for node, storages in program.values.items():
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
-            is_flexible = node in fusible or _is_flexible_product(node)
-            is_padded = is_flexible and _is_padded(value)
             # A guess for a symbolic size, as comparing those would guard.
-            shape = concrete(value.numel()), value.dtype, is_padded
+            shape = concrete(value.numel()), value.dtype
             for s in storages:
                 shapes.setdefault(s, shape)
     return shapes
-
-
-def _is_flexible_product(node: fx.Node) -> bool:
-    """Whether the layout of a product is still open when a kernel reads it.
-
-    What is viewed in another shape first is laid out as that needs.
-    """
-    target = getattr(node.target, "overloadpacket", None)
-    user = next(iter(node.users), node)
-    return (
-        target in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-        and getattr(user.target, "overloadpacket", None) not in _RESHAPES
-    )
-
-
-def _is_padded(value: torch.Tensor) -> bool:
-    """Whether the rows of this value are padded, if its layout is inductor's to choose."""
-    options: Any = inductor_config
-    least, align = options.padding_stride_threshold, options.padding_alignment_bytes
-    if value.device.type == "cpu" and options.disable_padding_cpu:
-        return False
-    wide = [s for s in value.stride() if isinstance(s, int) and s > least]
-    return options.comprehensive_padding and any(
-        s * value.itemsize % align for s in wide
-    )
 
 
 def _backward_of(program: Program) -> list[Operator]:
@@ -200,7 +169,7 @@ class _Fusion:
         would_wait: Any = getattr(post_grad, "_would_wait", lambda *_: False)
         return not any(would_wait(node, other) for other in user.all_input_nodes)
 
-    def kernels(self, most_operators: int) -> dict[fx.Node, _Kernel]:
+    def kernels(self) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
         # The parts of what is not stored.
         computed: dict[int, frozenset[int]] = {}
@@ -209,8 +178,7 @@ class _Fusion:
                 *(computed.get(s, (s,)) for s in each.reads)
             )
             reads = len(parts.difference(computed, each.writes))
-            is_large = reads > _MOST_READS or len(parts) > most_operators
-            is_inlined = self._is_inlined(each, is_large)
+            is_inlined = self._is_inlined(each, reads > _MOST_READS)
             is_fusible = each.node in self.fusible
             found[each.node] = _Kernel(each, is_inlined, is_fusible, parts)
             if is_inlined:

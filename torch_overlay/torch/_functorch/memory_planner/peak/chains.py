@@ -1,9 +1,9 @@
-"""Checkpoints at narrow places of the forward, between a transformer's layers say.
+"""Checkpoints at narrow places of the forward, as between a transformer's layers.
 
-A plan that saves what crosses such places repeats one segment at a time.  A segment's own
-peak hardly depends on the others, so it is measured once, and dynamic programming finds
-the checkpoints with the lowest peak, or those that save least below a peak (Beaumont et
-al., "Optimal checkpointing for heterogeneous chains", 2019).
+A plan that saves what crosses such places repeats one segment at a time.  A segment's
+own peak hardly depends on the others, so it is measured once, and dynamic programming
+finds the checkpoints with the lowest peak, or those that save least within a peak
+(Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Chain", "correct", "places_in"]
 
-# Places at which checkpoints may stand: of the minima, the narrowest by these shares.
+# Candidate places for checkpoints are the narrowest minima, by these shares of all.
 _SHARES = (1, 0.75, 0.5, 0.25)
-# A segment spans at most so many candidate places.
+# The most candidate places that a segment may span.
 _SPAN = 8
-# How often the dynamic program is told what its own answer measures.
+# The most times that the dynamic program is corrected by measuring its answer.
 _CORRECTIONS = 8
 
 
 def places_in(graph: Program) -> list[list[int]]:
-    """Steps of the forward after which few bytes cross to later ones.
+    """The forward's steps after which few bytes are needed by later ones.
 
-    Local minima, a list for each share of ``_SHARES``.  O(steps + storages).
+    These are local minima, a list for each share of ``_SHARES``.  O(steps + storages).
     """
     steps = len(graph.forward)
     change = [0] * (steps + 1)
@@ -42,7 +42,7 @@ def places_in(graph: Program) -> list[list[int]]:
             change[birth] += graph.nbytes[s]
             change[graph.last_use[s]] -= graph.nbytes[s]
     crossing = list(accumulate(change))
-    # The last of equal ones.
+    # Of equal neighbours, the last.
     ends = [at for at in range(steps - 1) if crossing[at] != crossing[at + 1]]
     before = [math.inf, *(crossing[at] for at in ends)]
     minima = [
@@ -63,8 +63,8 @@ def correct(plans: Plans, chains: Sequence[Chain]) -> None:
     """Find the checkpoints of each chain that have the lowest peak.
 
     Where a segment's peak depends on its neighbours after all, the answer measures
-    higher than it should.  What was learned then makes the next answer another one.
-    Chains are measured together, which takes little longer than one of them.
+    higher than expected, and the peaks learned from it lead to a different answer.
+    Chains are measured together, which takes little longer than measuring one.
     """
     open_chains = [*chains]
     for _ in range(_CORRECTIONS + 1):
@@ -83,11 +83,11 @@ def correct(plans: Plans, chains: Sequence[Chain]) -> None:
 
 
 class Chain:
-    """Plans that save what crosses some of a list of places in the forward.
+    """Plans that save what crosses chosen places of the forward, out of a list of them.
 
     Place 0 is the start of the forward, where nothing crosses, and place ``end`` its
     end.  ``peak[i, j]`` is the most that is live while the backward works between the
-    places i and j, without what the checkpoints up to i keep.
+    places i and j, not counting what the checkpoints up to i keep.
     """
 
     def __init__(self, plans: Plans, places: Sequence[int]) -> None:
@@ -104,14 +104,14 @@ class Chain:
         }
         self.where = self._where()
         self.peak: dict[tuple[int, int], int] = {}
-        # What to measure next, with what that saves, and the peak that is expected of it.
+        # To be measured next: places, the storages that they save, the peak expected.
         self.choices = self._saving(
             [i for i in range(1, self.end) if i % span == offset]
             for span in range(1, _SPAN + 1)
             for offset in range(span)
         )
         self.expected: Optional[int] = None
-        # The peaks of what was expected to be lowest, and what it saves.
+        # The dynamic program's answers: the measured peak of each, and what it saves.
         self.found: list[tuple[int, frozenset[int]]] = []
 
     def storages(self, chosen: Iterable[int]) -> frozenset[int]:
@@ -129,10 +129,10 @@ class Chain:
         return found
 
     def _where(self) -> list[int]:
-        """The forward's step that each step of the backward has come down to, last first.
+        """How far back in the forward each backward step has got, the last step first.
 
-        That is where the last of the large storages was made that it or a later step
-        reads.  Small ones (a mask, a constant) may be read anywhere.
+        That is the step that makes the latest of the large storages read by it or by
+        later steps.  Small ones (a mask, a constant) may be read anywhere.
         """
         graph = self.graph
         large = max(graph.nbytes, default=0) // 128
@@ -150,7 +150,7 @@ class Chain:
         return {tuple(chosen): self.storages(chosen) for chosen in choices}
 
     def measure(self) -> None:
-        """Learn the segments' peaks of the choices, which have been evaluated."""
+        """Learn the segments' peaks from the choices, which have been evaluated."""
         for chosen, storages in self.choices.items():
             live = self.plans.evaluations[storages].step_peaks[::-1]
             done = kept = 0
@@ -168,8 +168,8 @@ class Chain:
         )
 
     def choose(self) -> None:
-        """Let the checkpoints be measured next that should have the lowest peak."""
-        # Enough for a checkpoint at every place.
+        """Pick the checkpoints that should have the lowest peak, to measure next."""
+        # The upper bound is enough for a checkpoint at every place.
         low, high = 0, max(self.peak.values()) + self.graph.size(self.everything)
         chosen: Sequence[int] = range(1, self.end)
         while high - low > high // 1000 + 1:
@@ -182,10 +182,10 @@ class Chain:
         self.choices, self.expected = self._saving([chosen]), high
 
     def leanest(self, peak: int) -> Optional[list[int]]:
-        """The places to save at, so that no segment is live beyond ``peak``.
+        """The places that save the fewest bytes and keep segments within ``peak``.
 
-        What the checkpoints before a place keep is all that the segments after it
-        need to know of them, and less is better.  None where there are no such places.
+        All that matters to the segments after a place is how many bytes the checkpoints
+        before it keep.  None where there are no such places.
         O(places * span).
         """
         kept = [math.inf] * (self.end + 1)

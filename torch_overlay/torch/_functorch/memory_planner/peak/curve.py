@@ -1,19 +1,19 @@
-"""Which plans the graphs of a step should have, by what they keep while others run.
+"""Chooses plans for the graphs of a step, by what each keeps while others run.
 
 A step is a sequence of events, F(c) and B(c): the forward and the backward of a call c.
-At any moment, live are
+The bytes live at any moment are
 
-    what eager code holds + what each call keeps whose backward is still to come
+    what eager code holds + what is kept by each call whose backward is still to come
     + what the running graph has beyond that
 
-so a plan of a graph is a :class:`.Footprint`, and a step is a number of moments
-(:data:`Moments`).  :class:`Curve` chooses plans so that no moment is above a peak and
-little is computed again.  A graph by itself is a step of one call.
+so a :class:`.Footprint` describes a plan of a graph, and :data:`Moments` a step.
+:class:`Curve` chooses plans so that no moment exceeds a peak and little is recomputed.
+A graph by itself is a step of one call.
 
 Calls of one graph may get two plans.  A call's *slot* is the smallest number that no
-other call alive has; those up to some slot get one plan, those above it another.  That
-fills the room that one plan for all would leave, and lets the calls whose backward comes
-first keep what they need at once anyway.
+other live call has; calls up to some slot get one plan, those above it another.  That
+fills the room that one plan for all would leave, and lets the calls whose backward
+comes first keep what they are about to need anyway.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Curve", "Held", "Moments", "allowed_peak"]
 
-# Plans of one graph that may be combined, and slots at which they change, at most.
+# The most plans of one graph to combine, and the most slots at which they may change.
 _COMBINED, _SPLITS = 16, 32
-# Peaks between the floor and the fastest that are planned for.
+# How many peaks are planned for between the floor and that of the fastest plans.
 _LEVELS = 48
-# How often each graph gets its turn, at most, as others choose anew.
+# The most rounds in which each graph chooses again, as others have changed theirs.
 _SWEEPS = 8
 
 
@@ -51,12 +51,12 @@ def allowed_peak(budget: float, floor: int, fastest: int) -> int:
 
 
 class Held(NamedTuple):
-    """What the call in a ``slot`` of a ``graph`` holds at a moment, in the plans' terms.
+    """What the call in ``slot`` of the graph numbered ``graph`` holds at a moment.
 
-    ``what`` is "kept", of a call that waits for its backward; "forward" or "backward" of
-    the one that runs; or "output", which nobody holds any more unless it is saved.  ``of``
-    an output is its index, of a backward the inputs that it alone holds, and of what is
-    kept how many such calls there are, if not one.  The graph is its number.
+    ``what`` is "kept" for a call that waits for its backward, "forward" or "backward"
+    for the one that runs, and "output" for a result that nobody holds any more unless
+    it is saved.  ``of`` is the index of an output, the inputs that a backward alone
+    holds, or for "kept" the number of such calls, if not one.
     """
 
     graph: int
@@ -65,12 +65,12 @@ class Held(NamedTuple):
     of: Any = None
 
 
-# For all that calls hold at some moment, the most bytes that eager code has live then.
+# What calls hold at each moment, with the most bytes that eager code has live then.
 Moments = dict[frozenset[Held], int]
 
 
 class Choice(NamedTuple):
-    """The plan of each slot of each graph; bytes, and cost in the estimator's unit."""
+    """A plan for each slot of each graph; bytes, and cost in the estimator's unit."""
 
     peak: int
     cost: float
@@ -78,24 +78,24 @@ class Choice(NamedTuple):
 
     @property
     def only(self) -> int:
-        """The plan of the one slot of the one graph."""
+        """The plan, where there is one graph with one slot."""
         ((plan,),) = self.choices.values()
         return plan
 
 
 class Curve:
-    """The plans for a step that trade its peak for recomputation best.
+    """The plans for a step that best trade its peak against recomputation.
 
     Args:
         graphs: the plans of each graph, by its number.
-        calls: likewise, for each slot how many calls a step makes.
-        moments: the step.
-        margin: by which share a peak may turn out higher than planned.
+        calls: how many calls of a step each slot gets, by the graph's number.
+        moments: those of the step.
+        margin: the share by which a peak may turn out higher than planned.
 
-    Where a step has one graph, all choices for it are compared.  With more, the
-    peak is lowered level by level, each time by the choices that cost least for what
-    they take off, and what room is left is filled again.  The levels do not depend on
-    what is asked, so a lower peak asked is never answered by a higher one.
+    Where a step has one graph, all choices for it are compared.  With more, the peak is
+    lowered level by level, each time by the choices that cost least per byte taken off,
+    and the room that is left is filled again.  The levels do not depend on the request,
+    so asking for a lower peak never yields a higher one.
 
     O(levels * choices * moments).
     """
@@ -110,7 +110,7 @@ class Curve:
         self.graphs, self.margin = graphs, margin
         # The choices of all graphs, what each has live at every moment, and its cost.
         self._choices: list[tuple[int, ...]] = []
-        # Of each graph, which are its own; the first of them is the fastest plan for all.
+        # Each graph's slice of them; the first in it is the fastest plan for all slots.
         self._own: list[slice] = []
         with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
             self._rest = torch.tensor([*moments.values()], dtype=torch.float64)
@@ -131,13 +131,13 @@ class Curve:
         return self.plans[0].peak
 
     def at_most(self, plan: Choice) -> int:
-        """What a plan's peak may turn out to be, in bytes."""
+        """The most bytes that a plan's peak may turn out to be."""
         return plan.peak + math.ceil(plan.peak * self.margin)
 
     def allowed(self, share: float) -> int:
-        """The peak in bytes that a share allows: at 0, what the lowest may turn out as.
+        """The peak in bytes that a share allows; at 0, the floor with its margin.
 
-        Where that is as much as the peak without a budget, both ends have the margin.
+        If that reaches the peak without a budget, the margin is added to both.
         """
         floor, top = self.at_most(self.plans[0]), self.unbudgeted.peak
         if floor >= top:
@@ -145,14 +145,14 @@ class Curve:
         return allowed_peak(share, floor, top)
 
     def within(self, peak: int) -> Choice:
-        """The cheapest plan sure to be below a peak; that of the floor if there is none."""
+        """The cheapest plan sure to stay within a peak, or the lowest if none is."""
         if self.at_most(self.unbudgeted) <= peak:
             return self.unbudgeted
         fitting = [plan for plan in self.plans if self.at_most(plan) <= peak]
         return fitting[-1] if fitting else self.plans[0]
 
     def of_plan(self, plan: int) -> Choice:
-        """The choice of this plan, where a step has one call of one graph."""
+        """The choice with this plan, where a step has one call of one graph."""
         return next(state for state in self._states if state.only == plan)
 
     def _options(
@@ -175,7 +175,7 @@ class Curve:
         cost = torch.tensor([plan.cost for plan in plans], dtype=torch.float64)
         made = torch.tensor([0, *itertools.accumulate(calls)])
         costs = made[begin] * cost[first] + (made[-1] - made[begin]) * cost[second]
-        # Whatever the other graphs do, these are the ones that may be of use.
+        # Only choices that no other beats by one of these are worth trying.
         measures = (
             vectors.amax(1),
             (vectors + self._rest).amax(1),
@@ -183,14 +183,14 @@ class Curve:
         )
         pairs = [[*zip(m.tolist(), costs.tolist())] for m in measures]
         found = {0}.union(*map(undominated, pairs))
-        # Of one call alone there are few, and others may need any.
+        # With one slot there are few, and any may be the right one beside other graphs.
         good = sorted(found) if slots > 1 else list(range(len(choices)))
         chosen = (choices[i] for i in good)
         of_slots = [(p,) * at + (q,) * (slots - at) for p, q, at in chosen]
         return of_slots, vectors[good], costs[good]
 
     def _live_by_slots(self, graph: int, slots: int, moments: Moments) -> torch.Tensor:
-        """What calls in slots below k have live: by plan, k and moment."""
+        """The bytes live in calls in slots below k, indexed by plan, k and moment."""
         plans = self.graphs[graph]
         shape = (slots + 1, len(moments), len(plans.plans))
         live = torch.zeros(shape, dtype=torch.float64)
@@ -206,7 +206,7 @@ class Curve:
         return live.cumsum(0).permute(2, 0, 1)
 
     def _search(self) -> list[Choice]:
-        """States on the way from the fastest plans to the lowest peak; that is first."""
+        """States between the fastest plans, which come first, and the lowest peak."""
         state = torch.tensor([own.start for own in self._own])
         states = [self._plan(state)]
         if len(state) == 1:
@@ -232,7 +232,7 @@ class Curve:
         return self._rest + self._vectors[state].sum(0)
 
     def _lowered(self, state: torch.Tensor, peak: float) -> torch.Tensor | None:
-        """Take off what is above the peak, by what costs least for it."""
+        """Switch choices, cheapest per byte first, until all is within the peak."""
         state = state.clone()
         sizes = torch.tensor([own.stop - own.start for own in self._own])
         owner = torch.arange(len(state)).repeat_interleave(sizes)
@@ -241,29 +241,26 @@ class Curve:
             excess = (live - peak).clamp(min=0).sum()
             if not excess:
                 return state
-            # In the place of which choice of the same graph each would come.
+            # The current choice of the same graph that each choice would replace.
             place = state[owner]
             left = live + self._vectors - self._vectors[place] - peak
             taken = excess - left.clamp(min=0).sum(1)
             more = self._costs - self._costs[place]
-            # Bytes are whole, and a rounded sum is no gain: it may come back for ever.
+            # Less than a byte is a rounding error, and could go back and forth forever.
             price, index = torch.where(taken >= 1, more / taken, math.inf).min(0)
             if price.isinf():
                 return None
             state[owner[index]] = index
 
     def _settled(self, state: torch.Tensor, peak: float) -> torch.Tensor:
-        """Choose for one graph after the other what costs least within the peak.
-
-        Or, where nothing is, what is lowest.
-        """
+        """Let each graph in turn choose the cheapest within the peak, or the lowest."""
         state = state.clone()
         for _ in range(_SWEEPS):
             before = state.clone()
             for g, own in enumerate(self._own):
                 vectors = self._vectors[own]
                 peaks = (self._live(state) - self._vectors[state[g]] + vectors).amax(1)
-                # Where a moment of others is the peak, its own still has to fall.
+                # Even where other graphs set the peak, its own maximum has to fall.
                 over = vectors.amax(1) * (peaks > peak)
                 numbers = peaks.clamp(min=peak), over, self._costs[own]
                 keys = zip(*(each.tolist() for each in numbers), itertools.count())
@@ -274,16 +271,16 @@ class Curve:
 
 
 def _splits(slots: int) -> list[int]:
-    """Slots at which another plan may begin; the last runs beside all others."""
+    """Slots at which a second plan may begin; the last one runs beside all others."""
     spread = {round(k * slots / _SPLITS) for k in range(1, _SPLITS)}
     return sorted({slots - 1, *spread} - {0, slots})
 
 
 def _combined(plans: Sequence[Footprint], slots: int, lowest: int) -> list[int]:
-    """The plans that may be combined: those that no other beats, by some measure.
+    """The plans that may be combined: those that no other beats by some measure.
 
-    Among them are the fastest, and that of the step's ``lowest`` peak where all calls
-    have the same.
+    The fastest is a candidate too, and so is ``lowest``, the plan with the lowest peak
+    if all calls have the same one.
     """
     found = {0, lowest}
     for share in (0, 1 / slots, 1):

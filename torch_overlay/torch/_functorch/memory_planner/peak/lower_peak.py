@@ -1,9 +1,9 @@
-"""Of the plans that a budget of saved bytes allows, the one with the lower peak.
+"""Prefers plans with lower peaks among those that a budget of saved bytes allows.
 
 Plans that save and recompute about as much can differ widely in their peaks, and where
-much is recomputed at once, the peak is higher than without a budget.  So a plan for the
-target "saved" must not peak above that of budget 1, nor above the plan that upstream's
-algorithm makes for the same budget, if another plan within the budget does not.
+much is recomputed at once, the peak even exceeds that without a budget.  So a plan for
+the target "saved" must not peak above that of budget 1, nor above upstream's plan for
+the same budget, if another plan within the budget avoids that.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ log = logging.getLogger(__name__)
 
 __all__ = ["with_lower_peak"]
 
-# Peaks that differ by at most this share are about the same.
+# By what share the peak may exceed that of budget 1 without a warning.
 _TOLD = 0.01
-# Of the largest values that upstream's plan saves, how many may be left out.
+# How many of the largest values that upstream's plan saves may be left out.
 _TRIED = 64
 
 
 def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
-    """``plan``, or another one that keeps at most ``allowed`` bytes and has a lower peak.
+    """``plan``, or one with a lower peak that keeps at most ``allowed`` bytes.
 
-    Warns where that is above the peak of budget 1.  Raises as :func:`.graph.liveness.read` does.
+    Warns where that is above the peak of budget 1.  Raises as
+    :func:`.graph.reading.read` does.
     """
     model = model_of(graph)
     calls = graph.ask.graph_calls or 1
@@ -47,7 +48,7 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
         frozenset(model.storages(saved))
         for saved in (plan.saved_values, fastest, upstreams)
     )
-    # Budget 0 has no other plan.
+    # Budget 0 allows no other plan.
     costs = rerun_costs(model, graph) if plan.budget else ()
     plans = Plans(model, costs, calls)
     plans.evaluate((own, *others))
@@ -80,9 +81,9 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
 def _with_less(
     graph: Planner, plans: Plans, chosen: frozenset[int], allowed: int
 ) -> list[frozenset[int]]:
-    """What else to save where a plan keeps too much: all but a few values, or one.
+    """What to save if a plan keeps too much: all but one value, and all but a few.
 
-    Those are left out that it costs least to repeat for their bytes.
+    The one is the cheapest to repeat of those large enough, the few are so per byte.
     """
     model = plans.graph
     base = frozenset(plans.evaluate([chosen])[chosen].saved)
@@ -91,7 +92,7 @@ def _with_less(
         return []
     largest = sorted(base, key=lambda s: (-model.nbytes[s], s))[:_TRIED]
     without = plans.evaluate([base - {s} for s in largest])
-    # What must run once is saved all the same.
+    # What must run only once is saved in any case.
     may_go = [s for s in largest if s not in without[base - {s}].saved]
     least = plans.costs[chosen]
     cost = {s: plans.costs[base - {s}] - least for s in may_go}
@@ -108,10 +109,10 @@ def _with_less(
 def _better(
     plans: Plans, plan: frozenset[int], ceiling: int
 ) -> Iterator[frozenset[int]]:
-    """The plans to be preferred to ``plan``, best first.
+    """The plans preferable to ``plan``, best first.
 
-    Best are those that recompute no more, but for noise, by their peaks, then those that
-    recompute least, and last, by their peaks again, those whose peak is above ``ceiling``.
+    First come those that recompute no more, up to noise, ordered by peak; then those
+    that recompute more, by cost; last those whose peak is above ``ceiling``, by peak.
     """
     as_fast = plans.costs[plan] * (1 + NOISE)
 

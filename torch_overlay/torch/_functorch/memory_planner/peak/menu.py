@@ -1,7 +1,7 @@
-"""What the plans of one graph keep and hold, by estimates or as compiles have told.
+"""What the plans of one graph keep and hold, as estimated or as told by compiles.
 
-A plan is four numbers, a :class:`Footprint`, and which storages it saves.  Those of a
-graph that no other beats are its :class:`Menu`.
+A :class:`Footprint` describes a plan by four numbers and the storages that it saves.
+The plans of a graph that no other beats are its :class:`Menu`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ __all__ = [
     "plan_graph",
 ]
 
-# Of nodes, and the bytes of each.
+# The names of nodes, each with its bytes.
 Names = Sequence[tuple[str, int]]
 
-# More bytes than there are, of which sums are still exact in doubles.
+# More bytes than any plan holds, though sums of it are still exact in doubles.
 _NEVER = 2**44
 
 
@@ -63,9 +63,9 @@ class Told(NamedTuple):
 
     Args:
         kept: what the forward leaves alive for the backward, beyond inputs and outputs.
-        forward: most that is live while it runs, beyond the inputs.
-        backward: most that is live while the backward runs, with what was kept, tangents
-            and what the forward returned.
+        forward: the most that is live while it runs, beyond the inputs.
+        backward: the most that is live while the backward runs, including what was
+            kept, the tangents and what the forward returned.
     """
 
     kept: int
@@ -78,8 +78,8 @@ class Footprint(NamedTuple):
 
     Args:
         kept: what the forward leaves alive.
-        forward: most that is live while the forward runs, with what it returns.
-        backward: most that is live while the backward runs, with what was kept.
+        forward: the most that is live while the forward runs, with what it returns.
+        backward: the most that is live while the backward runs, with what was kept.
         cost: what is computed again, in the estimator's unit.
         outputs: the indices of those outputs of the forward that are saved too.
         storages: what to save, by the graph's model.
@@ -93,21 +93,20 @@ class Footprint(NamedTuple):
     storages: frozenset[int]
 
     def holds_no_more(self, other: Footprint) -> bool:
-        """Whether it keeps and holds at most what another does."""
+        """Whether it keeps and holds at most as much as another."""
         is_no_more = all(map(operator.le, self[:3], other[:3]))
         return is_no_more and self.outputs <= other.outputs
 
 
 @dataclass(frozen=True)
 class Menu:
-    """The plans of a graph that no other beats, by rising cost, for calls of some size.
+    """The plans of a graph that no other beats, by rising cost, for calls of one size.
 
-    Of the joint graph's inputs, ``primals`` and then ``tangents`` are tensors, so many of
-    each; ``inputs`` has them, and behind them what the forward returns, as the backward may
-    read that; ``outputs`` has the bytes of the latter alone.  Of the plans that were
-    compiled, ``told`` has by how much ``kept``, ``forward`` and ``backward`` are above the
-    estimates, in units of the estimate for the backward, as the size of calls may be
-    another one.
+    ``primals`` and ``tangents`` count the tensors among the joint graph's inputs.
+    ``inputs`` has these in that order, then what the forward returns, as the backward
+    may read that; ``outputs`` has the bytes of what it returns.  For each compiled
+    plan, ``told`` has by how much ``kept``, ``forward`` and ``backward`` exceed the
+    estimates, as shares of the backward's estimate, so that other sizes can use them.
     """
 
     plans: list[Footprint]
@@ -116,24 +115,24 @@ class Menu:
     tangents: int
     inputs: dict[int, Input]
     outputs: dict[int, int]
-    # What the graph computes without a budget, by the estimator's unit; 0 if not known.
+    # What the graph computes without a budget, in the estimator's unit; 0 if unknown.
     work: float
-    # What its calls miss, in the model's view.
+    # The tangents and outputs that its calls lack, which the model leaves out.
     missing: Optional[Missing] = None
     told: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    # The same of the backward alone, by the inputs that nobody else holds.
+    # The same for the backward, by the inputs that it alone holds.
     told_alone: dict[int, Callable[[frozenset[int]], float]] = field(
         default_factory=dict
     )
-    # Where the plans are corrected, those that were estimated.
+    # The plans as estimated, where ``plans`` are corrected.
     estimated: list[Footprint] = field(default_factory=list)
-    # By how much its calls may yet turn out larger.
+    # The factor by which its calls may still grow.
     growth: float = 1.0
 
     def sized(self, joint: Planner) -> Menu:
         """The same plans for calls of the size that ``joint`` has.
 
-        That may have been traced by itself: what no call of it makes is not saved.
+        That may be another trace: storages that have no match in it are not saved.
         """
         model = _model(joint, self.missing)
         (_, made), (_, there) = calls_in(self.model), calls_in(model)
@@ -152,11 +151,11 @@ class Menu:
         return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
 
     def hold_no_more(self, other: Menu) -> bool:
-        """Whether each plan keeps and holds at most what that of the other does."""
+        """Whether each plan keeps and holds at most as much as the other menu's."""
         return all(map(Footprint.holds_no_more, self.plans, other.plans))
 
     def at_least(self, other: Menu) -> Menu:
-        """The same, with as many bytes as those of another have."""
+        """The same plans, each with at least the bytes that it has in another menu."""
         plans = []
         for own, its in zip(self.plans, other.plans):
             kept, forward, backward = map(max, own[:3], its[:3])
@@ -170,10 +169,11 @@ class Menu:
         told_alone: Callable[[Names], Told],
         only_if_less: bool = False,
     ) -> bool:
-        """Let it be known what a plan that was compiled keeps and holds.
+        """Record what a compiled plan keeps and holds.
 
-        And the same where the backward alone holds inputs of some names and bytes.
-        Returns whether it is known now: ``only_if_less`` than what was told before.
+        ``told_alone`` tells it for a backward that alone holds inputs of some names and
+        bytes.  With ``only_if_less``, only a lower peak than the one told before is
+        recorded.  Returns whether it was.
         """
         plan, beside = self.plans[index], self.model.held_by_caller
         if only_if_less and index in self.told and max(told[1:]) >= self.most(index):
@@ -192,10 +192,10 @@ class Menu:
         return True
 
     def corrected(self) -> Menu:
-        """The plans as compiled; the others as far off as the nearest of those.
+        """The plans as compiled; the others with the error of the nearest of those.
 
-        A copy that a kernel wants of a parameter is as large whatever else is kept, so
-        errors are added.
+        Errors are added, not multiplied: a kernel's copy of a parameter, for example,
+        has the same size whatever else is kept.
         """
         if not self.told:
             return self
@@ -212,7 +212,7 @@ class Menu:
         return replace(self, plans=plans, estimated=self.plans)
 
     def only(self, wanted: Container[int]) -> Menu:
-        """The same, where no other plan is of use."""
+        """The same, with all but the ``wanted`` plans too large to choose."""
         plans = [
             plan if i in wanted else plan._replace(kept=_NEVER, forward=_NEVER)
             for i, plan in enumerate(self.plans)
@@ -220,15 +220,15 @@ class Menu:
         return replace(self, plans=plans)
 
     def errs(self, margin: float) -> bool:
-        """Whether some plan holds more than estimated, by such a share of its peak."""
+        """Whether a plan exceeds its estimates by more than this share of its peak."""
         return any(error > margin for errors in self.told.values() for error in errors)
 
     def most(self, index: int) -> int:
-        """The peak of a plan by itself, as compiled if it was."""
+        """The peak of a plan by itself, corrected by what compiles told."""
         return self._peak(self.corrected().plans[index])
 
     def holds_more(self, index: int, margin: float) -> bool:
-        """Whether what was compiled by a plan holds more than it may."""
+        """Whether a plan, as compiled, exceeds its estimate by more than ``margin``."""
         most = self._peak(self.plans[index]) * (1 + margin)
         return index in self.told and self.most(index) > most
 
@@ -241,21 +241,22 @@ class Menu:
         return model.saved_values(model.evaluate(self.plans[index].storages).saved)
 
     def place_of_peak(self, index: int) -> str:
-        """Whose backward holds most by a plan, operator by operator; empty if not known.
+        """Where the backward holds most by a plan, operator by operator.
 
-        A module below the one that was compiled, or a function that this one calls.
+        It is a module below the compiled one, or a function that this calls; empty if
+        unknown.
         """
         peaks = self.model.evaluate(self.plans[index].storages).step_peaks
         _, step = max(zip(peaks, self.model.steps), key=operator.itemgetter(0))
         meta = step.operator.node.meta
         modules = [path for path, _ in (meta.get("fwd_nn_module_stack") or {}).values()]
         functions = [name for name, _ in meta.get("fwd_source_fn_stack", ())]
-        # That which was compiled is a local variable, as L['self'].layers.0.
+        # The compiled module is a local variable, as in L['self'].layers.0.
         paths = (path.partition("].")[2] for path in modules[-1:])
         return next(filter(None, (*paths, *functions)), "")
 
     def live(self, what: str, of: Any) -> list[int]:
-        """By plan, what a call of the graph holds; see :class:`Held`."""
+        """The bytes that a call of the graph holds by each plan; see :class:`Held`."""
         return [math.ceil(nbytes * self.growth) for nbytes in self._live(what, of)]
 
     def _live(self, what: str, of: Any) -> list[int]:
@@ -274,11 +275,11 @@ class Menu:
         return [times * getattr(plan, what) for plan in self.plans]
 
     def _backwards(self, plans: Sequence[Footprint], of: frozenset[int]) -> list[int]:
-        """What the backwards of some plans hold where they alone hold these inputs."""
+        """What the backward of each plan holds if it alone holds these inputs."""
         alone = [self.inputs[index] for index in of if index in self.inputs]
         own = {each.storage: each.nbytes for each in alone}
         model = self.model.releasing(own)
-        # Those still count in eager code's bytes, as if they were held to the end.
+        # Eager code's bytes still count these, as if they were held to the end.
         beside = model.held_by_caller + sum(own.values())
         evaluations = model.evaluate_all([plan.storages for plan in plans])
         returned = own.keys() & self.model.outputs
@@ -289,7 +290,7 @@ class Menu:
 
 
 def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int:
-    """Of the plans that were compiled, the one most like another; itself if it was."""
+    """The compiled plan nearest to another in kept bytes; itself if it was compiled."""
     kept = plans[index].kept
     _, _, nearest = min((i != index, abs(plans[i].kept - kept), i) for i in told)
     return nearest
@@ -301,14 +302,14 @@ def plan_graph(
     is_only: bool = False,
     missing: Optional[Missing] = None,
 ) -> Menu:
-    """The plans of a joint graph, and its model; ``saved`` is what that of budget 1 saves.
+    """The plans of a joint graph, and its model; ``saved`` is what budget 1 saves.
 
-    Or the one that saves ``saved``, if that is the only one to have.  They are for calls
-    that miss what is ``missing``.
+    If ``is_only``, there is just the plan that saves that.  All are for calls that lack
+    what is ``missing``.
 
-    They are those of the search for a peak.  Where calls wait for each other, what a call
-    keeps counts for more than its own peak.
-    Raises as :func:`.graph.liveness.read` does.
+    They come from the search for a peak, though where calls wait for each other, what a
+    call keeps matters more than its own peak.
+    Raises as :func:`.graph.reading.read` does.
     """
     model = _model(joint, missing)
     plans = Plans(model, rerun_costs(model, joint))
@@ -319,8 +320,8 @@ def plan_graph(
         if missing is None:
             compare_with_no_checkpoints(joint, plans)
         if model.is_fused:
-            # As the search does for operators.  A call that waits keeps least where all
-            # is computed again, as in a checkpoint.
+            # The search does this only for operators.  A waiting call keeps least if
+            # everything is recomputed, as in a checkpoint.
             plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
     return menu_of(joint, plans, missing)
 
@@ -331,15 +332,15 @@ def menu_of(
     missing: Optional[Missing] = None,
     keeps_fastest: bool = False,
 ) -> Menu:
-    """The plans that were evaluated and that no other beats.
+    """The evaluated plans that no other beats.
 
-    Or budget 1's before those, if that is kept in any case.
+    With ``keeps_fastest``, budget 1's comes first, even if another beats it.
     """
     model = plans.graph
     found = _footprints(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     fastest = found[0].storages
-    # Of equals, that of budget 1.
+    # Of equally cheap ones, budget 1's first.
     best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
     if keeps_fastest:
         best = found[:1] + [plan for plan in best if plan.storages != fastest]
@@ -352,7 +353,7 @@ def menu_of(
 
 
 def _model(joint: Planner, missing: Optional[Missing]) -> Program:
-    """The model of a graph whose calls miss something."""
+    """The model of a graph whose calls lack what is ``missing``."""
     if missing is None:
         return model_of(joint)
     return model_of(joint, without(missing, joint.model, joint))
@@ -366,9 +367,9 @@ def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
 
 
 def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
-    """The plans that were evaluated."""
+    """The footprints of all evaluated plans."""
     model = plans.graph
-    # Where several are in one storage, the first.
+    # Of several outputs in one storage, the first.
     returned = dict(reversed([*storages_returned(joint, model)]))
     found = []
     for storages, evaluation in plans.evaluations.items():

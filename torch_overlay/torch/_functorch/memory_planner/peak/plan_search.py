@@ -1,19 +1,19 @@
-"""The plans of a joint graph that trade its peak for recomputation best.
+"""Finds the plans of a joint graph that best trade its peak against recomputation.
 
 Where little is saved, the first step of the backward repeats a long stretch of the
-forward, all of which stays live: the peak rises again, above that of no budget at all.
-Peaks are those of :mod:`.graph.liveness`, or, where inductor compiles the graphs, those of
-:mod:`.graph.kernels`: without parameters and inputs, which no plan changes.
+forward, all of which stays live: the peak rises above that without any budget.  Peaks
+are those of :mod:`.graph.liveness`, or of :mod:`.graph.kernels` where inductor compiles
+the graphs: without parameters and inputs, which no plan changes.
 
-The search, on integers alone and without a min cut of its own:
+The search uses integers alone and no min cut of its own:
 
 1.  *Checkpoints* at narrow places of the forward (:mod:`.peak.chains`).
 2.  *Items.*  What a segment repeats may be saved as well, which adds to the peaks of
-    the segments whose turn comes earlier.  Items join by falling cost per byte where
-    these have room.
-3.  Every plan, those of upstream's min cuts too, is evaluated on the whole graph.  Those
-    that no other beats in both peak and cost are the curve.  It does not depend on the
-    budget, so a smaller one never has a higher peak.
+    the segments whose turn comes earlier.  Items are added by falling cost per byte
+    while these have room.
+3.  Every plan, including those of upstream's min cuts, is evaluated on the whole graph.
+    Those that no other beats in both peak and cost are the curve.  It does not depend
+    on the budget, so a smaller budget never leads to a higher peak.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ __all__ = [
     "search",
 ]
 
-# Peaks, between the floor's and that of budget 1, for which items are added.
+# How many target peaks, from the floor to that of budget 1, items are added for.
 _TARGET_PEAKS = 24
-# Peaks above the lowest, as a factor, for which the fewest checkpoints are sought.
+# Multiples of the lowest peak within which the checkpoints that save least are sought.
 _SLACKS = (1.1, 1.3, 1.7, 2.5)
 # Budgets of saved bytes whose knapsacks become plans.
 _BUDGETS = [k / 48 for k in range(48)]
-# By which share of it the checkpoints of a graph may raise its floor without a word.
+# The share by which a user's checkpoints may raise a graph's floor without a warning.
 _WORSE = 0.01
-# How often the lowest plans are changed in one value, how many plans in how many values,
-# and the share gained below which that ends.
+# Rounds of changing the lowest plans by one value, plans changed per round, values
+# tried per plan, and the share that a round has to gain for there to be another.
 _ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
 
 
 def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
-    """What a graph holds: inductor's kernels, or its ``operators`` one by one.
+    """The model of a graph: inductor's kernels, or its ``operators`` one by one.
 
-    Raises CannotPlan where it runs bodies, and nobody knows what they hold.
+    Raises CannotPlan where it runs bodies whose live bytes are unknown.
     """
     operators = graph.model if operators is None else operators
     for each in operators.with_bodies:
@@ -80,7 +80,7 @@ def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
 
 
 def plans_of(graph: Planner, calls: int = 1) -> Plans:
-    """The plans of a graph, as `search` finds them where so many calls wait at once."""
+    """The plans that `search` finds for a graph of which ``calls`` wait at once."""
     model = model_of(graph)
     plans = Plans(model, rerun_costs(model, graph), calls)
     search(plans, graph, graph.fastest())
@@ -88,7 +88,7 @@ def plans_of(graph: Planner, calls: int = 1) -> Plans:
 
 
 def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
-    """Warn where checkpoints that a user has set within a graph raise its floor."""
+    """Warn if the checkpoints that a user has set within a graph raise its floor."""
     fixed = {
         node: node.meta.pop("recompute")
         for node in graph.joint.nodes
@@ -118,8 +118,9 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
 def rerun_costs(model: Program, graph: Planner) -> list[float]:
     """What it costs to repeat each operator of a graph's model, by its estimator.
 
-    As for the knapsack, only what a min cut does not recompute freely has a cost, which
-    is the same.  But "roofline" charges all bytes, and "flops" all that is not fused.
+    As in the knapsack, and at the same cost, this charges only for what a min cut does
+    not recompute freely.  But "roofline" charges for all operators, and "flops" also
+    for all that are not fused.
     """
     estimator, (_, expensive) = graph.ask.estimator, graph.cheapest_cut()
     if estimator == "roofline":
@@ -136,10 +137,9 @@ def rerun_costs(model: Program, graph: Planner) -> list[float]:
 
 
 def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
-    """Evaluate a graph's plans for many peaks; the first is that of budget 1.
+    """Evaluate plans for many peaks; the first, budget 1's, saves the ``fastest``.
 
-    That saves the ``fastest``.  Some hundred evaluations, and O(places * _SPAN) for
-    dynamic programming.
+    Takes a few hundred evaluations, and O(places * _SPAN) for dynamic programming.
     """
     graph, items = plans.graph, joint.items
     cheapest, _ = joint.cheapest_cut()
@@ -155,12 +155,12 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
             if chosen is not None:
                 bases.append(chain.storages(chosen))
     if not graph.is_fused:
-        # What is lowest by estimates alone is often not when it is compiled.
+        # Not for kernels: what is lowest by estimates often is not when compiled.
         plans.evaluate([*bases, frozenset(), *of_knapsacks(items)])
         bases.append(_refined(plans))
     evaluated = plans.evaluate(bases)
     top, floor = plans.peaks[bases[0]], plans.floor
-    # Closer to each other at the floor, where a little room buys most.
+    # Closer together near the floor, where a little room gains most.
     targets = [
         floor + math.floor((top - floor) * (k / _TARGET_PEAKS) ** 1.5)
         for k in range(_TARGET_PEAKS)
@@ -172,7 +172,7 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
 
 
 def of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
-    """What many budgets of saved bytes save of a graph's items."""
+    """The storages of the items that each of many budgets of saved bytes saves."""
     memory = [float(item.nbytes) for item in items]
     runtimes = [item.runtime for item in items]
     capacities = [math.fsum(memory) * budget for budget in _BUDGETS]
@@ -183,10 +183,10 @@ def of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
 
 
 def _refined(plans: Plans) -> frozenset[int]:
-    """What to save for a peak below the lowest found, by changes of one value at a time.
+    """What to save for a still lower peak, found by changing one value at a time.
 
-    Places and knapsacks choose among plans of some form, which need not hold the lowest.
-    So the lowest few are changed in every round, until that gains nothing.
+    Places and knapsacks yield only plans of a certain form, and the lowest need not be
+    one of them.  So each round changes the lowest few, until that gains too little.
     """
     changed: set[frozenset[int]] = set()
     best = plans.floor
@@ -201,10 +201,10 @@ def _refined(plans: Plans) -> frozenset[int]:
 
 
 def _changed(plans: Plans, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
-    """The plans that save one value less than ``chosen``, one more, or another one.
+    """The plans that save one value less than ``chosen``, one more, or swap one.
 
-    Another one is what it is made of, or what is made of it; one more what is repeated
-    for the step with the peak.
+    A value is swapped for what it is made of or for what is made of it; one is added of
+    those repeated for the step with the peak.
     """
     graph, evaluation = plans.graph, plans.evaluations[chosen]
     saved = frozenset(evaluation.saved - graph.outputs)

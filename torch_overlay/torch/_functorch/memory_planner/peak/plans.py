@@ -17,14 +17,14 @@ __all__ = ["Plans", "undominated"]
 
 
 def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
-    """The points that no other is at most as large as in every number, of equals one.
+    """The indices of the points that no other one equals or beats in every number.
 
-    Their indices, by rising points; of equals the first.  O(n log n) for pairs, for more
-    numbers O(n * points found).
+    They are in ascending order of the points; of equal points, the first counts.
+    O(n log n) for pairs, O(n * points found) for longer points.
     """
     found: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: (points[i], i)):
-        # Of pairs that were found, the last has the least second number.
+        # Of the pairs found so far, the last has the smallest second number.
         rivals = found[-1:] if len(points[i]) == 2 else found
         if not any(all(map(operator.le, points[k], points[i])) for k in rivals):
             found.append(i)
@@ -32,15 +32,15 @@ def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
 
 
 class Plans:
-    """All plans that were evaluated, by the storages to save.
+    """All plans that were evaluated, keyed by the storages to save.
 
-    Each has its ``peaks``, in bytes, and its ``costs``, in the estimator's unit.
+    ``peaks`` are in bytes, ``costs`` in the estimator's unit.
     """
 
     def __init__(self, graph: Program, cost: Sequence[float], calls: int = 1) -> None:
         self.graph = graph
         self.cost = cost
-        # The other calls of the graph only keep what waits for their backward.
+        # The other calls of the graph, which only keep what their backward needs.
         self.waiting = calls - 1
         self.expensive = [op for op, each in enumerate(cost) if each]
         self.peaks: dict[frozenset[int], int] = {}
@@ -88,9 +88,9 @@ class Plans:
     def with_items(
         self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]
     ) -> Iterator[frozenset[int]]:
-        """For each target peak, save more than ``base`` where there is room for it."""
+        """For each target peak, a plan that saves more than ``base`` where it can."""
         graph = self.graph
-        # Peaks between two moments at which something expensive is repeated.
+        # The peak of each stretch that begins where something expensive is repeated.
         peaks = [evaluation.forward_peak]
         items: list[tuple[float, int, int, int, list[int]]] = []
         for live, repeated in zip(evaluation.step_peaks, evaluation.repeated_by_step):
@@ -107,14 +107,14 @@ class Plans:
                 ]
                 size = graph.size(parts)
                 if parts:
-                    # Of equals the latest first: it is saved for the shortest time.
+                    # Of equals, the latest first: it is saved for the shortest time.
                     density = self.cost[op] / max(size, 1)
                     items.append((-density, -op, size, len(peaks) - 1, parts))
         items.sort()
         for target in targets:
             room = [target - peak for peak in peaks]
             chosen = set(base)
-            # From where on there is no room for a size: nor will there be any more.
+            # For each size, the first place where it no longer fits; room only shrinks.
             full: dict[int, int] = {}
             for _, _, size, before, parts in items:
                 if before >= full.get(size, before + 1):

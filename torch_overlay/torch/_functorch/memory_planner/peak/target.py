@@ -4,13 +4,14 @@ With ``config.activation_memory_budget_target = "peak"`` a budget b asks for at 
 
     floor + b * (peak at budget 1 - floor)
 
-where the floor is the lowest peak that was found, and what is then recomputed costs as
-little as was found.  ``config.activation_memory_peak_bytes`` asks for a number of bytes.
-Where inductor compiles the graphs, peaks are estimates, so a plan has to be below what is
-allowed by ``config.activation_memory_peak_margin``, and the floor is as much above that
-found.
+where the floor is the lowest peak found.  Of the plans found within that, the one that
+recomputes most cheaply is used.  ``config.activation_memory_peak_bytes`` asks for a
+number of bytes instead.  Where inductor compiles the graphs, peaks are estimates, so a
+plan has to stay below the allowed peak by ``config.activation_memory_peak_margin``, and
+the floor is raised by that margin.
 
-``config.activation_memory_graph_calls`` calls of the graph keep what they save at once.
+``config.activation_memory_graph_calls`` is how many calls of the graph keep what they
+save at the same time.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ CALLS = {0: (1,)}
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """A request for a peak: a share of those that can be reached, or ``limit`` bytes.
+    """A request for a peak: ``limit`` bytes, or a share of the range within reach.
 
-    ``calls`` of the graph keep what they save at once, and by the share ``margin``, an
-    estimate for inductor's kernels may be too low.
+    ``calls`` of the graph keep what they save at the same time, and estimates for
+    inductor's kernels may be too low by the share ``margin``.
     """
 
     budget: float
@@ -48,10 +49,10 @@ class PeakBytes:
     margin: float = 0.0
 
     def decide(self, graph: Planner) -> Decision:
-        """The cheapest plan that is sure to be below the peak.
+        """The cheapest plan that is sure to stay within the peak.
 
-        Warns where the lowest found is above the limit.  Raises as :func:`.graph.liveness.read`
-        does.
+        Warns where the lowest found is above the limit.  Raises as
+        :func:`.graph.reading.read` does.
         """
         menu = self.menu(graph)
         curve = self.curve(graph, menu)
@@ -61,19 +62,19 @@ class PeakBytes:
         return decision
 
     def menu(self, graph: Planner) -> Menu:
-        """The plans of a graph, for any number of budgets; the first is budget 1's."""
+        """The plans of a graph, for any budget; the first is budget 1's."""
         plans = plans_of(graph, self.calls)
         if self.limit is not None or self.budget < 1:
             compare_with_no_checkpoints(graph, plans)
         return menu_of(graph, plans, keeps_fastest=True)
 
     def curve(self, graph: Planner, menu: Menu) -> Curve:
-        """Those of the menu that no other beats in both peak and cost."""
+        """The menu's plans that no other beats in both peak and cost."""
         margin = self.margin * graph.fused
         return Curve({0: menu}, CALLS, self.moments(menu), margin)
 
     def moments(self, menu: Menu) -> Moments:
-        """Those of a step of one call, beside others that wait for their backward."""
+        """The moments of a one-call step, beside calls that wait for their backward."""
         waiting = [Held(0, 0, "kept", self.calls - 1)] if self.calls > 1 else []
         return {
             frozenset([*waiting, Held(0, 0, "forward")]): 0,
@@ -81,14 +82,14 @@ class PeakBytes:
         }
 
     def allowed(self, curve: Curve) -> int:
-        """The bytes that are allowed of what these plans can reach."""
+        """The allowed peak in bytes: the limit, or a share of what plans can reach."""
         return curve.allowed(self.budget) if self.limit is None else self.limit
 
     def decision(self, graph: Planner, curve: Curve, plan: Choice) -> Decision:
-        """What one of the plans means for the graph."""
+        """The decision about the graph that one of the plans stands for."""
         menu = curve.graphs[0]
         if graph.fused and plan.choices == curve.unbudgeted.choices:
-            # Kernels also depend on the nodes that keep a storage, operators do not.
+            # Unlike operators, kernels also depend on which nodes keep a storage.
             saved = graph.fastest()
         else:
             saved = menu.saved_values(plan.only)

@@ -1,1 +1,1 @@
-"""What people read about plans: of one graph, and of a step."""
+"""Readable reports of plans: of one graph, and of a step."""

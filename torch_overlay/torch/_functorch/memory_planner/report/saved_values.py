@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
 
-# Where a forward has its plan until it is compiled.
+# The key in a forward's meta that has its plan until it is compiled.
 _PLAN = "activation_memory_plan"
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -52,8 +52,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 class PlannedValue:
     """One node of the forward: saved for the backward, or computed again there.
 
-    ``shape`` holds symbols as their names; of several results, it and ``dtype`` are the
-    first one's and ``nbytes`` is for all.  ``runtime`` is that of an item of the knapsack,
+    ``shape`` has symbols by name.  Of several results, ``shape`` and ``dtype`` are the
+    first one's, ``nbytes`` is for all.  ``runtime`` is that of an item of the knapsack,
     ``source`` the innermost line of the user's code.  ``why`` is "input" (or a view of
     one), "user" (a checkpoint policy), or what decided: "knapsack", "min cut", ...
     """
@@ -70,10 +70,10 @@ class PlannedValue:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided about a graph, for people; runtimes are in the ``runtime_unit``.
+    """What was decided about a graph, for people; runtimes are in ``runtime_unit``.
 
-    Recomputed views are not listed, as they cost nothing; :class:`.Decision` says what
-    the rest means.
+    Recomputed views are not listed, as they cost nothing; :class:`.Decision` explains
+    the other fields.
     """
 
     graph: str
@@ -89,12 +89,12 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Size of all saved tensors, inputs included; aliases count each."""
+        """Size of all saved tensors, inputs included; each alias counts."""
         return sum(value.nbytes for value in self.saved)
 
     @property
     def used(self) -> Optional[float]:
-        """The share of the range that is really saved, to compare with ``budget``."""
+        """The share of the range that is actually saved, to compare with ``budget``."""
         if self.limits is None or self.limits.low == self.limits.high:
             return None
         return self.limits.budget(self.activation_bytes)
@@ -142,7 +142,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
     def fixed_by_checkpoints(self) -> str:
-        """What no budget changes, as checkpoint policies ask for it; empty if nothing."""
+        """What checkpoint policies fix, whatever the budget; empty if nothing."""
         parts = []
         for what, values in (("saved", self.saved), ("recomputed", self.recomputed)):
             fixed = [value.nbytes for value in values if value.why == "user"]
@@ -170,7 +170,7 @@ class Plan:
         return f"{runtime / 1000**power:.4g} {' kMGTP'[power].strip()}FLOP"
 
 
-# A model with some graph breaks, not a whole sweep.
+# Enough for a model with a few graph breaks, not for a whole sweep.
 recent_plans: deque[Plan] = deque(maxlen=16)
 
 
@@ -180,7 +180,7 @@ def plans() -> list[Plan]:
 
 
 def last_plan() -> Plan:
-    """The plan of the graph compiled last, or of that compile if it was cached.
+    """The plan of the graph that was last compiled or loaded from a compile cache.
 
     Raises LookupError where there is none.
     """
@@ -193,10 +193,10 @@ def last_plan() -> Plan:
 
 
 def keep_plan(forward: GraphModule, metadata: Any) -> None:
-    """Make the plan of a graph that is about to be compiled the last one.
+    """List the plan of a graph that is about to be compiled as the last one.
 
-    A cache keeps it with ``metadata``, the graph's ViewAndMutationMeta.  Those of nested
-    regions come before it.
+    The plans of nested regions come before it.  Caches keep it with ``metadata``, the
+    graph's ViewAndMutationMeta.
     """
     for module in reversed([*forward.modules()]):
         plan = getattr(module, "meta", {}).pop(_PLAN, None)
@@ -207,14 +207,14 @@ def keep_plan(forward: GraphModule, metadata: Any) -> None:
 
 
 def kept_plan(metadata: Any) -> Optional[Plan]:
-    """What `keep_plan` or a cache left with a graph's ViewAndMutationMeta."""
+    """The plan that `keep_plan` or a cache left with a graph's ViewAndMutationMeta."""
     return getattr(metadata, "activation_memory_plan", None)
 
 
 def replace_plan(old: Optional[Plan], new: Optional[Plan]) -> None:
-    """List a plan as the last, if any, in the place of an earlier one of its graph."""
+    """Drop an earlier plan of a graph, and list the new one, if any, as the last."""
     for plan in (old, new):
-        # By identity: other graphs may have equal ones.
+        # By identity, as other graphs may have equal plans.
         places = (at for at, each in enumerate(recent_plans) if each is plan)
         at = next(places, None)
         if at is not None:
@@ -224,14 +224,14 @@ def replace_plan(old: Optional[Plan], new: Optional[Plan]) -> None:
 
 
 def keep_peak(peak: Peak, metadata: Any) -> None:
-    """Let the plan that `keep_plan` left with ``metadata`` have another peak."""
+    """Replace the peak of the plan that `keep_plan` left with ``metadata``."""
     kept: Any = kept_plan(metadata)
     metadata.activation_memory_plan = replace(kept, peak=peak)
     replace_plan(kept, metadata.activation_memory_plan)
 
 
 def recall_plan(metadata: Any) -> None:
-    """Take the plan of a graph from the compile cache for that of the last one."""
+    """List the plan of a graph from the compile cache as the last one."""
     plan = kept_plan(metadata)
     if plan is not None:
         if plan.peak is not None:
@@ -245,7 +245,7 @@ def print_saved_values(
     """Print what a plan saves and recomputes, and why.
 
     ``plan`` is one of :func:`plans`, by default the last; where there is none, a line
-    says why.  Values that differ in nothing but their name share a row.
+    says why.  Values that differ only in name share a row.
     """
     try:
         text = (plan or last_plan()).format()
@@ -262,13 +262,13 @@ def attach_plan(
     backward: GraphModule,
     num_fwd_outputs: int,
 ) -> None:
-    """Describe how a joint graph was split, for `keep_plan`, and trace it.  O(nodes)."""
+    """Describe a joint graph's split, for `keep_plan` and the trace.  O(nodes)."""
     placeholders = forward.graph.find_nodes(op="placeholder")
     inputs = set(map(get_node_storage, placeholders)) - {None}
     solved, names = decision.knapsack, [node.name for node in decision.items]
     runtimes = dict(zip(names, solved.runtimes)) if solved else {}
     kept = {names[i] for i in solved.saved} if solved else set()
-    # How the names of checkpoint policies end that ask for it.
+    # How checkpoint policies that ask for recomputing, or for saving, end.
     asks = "_RECOMPUTE", "_SAVE"
 
     def describe(node: Node, is_saved: bool) -> PlannedValue:
@@ -278,7 +278,7 @@ def attach_plan(
         elif str(node.meta.get("recompute")).endswith(asks[is_saved]):
             why = "user"
         elif solved and (node.name not in runtimes or (node.name in kept) != is_saved):
-            # It settles what the knapsack did not.
+            # A min cut settles what the knapsack did not.
             why = "min cut"
         return _described(node, why, runtimes.get(node.name))
 
@@ -341,7 +341,7 @@ def _described(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
     )
 
 
-# Traces repeat for thousands of nodes.
+# Thousands of nodes may have the same trace.
 @functools.lru_cache(maxsize=4096)
 def _source(trace: Optional[str]) -> Optional[str]:
     """The innermost frame of a stack trace that is not torch's own, in one line."""

@@ -1,4 +1,4 @@
-"""What the plan of a training step is to hold, as data, as text and as a plot."""
+"""What a training step holds by its plan, as data, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ __all__ = ["GraphUse", "Moment", "StepSummary", "summary_of"]
 class GraphUse(NamedTuple):
     """A graph in a step, and its plans: bytes, and cost in the estimator's unit.
 
-    ``calls`` is how many a step makes.  Of those that wait for their backward at once,
-    the one in slot k keeps ``kept[k]`` bytes and has ``transient[k]`` more live while it
-    runs.
+    ``calls`` is how many a step makes.  A call in slot k keeps ``kept[k]`` bytes for
+    its backward and has up to ``transient[k]`` more live while it runs.
     """
 
     name: str
@@ -44,13 +43,14 @@ class Moment(NamedTuple):
     """What is live at a moment of a step, in bytes beyond those that it starts with.
 
     Args:
-        what: what runs: the forward or backward of a graph, or eager code; of a backward,
-            at which module or function it holds most, operator by operator.
-        saved: of graphs whose backward is to come.
+        what: what runs: the forward or backward of a graph, or eager code; for a
+            backward also where it holds most (a module or function), operator by
+            operator.
+        saved: kept for backwards that have not finished.
         transient: of the graph that runs, beyond that.
         gradients: of the parameters.
         persistent: of what else the step leaves behind, such as an optimizer's states,
-            or resizes, as gathered shards.
+            or resizes, such as gathered shards.
         other: of all else that eager code makes.
     """
 
@@ -73,14 +73,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What a step's plan is to keep to: bytes, and cost in the estimator's unit.
+    """The figures of a step's plan: bytes, and cost in the estimator's unit.
 
-    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest plans
-    that repeat nothing expensive, as those of budget 1 do.  They are beyond the ``given``
-    bytes that are there when a step starts, ``parameters`` and ``optimizer_states`` among
-    them, but for a budget of ``device_bytes``, which means all.  ``work`` is what graphs compute without a budget, 0 where it is unknown,
-    and ``source`` what the figures are.  ``moments`` are
-    in the order in which they were first seen, ``at_floor`` is the peak of the floor.
+    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest
+    plans that, like those of budget 1, repeat nothing expensive.  Peaks do not count
+    the ``given`` bytes that are live when a step starts, ``parameters`` and
+    ``optimizer_states`` among them, except under ``device_bytes``, which count all.
+    ``work`` is what the graphs compute without a budget, 0 if unknown, and ``source``
+    where the figures come from.  ``moments`` are in the order in which they were first
+    seen, ``at_floor`` is the moment of the floor's peak.
     """
 
     allowed: int
@@ -103,17 +104,17 @@ class StepSummary:
 
     @property
     def more_work(self) -> str:
-        """What is computed again, by what is without a budget; empty if not known."""
+        """Recomputation as a share of the work without a budget; empty if unknown."""
         return f"{self.cost / self.work:.1%} more work" if self.work else ""
 
     @property
     def headline(self) -> str:
-        """Its bytes, those that are allowed, and what it costs."""
+        """The predicted and the allowed peak, and what is recomputed."""
         peak, allowed = map(format_bytes, (self.predicted_peak, self.allowed))
         return ", ".join(filter(None, (f"{peak} of {allowed}", self.more_work)))
 
     def lines(self, measured_peak: Optional[int], is_in_all: bool) -> list[str]:
-        """The plan for people; what a device has counted, and what bytes are beyond."""
+        """The plan as text; ``is_in_all`` says that peaks count the ``given`` bytes."""
         peaks = self.predicted_peak, self.allowed, self.floor, self.unbudgeted
         sizes = [format_bytes(nbytes) for nbytes in peaks]
         what = "in all" if is_in_all else "beyond what is live at step start"
@@ -136,7 +137,7 @@ class StepSummary:
         ]
 
     def table(self) -> Iterator[str]:
-        """The graphs and what their calls hold, in lines."""
+        """The graphs and what their calls hold, as lines of text."""
         table = [("graph", "calls", "at once", "saved per call", "extra while running")]
         for use in self.graphs:
             name, calls = use.name, str(use.calls)
@@ -148,7 +149,7 @@ class StepSummary:
         return ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
     def draw(self, title: str, path: str) -> None:
-        """Live bytes by kind over the step; ImportError where there is no matplotlib."""
+        """Plot live bytes by kind.  Raises ImportError if there is no matplotlib."""
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
 
@@ -183,7 +184,7 @@ def summary_of(
 ) -> StepSummary:
     """The summary of a plan for a step with these moments; see :class:`StepSummary`.
 
-    Peaks have ``beyond`` more.
+    ``beyond`` is added to all peaks.
     """
     describe = functools.partial(_moments, curve=curve, moments=moments, graphs=graphs)
     plans = [graph.plans for graph in graphs.values()]
@@ -207,7 +208,7 @@ def summary_of(
 
 
 def _source_of(plans: Sequence[Menu]) -> str:
-    """What figures for these graphs are: no more than is known of each one."""
+    """Where figures come from, claiming no more than is true of each of the graphs."""
     if all(each.told for each in plans):
         return "told by its compiles"
     if any(each.told for each in plans):
@@ -243,7 +244,7 @@ def _moments(
     moments: Mapping[frozenset[Held], Bytes],
     graphs: Mapping[int, Graph],
 ) -> Iterator[Moment]:
-    """What is live at each moment by a plan of the curve."""
+    """What is live at each moment under a plan of the curve."""
 
     @functools.cache
     def live(graph: int, what: str, of: Any) -> list[int]:

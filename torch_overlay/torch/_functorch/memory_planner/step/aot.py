@@ -1,4 +1,4 @@
-"""What Dynamo and AOTAutograd say of a graph, and how they call what was made of it."""
+"""Names that Dynamo gives to graphs, and AOTAutograd's calling convention."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = [
 
 
 def boxed_call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A function that takes its last argument, a list, for what AOTAutograd passes it."""
+    """Bind all arguments but the last, which is AOTAutograd's boxed list of inputs."""
     call: Any = functools.partial(function, *arguments)
     call._boxed_call = True
     return call
 
 
 def traced_name() -> Optional[str]:
-    """The class of the module, or the function, that is compiled, if Dynamo tells.
+    """The name of the compiled module's class, or of the function, if Dynamo tells.
 
-    A lambda is named by its place.
+    A lambda is named by its file and line.
     """
     codes = getattr(TracingContext.try_get(), "traced_code", ())
-    # What was called first, and then what that called, as it ended: of a decorated
-    # forward, the last is the one within.
+    # The outermost code comes first, then inlined code as it ended: of a decorated
+    # forward, the wrapped one ends last.
     ordered = (*codes[:1], *reversed(codes[1:]))
     names = [str(getattr(code, "co_qualname", code.co_name)) for code in ordered]
     for name in names:
@@ -57,13 +57,13 @@ def traced_name() -> Optional[str]:
 
 
 def boxed(compiled: Any) -> Any:
-    """What a compiler returned, as a function of a list."""
+    """A compiler's result as a function that takes its inputs in one list."""
     is_boxed = getattr(compiled, "_boxed_call", False)
     return compiled if is_boxed else make_boxed_func(compiled)
 
 
 def marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """A compiler whose results are called by ``run``."""
+    """The same compiler, with its results called through ``run``."""
 
     def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
         return boxed_call(run, boxed(compile_graph(graph, inputs)))
@@ -72,7 +72,7 @@ def marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
 
 
 def storages_of(values: Iterable[Any]) -> list[Any]:
-    """References to the storages of each tensor, None for what is none."""
+    """A weak reference to the storage of each tensor; None for any other value."""
     return [
         weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
         for each in values

@@ -1,4 +1,4 @@
-"""A backward that a step compiles again where calls do not get all of its tangents."""
+"""A backward that a step recompiles for calls that do not get all of its tangents."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["Backward"]
 class Backward:
     """A compiled backward, also for calls that miss some of the tangents.
 
-    As of an output that the caller drops.  Autograd would make zeros for the backward to
-    add, as large as the output.
+    They do where the caller drops an output.  Autograd would pass zeros as large as the
+    output, for the backward to add.
     """
 
     _boxed_call = True
@@ -42,14 +42,14 @@ class Backward:
         absent: frozenset[int],
         as_traced: Callable[[], Any],
     ) -> None:
-        """Compile what runs where these tangents are absent."""
+        """Compile the variant for calls without the ``absent`` tangents."""
         self._compile_graph, self._as_traced = compile_graph, as_traced
-        # What is compiled may be changed.
+        # Compiling may change the module.
         self._module, self._inputs = copy_of(module), inputs
         placeholders = module.graph.find_nodes(op="placeholder")
         self.tangents = [i for i, node in enumerate(placeholders) if _is_tangent(node)]
         self._runs: dict[frozenset[int], Callable[..., Any]] = {}
-        # For these, the backward needs zeros.
+        # Sets of absent tangents that have to be replaced by zeros.
         self._needed: set[frozenset[int]] = set()
         self._context = TracingContext.try_get()
         self._metadata = getattr(self._context, "fw_metadata", None)
@@ -63,7 +63,7 @@ class Backward:
         try:
             _drop_tangents(module, [self.tangents[at] for at in absent])
         except Exception as error:
-            # Such as a size that only the tangent itself tells.
+            # For example, only the tangent itself tells a size.
             log.debug("a backward needs zeros for %s", absent, exc_info=error)
             self._needed.add(absent)
             module, absent = copy_of(self._module), frozenset()
@@ -73,15 +73,15 @@ class Backward:
     def _compile_again(self, absent: frozenset[int]) -> None:
         with self._as_traced():
             if self._context is not None:
-                # Another plan may have been compiled since.
+                # Compiling another plan may have replaced it.
                 self._context.fw_metadata = self._metadata
             self._compile(copy_of(self._module), absent)
 
     def complete(self, args: list[Any], number: Callable[[Any], int]) -> frozenset[int]:
-        """Make the zeros that a call misses and cannot run without.
+        """Fill in zeros for the absent tangents that a call cannot run without.
 
-        ``number`` tells what a symbolic size is in the call.  Returns the tangents that
-        it misses still.
+        ``number`` evaluates a symbolic size for the call.  Returns the tangents that
+        are still absent.
         """
         absent = self._absent(args)
         if absent and absent not in self._runs.keys() | self._needed:
@@ -107,7 +107,7 @@ class Backward:
 
 
 def _drop_tangents(module: GraphModule, places: Iterable[int]) -> None:
-    """Let a backward have zeros for these of its inputs, and add none of those.
+    """Replace these inputs of a backward by zeros, and fold the zeros away.
 
     Raises AssertionError or RuntimeError where no other input tells how large they are.
     """
@@ -116,11 +116,11 @@ def _drop_tangents(module: GraphModule, places: Iterable[int]) -> None:
     tangents = [placeholders[place] for place in places]
     if not tangents:
         return
-    # Nothing can be read from those, nor a size.
+    # Without its value, not even a size is read from a tangent.
     values = [tangent.meta.pop("val") for tangent in tangents]
     for tangent, value in zip(tangents, values):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        # Behind the nodes of the sizes.
+        # After the placeholders, as some of them are sizes.
         with graph.inserting_before(placeholders[-1].next):
             size = graph.materialize_symints(value.shape)
             full = torch.ops.aten.full.default

@@ -9,20 +9,20 @@
     ...         optimizer.zero_grad()
     >>> print(budget)
 
-A budget of a graph says little about a step that runs several, or one many times: what
-each call keeps for its backward is live at once.  The first step runs by lean plans and
-is recorded: the calls of each graph, and the bytes that eager code holds meanwhile.  When
-the next starts (or the one after, where the first leaves more behind than gradients),
-:class:`.Curve` chooses one or two plans for each graph, and they are split and
-compiled anew from the joint graphs that were traced.  The second step is recorded, too.
+A budget for one graph says little about a step that runs several, or one many times:
+what each call keeps for its backward is live at once.  The first step runs by lean
+plans and is recorded: the calls of each graph, and the bytes that eager code holds
+meanwhile.  When the next one starts (or the one after, if the first leaves more behind
+than gradients), :class:`.Curve` chooses one or two plans for each graph, and the traced
+joint graphs are split and compiled again.  The second step is recorded, too.
 
-Plans are for the largest calls so far.  A step may make fewer, or smaller ones; where one
-is larger, plans are made for that before it runs.  Where a step makes others, some of the
-next ones are recorded, until those are seen again.
+Plans are for the largest calls so far.  A step may make fewer or smaller ones; a larger
+one is planned for before it runs.  If a step has a new call pattern, some of the next
+steps are recorded, until the pattern recurs.
 
-Only storages on the training device count.  What a kernel allocates for itself does not
-count, nor what an allocator loses to fragmentation, nor the states of a generator that
-random operators are repeated with, of 5 KB each.
+Only storages on the training device count.  What a kernel allocates for itself does
+not, nor what an allocator loses to fragmentation, nor the generator states (5 KB each)
+by which random operators are repeated.
 """
 
 from __future__ import annotations
@@ -63,29 +63,27 @@ log = logging.getLogger(__name__)
 
 __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
-# Sizes that are fixed are a part of each graph: by less, none has yet to grow.
+# Fixed sizes in each graph blur its growth: below this factor, none is due.
 _GROWN = 1.1
 
 
 class StepBudget(Warns):
-    """A bound for the peak of each training step that runs within ``with budget:``.
+    """A bound on the peak of each training step that runs within ``with budget:``.
 
     Args:
-        share: of the way from the step's lowest peak to that without a budget, from 0
-            to 1.
+        share: the bound, from 0 (the step's lowest peak) to 1 (its peak unbudgeted).
         peak_bytes: most live bytes beyond those that are there when the step starts
             (parameters, optimizer states, the batch, gradients that are not None): a
             number, which is rounded down, or text such as "24GiB".
-        device_bytes: most live bytes in all; without any of the three, the memory of the
-            device.
-        strict: whether what would be a warning, that the bound may not be kept, ends the
-            training by a `StepBudgetError` before it can be exceeded.
+        device_bytes: most live bytes in all.  If none of the three is given, the memory
+            of the device.
+        strict: raise a `StepBudgetError` before the bound can be exceeded, instead of
+            warning that it may be.
 
-    ``plan`` is the :class:`StepSummary` of the steps from the second on, None before, and
-    ``measured_peak`` what the device counted in the last of them, as its
-    ``predicted_peak``, None where it does not count.  A pickle or a copy is a new budget
-    with the same arguments, which has learned nothing yet.
-    Raises ValueError for invalid values.
+    ``plan`` is the :class:`StepSummary` of the steps from the second on, None before.
+    ``measured_peak`` is what the device counted in the last of them, as the plan's
+    ``predicted_peak``; None if it does not count.  A pickle or a copy keeps the
+    arguments and nothing that was learned.  Raises ValueError for invalid values.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class StepBudget(Warns):
         device_bytes: Optional[float | str] = None,
         strict: bool = False,
     ) -> None:
-        # A build for GPUs names one even where there is none.
+        # A GPU build of torch names one even on machines that have none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
         asked = one_bound(share=share, peak_bytes=peak_bytes, device_bytes=device_bytes)
@@ -110,9 +108,9 @@ class StepBudget(Warns):
         self.measured_peak: Optional[int] = None
         self.counter = DeviceBytes(self.device)
         self._watch = Watch(self.device_bytes is not None)
-        # Of what is allowed, the bytes that nobody has while no call waits for its backward.
+        # The allowed bytes that are free while no call waits for its backward.
         self._spare = 0
-        # By their numbers; they go with the models that they were compiled for.
+        # By number; graphs die with the models that they were compiled for.
         self.graphs: weakref.WeakValueDictionary[int, Graph] = (
             weakref.WeakValueDictionary()
         )
@@ -120,12 +118,12 @@ class StepBudget(Warns):
             weakref.WeakKeyDictionary()
         )
         self._learned = Learned()
-        # What the last step has recorded, and the bytes that are there when one starts.
+        # What the last step recorded, and the bytes present when a step starts.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
         self._present = Present()
-        # The parameters that the last recorded step has seen.
+        # The parameters that the last recorded step saw.
         self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-        # Whether there are no plans yet for what was learned.
+        # Whether something was learned that is not planned for yet.
         self._is_new = False
         self._recording = Recording()
 
@@ -162,7 +160,7 @@ class StepBudget(Warns):
         if issubclass(kind, torch.OutOfMemoryError) and hasattr(error[0], "add_note"):
             error[0].add_note(str(self))
         if not self.strict:
-            # Which has raised when the step began what is new.
+            # A strict budget has raised already, when the new call began.
             self._check_new(step)
 
     def _check_end(self, step: Step) -> None:
@@ -181,7 +179,7 @@ class StepBudget(Warns):
                 self._recording.again(1)
 
     def _check_new(self, step: Step) -> None:
-        """Warn where a step was not planned for, and record others like it."""
+        """Warn of a step that was not planned for, and record some of the next ones."""
         new = step.states - self._learned.states - step.passed
         if new and step.recorder is None:
             self._recording.again(MOST_RECORDED)
@@ -197,9 +195,9 @@ class StepBudget(Warns):
         return own
 
     def _check_start(self) -> None:
-        """Whether more is live than when earlier steps began.
+        """Plan for it if more is live than when earlier steps began.
 
-        Eager code may hold more in the step as well, so it is recorded.
+        Eager code may hold more during the step as well, so it is recorded.
         """
         if self.plan is None or self._recording.left or self._is_new:
             return
@@ -207,16 +205,16 @@ class StepBudget(Warns):
         if more:
             given = self._present.given + more
             self._present = self._present._replace(given=given)
-            # Of a step's own bytes these are none.
+            # Only a bound for the device counts these: they are not a step's own bytes.
             self._is_new = self.device_bytes is not None
             self._recording.again(1)
 
     def was_compiling(self) -> None:
-        """What is live as steps begin is another number from here on."""
+        """Forget what was live as steps began: compiling changes that."""
         self._watch.was_compiling()
 
     def _check(self, step: Step, recorder: Recorder) -> None:
-        """Let the next step be planned by this one, where it tells enough."""
+        """Keep a recorded step for the next plan, and warn of what it lacks."""
         if recorder.error is not None:
             self._learned.states |= step.states
             raise recorder.error
@@ -236,7 +234,7 @@ class StepBudget(Warns):
             self._check_peak(StepTimeline(recorder, given=recorder.existing))
 
     def _check_training(self) -> None:
-        """Warn where no step trains."""
+        """Warn if no recorded step had a backward so far."""
         if is_trained(self._learned.states):
             return
         if self._recording.end_without_backward() and not self.reasons:
@@ -246,7 +244,7 @@ class StepBudget(Warns):
             )
 
     def _check_peak(self, step: StepTimeline) -> None:
-        """Warn where a recorded step held more than is allowed."""
+        """Warn if a recorded step held more than is allowed."""
         graphs = {n: self.graphs[n] for n in step.calls if n in self.graphs}
         plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
         choices = {n: self._choices.get(graph, ()) for n, graph in graphs.items()}
@@ -255,9 +253,9 @@ class StepBudget(Warns):
         check_held(beyond + step.peak(plans, choices), summary, self)
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:
-        """Whether there may be so much more than plans are for, besides what is allowed.
+        """Whether so many bytes that no plan counts are acceptable.
 
-        While calls wait for their backwards, that is next to nothing.
+        While calls wait for their backwards, next to none are.
         """
         plan = self.plan
         if plan is None:
@@ -265,12 +263,12 @@ class StepBudget(Warns):
         return nbytes <= (OVER * plan.allowed if while_waiting else self._spare)
 
     def check_live(self) -> None:
-        """Warn where more is live than is allowed at any time."""
+        """Warn if more is live now than is allowed at any time."""
         if self.plan is not None:
             self._watch.check_live(self.counter.live(), self.plan, self)
 
     def _learn(self, recorder: Recorder, states: set[State]) -> None:
-        # What only garbage holds is not there in the next step.
+        # What only garbage holds will be gone in the next step.
         gc.collect()
         timeline = StepTimeline(recorder)
         self._leaves = weakref.WeakSet(recorder.leaves)
@@ -297,7 +295,7 @@ class StepBudget(Warns):
         self._present = Present(*map(max, self._present, seen))
 
     def warn_of(self, state: State) -> None:
-        """That a step was not planned for, as it had this state."""
+        """Warn that a step was not planned for, because of this new state."""
         what = self._learned.what_is_new(state)
         self.warn(
             f"a step had {what}, and no recorded one had; from there on it ran by lean "
@@ -307,7 +305,7 @@ class StepBudget(Warns):
         )
 
     def graph_like(self, signature: Any) -> Optional[Graph]:
-        """The graph of this step that has been compiled for another size."""
+        """The same graph, compiled for another size, or None."""
         return next((g for g in self.graphs.values() if g.signature == signature), None)
 
     def _measure(self, step: Step) -> None:
@@ -323,8 +321,8 @@ class StepBudget(Warns):
     def make_plan(self, is_growing: bool = False) -> None:
         """Choose plans for what was learned, and for the largest calls so far.
 
-        Where these are being made as one of them ``is_growing``, for as large ones of the
-        other graphs, which come later in the step.
+        If one ``is_growing``, calls of the other graphs later in the step are expected
+        to grow as much.
         """
         self.measured_peak = None
         self.was_compiling()
@@ -333,11 +331,11 @@ class StepBudget(Warns):
         for number, graph in graphs.items():
             graph.expect(learned.missing(number))
         growth = learned.growth(graphs) if is_growing else {}
-        # Unless they have grown by the next step, plans are for what they are.
+        # If they have not grown by the next step, it is planned anew for their sizes.
         self._is_new = any(factor > _GROWN for factor in growth.values())
 
         def compile_plans(plans: Iterable[Choice]) -> None:
-            """By each plan, what ran last."""
+            """Compile what ran last of each graph, by each plan."""
             for plan in plans:
                 for number, graph in graphs.items():
                     compiled = graph.current()
@@ -362,7 +360,7 @@ class StepBudget(Warns):
     def _warn_of_workspaces(
         self, graphs: Mapping[int, Graph], plan: StepSummary
     ) -> None:
-        """Tell what no plan counts, where that is measured."""
+        """Warn of convolutions' workspaces on a CPU, which no plan counts."""
         if self.device.type == "cpu":
             most = max((graph.workspace for graph in graphs.values()), default=0)
             if most > OVER * plan.predicted_peak:
@@ -384,7 +382,7 @@ class StepBudget(Warns):
         return "\n".join([*lines, *self.reasons])
 
     def plot(self, path: str) -> None:
-        """Draw what is live over the step, by kind, into a file that matplotlib knows.
+        """Plot what is live over the step, by kind, to a file of a matplotlib format.
 
         Raises RuntimeError before there is a plan, ImportError without matplotlib.
         """
@@ -394,7 +392,7 @@ class StepBudget(Warns):
 
 
 def _memory_of(accelerator: Optional[torch.device]) -> int:
-    """The bytes that an accelerator has; ValueError where there is none."""
+    """The bytes of an accelerator's memory.  Raises ValueError without one."""
     if accelerator is None:
         raise ValueError("no accelerator found: pass share, peak_bytes or device_bytes")
     total: int = torch.get_device_module(accelerator).mem_get_info()[1]

@@ -1,7 +1,7 @@
 """The calls that a training step makes of its compiled graphs.
 
-A :class:`Step` is one run of a step.  It gives each call its slot and its plan, and notes
-what happens as :class:`State`, by which steps are compared.
+A :class:`Step` is one run of a step.  It gives each call its slot and its plan, and
+notes each event as a :class:`State`, by which steps are compared.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ __all__ = [
     "strided",
 ]
 
-# By which scales may differ that are the same.
+# Scales that differ by a smaller factor are the same.
 _ROUNDED = 1 + 1e-6
 
 
 class Budget(Protocol):
-    """What a step needs of the :class:`.StepBudget` that it is run by."""
+    """What a step needs of its :class:`.StepBudget`."""
 
     device: torch.device
     strict: bool
@@ -81,7 +81,7 @@ class Budget(Protocol):
 
 
 class Compiled(Protocol):
-    """What a graph needs of what it was compiled to, which can be compiled again."""
+    """What a :class:`Graph` needs of a :class:`.CompiledGraph`."""
 
     def compile(self, plans: Iterable[int], budget: Budget) -> None: ...
 
@@ -89,12 +89,12 @@ class Compiled(Protocol):
 
 
 class State(NamedTuple):
-    """An event of a call, and what tells apart the calls that wait meanwhile.
+    """An event of a call, with a hash of the calls that wait meanwhile (``waiting``).
 
-    ``kind`` is "F" or "B", as its forward or backward begins, or "I", as a call begins
-    of a graph that has no backward.  The ``slot`` of such a call is how many earlier ones
-    have left something, and its ``size`` how large it was at most.  The ``graph`` is its
-    number.
+    ``kind`` is "F" or "B" where a forward or backward begins, or "I" where a call of a
+    graph without a backward begins.  The ``slot`` of the latter is the number of
+    earlier calls whose results are still there, its ``size`` the largest so far.
+    ``graph`` is the graph's number.
     """
 
     kind: str
@@ -114,35 +114,35 @@ def is_trained(states: Iterable[State]) -> bool:
 
 
 def slots_of(states: Iterable[State]) -> set[tuple[int, int]]:
-    """Which graphs were called, and how often at once."""
+    """The graphs that were called, and their slots."""
     return {(state.graph, state.slot) for state in states}
 
 
 @dataclass(eq=False)
 class Call:
-    """A forward that ran and its backward, and the storages that it read and returned."""
+    """A forward that ran, its backward, and the storages that it read and returned."""
 
     graph: Graph
     step: Step
-    # By how much it is larger than the first one of its graph.
+    # How many times as large it is as the first call of its graph.
     scale: float
     slot: int
     keeps_saved: bool
-    # What tells how large a symbolic size is.
+    # Evaluates a symbolic size.
     number: Callable[[Any], int]
     plan: int = 0
-    # What its forward returned: each storage, and the tensor that the caller has of it.
+    # Weak references to what its forward returned: storages, and the caller's tensors.
     returned: list[Any] = field(default_factory=list)
     tensors: dict[int, Any] = field(default_factory=dict)
-    # What its backward does not get, and what is gone by then.
+    # The tangents that its backward does not get, and the outputs gone by then.
     missing: Optional[Missing] = None
     outputs: list[Optional[int]] = field(default_factory=list)
     inputs: list[Optional[int]] = field(default_factory=list)
-    # Kept, so that it tells when the node goes without having run.
+    # Kept for its callback, which tells when the node dies without having run.
     node: Optional[weakref.ref[Any]] = None
 
     def gone(self) -> frozenset[int]:
-        """Which outputs nobody has any more, but for what is saved for the backward."""
+        """The outputs that nobody holds any more, except as saved values."""
         saved = self.graph.plans.plans[self.plan].outputs
         found = set()
         for at, storage in enumerate(self.returned):
@@ -153,9 +153,9 @@ class Call:
 
 
 class Step:
-    """One run of a step, by ``choices`` for the slots of its graphs; may be recorded.
+    """One run of a step, perhaps recorded; ``choices`` are the plans of graphs' slots.
 
-    From the first event on that is not ``known``, calls run by their lean plans.
+    From the first event that is not ``known``, calls run by their lean plans.
     """
 
     def __init__(
@@ -166,36 +166,35 @@ class Step:
         recorder: Optional[Recorder],
     ) -> None:
         self.budget, self.choices, self.recorder = budget, choices, recorder
-        # Every event of a call, with those that waited meanwhile; plans are for the known
-        # ones.
+        # All events so far; plans are for the known ones.
         self.states: set[State] = set()
         self._known, self._is_known = known, True
         # Whether all calls are as large as those that plans are for.
         self.is_largest = True
-        # That whose forward runs.
+        # The call whose forward is running.
         self.call: Optional[Call] = None
-        # Calls without a backward, and the storages that they have returned; those that
-        # plans need not be for, as there is room for them.
+        # Calls without a backward, and the storages that they returned; those that no
+        # plan has to count, as there is room for them.
         self._returned: list[tuple[State, list[weakref.ref[Any]]]] = []
         self.passed: set[State] = set()
-        # Those that something is kept for, and what tells these apart from others.
+        # The calls that something is kept for, and a hash of them.
         self._waiting: set[Call] = set()
         self._key = 0
-        # Gradients are made in the first round, and added to in the others.
+        # Gradients are made in the first round, and accumulated in later ones.
         self._is_first_round = True
-        # The plans of those that a checkpoint runs again, which have to save the same.
+        # The plans of calls that a checkpoint runs again, which must save the same.
         self._checkpointed: dict[Compiled, int] = {}
         self._context = ExitStack()
-        # The step of another budget, within which this one was begun.
+        # The step of another budget within which this one runs.
         self.outer: Optional[Step] = None
 
     def open(self, caller: FrameType) -> None:
         self.caller, self.outer = Caller(caller), running.get()
         running.set(self)
-        # The plans of a step are not those that a cache has for its graphs.
+        # A cached graph would not have the plan of the step.
         self._context.enter_context(config.patch(enable_autograd_cache=False))
         if self.recorder is not None:
-            # What runs without a plan, as a teacher without gradients, is to be counted.
+            # Count what runs without a plan, such as a teacher without gradients.
             told: Any = {"live_bytes_of": str(self.budget.device)}
             self._context.enter_context(inductor_config.patch(told))
             self.recorder.caller = self.caller
@@ -208,7 +207,7 @@ class Step:
         self._context.close()
 
     def begin(self, graph: Graph, scale: float, number: Callable[[Any], int]) -> Call:
-        """A call of a graph starts, which is so many times larger than its first one."""
+        """Start a call of a graph, ``scale`` times as large as its first one."""
         self.is_largest &= scale >= graph.scale / _ROUNDED
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
@@ -220,7 +219,7 @@ class Step:
         return call
 
     def repeated_by(self, compiled: Compiled, call: Call, plan: int) -> int:
-        """The plan of a call: where a checkpoint runs it again, the one that it had."""
+        """The plan of a call: the one it had before, if a checkpoint runs it again."""
         if call.keeps_saved and compiled not in self._checkpointed:
             return plan
         return self._checkpointed.setdefault(compiled, plan)
@@ -228,16 +227,16 @@ class Step:
     def begin_backward(
         self, call: Call, is_retained: bool, absent: frozenset[int]
     ) -> None:
-        # A retained one may run again, with others.
+        # Set each time: a retained backward may run again, with other tangents.
         call.missing = Missing(absent, call.gone()) if absent else None
         self._note("B", call, is_retained)
 
     def begin_alone(
         self, graph: int, name: str, size: int, peak: Optional[int]
     ) -> State:
-        """A call of a graph that has no backward starts; None where its peak is unknown.
+        """Start a call of a graph that has no backward; its ``peak`` may be unknown.
 
-        Where there is room for it, it is only noted in a step that is recorded.
+        If there is room for it, only a step that is recorded notes it.
         """
         left, passed = self._left()
         slot = sum(each.graph == graph for each in left)
@@ -253,13 +252,13 @@ class Step:
         return state
 
     def end_alone(self, state: State, given: set[int], results: Sequence[Any]) -> None:
-        """It has returned what it has made, and perhaps what it was ``given``."""
+        """Note the storages that it returned, except those that it was ``given``."""
         storages = (each.untyped_storage() for each in strided(results))
         made = [weakref.ref(each) for each in storages if each._cdata not in given]
         self._returned.append((state, made))
 
     def _left(self) -> tuple[list[State], int]:
-        """Calls without a backward whose results are there; the bytes of those passed."""
+        """Calls without a backward whose results live; the bytes of the passed ones."""
         nbytes: dict[int, int] = {}
         left: list[tuple[State, list[weakref.ref[Any]]]] = []
         for state, references in self._returned:
@@ -288,7 +287,7 @@ class Step:
         self.note(State(kind, number, call.slot, name, *waits))
 
     def _check_passed(self) -> None:
-        """See whether something is left by calls that were passed over."""
+        """Note passed calls after all if there is no room for what they left."""
         left, nbytes = self._left()
         if not self.budget.has_room(nbytes, while_waiting=True):
             for state in self.passed.intersection(left):
@@ -297,7 +296,7 @@ class Step:
         self.budget.check_live()
 
     def note(self, state: State) -> None:
-        """Something happens, which was recorded in an earlier step or is new."""
+        """Note an event; strict budgets raise where it was not planned for."""
         self.states.add(state)
         self._is_known = self._is_known and state in self._known
         is_planned = self.recorder is None or self.budget.plan is not None
@@ -305,7 +304,7 @@ class Step:
             self.budget.warn_of(state)
 
     def end(self, call: Call, has_run: bool = False) -> bool:
-        """Nothing is kept for the call any more; whether something was."""
+        """Nothing is kept for the call any more; returns whether something was."""
         is_waiting = call in self._waiting
         if is_waiting:
             self._waiting.discard(call)
@@ -315,7 +314,7 @@ class Step:
         return is_waiting
 
     def _is_checkpointed(self) -> bool:
-        """Whether a checkpoint around the call keeps nothing and runs it again."""
+        """Whether a checkpoint around the call keeps nothing of it and reruns it."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None:
             return False
@@ -338,11 +337,11 @@ class Step:
 
 
 class Graph:
-    """What a step calls, and its plans, for the largest calls that were seen.
+    """A graph that a step calls, and its plans, for the largest calls seen so far.
 
-    It may be compiled several times, for other sizes: ``current`` is that which ran last.
-    ``number`` is AOTAutograd's, of the first of these, ``signature`` what all have in
-    common, and ``lean`` the plan that calls have as long as there is no choice.
+    It may be compiled several times, for other sizes: ``current`` returns the one that
+    ran last.  ``number`` is AOTAutograd's for the first of these, ``signature`` what
+    all have in common, and ``lean`` the plan of calls until one is chosen.
     """
 
     lean: int
@@ -361,14 +360,14 @@ class Graph:
         return workspace_of_convolutions(self.largest.joint.nodes)
 
     def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
-        """Let the plans also be for calls of this size."""
+        """Have the plans cover calls of this size, too."""
         if scale > self.scale:
             self.scale, self.largest = scale, joint
             self.plans, plans = plans, self.plans
         self.plans = self.plans.at_least(plans)
 
     def expect(self, missing: Optional[Missing]) -> None:
-        """Let the plans be for calls that miss this, if they are not."""
+        """Make plans for calls that miss this, unless they are for those already."""
         compiled = self.current()
         if compiled is not None and missing != self.plans.missing:
             plans, self.lean = compiled.plans_for(missing)

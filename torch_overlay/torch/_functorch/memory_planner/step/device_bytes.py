@@ -19,9 +19,9 @@ __all__ = ["DeviceBytes"]
 class DeviceBytes:
     """What is live on a device, and the peak where its allocator counts that as well.
 
-    torch counts what it allocates on accelerators.  On a CPU it does not: there, ``live``
-    is what the C library has handed out to the whole process, which says nothing by
-    itself, but by how much it grows from step to step.  Each call takes microseconds.
+    torch counts what it allocates on accelerators, but not on a CPU: there, ``live`` is
+    what the C library has handed out to the whole process, and only its growth from
+    step to step means anything.  Each call takes microseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class DeviceBytes:
         return self._live() if self._live is not None else None
 
     def begin(self) -> None:
-        """Count a peak from here on."""
+        """Start counting a new peak."""
         if self._counters is not None:
             self._counters.reset_peak_memory_stats(self._device)
 
@@ -57,7 +57,7 @@ class DeviceBytes:
 
 @functools.cache
 def _malloced() -> Optional[Callable[[], int]]:
-    """A function that tells what malloc has handed out; None where there is no glibc."""
+    """A function that returns the bytes malloc has handed out; None without glibc."""
 
     class Info(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO.split()]
@@ -75,7 +75,7 @@ def _malloced() -> Optional[Callable[[], int]]:
     return count
 
 
-# The fields of what mallinfo2 of glibc 2.33 or newer returns.
+# The fields of the struct that mallinfo2 returns, from glibc 2.33 on.
 _MALLINFO = (
     "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 )

@@ -1,7 +1,7 @@
 """The compiled graphs of a training step, and the calls that a step makes of them.
 
-A graph is split and compiled by the lean plan when a step first meets it, and anew, from
-the joint graph that was traced, by each other plan that a call is to run by.
+A graph is split and compiled by the lean plan when a step first meets it, and again,
+from the traced joint graph, by each other plan that a call is to run by.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ __all__ = ["CompiledGraph"]
 
 
 class CompiledGraph:
-    """A joint graph that was compiled in a step, and what was made of it by each plan.
+    """A joint graph that was compiled in a step, and its compiled code by plan.
 
-    Raises CannotPlan where it is not the planner that splits it.
+    Raises CannotPlan where the planner does not split the graph.
     """
 
-    # The graph and its plans for the size that was traced, from the first compile on.
+    # Set by the first compile: the graph, and its plans for the traced size.
     graph: Graph
     plans: Menu
 
@@ -66,47 +66,47 @@ class CompiledGraph:
         self._state, self._capture, self._partition, *self._compilers = arguments
         if not takes_request(self._partition):
             raise CannotPlan("its backend does not partition by the budget")
-        # Partitioned before their caller, each by itself.
+        # Those are partitioned before their caller, each by itself.
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
         self._name = traced_name() or get_aot_graph_name()
         self._is_retained = False
         self._runs: dict[int, Callable[..., Any]] = {}
-        # What runs in the place of each plan, by what compiles have told.
+        # The compiled plan that runs in place of each, given what compiles told.
         self._instead: dict[Any, int] = {}
-        # The plan that it was compiled by at first, and what was made of it.
+        # The plan of the first compile, and its code.
         self._first = 0
         self._first_run: Callable[..., Any]
-        # What `plans()` has of each plan that was compiled, and lists now.
+        # The report of each compiled plan, and the one that `plans()` lists now.
         self._reports: dict[int, Optional[Plan]] = {}
         self._listed: Optional[Plan] = None
-        # The plans that were compiled with a guard against fusions, too.
+        # The plans that were also compiled with fusions guarded.
         self._guarded: set[int] = set()
         self._as_traced = context_of_tracing()
         self._symbols = symbols_in(self._state.flat_args)
-        # By how much more calls of some sizes compute, in bytes, than the graph's first one.
+        # By sizes, how many times the bytes of the graph's first call a call computes.
         self.scales: dict[tuple[int, ...], float] = {}
-        # Of the size that was traced, by that of the graph's first call.
+        # The same for the size that was traced.
         self._scale = 1.0
-        # Storages of fakes are on meta, whatever device those stand for.
+        # Storages of fake tensors are on meta, whatever device they stand for.
         step: Any = running_step()
         device = step.budget.device
         self.device = None if device.type == "meta" else device
 
     def first(self) -> Any:
-        """Compile by the plan of its first call; returns what AOTAutograd wants."""
+        """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
         run, metadata = self._compiled(None)
         self._runs[self._first] = self._first_run = run
         return boxed_call(self._call), metadata
 
     def sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """What the symbols in the graph are in a call."""
+        """The values of the graph's symbols in a call."""
         return sizes_in(args, self._symbols)
 
     def meet(self, sizes: tuple[int, ...]) -> bool:
-        """Have the graph's plans hold for calls of these sizes; whether they did not.
+        """Make the graph's plans cover calls of these sizes; whether they did not.
 
-        As where one has more rows than all before, or fewer of a greater length.
+        They do not if a batch has more rows than all before, or fewer but longer ones.
         """
         self._renew()
         if sizes in self.scales:
@@ -121,7 +121,7 @@ class CompiledGraph:
         return True
 
     def number_for(self, sizes: Sequence[int]) -> Callable[[Any], int]:
-        """What tells how large a symbolic size is, where the graph's symbols are these."""
+        """A function that evaluates a symbolic size, given the symbols' values."""
         return number_for(self._symbols, sizes)
 
     def _call(self, args: list[Any]) -> Any:
@@ -151,7 +151,7 @@ class CompiledGraph:
             step.call = None
 
     def _begin(self, step: Step, args: Sequence[Any]) -> Call:
-        """A call starts, by the plan of its slot."""
+        """Start a call, by the plan of its slot."""
         graph, sizes = self.graph, self.sizes_of(args)
         # It may have been compiled in a step of another budget.
         step.budget.graphs[graph.number] = graph
@@ -167,7 +167,7 @@ class CompiledGraph:
         return call
 
     def _await_backward(self, result: Any, call: Call) -> None:
-        """Let the backward of what was returned find its call, which ends with it."""
+        """Attach the call to its backward's node, and end it when the node dies."""
         step, node = call.step, backward_of(result)
         if node is None:
             step.end(call)
@@ -184,7 +184,7 @@ class CompiledGraph:
         call.node = weakref.ref(node, died)
 
     def _watch(self, results: Iterable[Any], call: Call) -> None:
-        """See when the caller drops what was returned."""
+        """Notice when the caller drops an output."""
         storages = (ref() if ref is not None else None for ref in call.returned)
         places = {id(s): at for at, s in enumerate(storages) if s is not None}
         recorder = call.step.recorder
@@ -203,21 +203,21 @@ class CompiledGraph:
     # -------------------------------------------------------------- its compiles
 
     def _renew(self) -> None:
-        """Take over the graph's plans, where those are for calls that miss others."""
+        """Adopt the graph's plans if they are for calls that miss something else."""
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.sized(self._traced.joint)
             self._runs, self._instead, self._guarded, self.scales = {}, {}, set(), {}
 
     def as_good(self, plan: int) -> int:
-        """What was compiled, and does for calls of this size what a plan may at most.
+        """A compiled plan that holds no more, for calls of this size, than a plan may.
 
-        The plan itself, if nothing was.  Where sizes have graphs of their own, plans are
-        for the largest of them, and another one may be compiled already.
+        The plan itself, if there is none.  Where each size has a graph of its own,
+        plans are for the largest, and another one may be compiled already.
         """
         known = plan, *self.plans.told.items()
         if known not in self._instead:
             most = self.graph.plans.corrected().plans[plan]
-            # One for all sizes has to do for the largest.
+            # A compile for all sizes is judged by the largest.
             own = (self.graph if self._symbols else self).plans.corrected().plans
             compiled = (each for each in sorted(self._runs) if each <= plan)
             good = (each for each in compiled if own[each].holds_no_more(most))
@@ -225,13 +225,13 @@ class CompiledGraph:
         return self._instead[known]
 
     def compile(self, plans: Iterable[int], budget: Budget) -> None:
-        """Compile by plans, where that has not been done, and list the first of them."""
+        """Compile plans that have not been, and list the first one in `plans()`."""
         name, plans = self.graph.name, [*plans]
         self._renew()
         for plan in sorted({*plans}):
             failure = f"{name} keeps its first plan, as another failed to compile"
             if plan not in self._runs:
-                # Unless it compiles.
+                # Replaced if it compiles.
                 self._runs[plan] = self._first_run
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._runs[plan], _ = self._compiled(plan)
@@ -240,19 +240,19 @@ class CompiledGraph:
             if not is_guarded and self.plans.holds_more(plan, margin):
                 self._guarded.add(plan)
                 failure = f"{name} failed to compile with fusions guarded"
-                # What was compiled stays, and is known to hold more.
+                # On failure, what was compiled stays, and is known to hold more.
                 with budget.warn_on_failure(failure, False), self._as_traced():
                     self._compile_guarded(plan)
         self._list(self._reports.get(plans[0]))
 
     def _list(self, report: Optional[Plan]) -> None:
-        """Let this be the one entry of the graph in `plans()`."""
+        """Make this the graph's only entry in `plans()`."""
         if report is not None:
             replace_plan(self._listed, report)
             self._listed = report
 
     def _compile_guarded(self, plan: int) -> None:
-        """Compile without the fusions that raise the peak, and keep what holds less."""
+        """Compile without fusions that raise the peak; keep it if it holds less."""
         before = self.plans.most(plan)
         run, _ = self._compiled(plan, is_guarded=True)
         if self.plans.most(plan) < before:
@@ -263,10 +263,10 @@ class CompiledGraph:
         step = running_step()
         if step is not None:
             step.budget.was_compiling()
-        # Splitting a graph writes down in there what it finds.
+        # Splitting a graph writes into these.
         state, capture = fresh_copy(self._state, self._capture)
-        # Of another plan, what does not compile has to be known before it runs. But the
-        # backward of a graph that is retained is compiled when that is seen.
+        # Whether another plan compiles has to be known before it runs. But where graphs
+        # are retained, the backward is compiled once that is seen.
         is_another = plan is not None and not self._is_retained
         state.aot_config = replace(
             state.aot_config,
@@ -310,7 +310,7 @@ class CompiledGraph:
         if recorder is None:
             results = run(args)
         else:
-            # No name here for what the call is to free.
+            # No local name may keep alive what the call is to free.
             call.inputs = recorder.numbers(tensors_in(args)[: self.plans.primals], True)
             with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
                 results = run(args)
@@ -323,7 +323,7 @@ class CompiledGraph:
         call = node.metadata.get(CALL) if node is not None else None
         step = running_step()
         absent = run.complete(args, call.number) if call is not None else frozenset()
-        # To another step, what is left of one is as eager code.
+        # Another step treats leftover calls as eager code.
         if call is None or step is None or call.step is not step:
             return run(args)
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -341,14 +341,14 @@ class CompiledGraph:
             recorder.numbers(list(results))
         if not is_retained:
             step.end(call, has_run=True)
-            # Who keeps a loss is not to keep the step.
+            # Keeping the loss must not keep the step alive.
             node.metadata.pop(CALL, None)
         return results
 
     # ----------------------------------------------------------------- its plans
 
     def decide(self, joint: Planner, plan: Optional[int]) -> Decision:
-        """What to save by one of the plans, None for that of the first call.
+        """What to save by a plan; None is the plan of the first call.
 
         Raises CannotPlan where the graph has no model.
         """
@@ -359,7 +359,7 @@ class CompiledGraph:
         return joint.saving(saved, joint.budget, "step")
 
     def _find_plans(self, joint: Planner) -> None:
-        """The plans of the graph, or those of the same graph of another size."""
+        """Make the graph's plans, or adopt those of the same graph of another size."""
         self._num_fwd_outputs = joint.num_fwd_outputs
         traced = self._traced = TracedGraph(joint, self._state, self._symbols)
         step: Any = running_step()
@@ -379,12 +379,12 @@ class CompiledGraph:
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
-        """Plans for the graph's calls that miss this, and which of these is lean."""
+        """Plans for calls that miss this, and the index of the lean one."""
         return self._traced.plans_for(missing)
 
 
 class _Variant(NamedTuple):
-    """The request for one of a graph's plans."""
+    """A request to the partitioner for one of a graph's plans."""
 
     graph: CompiledGraph
     plan: Optional[int]

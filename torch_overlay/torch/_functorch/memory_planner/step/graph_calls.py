@@ -1,4 +1,4 @@
-"""Warns where a plan for one graph's peak cannot mean what was asked.
+"""Warns where a plan for one graph's peak cannot keep what was asked.
 
 Calls that wait for their backward at once add up, and a call may be larger than the one
 that the graph was planned for.
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 __all__ = ["CALL", "backward_of", "with_warnings"]
 
-# Where the autograd node of a compiled backward has its call.
+# Under this key, the autograd node of a compiled backward has its call.
 CALL = "activation memory budget: call"
 
 
 def _symbolic_sizes(arguments: Sequence[Any]) -> tuple[list[int], int]:
-    """Which arguments have a symbol for a size, and their bytes by the hints."""
+    """The arguments with symbolic sizes, and their bytes by the hints."""
     found = [
         i
         for i, each in enumerate(arguments)
@@ -49,7 +49,7 @@ def _bytes_of(arguments: Sequence[Any], indices: Iterable[int]) -> int:
 
 
 def backward_of(result: Any) -> Any:
-    """The node of the compiled backward that made one of these outputs, or None."""
+    """The autograd node of the compiled backward behind these outputs, or None."""
     node: Any
     pending = [
         (value.grad_fn, 3)
@@ -72,7 +72,7 @@ _waiting: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
 
 @functools.cache
 def warn_of_calls() -> None:
-    """That a budget of one graph says nothing about a step with several calls."""
+    """Warn that one graph's budget says nothing about a step with several calls."""
     log.warning(
         "%d calls of %d graphs wait for their backward at once and keep %s together, but "
         "each graph was planned alone. Use a StepBudget for the whole step, or set "
@@ -86,8 +86,8 @@ def warn_of_calls() -> None:
 def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any:
     """A compiled graph that warns when its calls are not the only ones alive.
 
-    Or where a call is larger than what it was planned for, ``given``, and over the limit.
-    ``metadata`` is the graph's ViewAndMutationMeta, which has its plan.
+    Also if a call is larger than the ``given`` one it was planned for, and exceeds the
+    limit.  ``metadata`` is the graph's ViewAndMutationMeta, with its plan.
     """
     ask = Ask.of_config()
     limit = ask.peak_bytes

@@ -1,4 +1,4 @@
-"""Where AOTAutograd compiles a graph in a step: what stands around its two stages."""
+"""Wrappers around AOTAutograd's compilers, for the graphs of a step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["for_step", "noted_in_step"]
 
 
 def _keys(values: Iterable[Any]) -> set[int]:
-    """What tells apart the storages of each tensor."""
+    """The identities of the tensors' storages."""
     return {each.untyped_storage()._cdata for each in strided(values)}
 
 
 def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """``aot_stage2_autograd``, so that graphs can be compiled again by a step's plan."""
+    """Wrap ``aot_stage2_autograd``, so that steps can compile graphs by other plans."""
 
     def compile_for_step(*arguments: Any) -> Any:
         step = running_step()
-        # Without a context, inductor traces its patterns, amid a compilation.
+        # Without a context, inductor is tracing its patterns during a compile.
         if step is not None and TracingContext.try_get() is not None:
             failure = f"{get_aot_graph_name()} has no plan for a step"
             with step.budget.warn_on_failure(failure):
@@ -48,7 +48,7 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """``aot_stage2_inference``, so that a step knows of calls that no plan is for."""
+    """Wrap ``aot_stage2_inference``, so that steps know of calls without a plan."""
 
     def compile_noted(state: Any, capture: Any, *arguments: Any) -> Any:
         step = running_step()
@@ -61,9 +61,9 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             symbols_in(state.flat_args),
             0,
         )
-        # Compiling changes the graph. Its tensors are not copied.
+        # Compiling changes the graph. The copy shares its tensors.
         graph = GraphModule(module, copy.deepcopy(module.graph)).graph
-        # Its kernels are to be counted in a step that is recorded.
+        # A step that is recorded counts its kernels.
         with inductor_config.patch({"live_bytes_of": str(device)}):
             run, metadata = compile_graph(state, capture, *arguments)
 

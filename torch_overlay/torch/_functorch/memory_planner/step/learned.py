@@ -1,4 +1,4 @@
-"""What a StepBudget has learned of the steps that it has recorded."""
+"""What a StepBudget has learned from the steps that it recorded."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Learned", "StepProgram", "dropped_before", "step_program_of"]
 
-# Programs that are told apart.
+# Maximum number of programs that are told apart.
 _PROGRAMS = 32
 
 
 @dataclass
 class StepProgram:
-    """What recorded steps held that make the same calls, at the sizes that they had.
+    """What recorded steps with the same calls held, at the sizes that these had.
 
     Args:
         states: every event of a call, with the calls that waited meanwhile.
-        moments: all that calls held at some moment, with what eager code had then.
-        calls: of each graph, which are numbers here, the most calls in each slot.
-        scales: of each graph, the largest scale of its calls.
-        replaced: the step by what becomes of the gradients that it leaves: "anew" where
-            they are gone when the next one starts, "F" and "B" where that drops them
-            before its first forward or backward.  Empty where it began with some.
-        leaf: one of the parameters whose gradients those are.
+        moments: by what calls held at a moment, the bytes that eager code had then.
+        calls: by graph number, the most calls in each slot.
+        scales: by graph number, the largest scale of its calls.
+        replaced: the step, by the fate of the gradients that it leaves: "anew" if they
+            are gone when the next one starts, "F" and "B" if that drops them before its
+            first forward or backward.  Empty if it began with some and kept them.
+        leaf: one of the parameters that have these gradients.
     """
 
     states: set[State]
@@ -50,7 +50,7 @@ class StepProgram:
     leaf: Callable[[], Optional[torch.Tensor]] = lambda: None
 
     def add(self, other: StepProgram, least: float) -> bool:
-        """Hold what another step held, too; whether that is ``least`` bytes more."""
+        """Merge another step; whether it has new events or ``least`` bytes more."""
         known = self._scaled(other.scales)
         is_more = not other.states <= self.states or any(
             held not in known or nbytes.total > known[held].total + least
@@ -63,17 +63,17 @@ class StepProgram:
         return is_more
 
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
-        """The moments with the largest calls of these graphs."""
+        """The moments, scaled to the largest calls of these graphs."""
         moments = self._scaled({n: graph.scale for n, graph in graphs.items()})
         return {
             held: nbytes
             for held, nbytes in moments.items()
-            # A graph goes with the model that it was compiled for.
+            # A graph dies with the model that it was compiled for.
             if all(each.graph in graphs for each in held)
         }
 
     def _scaled(self, scales: Mapping[int, float]) -> dict[frozenset[Held], Bytes]:
-        """The moments where calls are as large as these, if that is larger."""
+        """The moments as they would be with calls of these scales."""
         factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
         factor = max(factors, default=1.0)
         return {
@@ -91,13 +91,13 @@ class Learned:
 
     @property
     def calls(self) -> dict[int, list[int]]:
-        """Of each graph, the most calls in each slot."""
+        """By graph number, the most calls in each slot."""
         return _most_calls(program.calls for program in self.programs)
 
     def add(self, new: StepProgram, least: float = 0) -> bool:
-        """Whether that is a program of its own, or adds ``least`` bytes to a known one.
+        """Add a program; whether it is new, or adds ``least`` bytes to a known one.
 
-        Steps with the same events are one program, and so are all beyond a number.
+        Steps with the same events are one program, and so are all beyond the maximum.
         """
         self.states |= new.states
         same = (each for each in self.programs if each.states == new.states)
@@ -109,18 +109,18 @@ class Learned:
         return program.add(new, least)
 
     def drop_gradients(self, before: Optional[str]) -> bool:
-        """Expect steps to drop the gradients that they begin with; see `StepProgram`."""
+        """Expect steps to drop gradients that they begin with; see `StepProgram`."""
         known = [each for each in self.programs if before in each.replaced]
         for program in known:
             program.moments = program.replaced[before or ""].moments
-            # A step may yet begin without any.
+            # A later step may still begin without any.
             program.replaced = {"anew": program.replaced["anew"]}
         return bool(known)
 
     def check_gradients(self) -> bool:
-        """Expect those anew that a step begins without; whether that was not expected.
+        """Expect new gradients where a step begins without; whether that is a change.
 
-        As where two programs take turns, and each gives up its own.
+        It is where two programs take turns, and each drops its own.
         """
         found = False
         for program in self.programs:
@@ -131,10 +131,9 @@ class Learned:
         return found
 
     def have_more_calls_than(self, states: set[State]) -> bool:
-        """Whether a step made other calls at once than each recorded one: in most, fewer.
+        """Whether a step used other slots than every recorded one, usually fewer.
 
-        What runs in eager mode in their place, as beyond Dynamo's limit of recompiles, is
-        not planned for.
+        What runs eagerly instead, as beyond Dynamo's recompile limit, has no plan.
         """
         slots = slots_of(states)
         return all(slots != slots_of(program.states) for program in self.programs)
@@ -152,12 +151,12 @@ class Learned:
         )
 
     def missing(self, graph: int) -> Optional[Missing]:
-        """What all calls of a graph miss whose backward ran."""
+        """What a graph's calls miss in their backward, if all miss the same."""
         found = {s.missing for s in self.states if (s.kind, s.graph) == ("B", graph)}
         return found.pop() if len(found) == 1 else None
 
     def growth(self, graphs: Mapping[int, Graph]) -> dict[int, float]:
-        """By which factors graphs have yet to grow, to do so as others of a step have."""
+        """The factors by which graphs have yet to grow to keep up with their step."""
         found = dict.fromkeys(graphs, 1.0)
         for program in self.programs:
             of = program.scales.items()
@@ -168,7 +167,7 @@ class Learned:
         return found
 
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
-        """The moments of all programs with the largest calls of these graphs."""
+        """The moments of all programs, scaled to the largest calls of these graphs."""
         found: dict[frozenset[Held], Bytes] = {}
         for program in self.programs:
             keep_largest(found, program.expected(graphs))
@@ -193,9 +192,9 @@ def step_program_of(
 
 
 def dropped_before(recorder: Recorder) -> Optional[str]:
-    """Which kind of call comes first once all gradients are gone that were there.
+    """The kind of event before which all given gradients are gone, "F" or "B".
 
-    "F" or "B"; None where some stay, or go later than that.
+    None where some stay, or go after the first backward has begun.
     """
     left = recorder.given_gradients.copy()
     if left and left.isdisjoint(recorder.remaining()):

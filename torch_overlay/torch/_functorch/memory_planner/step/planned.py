@@ -22,7 +22,7 @@ __all__ = ["Bound", "PlannedStep", "Present", "plan_step"]
 
 
 class Bound(NamedTuple):
-    """What a StepBudget is given, one of the three; see :class:`.StepBudget`."""
+    """The bound that a :class:`.StepBudget` is given; one of the three is set."""
 
     share: Optional[float] = None
     peak_bytes: Optional[int] = None
@@ -30,7 +30,7 @@ class Bound(NamedTuple):
 
 
 class Present(NamedTuple):
-    """The bytes that are there when a step starts, and those of two kinds among them."""
+    """The bytes present when a step starts, and those of two kinds among them."""
 
     given: int = 0
     parameters: int = 0
@@ -41,10 +41,9 @@ class PlannedStep(NamedTuple):
     """The plans of a step.
 
     Args:
-        summary: what they are to hold.
-        choices: of each graph, the plan of each slot.
-        spare: of what is allowed, the bytes that nobody has while no call waits for its
-            backward.
+        summary: what they are expected to hold.
+        choices: by graph number, the plan of each slot.
+        spare: the allowed bytes that are free while no call waits for its backward.
         is_over: whether the lowest peak that was found is above what is allowed.
     """
 
@@ -63,10 +62,10 @@ def plan_step(
     growth: Mapping[int, float],
     compile_plans: Callable[[Iterable[Choice]], None],
 ) -> PlannedStep:
-    """Choose plans within a bound, as compiles tell what they hold.
+    """Choose plans within a bound, by what compiles tell that they hold.
 
-    ``missed`` bytes of it are left free, and calls of some graphs are to turn out larger
-    by a ``growth``.  O(tries) compiles of each graph.
+    ``missed`` bytes of the bound are left free; each graph's calls are expected to
+    grow by its factor in ``growth``.  O(tries) compiles of each graph.
     """
     moments = learned.expected(graphs)
     rest = {held: nbytes.total for held, nbytes in moments.items()}
@@ -86,7 +85,7 @@ def plan_step(
     if bound.share is not None:
         if any(graph.plans.told for graph in graphs.values()):
             compile_plans(search.allowed(bound.share))
-        # It stays, whatever compiles tell from here on.
+        # This stays fixed, whatever compiles tell from here on.
         allowed = search.known().allowed(bound.share)
     elif bound.peak_bytes is not None:
         allowed = bound.peak_bytes

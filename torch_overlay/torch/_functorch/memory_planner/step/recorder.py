@@ -1,7 +1,7 @@
 """What a training step holds, outside of its compiled graphs, from event to event.
 
-A :class:`Recorder` follows storages through a step, and a :class:`.StepTimeline` turns what it
-saw into what :class:`.Curve` plans for.
+A :class:`Recorder` follows storages through a step, and a :class:`.StepTimeline` turns
+its log into the moments that :class:`.Curve` plans for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "Recorder",
 ]
 
-# What marks the autograd node of a compiled backward that a step knows.
+# Under this key, the node of a compiled backward is marked as known to a step.
 PLANNED = "activation memory budget: planned"
 
 
@@ -41,12 +41,12 @@ class Event(NamedTuple):
     """A change while a step runs.
 
     Args:
-        kind: "+" and "-", a storage is made and gone; "=", it has ``nbytes`` more; "F" and
-            "f", "B" and "b", the forward or backward of a ``call`` begins and ends; "x",
-            none of its backward is to come; "d", the caller drops an output.
-        storage: its number, -1 where the event is one of a call.
-        flag: of "+", whether gradients were recorded; of a call, whether anything is kept
-            for a backward to come.
+        kind: "+" and "-", a storage is made and freed; "=", it grows by ``nbytes``; "F"
+            and "f", "B" and "b", the forward or backward of a ``call`` begins and ends;
+            "x", no backward of it is to come; "d", the caller drops an output.
+        storage: its number, -1 for the event of a call.
+        flag: of "+", whether grad mode was on; of a call, whether anything is kept for
+            a backward to come.
         inputs: of "B", the storages of the graph's inputs and tangents, and of what its
             forward returned.
     """
@@ -60,8 +60,8 @@ class Event(NamedTuple):
 
 
 def _end_in_child() -> None:
-    """Let no process that is forked within a step, such as a loader's, record its own."""
-    # Another thread may have had it.
+    """Keep a process forked within a step, such as a data loader's, from recording."""
+    # Another thread may have held it during the fork.
     _patches.lock = threading.Lock()
     step = running.get()
     if step is not None:
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
     not, and ``leaves`` the parameters that are known by then.
     """
 
-    # As a checkpoint inside of a compiled graph makes of random ones.
+    # A checkpoint inside a compiled graph wraps random operators in those.
     supports_higher_order_operators = True
 
     def __init__(
@@ -93,27 +93,27 @@ class Recorder(TorchDispatchMode):
         self.inside = 0
         # Whether gradients are reduced over ranks, as DDP does.
         self.reduces = False
-        # Whether compiled graphs ran that are not the budget's, as those compiled before it,
-        # and whether there were some whose bytes nobody tells.
+        # Whether compiled graphs ran that are not the budget's, such as earlier ones,
+        # and whether some did not tell their bytes.
         self.saw_unplanned = self.saw_uncounted = False
-        # Why nothing more is recorded.
+        # The failure that ended the recording.
         self.error: Optional[Exception] = None
-        # Whoever is to end the step, and what was made after that had failed.
+        # The code that is to end the step, and results made after that code failed.
         self.caller = Caller(None)
         self._results: list[weakref.ref[Any]] = []
         self._given = given
-        # The storages that were there when they were first seen.
+        # Storages that count as older than the step: they existed when first seen.
         self.existing: set[int] = set()
-        # The storages that were seen to be gradients; whether there may be others by now.
+        # Storages seen to be gradients; whether a backward may have made more since.
         self.seen_gradients: set[int] = set()
         self._ran_backward = False
-        # The storages of optimizers that have stepped, and their bytes.
+        # The storages of states of optimizers that have stepped, and their bytes.
         self._states: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         )
-        # The parameters that have a gradient when the step begins, and its storages.
+        # Parameters with a gradient when the step begins, and the gradients' storages.
         self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
         for leaf in self.with_gradients():
             self.numbers(leaf.grad, is_existing=True)
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         if modes and modes[-1] is self:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         else:
-            # Whoever left the step early has left another mode above, and this one.
+            # The step was left early: this mode stays, below another one.
             self.inside = 1
             self.error = RuntimeError(
                 "the step did not end in the dispatch mode it began in"
@@ -151,11 +151,11 @@ class Recorder(TorchDispatchMode):
         if self.caller.has_failed():
             return self._leave_after(func(*args, **kwargs))
         if self._ran_backward and torch._C._current_graph_task_id() == -1:
-            # Before an optimizer uses them up.
+            # Note gradients before an optimizer consumes them.
             self._ran_backward = False
             self.seen_gradients |= self.gradients()
         self.reduces |= func.name() == "c10d::allreduce_"
-        # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
+        # lift_fresh takes a tensor just made out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.numbers((args, kwargs), is_existing=True)
         result = func(*args, **kwargs)
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _leave_after(self, result: Any) -> Any:
-        """Close the step when this goes, or an earlier result, while no operator runs."""
+        """Close the step when this or an earlier result dies while no operator runs."""
 
         def gone(_: Any) -> None:
             step = running.get()
@@ -175,16 +175,16 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """What fails within ends the recording, and not the step."""
+        """A failure within ends the recording, not the step."""
         try:
             yield
         except Exception as error:
             self.error = error
 
     def numbers(self, values: Any, is_existing: bool = False) -> list[Optional[int]]:
-        """Those of the storages of each of these values, old ones and new ones.
+        """The number of each value's storage, None where it has none.
 
-        What is not known yet was there before the step, or has just been made.
+        Unknown storages were there before the step if ``is_existing``, else just made.
         """
         found: list[Optional[int]] = []
         with self.guarded():
@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def around(self, begin: Event) -> Iterator[None]:
-        """What runs within is a compiled graph's."""
+        """Attribute what runs within to a compiled graph."""
         self.seen_gradients |= self.gradients()
         self._ran_backward |= begin.kind == "B"
         self.log.append(begin)
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
                 yield from self._storages([getattr(value, name) for name in names])
             elif value.layout is torch.strided:
                 storage = value.untyped_storage()
-                # A fake tensor's device is another than that of its storage.
+                # A fake tensor's device differs from its storage's.
                 if storage.device.type == self.device:
                     if value.requires_grad and value.is_leaf:
                         self._leaves[id(value)] = value
@@ -246,33 +246,33 @@ class Recorder(TorchDispatchMode):
         return s
 
     def _look_at(self, node: Any) -> None:
-        """See whether a compiled graph made something that no step knows."""
+        """Note whether a node is of a compiled graph that no step knows."""
         step = running_step()
-        # The node of a call is marked when that has returned.
+        # The node of a call is marked only after the call returns.
         if step is not None and step.call is None and not self.saw_unplanned:
             self.saw_unplanned = _is_unplanned(node)
 
     def uses(self, nbytes: int) -> None:
-        """Something had so many bytes for itself, for a moment."""
+        """Note bytes that something had for itself for a moment."""
         s = len(self.nbytes)
         self.nbytes.append(nbytes)
         self.log += Event("+", s, nbytes, flag=True), Event("-", s)
 
     def remaining(self) -> set[int]:
-        """What is still there."""
+        """The storages that are still live."""
         return {s for s, _ in self._live.values()}
 
     def with_gradients(self) -> list[torch.Tensor]:
-        """The parameters that have some by now."""
+        """The parameters that have a gradient now."""
         return [leaf for leaf in self._leaves.values() if leaf.grad is not None]
 
     def with_new_gradients(self) -> list[torch.Tensor]:
-        """Those of them that had none when the step began."""
+        """The parameters that have a gradient now, but had none at the step's start."""
         leaves = self.with_gradients()
         return [leaf for leaf in leaves if id(leaf) not in self._had_gradients]
 
     def gradients(self, of: Optional[Iterable[torch.Tensor]] = None) -> set[int]:
-        """What is there of the gradients of some parameters, by default of all."""
+        """The live storages of some parameters' gradients, by default of all."""
         grads = [leaf.grad for leaf in (self.with_gradients() if of is None else of)]
         keys = {storage._cdata for storage in self._storages(grads)}
         return {self._live[key][0] for key in keys & self._live.keys()}
@@ -287,12 +287,12 @@ class Recorder(TorchDispatchMode):
         return sum(self.nbytes[s] for s in storages)
 
     def parameter_bytes(self) -> int:
-        """The bytes of what gradients were wanted for."""
+        """The bytes of the parameters that were seen."""
         storages = self._storages([*self._leaves.values()])
         return sum({s._cdata: s.nbytes() for s in storages}.values())
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # The hook is for all threads.
+        # The hook fires in all threads.
         step = running_step()
         if step is not None and step.recorder is self:
             states = self._storages([*optimizer.state.values()])
@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):
         return sum(self._states.values())
 
     def bytes_at_next_start(self) -> int:
-        """The bytes that are there when the next step starts."""
+        """The bytes that will be live when the next step starts."""
         made = {event.storage for event in self.log if event.kind == "+"}
         left = self.size(self.remaining() & made)
         gone = self.size(self.given_gradients - self.remaining())
@@ -311,7 +311,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_unplanned(node: Any) -> bool:
-    """Whether an autograd node is that of a compiled graph which no step knows."""
+    """Whether an autograd node is of a compiled graph that no step knows."""
     is_compiled = hasattr(getattr(node, "_forward_cls", None), "_aot_id")
     return is_compiled and PLANNED not in node.metadata
 
@@ -319,8 +319,8 @@ def _is_unplanned(node: Any) -> bool:
 class _Patches:
     """Lets recorders see what the dispatcher does not.
 
-    That is storages that are resized, as sharded parameters are to be gathered, and the
-    graphs that inductor compiled.  The patches are for all threads that record.
+    These are storages that are resized, as sharded parameters are when gathered, and
+    runs of inductor's graphs.  The patches are shared by all threads that record.
     """
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ def _run_and_follow(graph: Any, inputs: Any) -> Any:
     result = _patches.run(graph, inputs)
     for recorder in _recorders():
         if not recorder.inside:
-            # Its wrapper allocates out of the dispatcher's sight.
+            # The graph's wrapper allocates out of the dispatcher's sight.
             memory = getattr(graph, "memory", None)
             recorder.saw_uncounted |= memory is None
             if memory is not None:

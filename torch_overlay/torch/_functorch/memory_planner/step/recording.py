@@ -5,41 +5,41 @@ from __future__ import annotations
 
 __all__ = ["MOST_RECORDED", "Recording"]
 
-# Steps that are recorded at most, in order to see again what was not planned for.
+# Most steps recorded while waiting for an unplanned call pattern to recur.
 MOST_RECORDED = 8
 
 
 class Recording:
     """How many of the next steps are recorded.
 
-    ``left`` is their number, and ``expects_new`` tells that the next step may be another
-    program, of which no warning has to tell.
+    ``left`` is their number, and ``expects_new`` tells that the next step may be
+    another program without a warning.
     """
 
     def __init__(self) -> None:
         self.left = 1
         self.expects_new = True
-        # How many steps come before more are recorded, and how many come next time.
+        # Steps until recording may start again, and the pause that is part of them.
         self._wait = self._pause = 0
-        # Whether no step that trains was learned from, and steps that did not train.
+        # Whether no training step was recorded yet; steps that did not train.
         self._is_first, self._idle = True, 0
 
     def again(self, count: int) -> None:
-        """Record the next steps, unless that was done for something new just before."""
+        """Record the next steps, unless that was done too recently."""
         if not self._wait:
             self.left = count
-            # Not a multiple of the steps after which a loop repeats itself.
+            # Pauses of 1, 3, 7, ... do not stay aligned with a loop's period.
             self._pause = 2 * self._pause + 1
             self._wait = count + self._pause
 
     def end_step(self) -> None:
-        """A step has come to its end; no exception ended it."""
+        """A step ended without an exception."""
         self._wait = max(self._wait - 1, 0)
 
     def end_without_backward(self) -> bool:
-        """A step that was recorded does not train; whether that is worth a warning.
+        """A recorded step does not train; returns whether that is worth a warning.
 
-        What is first may be a check of all but the training.
+        The first one may be a sanity check of all but the training.
         """
         self._idle += 1
         if self._idle < MOST_RECORDED:
@@ -48,10 +48,10 @@ class Recording:
         return self._idle > 1
 
     def begin_training(self, reduces: bool, leaves_much: bool) -> bool:
-        """A step that trains was recorded; whether it is the first.
+        """A step that trains was recorded; returns whether it is the first.
 
-        Buffers that the first step makes once and for all are there in a second.  DDP,
-        which ``reduces``, makes its own anew in that, beside those of the first.
+        Buffers that the first step makes for good are already there in a second.  DDP,
+        which ``reduces``, makes its own again in the second, beside those of the first.
         """
         is_first, self._is_first = self._is_first, False
         if is_first and reduces:
@@ -63,7 +63,7 @@ class Recording:
     def after_program(self, is_first: bool) -> None:
         """A new program that trains was learned.
 
-        Of two that take turns, the second runs next.
+        If two take turns, the other one runs next.
         """
         self.left = int(is_first)
         self.expects_new = is_first

@@ -38,7 +38,7 @@ running: ContextVar[Optional[Any]] = ContextVar("running step", default=None)
 
 
 def running_step() -> Optional[Any]:
-    """The step that this thread runs, or that the backward which it serves is part of."""
+    """The step that this thread runs, or whose backward this thread serves."""
     step = running.get()
     while step is not None and step.caller.has_failed():
         _abandon(step)
@@ -50,7 +50,7 @@ def running_step() -> Optional[Any]:
 
 
 def running_steps() -> Iterator[Any]:
-    """That step, and those within which it was begun."""
+    """The running step, then the steps that enclose it."""
     step = running_step()
     while step is not None:
         yield step
@@ -58,17 +58,17 @@ def running_steps() -> Iterator[Any]:
 
 
 def _abandon(step: Running) -> None:
-    """Close a step, unless an operator runs that is recorded in it."""
+    """Close a step, unless its recorder is handling an operator."""
     modes = _get_current_dispatch_mode_stack()
     if step.recorder is None or (modes and modes[-1] is step.recorder):
         step.close()
 
 
 class Caller:
-    """The code that began a step, for as long as it may come to end the step.
+    """The code that began a step, for as long as it may still end the step.
 
     Where callbacks begin and end steps, each returns, and an exception in the loop that
-    calls them leaves a step open.  Its thread may run anything then.
+    calls them leaves a step open, whatever its thread runs then.
     """
 
     def __init__(self, frame: Optional[FrameType]) -> None:
@@ -82,7 +82,7 @@ class Caller:
         if self._frame is None or threading.get_ident() != self._thread:
             return self._has_failed
         while self._frame is not None and not _is_running(self._frame):
-            # Whoever called what has returned may come to end the step.
+            # If this frame has returned, its caller may still end the step.
             frame, self._frame = self._frame, self._frame.f_back
             if frame.f_code.co_flags & _RESUMED:
                 self._frame = None
@@ -91,11 +91,11 @@ class Caller:
         return self._has_failed
 
     def forget(self) -> None:
-        """Let go of what the code has in its variables."""
+        """Release the frame, and with it the code's local variables."""
         self._frame = None
 
 
-# What a frame may leave and come back to: nobody can tell whether it has ended.
+# Code that may be suspended and resumed: nobody can tell whether it has ended.
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -107,5 +107,5 @@ def _is_running(frame: FrameType) -> bool:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Whether the last instruction of a frame that has ended was to return."""
+    """Whether the last instruction of a frame that has ended was a return."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")

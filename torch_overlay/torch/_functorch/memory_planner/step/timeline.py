@@ -1,4 +1,4 @@
-"""What a training step holds at each of its moments, from what was recorded of it."""
+"""What a training step holds at each of its moments, from its recording."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Bytes(NamedTuple):
-    """What eager code holds: in all, what larger inputs make no larger, and gradients."""
+    """What eager code holds: in all, what does not grow with inputs, and gradients."""
 
     total: int
     fixed: int
@@ -36,15 +36,15 @@ def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
 
 
 class StepTimeline:
-    """Live bytes and waiting calls of a recorded step, as the next one is going to be.
+    """Live bytes and waiting calls of a recorded step, as expected of the next one.
 
-    An optimizer's state that is still there then is not made anew.  A gradient is only
-    until it is added to the one that is there, but for what ``replaced`` says of those
-    that the step leaves: see :class:`StepProgram`.  Something is gained by the end of the
-    storages that are ``given`` as the step begins, by default gradients.
-    ``moments`` is the step; of all that eager code made, ``made``, it leaves behind
-    ``live`` bytes beside those.  Of each graph, ``calls`` has how many are in each slot,
-    and ``scales`` the largest of their scales.
+    Optimizer states that the step leaves are not made again.  Its new gradients live
+    only until they are added to existing ones, unless ``replaced`` tells their fate:
+    see :class:`StepProgram`.  Freeing a storage that is ``given`` as the step begins,
+    by default a gradient, lowers the live bytes.
+    ``moments`` is the step.  Eager code makes ``made`` bytes in all, and leaves
+    ``live`` behind, beside those states and gradients.  By graph number, ``calls`` has
+    how many are in each slot, and ``scales`` the largest of their scales.
     O(events).
     """
 
@@ -64,19 +64,19 @@ class StepTimeline:
         self._given = recorder.given_gradients if given is None else given
         new = recorder.gradients(recorder.with_new_gradients())
         self._gradients = new if replaced is None else set()
-        # Those that a step like this drops, and before which kind of call.
+        # The bytes of gradients that the next step drops, and before which event.
         self._dropping = recorder.size(new), replaced
         ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
         self._last = max(ends, default=0)
-        # Gradients, what stays, and what is resized as shards are, grow with no input, unless
-        # a compiled graph returned it.
+        # Gradients, resized storages such as shards, and what stays do not grow with
+        # inputs, unless a compiled graph returned what stays.
         resized = {event.storage for event in self._log if event.kind == "="}
         self._all_gradients = recorder.seen_gradients | recorder.gradients()
         calls = {event.call for event in self._log if event.kind == "F"}
         returned = {s for call in calls for s in call.outputs}
         stays = self._remaining - returned
         self._of_no_input = stays | resized | self._all_gradients
-        # What the caller dropped and the backward misses counts only as far as it is saved.
+        # Outputs that were dropped and that backwards miss count only if saved.
         backwards = (event.call for event in self._log if event.kind == "B")
         self._dropped = {
             call.outputs[at]
@@ -84,7 +84,7 @@ class StepTimeline:
             for at in (call.missing.outputs if call.missing else ())
         }
         self._passing, self._most = 0, Bytes(0, 0, 0)
-        # Of a storage, its bytes beyond those that it had before the step.
+        # By storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
         self._waiting: dict[Any, None] = {}
         for at, event in enumerate(self._log):
@@ -115,8 +115,8 @@ class StepTimeline:
     def _change(self, event: Event) -> None:
         """A storage is resized or gone."""
         self._passing = 0
-        # What was there may have been made out of sight: nothing is gained when it
-        # goes, and nothing lost when it is back.
+        # What was there before may have been made out of sight: freeing it does not
+        # lower the live bytes, and restoring it does not raise them.
         is_resized = event.kind == "="
         before = self._beyond.get(event.storage, 0)
         if event.kind == "-" and event.storage in self._given:
@@ -140,7 +140,7 @@ class StepTimeline:
         plans: Mapping[int, Menu],
         choices: Mapping[int, tuple[int, ...]],
     ) -> int:
-        """The most that is live where calls run by these plans."""
+        """The most bytes that are live when calls run by these plans."""
 
         @functools.cache
         def live(graph: int, what: str, of: Any) -> list[int]:
@@ -156,7 +156,7 @@ class StepTimeline:
         )
 
     def _drop_given(self, nbytes: int) -> None:
-        """Something is gone, of gradients, that was there when the step began."""
+        """Gradients are freed that were there when the step began."""
         self.live -= nbytes
         self.fixed -= nbytes
         self.of_gradients -= nbytes
@@ -173,7 +173,7 @@ class StepTimeline:
         keep_largest(self.scales, {graph: call.scale})
 
     def _begin(self, at: int, event: Event) -> None:
-        """A compiled forward or backward runs."""
+        """A compiled forward or backward begins."""
         nbytes, before = self._dropping
         if event.kind == before:
             self._drop_given(nbytes)
@@ -188,7 +188,7 @@ class StepTimeline:
             held = self._held({**self._waiting, call: None})
             alone: frozenset[int] = frozenset()
             if not event.flag:
-                # What was kept goes while the backward runs, whose peak has that too.
+                # What was kept is freed during the backward, whose peak includes it.
                 held -= self._held_by(call, "kept")
                 alone = self._held_alone(at, event)
             held |= self._held_by(call, "backward", alone)
@@ -198,7 +198,7 @@ class StepTimeline:
 
     def _end(self, event: Event) -> None:
         if event.kind == "x":
-            # In the midst of what eager code does.
+            # This may happen in the midst of eager code.
             self._note(self._most, self._held(self._waiting))
         if event.flag:
             self._waiting[event.call] = None
@@ -208,7 +208,7 @@ class StepTimeline:
         self._most = self._live()
 
     def _note(self, nbytes: Bytes, held: frozenset[Held]) -> None:
-        """Eager code has so much while calls hold this."""
+        """Note what eager code has at most while calls hold this."""
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
     def _held_by(self, call: Any, what: str, of: Any = None) -> frozenset[Held]:
@@ -227,7 +227,7 @@ class StepTimeline:
         )
 
     def _held_alone(self, at: int, begin: Event) -> frozenset[int]:
-        """The inputs that a backward alone holds: they die while it runs."""
+        """The inputs that only the backward holds, as they die while it runs."""
         dying = set()
         while self._log[at].kind != "b":
             if self._log[at].kind == "-":

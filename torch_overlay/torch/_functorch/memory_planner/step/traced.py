@@ -1,4 +1,4 @@
-"""A joint graph as a step's calls have it: what they may miss, and plans for them."""
+"""A joint graph traced in a step: what its calls may miss, and plans for them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedGraph", "context_of_tracing"]
 
-# Calls of a part of a model that are taken to be alive at once before a step shows it.
+# Calls of a model's part that are assumed to be alive at once, until a step shows it.
 _CALLS = 4
 
 
 def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
-    """What is set while a graph is traced, as a context to compile it again in."""
+    """A context that restores the settings of this trace, to compile again in it."""
     traced, compiled = TracingContext.try_get(), CompileContext.try_get()
     options = config.get_config_copy()
 
@@ -45,7 +45,7 @@ def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
         from torch._inductor.virtualized import V
 
         with (
-            # As Dynamo does; a caller's would see what is compiled.
+            # As Dynamo does: a caller's modes would see what is compiled.
             _disable_current_modes(),
             tracing(traced),
             compile_context(compiled),
@@ -64,7 +64,7 @@ class TracedGraph:
     Args:
         joint: the graph.
         state: AOTAutograd's, with what is known of its inputs.
-        symbols: those whose values a call tells.
+        symbols: those whose values a call's inputs tell.
     """
 
     def __init__(self, joint: Planner, state: Any, symbols: Container[Any]) -> None:
@@ -74,7 +74,7 @@ class TracedGraph:
     def may_miss(self) -> bool:
         """Whether calls may get no tangent for some output.
 
-        Not inside of a tensor subclass, nor one whose size depends on data.
+        Not if a tangent is a tensor subclass, or has a size that depends on data.
         """
         metas = self._state.fw_metadata.subclass_tangent_meta
         tangents = filter(_is_tangent, self.joint.joint.find_nodes(op="placeholder"))
@@ -84,7 +84,7 @@ class TracedGraph:
 
     @functools.cached_property
     def _has_own_budget(self) -> bool:
-        """Whether the user gave one to a region of the model, which stays."""
+        """Whether the user gave a region of the model its own budget, which is kept."""
         joint = self.joint
         return joint.budget != joint.ask.budget or any(
             _get_memory_budget_annotation(node) is not None
@@ -93,7 +93,7 @@ class TracedGraph:
 
     @functools.cached_property
     def signature(self) -> Any:
-        """What graphs of other sizes have in common with this one, None for no other."""
+        """What graphs of other sizes share with this one; None if none may match."""
         if self._has_own_budget:
             return None
         model, static = self.joint.model, self._state.fw_metadata.static_input_indices
@@ -102,7 +102,7 @@ class TracedGraph:
         return calls_in(model)[0], self.joint.num_fwd_outputs, ends, shapes
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
-        """Plans for calls that miss this, and which of these is lean."""
+        """Plans for calls that miss this, and the index of the lean one."""
         joint, is_only = self.joint, self._has_own_budget
         chosen = plan_within(joint, joint.budget if is_only else 1)
         found = plan_graph(joint, chosen.saved_values, is_only, missing)

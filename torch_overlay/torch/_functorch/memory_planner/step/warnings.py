@@ -1,4 +1,4 @@
-"""What a StepBudget tells while it trains: that its bound may be exceeded, and its plans."""
+"""What a StepBudget logs: its plans, and that its bound may be exceeded."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ log = logging.getLogger(__name__)
 
 __all__ = ["StepBudgetError", "Warns"]
 
-# The first plans are all told of, and then each tenth.
+# So many plans are logged at first, and then every tenth.
 _TOLD = 3
 
 
 class StepBudgetError(RuntimeError):
-    """A step may exceed its bound, and is to be strict."""
+    """A step of a strict budget may exceed its bound."""
 
 
 class Warns:
-    """A budget of some name that warns, or raises where it is to be ``strict``."""
+    """A named budget that warns, or raises if it is ``strict``."""
 
     def __init__(self, name: str, strict: bool) -> None:
         self._name, self.strict = name, strict
-        # Whether there are graphs without a plan, of which a warning has told.
+        # Whether a warning has told of graphs without a plan.
         self.has_unplanned = False
-        # The last reason of each kind, and how many plans were told of.
+        # The last reason of each kind, and the number of plans so far.
         self._reasons: dict[str, str] = {}
         self._plans = 0
 
     @property
     def reasons(self) -> list[str]:
-        """What was warned of, the last of each kind."""
+        """The reasons for warnings, the last of each kind."""
         return [*self._reasons.values()]
 
     @contextmanager
     def warn_on_failure(self, what: str, is_risk: bool = True) -> Iterator[None]:
-        """Training goes on without what fails within; a warning tells of it once."""
+        """Turn a failure within into a warning, logged once; training goes on."""
         try:
             yield
         except (RestartAnalysis, StepBudgetError):
-            # The first is Dynamo's way to begin anew.
+            # The first is how Dynamo starts over.
             raise
         except Exception as error:
             log.debug("%s", what, exc_info=error)
@@ -55,9 +55,9 @@ class Warns:
             self.warn(f"{what}: {type(error).__name__}: {error}", is_risk=is_risk)
 
     def warn(self, reason: str, kind: str = "", is_risk: bool = True) -> None:
-        """Log a reason, once of its kind; the report has the last one of each.
+        """Log a reason, the first of its kind; the report has the last of each.
 
-        Unless it ``is_risk``, the bound is kept all the same.
+        Unless it ``is_risk``, the bound is kept all the same, and nothing is raised.
         """
         risk = " may be exceeded" if is_risk else ""
         if self.strict and is_risk:
@@ -67,11 +67,11 @@ class Warns:
         self._reasons[kind or reason] = f"may be exceeded: {reason}" if risk else reason
 
     def tell(self, headline: str) -> None:
-        """A line for the user, by default too, when torch shows warnings only."""
+        """Log a line for the user, even by default, when torch shows warnings only."""
         self._plans += 1
         is_told = self._plans <= _TOLD or self._plans % 10 == 0
         if is_told and log.isEnabledFor(logging.WARNING):
-            # What is asked of TORCH_LOGS stays as it is.
+            # Handled directly, so that levels set by TORCH_LOGS stay as they are.
             path, line, *_ = log.findCaller()
             words = "%s: %s", (self._name, headline)
             log.handle(log.makeRecord(log.name, logging.INFO, path, line, *words, None))

@@ -1,4 +1,4 @@
-"""What steps hold, as a device counts, beside what was planned for them."""
+"""What a device counts during steps, compared with what was planned for them."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ if TYPE_CHECKING:
 
 __all__ = ["NEW", "OVER", "Watch", "check_held"]
 
-# By so much a step may hold more than is allowed without a word.
+# By which share a step may exceed what is allowed without a warning.
 OVER = 0.005
-# What a device counts may be as much more or less than what was predicted.
+# By which share a device's count may differ from the prediction.
 _MISS = 0.02
-# Of what eager code makes, what a step may leave behind and be recorded only once.  Of a
-# planned peak, by how much what is live between steps may grow.
+# The share of what eager code makes that the first step may leave behind and be
+# recorded only once; the share of a planned peak by which bytes may grow unnoticed.
 NEW = 0.01
-# Less than that tells nothing on a CPU, where the whole process counts.
+# Fewer bytes mean nothing on a CPU, where the whole process is counted.
 _NOISE = 2**18
 
 
 class Watch:
     """Compares what a device counts with the plan of a step.
 
-    ``counts_all`` tells whether plans are for all bytes, not those beyond a step's start;
-    ``missed`` are bytes that plans leave free, as so many more were counted than
-    predicted.  What is counted may be None, where nothing counts it.
+    ``counts_all`` tells whether plans are for all bytes, not those beyond a step's
+    start; ``missed`` are bytes that plans leave free because so many more were counted
+    than predicted.  A count is None if nothing counts.
     """
 
     def __init__(self, counts_all: bool) -> None:
         self._counts_all = counts_all
         self.missed = 0
-        # Live bytes at the start of the step, and of the steps before it.
+        # Live bytes at the start of this step, and of the steps before it.
         self._start: Optional[int] = None
         self._usual_start: Optional[int] = None
         # How many graphs Dynamo had made by then: compiling leaves bytes behind, too.
         self._compiled = 0
 
     def begin(self, live: Optional[int]) -> None:
-        """A step starts, with so many bytes."""
+        """A step starts, with so many live bytes."""
         self._start = live
 
     def more_at_start(self, plan: StepSummary) -> int:
-        """By how much more is live than when earlier steps began; 0 for next to nothing.
+        """How many more bytes are live than when earlier steps began; 0 for very few.
 
-        As of a queue that fills, or of states that an optimizer makes late.
+        A queue may be filling up, or an optimizer may have made its states late.
         """
         if self._start is None:
             return 0
@@ -65,7 +65,7 @@ class Watch:
         return more
 
     def was_compiling(self) -> None:
-        """What is live as steps begin is another number from here on."""
+        """Forget what was live as steps began: compiling changes that."""
         self._usual_start = None
 
     def _has_compiled(self) -> bool:
@@ -75,9 +75,9 @@ class Watch:
         return 0 if self._counts_all else start
 
     def check_live(self, live: Optional[int], plan: StepSummary, warns: Warns) -> None:
-        """Warn where more is live than is allowed at any time.
+        """Warn if more is live now than is allowed at any time.
 
-        As of what eager code has made of an evaluation that is not planned for.
+        Eager code may hold results of an evaluation that is not planned for.
         """
         start = self._start
         if live is not None and start is not None and not self._has_compiled():
@@ -86,9 +86,9 @@ class Watch:
     def measure(
         self, counted: Optional[int], plan: StepSummary, is_all: bool, warns: Warns
     ) -> tuple[Optional[int], bool]:
-        """The peak that was counted in a step, and whether plans are to leave more free.
+        """The peak counted in a step, and whether plans are to leave more free.
 
-        That may be less than predicted, unless the step ``is_all`` that was planned for.
+        It may be lower than predicted, unless the step ``is_all`` that was planned for.
         """
         start = self._start
         if counted is None or start is None:
@@ -104,7 +104,7 @@ class Watch:
                 "counted",
                 is_risk=missed > 0,
             )
-        # What was not predicted of one step will not be of the next.
+        # The next prediction would miss the same bytes.
         misses = peak > plan.allowed and missed > self.missed * (1 + _MISS)
         if misses:
             self.missed = missed
@@ -112,9 +112,9 @@ class Watch:
 
 
 def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> None:
-    """Warn where a step held more than is allowed, as eager code did.
+    """Warn if a step held more than is allowed, because of eager code.
 
-    By no less than ``more``.
+    At least ``more`` bytes above that are tolerated.
     """
     allowed = max(plan.allowed, plan.predicted_peak)
     if held > allowed + max(OVER * allowed, more):
