@@ -10,8 +10,7 @@ several operators, and what is used inside of one alone is never stored.
 -   What kernels write between two operators that cannot be fused is there at once, as
     they are fused where they read the same.  But a kernel writes its result over an
     argument laid out alike that no other one reads later.
--   A scatter writes over what it scatters to, and a product that is only added to
-    something waits for that, unless it would hold more meanwhile than it is itself.
+-   A scatter writes over what it scatters to.
 
 It ignores the order that inductor's scheduler chooses and scratch memory, and takes the
 bodies of higher-order operators as if they ran operator by operator.  Plans are ranked
@@ -146,28 +145,10 @@ class _Fusion:
         op_types = get_default_op_list()
         nodes = [each.node for each in self.operators]
         self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
-        self.products = {each.node for each in self.operators if self._waits(each)}
-        for node in self.products:
-            # Adding to a product becomes addmm, which is no kernel to fuse with.
-            self.pointwise.difference_update(node.users)
         self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
         # How many operators that cannot be fused come before each one.
         barriers = accumulate((n not in self.fusible for n in nodes), initial=0)
         self.barriers = dict(zip(nodes, barriers))
-
-    def _waits(self, each: Operator) -> bool:
-        """Whether an operator is a product that is computed with what it is added to."""
-        from torch._inductor.fx_passes import post_grad
-
-        node = each.node
-        if node.target is not aten.mm.default or len(node.users) != 1:
-            return False
-        (s,), (user,) = each.writes, node.users
-        if s in self.kept or user.target is not aten.add.Tensor:
-            return False
-        # A patch of its own brings it.
-        would_wait: Any = getattr(post_grad, "_would_wait", lambda *_: False)
-        return not any(would_wait(node, other) for other in user.all_input_nodes)
 
     def kernels(self) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
@@ -187,8 +168,6 @@ class _Fusion:
 
     def _is_inlined(self, each: Operator, is_large: bool) -> bool:
         """Whether an operator is computed in whatever reads it, if it is as large."""
-        if each.node in self.products:
-            return True
         if each.node not in self.pointwise or len(each.writes) != 1:
             return False
         (s,) = each.writes
