@@ -9,7 +9,7 @@ import torch
 import torch._functorch.config as fconfig
 from benchmarks.nets import Shape, Transformer
 from patchset.patch import REPOSITORY
-from torch._functorch.memory_planner.saved import target as memory_budget
+from torch._functorch.memory_planner.saved import saved_bytes as memory_budget
 
 
 SHAPE = Shape(width=48, heads=4, mlp=128, layers=2, vocabulary=64, tokens=32)

@@ -140,7 +140,7 @@ def sizes(values: Iterable[Any]) -> dict[int, int]:
 
 
 def counted(module: torch.fx.GraphModule) -> int:
-    flops = overlay("memory_planner.graph.rerun_cost").flops
+    flops = overlay("memory_planner.graph.recompute_cost").flops
     return sum(flops(n) for n in module.graph.nodes if n.op == "call_function")
 
 

@@ -330,7 +330,7 @@ def warnings_noted() -> Iterator[list[str]]:
 def curve_noted() -> Iterator[Row]:
     """Notes the peaks and costs of the plans that are found meanwhile."""
     row: Row = {}
-    request = overlay("memory_planner.peak.target").PeakBytes
+    request = overlay("memory_planner.peak.peak_bytes").PeakBytes
     curve = request.curve
 
     @functools.wraps(curve)
@@ -357,13 +357,13 @@ def lower_bound(program: Any) -> int:
     for step in reversed(program.steps):
         each = step.operator
         made = {s for s in each.reads if program.producer[s] >= 0}
-        beside = program.size(made - program.outputs)
+        beside = program.nbytes_of(made - program.outputs)
         own = tuple(s for s in each.reads if s not in made)
-        timeline.change(1, -beside)
+        timeline.add_change(1, -beside)
         timeline.run(each._replace(reads=own), 1, 0)
-        timeline.change(1, beside)
+        timeline.add_change(1, beside)
     timeline.moment(0)
-    timeline.change(1, program.size(program.owned))
+    timeline.add_change(1, program.nbytes_of(program.owned))
     ((backward,),) = timeline.peaks(1, program.held_by_caller)
     bound: int = max(backward, *program.forward_peaks(nothing, 1))
     return bound

@@ -30,7 +30,7 @@ def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
         mock.patch.object(partitioners, "decide", decide),
         budget,
     ):
-        step = overlay("memory_planner.step.running").running_step()
+        step = overlay("memory_planner.step.current_step").running_step()
         is_recorded = step is not None and step.recorder is not None
         with CountedStorages(there) as counted:
             yield row

@@ -28,11 +28,11 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
         planner_path("graph/live_bytes"),
         planner_path("graph/liveness"),
         planner_path("graph/reading"),
-        planner_path("graph/rerun_cost"),
+        planner_path("graph/recompute_cost"),
         planner_path("graph/storages"),
         planner_path("saved/__init__"),
-        planner_path("saved/budget_curve"),
-        planner_path("saved/target"),
+        planner_path("saved/pareto_plot"),
+        planner_path("saved/saved_bytes"),
         planner_path("solve/__init__"),
         planner_path("solve/solver"),
         planner_path("solve/ties"),
@@ -43,7 +43,7 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
 +# It bounds the bytes that the forward leaves alive for the backward (whole storages,
 +# without parameters and inputs) by low + budget * (high - low), where low and high are
 +# what budgets 0 and 1 keep: see
-+# torch/_functorch/memory_planner/saved/target.py.
++# torch/_functorch/memory_planner/saved/saved_bytes.py.
 @@ torch/_functorch/config.py
 +# "roofline": FLOP or the bytes moved, whichever takes longer
  # "testing": Returns 1 for everything
@@ -51,11 +51,11 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
      1) The __call__() method contains the implementation of the knapsack solver.
 +    A parameter named ``runtimes``, if there is one, gets the cost of recomputing each
 +    item. The lists returned have to name every item once; see
-+    torch/_functorch/memory_planner/saved/target.py.
++    torch/_functorch/memory_planner/saved/saved_bytes.py.
 @@ torch/_functorch/partitioners.py
  from torch._functorch._aot_autograd.utils import is_with_effects
 +from torch._functorch.memory_planner.decide import decide, Request
-+from torch._functorch.memory_planner.graph.rerun_cost import is_costly
++from torch._functorch.memory_planner.graph.recompute_cost import is_costly
 @@ torch/_functorch/partitioners.py should_ban_recomputation
 -            if op_types.is_compute_intensive(node):
 +            if op_types.is_compute_intensive(node) or is_costly(node):

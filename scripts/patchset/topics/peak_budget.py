@@ -21,9 +21,9 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
     trailers=("Fixes: #197838",),
     test="test/functorch/test_ac_peak_budget.py",
     sources=(
-        planner_path("graph/ends"),
+        planner_path("graph/inputs_outputs"),
         planner_path("graph/kernels"),
-        planner_path("graph/resized"),
+        planner_path("graph/other_sizes"),
         planner_path("peak/__init__"),
         planner_path("peak/chains"),
         planner_path("peak/curve"),
@@ -31,7 +31,7 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
         planner_path("peak/menu"),
         planner_path("peak/plan_search"),
         planner_path("peak/plans"),
-        planner_path("peak/target"),
+        planner_path("peak/peak_bytes"),
     ),
     needs=("saved-report",),
     edits=edits("""\

@@ -30,24 +30,24 @@ trace have the same as data. They go into the compile cache with the graph.
          # Calculate sorted sizes of saved values
 @@ torch/_functorch/_aot_autograd/graph_compile.py _aot_stage2a_partition until 2.11
              fw_metadata.num_symints_saved_for_bw = num_symints_saved_for_bw
-+            from ..memory_planner.report.saved_values import keep_plan
++            from ..memory_planner.report.saved_values import log_plan
 +
-+            keep_plan(fw_module, fw_metadata)
++            log_plan(fw_module, fw_metadata)
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load until 2.11
                      log.info("AOTAutograd cache hit for key %s", cache_key)
-+                    from ..memory_planner.report.saved_values import recall_plan
++                    from ..memory_planner.report.saved_values import log_cached_plan
 +
-+                    recall_plan(entry.runtime_metadata)
++                    log_cached_plan(entry.runtime_metadata)
 @@ torch/_functorch/_aot_autograd/graph_compile.py _categorize_saved_tensors_for_backward since 2.12
      fw_metadata.num_symints_saved_for_bw = num_symints_saved_for_bw
-+    from ..memory_planner.report.saved_values import keep_plan
++    from ..memory_planner.report.saved_values import log_plan
 +
-+    keep_plan(fw_module, fw_metadata)
++    log_plan(fw_module, fw_metadata)
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load since 2.12
                  log.info("AOTAutograd cache hit for key %s", cache_key)
-+                from ..memory_planner.report.saved_values import recall_plan
++                from ..memory_planner.report.saved_values import log_cached_plan
 +
-+                recall_plan(entry.runtime_metadata)
++                log_cached_plan(entry.runtime_metadata)
 """),
     landed=((PARTITIONERS, "    attach_plan("),),
     risks="""\

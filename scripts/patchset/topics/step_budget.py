@@ -20,23 +20,23 @@ partitioned and compiled again from their joint graphs.
         planner_path("graph/workspaces"),
         planner_path("report/step_summary"),
         planner_path("step/__init__"),
-        planner_path("step/aot"),
-        planner_path("step/backward"),
+        planner_path("step/aot_calls"),
+        planner_path("step/partial_backward"),
         planner_path("step/budget"),
         planner_path("step/calls"),
         planner_path("step/device_bytes"),
-        planner_path("step/graph"),
-        planner_path("step/graph_calls"),
-        planner_path("step/hooks"),
-        planner_path("step/learned"),
-        planner_path("step/planned"),
+        planner_path("step/compiled_graph"),
+        planner_path("step/single_graph_warnings"),
+        planner_path("step/aot_stages"),
+        planner_path("step/step_programs"),
+        planner_path("step/plan_step"),
         planner_path("step/recorder"),
-        planner_path("step/recording"),
-        planner_path("step/running"),
+        planner_path("step/recording_schedule"),
+        planner_path("step/current_step"),
         planner_path("step/timeline"),
-        planner_path("step/traced"),
-        planner_path("step/warnings"),
-        planner_path("step/watch"),
+        planner_path("step/traced_graph"),
+        planner_path("step/messages"),
+        planner_path("step/peak_check"),
         # Where scripts imported from before there was a package.
         module_path("step_budget"),
         module_path("step_recorder"),
@@ -46,27 +46,27 @@ partitioned and compiled again from their joint graphs.
     edits=edits("""\
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
 -        return aot_stage2_autograd(
-+        from ..memory_planner.step.hooks import for_step
++        from ..memory_planner.step.aot_stages import for_step
 +
 +        return for_step(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
 -        return aot_stage2_inference(
-+        from ..memory_planner.step.hooks import noted_in_step
++        from ..memory_planner.step.aot_stages import noted_in_step
 +
 +        return noted_in_step(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_autograd(
-+            from ..memory_planner.step.hooks import for_step
++            from ..memory_planner.step.aot_stages import for_step
 +
 +            return for_step(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_inference(
-+            from ..memory_planner.step.hooks import noted_in_step
++            from ..memory_planner.step.aot_stages import noted_in_step
 +
 +            return noted_in_step(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load
                  compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
-+                from ..memory_planner.step.graph_calls import with_warnings
++                from ..memory_planner.step.single_graph_warnings import with_warnings
 +
 +                compiled_fn = with_warnings(compiled_fn, args, entry.runtime_metadata)
 """),

@@ -26,13 +26,16 @@ from torch._functorch.memory_planner.decision import Range
 from torch._functorch.memory_planner.graph import joint as joint_graph
 from torch._functorch.memory_planner.graph.joint import Item, Planner
 from torch._functorch.memory_planner.graph.reading import read
-from torch._functorch.memory_planner.graph.rerun_cost import (
+from torch._functorch.memory_planner.graph.recompute_cost import (
     FLOP_PER_BYTE,
     flops,
     is_costly,
-    rerun_cost,
+    recompute_cost,
 )
-from torch._functorch.memory_planner.saved import budget_curve, target as memory_budget
+from torch._functorch.memory_planner.saved import (
+    pareto_plot as budget_curve,
+    saved_bytes as memory_budget,
+)
 from torch._functorch.memory_planner.solve import solver as budget_solver, ties
 from torch._functorch.memory_planner.solve.solver import WrongAnswer
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -289,7 +292,8 @@ class TestPlans(TestCase):
         fastest = joint.plan(1)
         model = read(joint.graph, joint.info, joint.outputs)
         costs = [
-            rerun_cost(node, "flops") if is_costly(node) else 0 for node in model.nodes
+            recompute_cost(node, "flops") if is_costly(node) else 0
+            for node in model.nodes
         ]
         values = [
             s
@@ -415,11 +419,11 @@ class TestCosts(TestCase):
         node = graph.call_function(tick._opoverload, (x,))
         for each in (x, node):
             each.meta["val"] = torch.empty(8, 16)
-        self.assertEqual(rerun_cost(node, "flops"), 2 * 8 * 16 * 4)
+        self.assertEqual(recompute_cost(node, "flops"), 2 * 8 * 16 * 4)
         # Or what its formula says.
         formulas = {tick._opoverload.overloadpacket: lambda *args, **kwargs: 12345}
         with patch.dict(flop_registry, formulas):
-            self.assertEqual(rerun_cost(node, "flops"), 12345)
+            self.assertEqual(recompute_cost(node, "flops"), 12345)
 
     @unittest.skipIf(not hasattr(torch.ops.aten, "_grouped_mm"), "not in this release")
     def test_a_grouped_product_costs_what_its_groups_do(self):
@@ -528,7 +532,7 @@ class TestCurve(TestCase):
     def test_points_are_what_their_budgets_give(self):
         asked = self.joint.plan(0.3)
         runtimes = asked.knapsack.runtimes
-        points = budget_curve.curve(asked, self.joint.plan)
+        points = budget_curve.pareto_points(asked, self.joint.plan)
         again = [runtime for _, runtime in points]
         self.assertGreater(len(set(again)), 10)
         self.assertEqual(again, sorted(again, reverse=True))

@@ -30,7 +30,7 @@ from torch._functorch.compilers import nop
 from torch._functorch.memory_planner import decide as planning, last_plan, plans
 from torch._functorch.memory_planner.graph.joint import Planner
 from torch._functorch.memory_planner.report import saved_values as saved_report
-from torch._functorch.memory_planner.saved import target as memory_budget
+from torch._functorch.memory_planner.saved import saved_bytes as memory_budget
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop

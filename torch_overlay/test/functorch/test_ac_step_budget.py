@@ -40,7 +40,7 @@ from torch._functorch.memory_planner.step import (
     warnings as step_warnings,
 )
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
-from torch._functorch.memory_planner.step.running import running_step
+from torch._functorch.memory_planner.step.current_step import running_step
 from torch._inductor import config as inductor_config
 from torch._inductor.pattern_matcher import joint_fwd_bwd
 from torch._inductor.utils import fresh_cache
@@ -719,7 +719,7 @@ class StepBudgetTest(TestCase):
 
         with self.assertNoLogs("torch._functorch", "WARNING"):
             steps(budget, model, batch(), train=last, count=4)
-        with self.assertLogs(f"{PLACE}.step.warnings", "WARNING"):
+        with self.assertLogs(f"{PLACE}.step.messages", "WARNING"):
             other = earlier if how == "earlier" else many
             steps(budget, model, batch(), train=other, count=1)
 
@@ -741,7 +741,7 @@ class StepBudgetTest(TestCase):
             model, budget = Net(), StepBudget(share=0.2)
             budget.counter = counting()
             steps(budget, model, batch())
-            with self.assertLogs(f"{PLACE}.step.warnings", "WARNING") as logs:
+            with self.assertLogs(f"{PLACE}.step.messages", "WARNING") as logs:
                 steps(budget, model, batch(), train=other)
             self.assertIn("a call of Block, which has no backward", logs.output[0])
             peak = measured(budget, model, batch(), train=other)
@@ -816,7 +816,7 @@ class StepBudgetTest(TestCase):
         self.assertLessEqual(peak, 1.01 * alone)
         self.assertEqual(same, gradients, rtol=0, atol=0)
         # With a gradient that no recorded step had.
-        with self.assertLogs(f"{PLACE}.step.warnings", "WARNING"):
+        with self.assertLogs(f"{PLACE}.step.messages", "WARNING"):
             gradients = steps(budget, model, batch(), train=train_both, count=1)
         eager = Speller(compiled=False)
         train_both(eager, batch())
@@ -854,7 +854,7 @@ class StepBudgetTest(TestCase):
 
         before = unbudgeted(Speller(), batch(), train=train)
         fault = mock.patch(
-            f"{PLACE}.step.backward.constant_fold_uniform_value",
+            f"{PLACE}.step.partial_backward.constant_fold_uniform_value",
             side_effect=RuntimeError("injected"),
         )
         model, budget = Speller(), StepBudget(share=0.3)
@@ -1186,9 +1186,9 @@ class StepBudgetTest(TestCase):
     @parametrize(
         "stage",
         (
-            "step.graph.fresh_copy",
-            "step.graph.CompiledGraph.decide",
-            "step.graph.backward_of",
+            "step.compiled_graph.fresh_copy",
+            "step.compiled_graph.CompiledGraph.decide",
+            "step.compiled_graph.backward_of",
             "step.recorder.Recorder.follow",
             "step.recorder.Recorder.bytes_at_next_start",
             "step.calls.Step.begin",

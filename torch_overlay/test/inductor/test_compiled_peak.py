@@ -19,7 +19,7 @@ from torch._functorch.memory_planner.compile import (
     search,
     told as told_module,
 )
-from torch._functorch.memory_planner.peak import menu, target as peak_target
+from torch._functorch.memory_planner.peak import menu, peak_bytes as peak_target
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config, output_code, wrapper_memory
@@ -30,7 +30,7 @@ from torch.testing._internal.inductor_utils import HAS_CPU
 try:
     from torch._functorch.memory_planner.step import (
         budget as step_budget,
-        graph as step_graph,
+        compiled_graph as step_graph,
     )
 except ImportError:
     step_budget = step_graph = None
@@ -205,7 +205,7 @@ class CompiledPeakTest(TestCase):
         with (
             budgeted(1),
             patch.object(told_module, "peaks_of", side_effect=more) as told,
-            patch.object(step_graph, "has_guard", return_value=False),
+            patch.object(step_graph, "can_guard", return_value=False),
         ):
             compiled = torch.compile(layers)
             budget = step_budget.StepBudget(share=share)
@@ -290,7 +290,7 @@ class CompiledPeakTest(TestCase):
         for plan in found.within(105, lambda curve: curve.within(105)):
             peak = plans[plan.only].kept
             told = 190 if peak == 100 else peak * 11 // 10
-            own.tell(plan.only, menu.Told(told, told, told), None)
+            own.record(plan.only, menu.Told(told, told, told), None)
             tried.append(peak)
         self.assertEqual(tried, [100, 140, 120, 110])
         self.assertEqual(found.known().floor, 121)
@@ -306,7 +306,7 @@ class CompiledPeakTest(TestCase):
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05)
         for plan in found.within(1020, lambda curve: curve.within(1020)):
             self.assertEqual(plan.only, 1)
-            own.tell(1, menu.Told(890, 890, 890), None)
+            own.record(1, menu.Told(890, 890, 890), None)
         self.assertEqual(found.compiled().within(1020).only, 1)
         self.assertEqual(found.known().unbudgeted.peak, 990)
 

@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import (
 )
 
 from .._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
-from .graph.rerun_cost import RUNTIME_UNITS
+from .graph.recompute_cost import RUNTIME_UNITS
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from .ask import Ask, check_budget
 from .graph.joint import Planner
-from .saved.target import SavedBytes
+from .saved.saved_bytes import SavedBytes
 from .solve.solver import WrongAnswer
 
 
@@ -85,6 +85,6 @@ def requested(ask: Ask, budget: float) -> Request:
     if ask.peak_bytes is None and (ask.target == "saved" or budget == 1):
         return SavedBytes(budget)
     # A patch of its own brings the module.
-    from .peak.target import PeakBytes
+    from .peak.peak_bytes import PeakBytes
 
     return PeakBytes(budget, ask.peak_bytes, ask.graph_calls or 1, ask.peak_margin)

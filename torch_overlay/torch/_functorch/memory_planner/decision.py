@@ -31,13 +31,13 @@ class Range(NamedTuple):
     low: int
     high: int
 
-    def size(self, nbytes: float) -> float:
+    def share_of(self, nbytes: float) -> float:
         """``nbytes`` in the unit of a budget."""
         return nbytes / (self.high - self.low)
 
     def budget(self, nbytes: int) -> float:
         """The budget that is used up by keeping ``nbytes``."""
-        return self.size(nbytes - self.low)
+        return self.share_of(nbytes - self.low)
 
     def capacity(self, budget: float) -> int:
         """The bytes beyond ``low`` that a plan may keep under ``budget``.

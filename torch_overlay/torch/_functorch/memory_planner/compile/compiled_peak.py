@@ -26,11 +26,11 @@ from ..ask import Ask
 from ..decide import by_config, requested
 from ..decision import Peak
 from ..peak.curve import allowed_peak
-from ..peak.target import CALLS, PeakBytes
-from ..report.saved_values import keep_peak, kept_plan, replace_plan
+from ..peak.peak_bytes import CALLS, PeakBytes
+from ..report.saved_values import log_peak, logged_plan, replace_plan
 from .recompile import calls_nested_regions, fresh_copy, nodes_named_as, takes_request
 from .search import Search
-from .told import CompiledPeaks, has_guard
+from .told import can_guard, CompiledPeaks
 
 
 if TYPE_CHECKING:
@@ -161,17 +161,19 @@ class _Compiles:
         allowed = self.allowed = self.asked.allowed(self.curve)
         moments = self.asked.moments(menu)
         self.search = Search(lambda: {0: menu}, CALLS, moments, self.asked.margin)
-        self._plans = self.search.within(allowed, lambda curve: curve.within(allowed))
+        self._plans = self.search.plans_within(
+            allowed, lambda curve: curve.within(allowed)
+        )
         self.trying = _Try(next(self._plans).only)
 
     def _check(self, menu: Menu, told: Told, metadata: Any) -> None:
         """Keep what was compiled, or raise `_Over`."""
         # Not `last_plan`, which may be another thread's.
-        report: Any = kept_plan(metadata)
+        report: Any = logged_plan(metadata)
         if not self.is_last:
             plan, is_guarded = self.trying
             alone = self.peaks.told_alone
-            if menu.tell(plan, told, alone, only_if_less=is_guarded):
+            if menu.record(plan, told, alone, only_if_less=is_guarded):
                 self._guards[plan] = is_guarded
             self.trying = self._next(menu)
             if self.trying != (plan, is_guarded):
@@ -189,7 +191,7 @@ class _Compiles:
         fastest = report.peak.fastest
         peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
         peak.warn_if_over()
-        keep_peak(peak, metadata)
+        log_peak(peak, metadata)
 
     def _next(self, menu: Menu) -> _Try:
         """What to compile next, or in the end, which of the compiled plans to keep."""
@@ -197,7 +199,7 @@ class _Compiles:
         is_within = self.search.compiled().within(self.allowed).peak <= self.allowed
         is_first = len(self._guards) == 1 and not is_guarded
         over = not is_within and menu.holds_more(plan, self.asked.margin)
-        if is_first and over and has_guard():
+        if is_first and over and can_guard():
             return _Try(plan, True)
         following = next(self._plans, None)
         if following is not None:

@@ -62,20 +62,20 @@ class Search:
         def settled(menu: Menu) -> Menu:
             if not menu.told:
                 return menu
-            return menu.corrected().only({*others, *menu.told})
+            return menu.corrected().restricted_to({*others, *menu.told})
 
         return self._curve(settled, self._untold_margin)
 
-    def allowed(self, share: float) -> Iterator[Choice]:
+    def plans_for_share(self, share: float) -> Iterator[Choice]:
         """The plans to compile so that both ends of a share's range are `known`."""
         if share > 0:
             yield from self._new(self._believed().unbudgeted)
         if share < 1:
             estimated = self._curve(lambda menu: menu, self._margin)
             floor = estimated.at_most(estimated.plans[0])
-            yield from self.within(floor, lambda curve: curve.plans[0], leaving=1)
+            yield from self.plans_within(floor, lambda curve: curve.plans[0], leaving=1)
 
-    def within(
+    def plans_within(
         self, peak: int, choose: Callable[[Curve], Choice], leaving: int = 0
     ) -> Iterator[Choice]:
         """The plans to compile, one after the other, until one is within a peak.
@@ -144,7 +144,9 @@ class Search:
         def untried(menu: Menu) -> Menu:
             rest = {*range(len(menu.plans))}.difference(menu.told)
             is_tried = rest and menu.errs(self._margin)
-            return menu.corrected().only(rest) if is_tried else menu.corrected()
+            return (
+                menu.corrected().restricted_to(rest) if is_tried else menu.corrected()
+            )
 
         return self._curve(untried).plans[0]
 

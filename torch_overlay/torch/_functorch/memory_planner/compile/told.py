@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from ...._inductor.wrapper_memory import WrapperMemory
-    from ..graph.ends import Missing
+    from ..graph.inputs_outputs import Missing
 
-__all__ = ["GUARD", "CompiledPeaks", "has_guard", "peaks_of"]
+__all__ = ["GUARD", "CompiledPeaks", "can_guard", "peaks_of"]
 
 _MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
 # The option of inductor, with its value, that keeps fusions from raising the peak.
@@ -40,7 +40,7 @@ GUARD: dict[str, Any] = (
 )
 
 
-def has_guard() -> bool:
+def can_guard() -> bool:
     """Whether fusions can be guarded and are not yet."""
     return any(getattr(inductor_config, name) != GUARD[name] for name in GUARD)
 

@@ -29,7 +29,7 @@ from ..decision import Decision, Range
 from ..solve.ties import upstreams_table
 from .liveness import CannotPlan, Program
 from .reading import read
-from .rerun_cost import concrete, is_costly, rerun_cost
+from .recompute_cost import concrete, is_costly, recompute_cost
 from .storages import device_of, has_bodies, is_on
 
 
@@ -76,7 +76,7 @@ class Planner:
     """A joint graph that is to be split, and what all plans for it have in common.
 
     ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
-    make kernels of the graph's operators; ``number`` what symbolic sizes are to be.  Only
+    make kernels of the graph's operators; ``as_int`` what symbolic sizes are to be.  Only
     bytes of the ``device`` count, by default the graph's own.  ``ask`` is the config's.
     """
 
@@ -85,7 +85,7 @@ class Planner:
     num_fwd_outputs: int
     budget: float
     fused: bool = False
-    number: Callable[[Any], int] = concrete
+    as_int: Callable[[Any], int] = concrete
     device: Optional[torch.device] = None
     ask: Ask = field(default_factory=Ask.of_config)
     _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
@@ -96,7 +96,7 @@ class Planner:
     @functools.cached_property
     def model(self) -> Program:
         """What each plan keeps and repeats."""
-        asked = self.info, self.num_fwd_outputs, self.number, self.counted
+        asked = self.info, self.num_fwd_outputs, self.as_int, self.counted
         program = read(self.joint, *asked)
         return _leaving_outputs(_filling_again(program), self.fastest())
 
@@ -105,9 +105,9 @@ class Planner:
         """The device whose bytes count."""
         return device_of(self.joint) if self.device is None else self.device
 
-    def of_size(self, number: Callable[[Any], int]) -> Planner:
+    def of_size(self, as_int: Callable[[Any], int]) -> Planner:
         """The same graph at another size; its min cuts do not depend on that."""
-        other = replace(self, number=number)
+        other = replace(self, as_int=as_int)
         other._cuts.update(self._cuts)
         return other
 
@@ -214,7 +214,7 @@ class Planner:
         def runtime(node: fx.Node) -> float:
             # Of operators with bodies, upstream knows none.
             if estimator == "roofline" or has_bodies(node):
-                return rerun_cost(node, estimator)
+                return recompute_cost(node, estimator)
             return estimate_runtime(node)
 
         return {node: runtime(node) for node in self._upstreams_items}
@@ -325,8 +325,8 @@ def candidates(graph: Planner) -> list[Item]:
     items = []
     for node in graph.banned:
         storages = frozenset(graph.model.saveable([node]))
-        ops = {node: rerun_cost(node, graph.ask.estimator)}
-        items.append(Item(node, ops, storages, graph.model.size(storages)))
+        ops = {node: recompute_cost(node, graph.ask.estimator)}
+        items.append(Item(node, ops, storages, graph.model.nbytes_of(storages)))
     # A solver of the user's own knows the nodes.
     if isinstance(graph.ask.solver, str):
         items = _joined(items, graph.cheapest_cut()[0], graph.model)
@@ -357,7 +357,7 @@ def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item
     joined = groups.pop(0, [])
     for mask, group in groups.items():
         kept = [s for value, s in enumerate(values) if mask >> value & 1]
-        nbytes = model.size(kept)
+        nbytes = model.nbytes_of(kept)
         least = min(item.nbytes for item in group)
         if nbytes > least or (len(group) == 1 and nbytes == least):
             joined += group

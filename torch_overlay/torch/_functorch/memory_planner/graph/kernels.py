@@ -30,7 +30,7 @@ import torch
 import torch.fx as fx
 
 from .live_bytes import LiveBytes
-from .rerun_cost import concrete, is_view
+from .recompute_cost import concrete, is_view
 from .storages import has_bodies
 
 
@@ -237,15 +237,15 @@ class _LiveInKernels(LiveBytes):
         if kernel.is_fusible:
             begin = self._write_over(dying, each, plans)
         for r, last in dying.items():
-            self.change(last, -self.nbytes[r])
+            self.add_change(last, -self.nbytes[r])
         scratch = (each.scratch or 0) * has_bodies(each.node)
-        self.change(plans, -scratch)
+        self.add_change(plans, -scratch)
         self.moment(step)
-        self.change(plans, scratch)
+        self.add_change(plans, scratch)
         for change in begin:
-            self.change(*change)
+            self.add_change(*change)
         for s in writes:
-            self.change(plans & self.saved[s], -self.nbytes[s])
+            self.add_change(plans & self.saved[s], -self.nbytes[s])
 
     def _read(self, storages: Iterable[int], plans: int) -> dict[int, int]:
         """What a kernel is the last to read, with the plans where it is."""
@@ -319,7 +319,7 @@ class _LiveInKernels(LiveBytes):
         """What is before all kernels whose results are there together."""
         together, self.together = self.together, []
         for each, nbytes in together:
-            self.change(each & plans, nbytes)
+            self.add_change(each & plans, nbytes)
             if each & ~plans:
                 self.together.append((each & ~plans, nbytes))
 

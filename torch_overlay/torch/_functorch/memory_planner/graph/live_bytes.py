@@ -54,7 +54,7 @@ class LiveBytes:
         # For each moment its step, and the change that it comes right before.
         self.moments: list[tuple[int, int]] = []
 
-    def change(self, plans: int, nbytes: int) -> None:
+    def add_change(self, plans: int, nbytes: int) -> None:
         if plans and nbytes:
             self.masks.append(plans)
             self.changes.append(nbytes)
@@ -64,7 +64,7 @@ class LiveBytes:
             last = plans & ~self.touched[s]
             self.touched[s] |= last
             if self.freeable[s]:
-                self.change(last, -self.nbytes[s])
+                self.add_change(last, -self.nbytes[s])
 
     def moment(self, step: int) -> None:
         self.moments.append((step, len(self.masks) - 1))
@@ -77,13 +77,13 @@ class LiveBytes:
         for s in each.writes:
             # A second one of what is saved is dropped at once, and what nobody reads.
             again = plans & self.saved[s]
-            self.change(again, -self.nbytes[s])
+            self.add_change(again, -self.nbytes[s])
             self.touch((s,), plans & ~again)
         # What it has live meanwhile.
         scratch = each.scratch or 0
-        self.change(plans, -scratch)
+        self.add_change(plans, -scratch)
         self.moment(step)
-        self.change(plans, each.nbytes + scratch)
+        self.add_change(plans, each.nbytes + scratch)
 
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
         """For each of ``count`` plans, the most live bytes in each step, over ``base``."""

@@ -173,7 +173,7 @@ class Program:
     @property
     def held_by_caller(self) -> int:
         """Bytes of the tangents and of what the forward returned, in any step's peak."""
-        return self.tangent_bytes + self.size(self.outputs)
+        return self.tangent_bytes + self.nbytes_of(self.outputs)
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The storages that saving these nodes keeps."""
@@ -184,7 +184,7 @@ class Program:
         found = self.storages(nodes)
         return [s for s in sorted(found) if self.saved_as[s] is not None]
 
-    def size(self, storages: Iterable[int]) -> int:
+    def nbytes_of(self, storages: Iterable[int]) -> int:
         """Bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
@@ -321,11 +321,11 @@ class Program:
         timeline.moment(0)
         # What is live by then.
         for s in self.owned:
-            timeline.change(timeline.touched[s], self.nbytes[s])
+            timeline.add_change(timeline.touched[s], self.nbytes[s])
         kept = [plans & reading for plans, reading in zip(saved, timeline.touched)]
         for s, plans in enumerate(kept):
             if s not in self.outputs:
-                timeline.change(plans, self.nbytes[s])
+                timeline.add_change(plans, self.nbytes[s])
         return timeline.peaks(count, self.held_by_caller), kept
 
     def forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..._activation_checkpointing.random_ops import is_replayed, must_run_once
 
 from .liveness import BackwardStep, Program
-from .rerun_cost import concrete
+from .recompute_cost import concrete
 from .storages import device_of, Operator, Storages
 
 
@@ -28,12 +28,12 @@ def read(
     graph: fx.Graph,
     node_info: NodeInfo,
     num_fwd_outputs: int,
-    number: Callable[[Any], int] = concrete,
+    as_int: Callable[[Any], int] = concrete,
     device: Optional[torch.device] = None,
 ) -> Program:
     """The program of a joint graph, whose first outputs, so many, are the forward's.
 
-    ``number`` tells what a symbolic size is; by default, its hint.  Only bytes of the
+    ``as_int`` tells what a symbolic size is; by default, its hint.  Only bytes of the
     ``device`` count, by default those of the graph's own (:func:`.graph.storages.device_of`).
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
@@ -43,7 +43,7 @@ def read(
     backward = {node for node in graph.nodes if node in closure} - required
     tangents = {node for node in backward if node.op == "placeholder"}
     device = device_of(graph) if device is None else device
-    storages = Storages(graph, required, tangents, number, device)
+    storages = Storages(graph, required, tangents, as_int, device)
     nbytes = storages.nbytes
     gradients = _nodes(results[num_fwd_outputs:])
     forward = [each for each in storages.calls if each.node not in backward]

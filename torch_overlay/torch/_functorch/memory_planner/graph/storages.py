@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from ..._activation_checkpointing.random_ops import subgraphs
-from .rerun_cost import concrete, is_view
+from .recompute_cost import concrete, is_view
 
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ class Storages:
         graph: fx.Graph,
         required: Container[fx.Node],
         tangents: Container[fx.Node],
-        number: Callable[[Any], int],
+        as_int: Callable[[Any], int],
         device: torch.device,
     ) -> None:
-        self.number, self.device = number, device
+        self.as_int, self.device = as_int, device
         self.nbytes: list[int] = []
         self.tangent_bytes = 0
         self.copied: set[int] = set()
@@ -172,7 +172,7 @@ class Storages:
         """The storages that whoever reads these nodes reads."""
         return tuple(s for node in nodes for s in self.read_via[node])
 
-    def size(self, storages: Iterable[int]) -> int:
+    def nbytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.nbytes[s] for s in storages)
 
     def _call(
@@ -182,13 +182,13 @@ class Storages:
         writes: tuple[int, ...],
         is_required: bool,
     ) -> None:
-        nbytes = self.size(writes)
+        nbytes = self.nbytes_of(writes)
         scratch: Optional[int] = nbytes if str(node.target) in _COMPOSED else 0
         if bodies := self._bodies(node):
             known = [body for body in bodies if body is not None]
             peak = None
             if len(known) == len(bodies):
-                peak = _peak_of(node, known, nbytes, self.number, self.device)
+                peak = _peak_of(node, known, nbytes, self.as_int, self.device)
             scratch = None if peak is None else max(peak - nbytes, 0)
         self.calls.append(Operator(node, reads, writes, nbytes, is_required, scratch))
 
@@ -199,7 +199,7 @@ class Storages:
         graphs = subgraphs(node)
         for graph in graphs:
             if graph not in self._known:
-                self._known[graph] = body_of(graph, self.number, self.device)
+                self._known[graph] = body_of(graph, self.as_int, self.device)
         return [self._known[graph] for graph in graphs]
 
     def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
@@ -212,8 +212,8 @@ class Storages:
         if not is_on(self.device, tangent):
             return
         shape, strides = tangent.shape, tangent.stride()
-        length = self.number(compute_required_storage_length(shape, strides, 0))
-        elements = self.number(tangent.numel())
+        length = self.as_int(compute_required_storage_length(shape, strides, 0))
+        elements = self.as_int(tangent.numel())
         self.tangent_bytes += elements * tangent.itemsize
         if length > elements:
             self.copied.update(storages)
@@ -251,7 +251,7 @@ class Storages:
                 s = reads[0]
             if s < 0:
                 s = len(self.nbytes)
-                self.nbytes.append(self.number(size))
+                self.nbytes.append(self.as_int(size))
                 self._keys.append(key)
             found[s] = None
         return tuple(found)
@@ -275,11 +275,11 @@ class Body(NamedTuple):
 
 
 def body_of(
-    graph: fx.Graph, number: Callable[[Any], int], device: torch.device
+    graph: fx.Graph, as_int: Callable[[Any], int], device: torch.device
 ) -> Optional[Body]:
     """What a graph without a backward allocates, None where that is not known."""
     try:
-        storages = Storages(graph, {*graph.nodes}, (), number, device)
+        storages = Storages(graph, {*graph.nodes}, (), as_int, device)
     except CannotPlan:
         return None
     (output,) = graph.find_nodes(op="output")
@@ -294,12 +294,12 @@ def body_of(
         live += each.nbytes
         peak = max(peak, live + each.scratch)
         touched = {*each.reads, *each.writes} - returned
-        live -= storages.size(s for s in touched if last[s] == at)
+        live -= storages.nbytes_of(s for s in touched if last[s] == at)
     results = [_nodes([each]) for each in tree_leaves(output.args)]
     stored = [*map(storages.read_by, results)]
     return Body(
         peak,
-        [*map(storages.size, stored)],
+        [*map(storages.nbytes_of, stored)],
         [each[0].meta.get("val") if each else None for each in results],
     )
 
@@ -308,7 +308,7 @@ def _peak_of(
     node: fx.Node,
     bodies: Sequence[Body],
     nbytes: int,
-    number: Callable[[Any], int],
+    as_int: Callable[[Any], int],
     device: torch.device,
 ) -> Optional[int]:
     """The most that is live while an operator runs its bodies, with its results.
@@ -330,12 +330,12 @@ def _peak_of(
     if not given:
         return None
     values = [each.meta["val"] for each in given]
-    length = number(values[0].shape[0])
+    length = as_int(values[0].shape[0])
     if name == "map_impl":
         # All results are there before they are stacked.
         each = sum(body.results)
         return max((length - 1) * each + body.peak, length * each + nbytes)
-    size = sum(number(v.numel()) * v.itemsize for v in values if is_on(device, v))
+    size = sum(as_int(v.numel()) * v.itemsize for v in values if is_on(device, v))
     carries: Any = node.args[1]
     return _peak_of_scan(body, len(carries), size // max(length, 1), nbytes)
 

@@ -6,13 +6,13 @@ from typing import Any, Callable, Optional, TYPE_CHECKING
 
 import torch
 
-from .rerun_cost import concrete
+from .recompute_cost import concrete
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Places", "number_for", "sizes_in", "symbols_in"]
+__all__ = ["Places", "size_evaluator", "sizes_in", "symbols_in"]
 
 # Of symbols, an argument, or one of its dimensions.
 Places = dict[Any, tuple[int, Optional[int]]]
@@ -24,17 +24,17 @@ def sizes_in(args: Sequence[Any], symbols: Places) -> tuple[int, ...]:
     return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
 
 
-def number_for(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]:
+def size_evaluator(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]:
     """What tells how large a size is where symbols are of these sizes."""
     symbols = dict(zip(places, sizes))
 
-    def number(size: Any) -> int:
+    def as_int(size: Any) -> int:
         if isinstance(size, int):
             return size
         found = size.node.expr.xreplace(symbols)
         return int(found) if getattr(found, "is_number", True) else concrete(size)
 
-    return number
+    return as_int
 
 
 def symbols_in(given: Sequence[Any]) -> Places:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .rerun_cost import flops
+from .recompute_cost import flops
 
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ class Chain:
         self.crossing = self._crossing(places)
         self.everything = self.storages(range(self.end))
         self.width = {
-            (i, j): graph.size(self.crossing[j] - self.crossing[i])
+            (i, j): graph.nbytes_of(self.crossing[j] - self.crossing[i])
             for i in range(self.end)
             for j in range(i + 1, min(i + _SPAN, self.end) + 1)
         }
@@ -170,7 +170,7 @@ class Chain:
     def choose(self) -> None:
         """Pick the checkpoints that should have the lowest peak, to measure next."""
         # The upper bound is enough for a checkpoint at every place.
-        low, high = 0, max(self.peak.values()) + self.graph.size(self.everything)
+        low, high = 0, max(self.peak.values()) + self.graph.nbytes_of(self.everything)
         chosen: Sequence[int] = range(1, self.end)
         while high - low > high // 1000 + 1:
             middle = (low + high) // 2

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from ..solve.ties import NOISE
 
-from .plan_search import model_of, rerun_costs, search
+from .plan_search import model_of, recompute_costs, search
 from .plans import Plans
 
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 __all__ = ["with_lower_peak"]
 
 # By what share the peak may exceed that of budget 1 without a warning.
-_TOLD = 0.01
+_TOLERANCE = 0.01
 # How many of the largest values that upstream's plan saves may be left out.
 _TRIED = 64
 
@@ -49,7 +49,7 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
         for saved in (plan.saved_values, fastest, upstreams)
     )
     # Budget 0 allows no other plan.
-    costs = rerun_costs(model, graph) if plan.budget else ()
+    costs = recompute_costs(model, graph) if plan.budget else ()
     plans = Plans(model, costs, calls)
     plans.evaluate((own, *others))
     chosen, peaks = own, [plans.peaks[each] for each in others]
@@ -64,7 +64,7 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
             if found.activation_bytes <= allowed:
                 chosen, plan = better, replace(found, limits=plan.limits)
                 break
-    if plans.peaks[chosen] > peaks[0] * (1 + _TOLD):
+    if plans.peaks[chosen] > peaks[0] * (1 + _TOLERANCE):
         log.warning(
             "%s needs %d bytes at its peak under activation memory budget %g, more than "
             "the %d without one (both without parameters and inputs)%s, as it recomputes "

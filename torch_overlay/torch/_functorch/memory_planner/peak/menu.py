@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
-from ..graph.ends import (
+from ..graph.inputs_outputs import (
     backward_inputs,
     Input,
     Missing,
@@ -22,13 +22,13 @@ from ..graph.ends import (
     tensors_given,
     without,
 )
-from ..graph.rerun_cost import flops
-from ..graph.resized import calls_in
+from ..graph.other_sizes import calls_in
+from ..graph.recompute_cost import flops
 from .plan_search import (
     compare_with_no_checkpoints,
     model_of,
     of_knapsacks,
-    rerun_costs,
+    recompute_costs,
     search,
 )
 from .plans import Plans, undominated
@@ -162,7 +162,7 @@ class Menu:
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
         return replace(self, plans=plans)
 
-    def tell(
+    def record(
         self,
         index: int,
         told: Told,
@@ -176,7 +176,7 @@ class Menu:
         recorded.  Returns whether it was.
         """
         plan, beside = self.plans[index], self.model.held_by_caller
-        if only_if_less and index in self.told and max(told[1:]) >= self.most(index):
+        if only_if_less and index in self.told and max(told[1:]) >= self.peak_of(index):
             return False
         size = max(plan.backward, 1)
         held = told._replace(backward=told.backward - beside)
@@ -211,7 +211,7 @@ class Menu:
             plans.append(plan)
         return replace(self, plans=plans, estimated=self.plans)
 
-    def only(self, wanted: Container[int]) -> Menu:
+    def restricted_to(self, wanted: Container[int]) -> Menu:
         """The same, with all but the ``wanted`` plans too large to choose."""
         plans = [
             plan if i in wanted else plan._replace(kept=_NEVER, forward=_NEVER)
@@ -223,14 +223,14 @@ class Menu:
         """Whether a plan exceeds its estimates by more than this share of its peak."""
         return any(error > margin for errors in self.told.values() for error in errors)
 
-    def most(self, index: int) -> int:
+    def peak_of(self, index: int) -> int:
         """The peak of a plan by itself, corrected by what compiles told."""
         return self._peak(self.corrected().plans[index])
 
     def holds_more(self, index: int, margin: float) -> bool:
         """Whether a plan, as compiled, exceeds its estimate by more than ``margin``."""
         most = self._peak(self.plans[index]) * (1 + margin)
-        return index in self.told and self.most(index) > most
+        return index in self.told and self.peak_of(index) > most
 
     def _peak(self, plan: Footprint) -> int:
         return max(plan.forward, plan.backward + self.model.held_by_caller)
@@ -284,7 +284,7 @@ class Menu:
         evaluations = model.evaluate_all([plan.storages for plan in plans])
         returned = own.keys() & self.model.outputs
         return [
-            max(each.step_peaks) - beside + model.size(returned - each.saved)
+            max(each.step_peaks) - beside + model.nbytes_of(returned - each.saved)
             for each in evaluations
         ]
 
@@ -312,7 +312,7 @@ def plan_graph(
     Raises as :func:`.graph.reading.read` does.
     """
     model = _model(joint, missing)
-    plans = Plans(model, rerun_costs(model, joint))
+    plans = Plans(model, recompute_costs(model, joint))
     if is_only:
         plans.evaluate([frozenset(model.storages(saved))])
     else:
@@ -361,7 +361,7 @@ def _model(joint: Planner, missing: Optional[Missing]) -> Program:
 
 def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
     """What a plan keeps, and the most that is live in its forward and its backward."""
-    kept = model.size(evaluation.saved - model.outputs)
+    kept = model.nbytes_of(evaluation.saved - model.outputs)
     backward = max(evaluation.step_peaks) - model.held_by_caller
     return kept, evaluation.forward_peak, backward
 

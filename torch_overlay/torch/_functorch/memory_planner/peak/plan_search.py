@@ -29,7 +29,7 @@ from ..._activation_checkpointing.knapsack_exact import solve_knapsack_budgets
 from ..._activation_checkpointing.random_ops import must_run_once
 from ..graph.kernels import by_kernels, has_kernel
 from ..graph.liveness import CannotPlan
-from ..graph.rerun_cost import is_costly, rerun_cost, roofline
+from ..graph.recompute_cost import is_costly, recompute_cost, roofline
 from ..solve.ties import lightest
 
 from .chains import Chain, correct, places_in
@@ -50,7 +50,7 @@ __all__ = [
     "model_of",
     "of_knapsacks",
     "plans_of",
-    "rerun_costs",
+    "recompute_costs",
     "search",
 ]
 
@@ -82,7 +82,7 @@ def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
 def plans_of(graph: Planner, calls: int = 1) -> Plans:
     """The plans that `search` finds for a graph of which ``calls`` wait at once."""
     model = model_of(graph)
-    plans = Plans(model, rerun_costs(model, graph), calls)
+    plans = Plans(model, recompute_costs(model, graph), calls)
     search(plans, graph, graph.fastest())
     return plans
 
@@ -115,7 +115,7 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
         )
 
 
-def rerun_costs(model: Program, graph: Planner) -> list[float]:
+def recompute_costs(model: Program, graph: Planner) -> list[float]:
     """What it costs to repeat each operator of a graph's model, by its estimator.
 
     As in the knapsack, and at the same cost, this charges only for what a min cut does
@@ -132,7 +132,7 @@ def rerun_costs(model: Program, graph: Planner) -> list[float]:
         return node in expensive and not must_run_once(node)
 
     return [
-        rerun_cost(node, estimator) if has_cost(node) else 0 for node in model.nodes
+        recompute_cost(node, estimator) if has_cost(node) else 0 for node in model.nodes
     ]
 
 

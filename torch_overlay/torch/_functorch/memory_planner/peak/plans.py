@@ -61,7 +61,7 @@ class Plans:
             )
             peak = evaluation.peak
             if self.waiting:
-                peak += self.waiting * self.graph.size(
+                peak += self.waiting * self.graph.nbytes_of(
                     evaluation.saved - self.graph.outputs
                 )
             self.peaks[chosen] = peak
@@ -105,7 +105,7 @@ class Plans:
                     for s in graph.operators[op].writes
                     if graph.saved_as[s] is not None and graph.first_use[s] >= 0
                 ]
-                size = graph.size(parts)
+                size = graph.nbytes_of(parts)
                 if parts:
                     # Of equals, the latest first: it is saved for the shortest time.
                     density = self.cost[op] / max(size, 1)

@@ -27,7 +27,7 @@ from torch._logging._internal import trace_structured
 from torch.fx.graph import _parse_stack_trace
 
 from ..graph.joint import activation_bytes
-from ..graph.rerun_cost import is_view
+from ..graph.recompute_cost import is_view
 from ..graph.storages import device_of
 
 
@@ -192,7 +192,7 @@ def last_plan() -> Plan:
     return recent_plans[-1]
 
 
-def keep_plan(forward: GraphModule, metadata: Any) -> None:
+def log_plan(forward: GraphModule, metadata: Any) -> None:
     """List the plan of a graph that is about to be compiled as the last one.
 
     The plans of nested regions come before it.  Caches keep it with ``metadata``, the
@@ -206,8 +206,8 @@ def keep_plan(forward: GraphModule, metadata: Any) -> None:
                 metadata.activation_memory_plan = plan
 
 
-def kept_plan(metadata: Any) -> Optional[Plan]:
-    """The plan that `keep_plan` or a cache left with a graph's ViewAndMutationMeta."""
+def logged_plan(metadata: Any) -> Optional[Plan]:
+    """The plan that `log_plan` or a cache left with a graph's ViewAndMutationMeta."""
     return getattr(metadata, "activation_memory_plan", None)
 
 
@@ -223,16 +223,16 @@ def replace_plan(old: Optional[Plan], new: Optional[Plan]) -> None:
         recent_plans.append(new)
 
 
-def keep_peak(peak: Peak, metadata: Any) -> None:
-    """Replace the peak of the plan that `keep_plan` left with ``metadata``."""
-    kept: Any = kept_plan(metadata)
+def log_peak(peak: Peak, metadata: Any) -> None:
+    """Replace the peak of the plan that `log_plan` left with ``metadata``."""
+    kept: Any = logged_plan(metadata)
     metadata.activation_memory_plan = replace(kept, peak=peak)
     replace_plan(kept, metadata.activation_memory_plan)
 
 
-def recall_plan(metadata: Any) -> None:
+def log_cached_plan(metadata: Any) -> None:
     """List the plan of a graph from the compile cache as the last one."""
-    plan = kept_plan(metadata)
+    plan = logged_plan(metadata)
     if plan is not None:
         if plan.peak is not None:
             plan.peak.warn_if_over()
@@ -262,7 +262,7 @@ def attach_plan(
     backward: GraphModule,
     num_fwd_outputs: int,
 ) -> None:
-    """Describe a joint graph's split, for `keep_plan` and the trace.  O(nodes)."""
+    """Describe a joint graph's split, for `log_plan` and the trace.  O(nodes)."""
     placeholders = forward.graph.find_nodes(op="placeholder")
     inputs = set(map(get_node_storage, placeholders)) - {None}
     solved, names = decision.knapsack, [node.name for node in decision.items]

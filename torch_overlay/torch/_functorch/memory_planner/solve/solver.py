@@ -41,9 +41,9 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
     with no_dispatch():
         if solver in _TAKE_BYTES:
             return KNAPSACK_SOLVERS[solver](memory, runtimes, capacity)[1]
-        memory = list(map(limits.size, memory))
+        memory = list(map(limits.share_of, memory))
         # Shares are rounded: what fits to the byte might not fit into less.
-        share = limits.size(capacity + 0.5)
+        share = limits.share_of(capacity + 0.5)
         if isinstance(solver, str):
             return KNAPSACK_SOLVERS[solver](memory, runtimes, share)[1]
         nodes = [item.node for item in graph.items]

@@ -40,15 +40,15 @@ from ..ask import one_bound
 from ..report.saved_values import format_bytes
 from ..report.step_summary import GraphUse, Moment, StepSummary
 from .calls import Graph, is_trained, State, Step
+from .current_step import running_steps
 from .device_bytes import DeviceBytes
-from .learned import dropped_before, Learned, step_program_of
-from .planned import Bound, plan_step, Present
+from .messages import StepBudgetError, Warns
+from .peak_check import check_held, NEW, OVER, Watch
+from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
-from .recording import MOST_RECORDED, Recording
-from .running import running_steps
+from .recording_schedule import MOST_RECORDED, Recording
+from .step_programs import dropped_before, Learned, step_program_of
 from .timeline import StepTimeline
-from .warnings import StepBudgetError, Warns
-from .watch import check_held, NEW, OVER, Watch
 
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class StepBudget(Warns):
         if new and step.recorder is None:
             self._recording.again(MOST_RECORDED)
         if new and not self._recording.expects_new:
-            self.warn_of(min(new, key=lambda state: state[:3]))
+            self.warn_unplanned(min(new, key=lambda state: state[:3]))
 
     def _close(self) -> Optional[Step]:
         """End the running step of this budget, and those that were begun within it."""
@@ -294,7 +294,7 @@ class StepBudget(Warns):
         )
         self._present = Present(*map(max, self._present, seen))
 
-    def warn_of(self, state: State) -> None:
+    def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
         what = self._learned.what_is_new(state)
         self.warn(
@@ -304,9 +304,12 @@ class StepBudget(Warns):
             f"another {state.name}",
         )
 
-    def graph_like(self, signature: Any) -> Optional[Graph]:
+    def graph_like(self, structural_key: Any) -> Optional[Graph]:
         """The same graph, compiled for another size, or None."""
-        return next((g for g in self.graphs.values() if g.signature == signature), None)
+        return next(
+            (g for g in self.graphs.values() if g.structural_key == structural_key),
+            None,
+        )
 
     def _measure(self, step: Step) -> None:
         """Compare what the device counted in a step with what was predicted."""

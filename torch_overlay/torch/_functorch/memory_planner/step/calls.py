@@ -20,9 +20,9 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
-from ..graph.ends import Missing
+from ..graph.inputs_outputs import Missing
 from ..graph.workspaces import workspace_of_convolutions
-from .running import Caller, running
+from .current_step import Caller, running
 
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Budget(Protocol):
 
     def make_plan(self, is_growing: bool = ...) -> None: ...
 
-    def graph_like(self, signature: Any) -> Optional[Graph]: ...
+    def graph_like(self, structural_key: Any) -> Optional[Graph]: ...
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool: ...
 
@@ -73,7 +73,7 @@ class Budget(Protocol):
 
     def warn(self, reason: str, kind: str = ..., is_risk: bool = ...) -> None: ...
 
-    def warn_of(self, state: State) -> None: ...
+    def warn_unplanned(self, state: State) -> None: ...
 
     def warn_on_failure(
         self, what: str, is_risk: bool = ...
@@ -129,7 +129,7 @@ class Call:
     slot: int
     keeps_saved: bool
     # Evaluates a symbolic size.
-    number: Callable[[Any], int]
+    as_int: Callable[[Any], int]
     plan: int = 0
     # Weak references to what its forward returned: storages, and the caller's tensors.
     returned: list[Any] = field(default_factory=list)
@@ -206,12 +206,12 @@ class Step:
         self.caller.forget()
         self._context.close()
 
-    def begin(self, graph: Graph, scale: float, number: Callable[[Any], int]) -> Call:
+    def begin(self, graph: Graph, scale: float, as_int: Callable[[Any], int]) -> Call:
         """Start a call of a graph, ``scale`` times as large as its first one."""
         self.is_largest &= scale >= graph.scale / _ROUNDED
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
-        call = Call(graph, self, scale, slot, keeps_saved, number)
+        call = Call(graph, self, scale, slot, keeps_saved, as_int)
         self._note("F", call, keeps_saved)
         if keeps_saved:
             self._waiting.add(call)
@@ -301,7 +301,7 @@ class Step:
         self._is_known = self._is_known and state in self._known
         is_planned = self.recorder is None or self.budget.plan is not None
         if self.budget.strict and not self._is_known and is_planned:
-            self.budget.warn_of(state)
+            self.budget.warn_unplanned(state)
 
     def end(self, call: Call, has_run: bool = False) -> bool:
         """Nothing is kept for the call any more; returns whether something was."""
@@ -340,16 +340,16 @@ class Graph:
     """A graph that a step calls, and its plans, for the largest calls seen so far.
 
     It may be compiled several times, for other sizes: ``current`` returns the one that
-    ran last.  ``number`` is AOTAutograd's for the first of these, ``signature`` what
+    ran last.  ``number`` is AOTAutograd's for the first of these, ``structural_key`` what
     all have in common, and ``lean`` the plan of calls until one is chosen.
     """
 
     lean: int
 
     def __init__(
-        self, name: str, number: int, signature: Any, largest: Planner, plans: Menu
+        self, name: str, number: int, structural_key: Any, largest: Planner, plans: Menu
     ) -> None:
-        self.name, self.number, self.signature = name, number, signature
+        self.name, self.number, self.structural_key = name, number, structural_key
         self.largest, self.plans = largest, plans
         self.scale = 1.0
         self.current: Callable[[], Optional[Compiled]] = lambda: None

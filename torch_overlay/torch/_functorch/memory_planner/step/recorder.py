@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from .running import _abandon, Caller, running, running_step, running_steps
+from .current_step import _abandon, Caller, running, running_step, running_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
         """The parameters that were seen."""
         return [*self._leaves.values()]
 
-    def size(self, storages: Iterable[int]) -> int:
+    def nbytes_of(self, storages: Iterable[int]) -> int:
         """The bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
@@ -305,9 +305,9 @@ class Recorder(TorchDispatchMode):
     def bytes_at_next_start(self) -> int:
         """The bytes that will be live when the next step starts."""
         made = {event.storage for event in self.log if event.kind == "+"}
-        left = self.size(self.remaining() & made)
-        gone = self.size(self.given_gradients - self.remaining())
-        return (self._given or self.size(self.existing)) + left - gone
+        left = self.nbytes_of(self.remaining() & made)
+        gone = self.nbytes_of(self.given_gradients - self.remaining())
+        return (self._given or self.nbytes_of(self.existing)) + left - gone
 
 
 def _is_unplanned(node: Any) -> bool:

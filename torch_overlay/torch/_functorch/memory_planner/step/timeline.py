@@ -65,7 +65,7 @@ class StepTimeline:
         new = recorder.gradients(recorder.with_new_gradients())
         self._gradients = new if replaced is None else set()
         # The bytes of gradients that the next step drops, and before which event.
-        self._dropping = recorder.size(new), replaced
+        self._dropping = recorder.nbytes_of(new), replaced
         ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
         self._last = max(ends, default=0)
         # Gradients, resized storages such as shards, and what stays do not grow with

@@ -57,7 +57,7 @@ def backward_inputs(joint: Planner, model: Program) -> dict[int, Input]:
     found: dict[int, Input] = {}
     for index, node in enumerate(tensors_given(joint)):
         value = node.meta["val"]
-        nbytes = joint.number(value.untyped_storage().nbytes())
+        nbytes = joint.as_int(value.untyped_storage().nbytes())
         for s in model.storages([node]):
             nbytes = nbytes if is_on(joint.counted, value) else 0
             found[index] = Input(s, nbytes, node.name)
@@ -95,7 +95,7 @@ def without(missing: Missing, model: Program, joint: Planner) -> Program:
     absent = [tangents[index] for index in missing.tangents]
     values = (node.meta["val"] for node in absent)
     fewer = sum(
-        joint.number(value.numel()) * value.itemsize
+        joint.as_int(value.numel()) * value.itemsize
         for value in values
         if is_on(joint.counted, value)
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..peak.curve import Choice
     from ..peak.menu import Menu
     from .calls import Graph
-    from .learned import Learned
+    from .step_programs import Learned
 
 
 __all__ = ["Bound", "PlannedStep", "Present", "plan_step"]
@@ -84,7 +84,7 @@ def plan_step(
     search = Search(menus, learned.calls, rest, max(margins, default=0.0))
     if bound.share is not None:
         if any(graph.plans.told for graph in graphs.values()):
-            compile_plans(search.allowed(bound.share))
+            compile_plans(search.plans_for_share(bound.share))
         # This stays fixed, whatever compiles tell from here on.
         allowed = search.known().allowed(bound.share)
     elif bound.peak_bytes is not None:
@@ -92,7 +92,7 @@ def plan_step(
     else:
         allowed = (bound.device_bytes or 0) - present.given
     wanted = allowed - missed
-    compile_plans(search.within(wanted, lambda curve: curve.within(wanted)))
+    compile_plans(search.plans_within(wanted, lambda curve: curve.within(wanted)))
     plan, curve = search.compiled().within(wanted), search.known()
     compile_plans([plan])
     idle = moments.get(frozenset())

@@ -34,7 +34,7 @@ from ..graph.joint import ALL_CHEAP, CHEAP
 from ..graph.liveness import CannotPlan
 from ..solve.solver import ask_solver
 from ..solve.ties import lightest
-from .budget_curve import plot_budgets
+from .pareto_plot import plot_budgets
 
 
 if TYPE_CHECKING:

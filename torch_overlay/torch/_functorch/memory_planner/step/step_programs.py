@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
-    from ..graph.ends import Missing
+    from ..graph.inputs_outputs import Missing
     from ..peak.curve import Held
     from .calls import Graph, State
     from .recorder import Recorder

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["curve", "plot_budgets"]
+__all__ = ["pareto_points", "plot_budgets"]
 
 # Steps between the budgets of a curve.  Each may take a min cut, 0.7 s on a graph of
 # 5,000 nodes.
@@ -50,7 +50,7 @@ def plot_budgets(
     # No pyplot: it would keep the figure, and might open a window.
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    axes.step(*zip(*curve(asked, plan_at)), where="post", marker=".")
+    axes.step(*zip(*pareto_points(asked, plan_at)), where="post", marker=".")
     axes.axvline(asked.budget, linestyle="--", label=f"asked: {asked.budget:g}")
     axes.set_title(f"{graph}, {len(solved.memory)} items, {solved.solver}")
     axes.set_xlabel("memory budget (0: inputs only, 1: fastest plan)")
@@ -67,7 +67,7 @@ def plot_budgets(
     log.warning("Plotted the memory budgets in %s", place)
 
 
-def curve(
+def pareto_points(
     asked: Decision, plan_at: Callable[[float], Decision]
 ) -> list[tuple[float, float]]:
     """Budgets from 0 to 1, with the one asked, and what each recomputes of the items."""

@@ -21,19 +21,19 @@ from ..compile.recompile import (
     nodes_named_as,
     takes_request,
 )
-from ..compile.told import CompiledPeaks, has_guard
+from ..compile.told import can_guard, CompiledPeaks
 from ..graph.liveness import CannotPlan
-from ..graph.resized import times_larger
+from ..graph.other_sizes import times_larger
 
-from ..graph.symbols import number_for, sizes_in, symbols_in
-from ..report.saved_values import kept_plan, replace_plan
-from .aot import boxed_call, marked, storages_of, tensors_in, traced_name
-from .backward import Backward
+from ..graph.symbols import size_evaluator, sizes_in, symbols_in
+from ..report.saved_values import logged_plan, replace_plan
+from .aot_calls import boxed_call, marked, storages_of, tensors_in, traced_name
 from .calls import Budget, Call, Graph, Step
-from .graph_calls import backward_of, CALL
+from .current_step import running_step
+from .partial_backward import Backward
 from .recorder import Event, PLANNED
-from .running import running_step
-from .traced import context_of_tracing, TracedGraph
+from .single_graph_warnings import backward_of, CALL
+from .traced_graph import context_of_tracing, TracedGraph
 
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from ..decision import Decision
-    from ..graph.ends import Missing
+    from ..graph.inputs_outputs import Missing
     from ..graph.joint import Planner
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
@@ -93,7 +93,7 @@ class CompiledGraph:
         device = step.budget.device
         self.device = None if device.type == "meta" else device
 
-    def first(self) -> Any:
+    def compile_first(self) -> Any:
         """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
         run, metadata = self._compiled(None)
         self._runs[self._first] = self._first_run = run
@@ -111,7 +111,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = self._traced.joint.of_size(self.number_for(sizes))
+        joint = self._traced.joint.of_size(self.size_evaluator(sizes))
         plans = self.plans.sized(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
@@ -120,9 +120,9 @@ class CompiledGraph:
         self.graph.grow(scale, joint, plans)
         return True
 
-    def number_for(self, sizes: Sequence[int]) -> Callable[[Any], int]:
+    def size_evaluator(self, sizes: Sequence[int]) -> Callable[[Any], int]:
         """A function that evaluates a symbolic size, given the symbols' values."""
-        return number_for(self._symbols, sizes)
+        return size_evaluator(self._symbols, sizes)
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._first_run
@@ -160,7 +160,7 @@ class CompiledGraph:
             if self.meet(sizes) and graph in step.choices:
                 step.budget.make_plan(is_growing=True)
         scale = self.scales.get(sizes, graph.scale)
-        call = step.begin(graph, scale, self.number_for(sizes))
+        call = step.begin(graph, scale, self.size_evaluator(sizes))
         plan = self.as_good(step.plan_of(graph, call.slot))
         call.plan = step.repeated_by(self, call, plan)
         graph.current = weakref.ref(self)
@@ -236,7 +236,7 @@ class CompiledGraph:
                 with budget.warn_on_failure(failure), self._as_traced():
                     self._runs[plan], _ = self._compiled(plan)
             margin = self._traced.joint.ask.peak_margin
-            is_guarded = plan in self._guarded or not has_guard()
+            is_guarded = plan in self._guarded or not can_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
                 self._guarded.add(plan)
                 failure = f"{name} failed to compile with fusions guarded"
@@ -253,9 +253,9 @@ class CompiledGraph:
 
     def _compile_guarded(self, plan: int) -> None:
         """Compile without fusions that raise the peak; keep it if it holds less."""
-        before = self.plans.most(plan)
+        before = self.plans.peak_of(plan)
         run, _ = self._compiled(plan, is_guarded=True)
-        if self.plans.most(plan) < before:
+        if self.plans.peak_of(plan) < before:
             self._runs[plan] = run
 
     def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
@@ -285,7 +285,7 @@ class CompiledGraph:
             if compiled.told is not None:
                 index = self._first if plan is None else plan
                 told = compiled.told, compiled.told_alone
-                self.plans.tell(index, *told, only_if_less=is_guarded)
+                self.plans.record(index, *told, only_if_less=is_guarded)
             return result
 
         run, metadata = self._compile_graph(
@@ -295,7 +295,7 @@ class CompiledGraph:
             marked(compiled.forward, self._forward),
             marked(compile_backward, self._backward),
         )
-        report = self._reports[self._first if plan is None else plan] = kept_plan(
+        report = self._reports[self._first if plan is None else plan] = logged_plan(
             metadata
         )
         self._list(report)
@@ -322,7 +322,7 @@ class CompiledGraph:
         node: Any = torch._C._current_autograd_node()
         call = node.metadata.get(CALL) if node is not None else None
         step = running_step()
-        absent = run.complete(args, call.number) if call is not None else frozenset()
+        absent = run.complete(args, call.as_int) if call is not None else frozenset()
         # Another step treats leftover calls as eager code.
         if call is None or step is None or call.step is not step:
             return run(args)
@@ -363,12 +363,16 @@ class CompiledGraph:
         self._num_fwd_outputs = joint.num_fwd_outputs
         traced = self._traced = TracedGraph(joint, self._state, self._symbols)
         step: Any = running_step()
-        signature = traced.signature
-        known = step.budget.graph_like(signature) if signature is not None else None
+        structural_key = traced.structural_key
+        known = (
+            step.budget.graph_like(structural_key)
+            if structural_key is not None
+            else None
+        )
         if known is None:
             plans, lean = self.plans_for(None)
             number = self._state.aot_config.aot_id
-            self.graph = Graph(self._name, number, signature, joint, plans)
+            self.graph = Graph(self._name, number, structural_key, joint, plans)
             self.plans, self.graph.lean = plans, lean
             if not self._symbols:
                 self.scales[()] = 1.0

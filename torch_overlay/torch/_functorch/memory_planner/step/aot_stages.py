@@ -13,12 +13,12 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 from ..graph.storages import body_of
-from ..graph.symbols import number_for, sizes_in, symbols_in
-from .aot import boxed_call, traced_name
+from ..graph.symbols import size_evaluator, sizes_in, symbols_in
+from .aot_calls import boxed_call, traced_name
 from .calls import strided
-from .graph import CompiledGraph
-from .graph_calls import with_warnings
-from .running import running_step
+from .compiled_graph import CompiledGraph
+from .current_step import running_step
+from .single_graph_warnings import with_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +40,7 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         if step is not None and TracingContext.try_get() is not None:
             failure = f"{get_aot_graph_name()} has no plan for a step"
             with step.budget.warn_on_failure(failure):
-                return CompiledGraph(compile_graph, *arguments).first()
+                return CompiledGraph(compile_graph, *arguments).compile_first()
         run, metadata = compile_graph(*arguments)
         return with_warnings(run, arguments[0].flat_args, metadata), metadata
 
@@ -69,7 +69,7 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.cache
         def peak(sizes: tuple[int, ...]) -> Optional[int]:
-            body = body_of(graph, number_for(places, sizes), device)
+            body = body_of(graph, size_evaluator(places, sizes), device)
             return None if body is None else body.peak
 
         @functools.wraps(run)

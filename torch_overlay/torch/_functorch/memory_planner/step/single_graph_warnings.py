@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..ask import Ask
-from ..graph.rerun_cost import concrete
-from ..report.saved_values import format_bytes, kept_plan
+from ..graph.recompute_cost import concrete
+from ..report.saved_values import format_bytes, logged_plan
 
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     limit = ask.peak_bytes
     if limit is None and ask.target != "peak":
         return run
-    plan = kept_plan(metadata)
+    plan = logged_plan(metadata)
     if plan is None:
         return run
     is_only = ask.graph_calls is None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-__all__ = ["flops", "is_costly", "is_view", "rerun_cost", "roofline"]
+__all__ = ["flops", "is_costly", "is_view", "recompute_cost", "roofline"]
 
 # The estimators that have a name, and what each counts.
 RUNTIME_UNITS = {
@@ -55,7 +55,7 @@ _BUILTIN = ("aten", "prims", "prim", "rngprims", "inductor_prims", "_c10d_functi
 _ALIASING = (aten._unsafe_view.default,)
 
 
-def rerun_cost(node: fx.Node, estimator: Any) -> float:
+def recompute_cost(node: fx.Node, estimator: Any) -> float:
     """The runtime of a node, by an estimator of the config; at least 1 FLOP.
 
     All but "flops" and "roofline" are upstream's, which knows the config's alone.

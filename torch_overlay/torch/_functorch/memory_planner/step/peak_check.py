@@ -11,7 +11,7 @@ from ..report.saved_values import format_bytes
 
 if TYPE_CHECKING:
     from ..report.step_summary import StepSummary
-    from .warnings import Warns
+    from .messages import Warns
 
 
 __all__ = ["NEW", "OVER", "Watch", "check_held"]

@@ -15,16 +15,16 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.resized import calls_in
+from ..graph.other_sizes import calls_in
 from ..peak.menu import Menu, plan_graph
-from ..saved.target import plan_within
+from ..saved.saved_bytes import plan_within
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
     from contextlib import AbstractContextManager
 
-    from ..graph.ends import Missing
+    from ..graph.inputs_outputs import Missing
 
     from ..graph.joint import Planner
 
@@ -92,7 +92,7 @@ class TracedGraph:
         )
 
     @functools.cached_property
-    def signature(self) -> Any:
+    def structural_key(self) -> Any:
         """What graphs of other sizes share with this one; None if none may match."""
         if self._has_own_budget:
             return None

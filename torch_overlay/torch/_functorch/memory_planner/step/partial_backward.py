@@ -11,7 +11,7 @@ from torch._guards import TracingContext
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from ..compile.recompile import copy_of
 
-from .aot import boxed
+from .aot_calls import boxed
 
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Backward:
                 self._context.fw_metadata = self._metadata
             self._compile(copy_of(self._module), absent)
 
-    def complete(self, args: list[Any], number: Callable[[Any], int]) -> frozenset[int]:
+    def complete(self, args: list[Any], as_int: Callable[[Any], int]) -> frozenset[int]:
         """Fill in zeros for the absent tangents that a call cannot run without.
 
         ``number`` evaluates a symbolic size for the call.  Returns the tangents that
@@ -94,7 +94,7 @@ class Backward:
             return absent
         for at in absent:
             value = self._inputs[self.tangents[at]]
-            sizes = (tuple(map(number, of)) for of in (value.shape, value.stride()))
+            sizes = (tuple(map(as_int, of)) for of in (value.shape, value.stride()))
             options = {"dtype": value.dtype, "device": value.device}
             args[self.tangents[at]] = torch.empty_strided(*sizes, **options).zero_()
         return frozenset()
