@@ -36,8 +36,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._functorch.memory_planner.step import (
     budget as step_budget,
-    graph_calls,
-    warnings as step_warnings,
+    messages,
+    single_graph_warnings,
 )
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
 from torch._functorch.memory_planner.step.current_step import running_step
@@ -918,7 +918,7 @@ class StepBudgetTest(TestCase):
             self.assertEqual({each.levelname for each in seen}, {"INFO"})
             self.assertEqual(seen[0].getMessage(), "StepBudget(share=0.5): 4 of 5 MiB")
             # Nothing overrides what TORCH_LOGS asks for.
-            self.assertEqual(step_warnings.log.level, logging.NOTSET)
+            self.assertEqual(messages.log.level, logging.NOTSET)
         finally:
             torch_log.removeHandler(handler)
 
@@ -1297,7 +1297,7 @@ class StepBudgetTest(TestCase):
 
     @parametrize("calls", (None, 4))
     def test_without_a_step_budget(self, calls):
-        graph_calls.warn_of_calls.cache_clear()
+        single_graph_warnings.warn_of_calls.cache_clear()
         options = {
             "activation_memory_budget_target": "peak",
             "activation_memory_budget": 0.0,
@@ -1326,7 +1326,7 @@ class StepBudgetTest(TestCase):
             torch._dynamo.graph_break()
             return (x @ second).sin().sum()
 
-        graph_calls.warn_of_calls.cache_clear()
+        single_graph_warnings.warn_of_calls.cache_clear()
         matrices = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
         options = {
             "activation_memory_budget_target": "peak",
