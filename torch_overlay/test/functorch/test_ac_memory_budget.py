@@ -467,7 +467,9 @@ class TestCustomSolver(TestCase):
             plan = joint.plan(0.3, solver)
             memory, budget, nodes = solver.asked
             self.assertEqual(budget, 0.3, atol=1e-4, rtol=0)
-            self.assertEqual(memory, [*map(plan.limits.share_of, exact.knapsack.memory)])
+            self.assertEqual(
+                memory, [*map(plan.limits.share_of, exact.knapsack.memory)]
+            )
             self.assertEqual(nodes, plan.items)
             self.assertEqual(plan.knapsack.solver, type(solver).__name__)
             saved = set(memory_of(plan.saved_values))

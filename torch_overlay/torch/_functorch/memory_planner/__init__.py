@@ -1,20 +1,20 @@
 """Plans what a compiled forward saves for its backward, within a budget of memory.
 
-People import from here; :func:`.decide.decide` is the partitioner's way in.
+Users import from here; :func:`.decide.decide` is the partitioner's entry point.
 
-What the modules mean by
+Terms used in the modules:
 
--   plan: the values that the forward of a graph saves; all others are computed again.
--   item: something that a knapsack saves or not, with its bytes and its runtime.
--   footprint: what a plan keeps and holds at most, in bytes, and what it computes again.
--   menu: the plans of a graph that no other beats, corrected by what compiles told.
--   told: read from what a compile generated, as opposed to estimated.
+-   plan: the values that a graph's forward saves; all others are recomputed.
+-   item: what a knapsack saves or recomputes, with its bytes and its runtime.
+-   footprint: the bytes that a plan keeps, its peaks, and the cost of recomputing.
+-   menu: the plans of a graph that no other plan beats, corrected by what is told.
+-   told: read from the code that a compile generated, as opposed to estimated.
 -   call: one run of a graph's forward, and of its backward.
--   slot: the smallest number that no other call of the graph has that waits for its
-    backward.
--   moment: what calls hold at some time in a step, and what eager code holds then.
+-   slot: a call's number, the smallest that no other call of the graph has that still
+    waits for its backward.
+-   moment: a point in a step, with what calls hold then, and what eager code holds.
 -   floor: the lowest peak that any plan reaches.
--   lean plan: the plan by which calls run before a step has been recorded.
+-   lean plan: the plan that calls use before a step has been recorded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import importlib
 from typing import Any
 
 
-# Imported when they are asked for: importing torch is to cost nothing more, and patches
-# of their own bring some of the modules.
+# Imported lazily: importing torch must not cost more, and some of the modules come with
+# separate patches.
 _PUBLIC = {
     "StepBudget": "step.budget",
     "StepBudgetError": "step.budget",

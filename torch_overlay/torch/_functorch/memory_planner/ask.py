@@ -1,7 +1,7 @@
-"""What is asked of a graph, read from the config once.
+"""The options that determine a graph's plan, read from the config once.
 
-:func:`decide` of :mod:`.decide` and whoever hands it a request read an :class:`Ask`
-when a graph comes in; below that, nothing reads these options again.
+:func:`.decide.decide`, or whoever hands it a request, reads an :class:`Ask` when a
+graph comes in; nothing below that reads these options again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BANS", "KNEE", "Ask", "check_budget", "one_bound"]
 
-# Upstream's search for a lower budget that is the better trade.  Here all of the budget
-# is used: it is another name of "exact".
+# Upstream's search for a lower budget with a better trade-off.  Here the whole budget
+# is used: it is an alias of "exact".
 KNEE = "dynamic_memory_budget_dp"
 
-# What a min cut does not recompute, and the option of the config that says so.
+# The bans of a min cut on recomputing, and the config option that sets each.
 _OPTIONS = {
     "ban_if_used_far_apart": "ban_recompute_used_far_apart",
     "ban_if_long_fusible_chains": "ban_recompute_long_fusible_chains",
@@ -45,19 +45,20 @@ BANS = tuple(_OPTIONS)
 
 @dataclass(frozen=True)
 class Ask:
-    """The options of ``torch._functorch.config`` that decide about a plan.
+    """The options of ``torch._functorch.config`` that determine a plan.
 
     Args:
         budget: ``activation_memory_budget``; a region of the model may have its own.
         target: "saved" or "peak".
-        peak_bytes: the most bytes at the peak, instead of the budget.
-        graph_calls: the calls of a graph that keep what they save at once, if known.
+        peak_bytes: the most bytes allowed at the peak, in place of the budget.
+        graph_calls: how many calls of a graph keep what they save at the same time, if
+            known.
         peak_margin: the share by which an estimate of a peak may be too low.
-        solver: the name of a knapsack solver, or one of the user's own.
-        estimator: that of runtimes, likewise.
-        bans: what a min cut does not recompute, by the names that it has for that.
-        recomputes_all_cheap: whether some of these do not hold.
-        is_plotted: whether to plot the budget's curve, into the ``plot_folder``.
+        solver: the name of a knapsack solver, or the user's own.
+        estimator: the name of a runtime estimator, or the user's own.
+        bans: whether each ban of a min cut on recomputing holds, by its name there.
+        recomputes_all_cheap: whether the bans on cheap values are lifted.
+        is_plotted: whether to plot the budget's curve, in the ``plot_folder``.
     """
 
     budget: float
@@ -74,10 +75,10 @@ class Ask:
 
     @classmethod
     def of_config(cls) -> Ask:
-        """Raises RuntimeError for the first option that is not valid: its name, its
-        value, and what would be valid.
+        """Raises RuntimeError for the first invalid option, with its name, its value
+        and what would be valid.
         """
-        # A patch of its own brings the four that have defaults here.
+        # The four options with defaults here come with a separate patch.
         asked = cls(
             budget=config.activation_memory_budget,
             target=getattr(config, "activation_memory_budget_target", "saved"),
@@ -96,7 +97,7 @@ class Ask:
 
     @property
     def runtime_unit(self) -> str:
-        """That of the estimator; empty if it is the user's own."""
+        """The unit of the estimator; empty if that is the user's own."""
         return RUNTIME_UNITS.get(str(self.estimator), "")
 
     def _check(self) -> None:
@@ -130,7 +131,7 @@ class Ask:
 
 
 def check_budget(budget: float) -> None:
-    """Raises RuntimeError for a budget that is none, with its value and what is valid."""
+    """Raises RuntimeError for an invalid budget, with its value and what is valid."""
     valid = "a number from 0 (save the least) to 1 (run fastest)"
     _check("budget", budget, _is_number(budget, 0, 1), valid)
 
@@ -143,7 +144,7 @@ def _check(option: str, value: Any, is_valid: bool, valid: str) -> None:
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
-    """Whether a value is a number, and no bool, between two others."""
+    """Whether a value is a number (not a bool) from ``low`` to ``high``."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and low <= value <= high
 
@@ -152,10 +153,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def _as_bytes(value: Any) -> int:
-    """A number of bytes above 0: of a number, rounded down, or of text as "24 GiB".
+    """A positive number of bytes, from a number, rounded down, or text like "24 GiB".
 
-    K, M, G and T are powers of 1,000, and of 1,024 with an i, in either case.  Raises
-    ValueError for everything else.
+    K, M, G and T are powers of 1,000, or of 1,024 if followed by an i, in either case.
+    Raises ValueError for everything else.
     """
     number: Any = value
     unit = 1
@@ -166,7 +167,7 @@ def _as_bytes(value: Any) -> int:
             base = 1024 if match[3] else 1000
             unit = base ** ("kmgt".index(match[2].lower()) + 1)
     elif hasattr(value, "item"):
-        # Of numpy or torch.
+        # A scalar of numpy or torch.
         number = value.item()
     if not _is_number(number, 0, math.inf) or number == math.inf or number * unit < 1:
         raise ValueError(
@@ -179,7 +180,7 @@ def _as_bytes(value: Any) -> int:
 def one_bound(**bounds: Any) -> dict[str, Any]:
     """The bound that a :class:`.StepBudget` is given, if any.
 
-    ValueError says what is wrong with it.
+    Raises ValueError for an invalid bound, or more than one.
     """
     asked = {name: value for name, value in bounds.items() if value is not None}
     if len(asked) > 1:

@@ -1,9 +1,9 @@
-"""From what is asked of a joint graph to what its forward saves for the backward.
+"""Decides what the forward of a joint graph saves for its backward.
 
 :func:`decide` is all that the partitioner calls.  A :class:`Request` says what is asked
-for: :class:`.SavedBytes`, :class:`.PeakBytes`, or a plan of a training step.  Whoever has
-the graph partitioned may hand one over; otherwise the config says it, as an
-:class:`.Ask`.
+for: :class:`.SavedBytes`, :class:`.PeakBytes`, or a plan of a training step.  Whoever
+has the graph partitioned may pass one; otherwise the config, read as an :class:`.Ask`,
+determines it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def decide(
 ) -> Decision:
     """What the forward saves; its outputs are the graph's first ``num_fwd_outputs``.
 
-    ``budget`` is the config's or the region's, and ``fused`` tells that inductor is going
-    to make kernels of the operators.  Every node's ``dist_from_bw`` must be set.
+    ``budget`` is the config's or the region's, and ``fused`` says that inductor will
+    make kernels of the operators.  Every node's ``dist_from_bw`` must be set.
 
-    Without a ``request``, the config says what is asked.  Where no plan can be made for
-    that, a warning says why, and the graph gets the one that upstream makes for
-    ``budget``.  Raises RuntimeError for an option or a ``budget`` that is not valid, and
-    what a request that was given or a custom solver raises.
+    Without a ``request``, the config says what is asked.  If no plan can be made for
+    that, a warning says why, and the graph gets upstream's plan for ``budget``.  Raises
+    RuntimeError for an invalid option or ``budget``, WrongAnswer for an invalid answer
+    of a custom solver, and what a given request raises.
     """
     check_budget(budget)
     graph = Planner(joint_graph, node_info, num_fwd_outputs, budget, fused)
@@ -59,7 +59,7 @@ def decide(
 
 
 def by_config(graph: Planner) -> Decision:
-    """What the config asks of a graph, or the fallback that `decide` has for it."""
+    """The decision that the config asks for, or the fallback of :func:`decide`."""
     request = requested(graph.ask, graph.budget)
     try:
         return request.decide(graph)
@@ -81,10 +81,10 @@ def by_config(graph: Planner) -> Decision:
 
 
 def requested(ask: Ask, budget: float) -> Request:
-    """What is asked of a graph that has this budget."""
+    """What the config asks of a graph that has this budget."""
     if ask.peak_bytes is None and (ask.target == "saved" or budget == 1):
         return SavedBytes(budget)
-    # A patch of its own brings the module.
+    # This module comes with a separate patch.
     from .peak.peak_bytes import PeakBytes
 
     return PeakBytes(budget, ask.peak_bytes, ask.graph_calls or 1, ask.peak_margin)

@@ -24,15 +24,15 @@ __all__ = ["Decision", "Knapsack", "Peak", "Range"]
 class Range(NamedTuple):
     """The bytes of activations that the plans of budgets 0 and 1 keep.
 
-    They are whole storages without those of the inputs, so a budget is a fraction of
-    what a plan can change.
+    Whole storages count, without those of the inputs, so a budget is a fraction of what
+    a plan can change.
     """
 
     low: int
     high: int
 
     def share_of(self, nbytes: float) -> float:
-        """``nbytes`` in the unit of a budget."""
+        """``nbytes`` as a share of this range, which is the unit of a budget."""
         return nbytes / (self.high - self.low)
 
     def budget(self, nbytes: int) -> float:
@@ -42,7 +42,7 @@ class Range(NamedTuple):
     def capacity(self, budget: float) -> int:
         """The bytes beyond ``low`` that a plan may keep under ``budget``.
 
-        A budget of 0.7 is a little less than seven tenths, which must not cost a byte.
+        As a float, 0.7 is a little less than seven tenths; that must not cost a byte.
         """
         return math.floor(budget * (self.high - self.low) * (1 + 2.0**-50))
 
@@ -64,10 +64,10 @@ class Knapsack:
 class Peak(NamedTuple):
     """The peaks that a plan was chosen by, in bytes without parameters and inputs.
 
-    ``allowed`` is what was asked for, ``predicted`` the plan's own, ``floor`` the lowest
-    that was found, and ``fastest`` that of budget 1; ``fused`` tells that they are
-    estimates for inductor's kernels, not those of operators.  Where the plan was
-    ``compiled``, its own peak is that of its kernels.
+    ``allowed`` is what was asked for, ``predicted`` the plan's own peak, ``floor`` the
+    lowest found, and ``fastest`` that of budget 1.  If ``fused``, they are estimates
+    for inductor's kernels instead of operators.  Once the plan was ``compiled``, its
+    own peak is that of its kernels.
     """
 
     allowed: int
@@ -78,7 +78,7 @@ class Peak(NamedTuple):
     compiled: bool = False
 
     def warn_if_over(self) -> None:
-        """Log where what is asked for cannot be reached."""
+        """Warn if the peak asked for cannot be reached."""
         if self.predicted > self.allowed:
             log.warning(
                 "%d bytes are allowed by the activation memory budget, but the lowest "
@@ -97,14 +97,14 @@ class Decision:
     Args:
         saved_values: the nodes to save, inputs among them.
         budget: the budget asked for.
-        decided_by: "budget 0", "min cut", "knapsack", "peak", "step", or "upstream" where
+        decided_by: "budget 0", "min cut", "knapsack", "peak", "step", or "upstream" if
             no plan could be made.
         activation_bytes: what the saved values keep beyond inputs and views of them.
-        runtime_unit: that of the runtimes of items, empty where nobody knows.
-        limits: None where the plan was found without them.
-        knapsack: what was solved, None where no solver was asked.
+        runtime_unit: the unit of the items' runtimes, empty if unknown.
+        limits: what budgets 0 and 1 keep, None if the plan was found without that.
+        knapsack: what was solved, None if no solver was asked.
         items: the node of each item of the knapsack.
-        peak: its peaks, None where they played no part.
+        peak: the peaks it was chosen by, None if they played no part.
     """
 
     saved_values: list[fx.Node]

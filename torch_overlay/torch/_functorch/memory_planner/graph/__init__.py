@@ -1,1 +1,1 @@
-"""What a joint graph is to a planner: operators, storages, costs, and bytes that are live."""
+"""A planner's view of a joint graph: operators, storages, costs and live bytes."""

@@ -1,4 +1,4 @@
-"""The ends of a joint graph: what its two graphs are given, and what the forward returns."""
+"""The ends of a joint graph: both graphs' inputs, and the forward's outputs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def tensors_given(joint: Planner) -> list[fx.Node]:
 
 
 class Missing(NamedTuple):
-    """Of a call, which tangents its backward does not get, and which outputs are gone.
+    """The tangents that a call's backward does not get, and the outputs that are gone.
 
-    As of logits that a caller drops: these are no more than what the forward saves of them.
+    If a caller drops logits, say, all that is left is what the forward saves of them.
     """
 
     tangents: frozenset[int]
@@ -46,7 +46,7 @@ class Missing(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a backward may be given: its storage in the model, bytes, and the node's name."""
+    """An input a backward may get: storage in the model, bytes, and node's name."""
 
     storage: int
     nbytes: int
@@ -75,7 +75,7 @@ def _results(joint: Planner) -> list[Any]:
 
 
 def storages_returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:
-    """The storages that the forward returns, and where."""
+    """The storages that the forward returns, each with the index of its output."""
     for index, node in enumerate(_results(joint)):
         for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
             yield s, index
@@ -90,7 +90,7 @@ def output_bytes(joint: Planner, model: Program) -> dict[int, int]:
 
 
 def without(missing: Missing, model: Program, joint: Planner) -> Program:
-    """The model of calls that miss something."""
+    """The model for calls that lack these tangents and outputs."""
     tangents = [node for node in tensors_given(joint) if node in model.tangents]
     absent = [tangents[index] for index in missing.tangents]
     values = (node.meta["val"] for node in absent)

@@ -1,8 +1,8 @@
-"""A joint graph that is to be split, and what all of its plans have in common.
+"""A joint graph to be split, and what all of its plans have in common.
 
-What even the second of two min cuts that recompute more and more would not recompute are
-the graph's *items* (:func:`candidates`), each with the bytes that saving it keeps and the
-runtime of computing it again.
+Of two min cuts, the second recomputes more than the first.  What even that one would
+not recompute are the graph's *items* (:func:`candidates`), each with the bytes that
+saving it keeps and the runtime of recomputing it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 __all__ = ["ALL_CHEAP", "CHEAP", "Item", "Planner", "activation_bytes"]
 
-# Of the bans, the first three are for what is cheap alone, if perhaps not where it is
-# needed.
+# The first three bans are on values that are cheap by themselves, if perhaps not where
+# they are needed.
 CHEAP = BANS[:3]
 ALL_CHEAP = BANS[:4]
 
@@ -56,9 +56,9 @@ class Item(NamedTuple):
     """Something to save or to recompute.
 
     Args:
-        node: what is told about it.
+        node: the node that stands for it in reports and solvers.
         ops: the nodes that need not run again if it is saved, with their runtimes.
-        storages: what to keep for that, by the graph's model, and their bytes.
+        storages, nbytes: what to keep for that, in the graph's model, and its bytes.
     """
 
     node: fx.Node
@@ -73,11 +73,11 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """A joint graph that is to be split, and what all plans for it have in common.
+    """A joint graph to be split, and what all plans for it have in common.
 
-    ``budget`` is the config's or the region's; ``fused`` tells that inductor is going to
-    make kernels of the graph's operators; ``as_int`` what symbolic sizes are to be.  Only
-    bytes of the ``device`` count, by default the graph's own.  ``ask`` is the config's.
+    ``budget`` is the config's or the region's; ``fused`` says that inductor will make
+    kernels of the graph's operators; ``as_int`` evaluates symbolic sizes.  Only bytes
+    on ``device`` count, by default the graph's own.  ``ask`` has the config's options.
     """
 
     joint: fx.Graph
@@ -95,7 +95,7 @@ class Planner:
 
     @functools.cached_property
     def model(self) -> Program:
-        """What each plan keeps and repeats."""
+        """What each plan is evaluated on, for what it keeps and repeats."""
         asked = self.info, self.num_fwd_outputs, self.as_int, self.counted
         program = read(self.joint, *asked)
         return _leaving_outputs(_filling_again(program), self.fastest())
@@ -106,7 +106,7 @@ class Planner:
         return device_of(self.joint) if self.device is None else self.device
 
     def of_size(self, as_int: Callable[[Any], int]) -> Planner:
-        """The same graph at another size; its min cuts do not depend on that."""
+        """The same graph at other sizes; its min cuts do not depend on them."""
         other = replace(self, as_int=as_int)
         other._cuts.update(self._cuts)
         return other
@@ -117,7 +117,7 @@ class Planner:
 
     @functools.cached_property
     def banned(self) -> list[fx.Node]:
-        """What no cut recomputes, but the backward may: an item each, for a solver."""
+        """What no cut recomputes, but the backward may: a solver's items."""
         return [node for node in self._upstreams_items if not must_run_once(node)]
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Planner:
         from torch._functorch.partitioners import is_non_builtin_to_include
         from torch._inductor.fx_utils import get_node_storage
 
-        # A size has none, as the pair of results of an operator has none.
+        # Sizes and tuples of results have no storage.
         inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
         return [
             node
@@ -149,8 +149,8 @@ class Planner:
     ) -> _Cut:
         """The values that a min cut saves, and the nodes that it would not recompute.
 
-        Without ``allowed``, bans of the config that do not hold, it runs fastest.  Each
-        cut is made once.
+        ``allowed`` names the config's bans to ignore; with none, the plan runs fastest.
+        Each cut is made once.
         """
         from torch._functorch.partitioners import MinCutOptions, solve_min_cut
 
@@ -171,7 +171,7 @@ class Planner:
         return saved, banned
 
     def _without_outputs(self, saved: list[fx.Node]) -> list[fx.Node]:
-        """The same with what they are made of in place of outputs that no plan saves."""
+        """``saved``, but for outputs that no plan saves, what they are made of."""
         try:
             model = self.model
             instead, pending = set(), model.storages(saved)
@@ -192,7 +192,7 @@ class Planner:
         return self.cut()[0]
 
     def cheapest_cut(self) -> _Cut:
-        """What a cut saves that recomputes all that is cheap, and what is not cheap."""
+        """What the cut saves that recomputes all cheap nodes, and the other nodes."""
         return self.cut(ALL_CHEAP)
 
     def least(self) -> list[fx.Node]:
@@ -206,13 +206,13 @@ class Planner:
 
     @functools.cached_property
     def _runtimes(self) -> dict[fx.Node, float]:
-        """What upstream takes for the cost of what no cut recomputes."""
+        """The runtime that upstream assumes for each of its items."""
         from torch._functorch.partitioners import estimate_runtime
 
         estimator = self.ask.estimator
 
         def runtime(node: fx.Node) -> float:
-            # Of operators with bodies, upstream knows none.
+            # Upstream knows none for operators with bodies.
             if estimator == "roofline" or has_bodies(node):
                 return recompute_cost(node, estimator)
             return estimate_runtime(node)
@@ -220,9 +220,9 @@ class Planner:
         return {node: runtime(node) for node in self._upstreams_items}
 
     def upstreams_choice(self, budget: float) -> list[fx.Node]:
-        """What upstream's algorithm saves, whose budgets mean sums of the nodes' sizes.
+        """What upstream's algorithm saves, which budgets the sum of the nodes' sizes.
 
-        Makes one min cut of its own, once for each budget.
+        Makes one additional min cut, once for each budget.
         """
         if budget not in self._upstreams:
             self._upstreams[budget] = self._choose_as_upstream(budget)
@@ -254,14 +254,14 @@ class Planner:
         return self.cut(ALL_CHEAP, again)[0] if nodes else self.least()
 
     def upstream(self) -> Decision:
-        """The plan that the partitioner would make without the modules here."""
+        """The plan that the partitioner would make without this package."""
         from torch._functorch.partitioners import choose_saved_values_set
 
         budget = self.budget
         try:
             saved = choose_saved_values_set(self.joint, self.info, budget)
         except Exception as error:
-            # It cannot tell what it costs to repeat a higher-order operator.
+            # It has no cost for repeating a higher-order operator.
             log.debug("upstream has no plan for budget %g", budget, exc_info=error)
             saved, budget = self.fastest(), 1.0
         return self.saving(saved, budget, "upstream")
@@ -271,16 +271,16 @@ class Planner:
         return Decision(saved, budget, decided_by, kept, self.ask.runtime_unit)
 
     def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
-        # The copies of those that are overwritten are there for the backward alone.
+        # Copies of overwritten inputs exist for the backward alone, so they count.
         given = (node for node in self.info.inputs if node.op == "placeholder")
         return activation_bytes(given, saved, self.counted)
 
 
 def _filling_again(program: Program) -> Program:
-    """The program, where no plan saves what the backward can make of no tensor at all.
+    """The program, with no plan saving what can be made without reading any tensor.
 
-    To fill a mask or to count positions again costs nothing, nor does what is made of
-    those alone.  Random numbers are none of them, and an output is there anyway.
+    Filling a mask or counting positions again costs nothing, nor does what is made of
+    those alone.  Random numbers are excepted, and so are outputs: they are live anyway.
     """
     constants: set[int] = set()
     for each, repeatable in zip(program.operators, program.repeatable):
@@ -296,14 +296,14 @@ def _filling_again(program: Program) -> Program:
 
 
 def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
-    """The program, where no plan saves an output that budget 1 does not.
+    """The program, with no plan saving an output that budget 1 does not save.
 
-    The caller may change an output in place where the backward does not read it.
+    The caller may change an output in place if the backward does not read it.
     """
     alone = program.outputs - program.storages(fastest) - program.always_saved
     for step in program.steps:
         alone.difference_update(step.operator.reads)
-    # What is made of an output that cannot be repeated is saved instead.
+    # If such an output cannot be repeated, what is made of it is saved instead.
     lost: set[int] = set()
     repeatable = []
     for each, can in zip(program.operators, program.repeatable):
@@ -321,24 +321,24 @@ def _never_saving(storages: set[int], program: Program) -> Program:
 
 
 def candidates(graph: Planner) -> list[Item]:
-    """What a solver decides about, largest first."""
+    """The items that a solver decides about, largest first."""
     items = []
     for node in graph.banned:
         storages = frozenset(graph.model.saveable([node]))
         ops = {node: recompute_cost(node, graph.ask.estimator)}
         items.append(Item(node, ops, storages, graph.model.nbytes_of(storages)))
-    # A solver of the user's own knows the nodes.
+    # A user's own solver gets the nodes, so each one stays an item of its own.
     if isinstance(graph.ask.solver, str):
         items = _joined(items, graph.cheapest_cut()[0], graph.model)
     return sorted(items, key=lambda item: item.nbytes, reverse=True)
 
 
 def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item]:
-    """The items, with those in one that something smaller can be kept for.
+    """The items, with those joined for which something smaller can be kept.
 
-    That is the sum of several products, say.  ``most`` is what to save so that no item
-    runs again, and the items that run if a value of it is left out are those that the
-    value is kept for.  O(operators + edges), on a bit for each value.
+    That is the sum of several products, say.  If ``most`` is saved, no item runs again;
+    those that do if one of its values is left out are what that value is kept for.
+    O(operators + edges), on integers of one bit per value.
     """
     values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
     everyone = (1 << len(values)) - 1
@@ -350,7 +350,7 @@ def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item
     except CannotPlan:
         return items
     runs = dict(zip(model.nodes, repeated))
-    # Those that the same values are kept for belong together.
+    # Items that the same values are kept for belong together.
     groups = defaultdict(list)
     for item in items:
         groups[runs.get(item.node, 0)].append(item)
@@ -372,9 +372,9 @@ def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item
 def activation_bytes(
     inputs: Iterable[fx.Node], saved: Iterable[fx.Node], device: torch.device
 ) -> int:
-    """A device's bytes that are live because of ``saved``.
+    """The bytes on a device that are live because of ``saved``.
 
-    Storages count, whole, without those of the ``inputs``.
+    Whole storages count, without those of the ``inputs``.
     """
     from torch._inductor.fx_utils import get_node_storage
 

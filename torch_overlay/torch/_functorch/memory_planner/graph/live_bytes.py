@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveBytes"]
 
-# Most plans in a tensor: the value bits of a signed 64-bit integer.
+# The most plans in one tensor: the value bits of a signed 64-bit integer.
 _TOGETHER = 63
-# What a tensor of plans may take of the bytes that they are about: a CPU may have both.
+# The share of the planned bytes that a tensor of plans may take: a CPU may hold both.
 _SHARE = 1 / 64
 
 
 class Counted(Protocol):
-    """A program, as far as its storages count."""
+    """What :class:`LiveBytes` needs of a program."""
 
     @property
     def nbytes(self) -> Sequence[int]: ...
@@ -34,10 +34,11 @@ class Counted(Protocol):
 class LiveBytes:
     """The live bytes of many plans, from the last moment of a phase to the first.
 
-    Whoever touches a storage last frees it.  ``kept`` are the plans that have each storage
-    for the backward: the forward does not free it, and the backward does not make it.
+    The last to touch a storage frees it.  ``kept`` has a mask for each storage, of the
+    plans that keep it for the backward: there, the forward does not free it, and the
+    backward does not make it.
 
-    Here, each operator runs by itself, and its results are stored.
+    In this class, each operator runs by itself and stores its results.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class LiveBytes:
         self.nbytes, self.freeable = program.nbytes, program.freeable
         none = [0] * len(kept)
         self.touched, self.saved = ([*kept], none) if is_forward else (none, kept)
-        # By how many bytes the plans of a mask change, latest first.
+        # Changes in bytes, latest first, and the masks of the plans that have them.
         self.masks, self.changes = [0], [0]
-        # For each moment its step, and the change that it comes right before.
+        # The step of each moment, and the index of the change that follows it.
         self.moments: list[tuple[int, int]] = []
 
     def add_change(self, plans: int, nbytes: int) -> None:
@@ -70,25 +71,24 @@ class LiveBytes:
         self.moments.append((step, len(self.masks) - 1))
 
     def run(self, each: Operator, plans: int, step: int) -> None:
-        """An operator with its moment, in these plans."""
+        """Run an operator in these plans, as one moment."""
         if not plans:
             return
         self.touch(each.reads, plans)
         for s in each.writes:
-            # A second one of what is saved is dropped at once, and what nobody reads.
+            # A repeat of what is saved is dropped at once, as is what nobody reads.
             again = plans & self.saved[s]
             self.add_change(again, -self.nbytes[s])
             self.touch((s,), plans & ~again)
-        # What it has live meanwhile.
         scratch = each.scratch or 0
         self.add_change(plans, -scratch)
         self.moment(step)
         self.add_change(plans, each.nbytes + scratch)
 
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
-        """For each of ``count`` plans, the most live bytes in each step, over ``base``."""
+        """For each of ``count`` plans, the most live bytes per step, plus ``base``."""
         found: list[list[int]] = []
-        # Whoever traces may have fake tensors for every tensor made.
+        # A trace in progress might turn every new tensor into a fake one.
         with _disable_current_modes(), torch.device("cpu"):
             changes = torch.tensor(self.changes).unsqueeze(1)
             steps, before = torch.tensor(self.moments).unbind(1)

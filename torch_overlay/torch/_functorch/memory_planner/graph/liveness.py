@@ -1,19 +1,20 @@
 """How many bytes a plan keeps live, operator by operator, before anything runs.
 
-A plan is the set of values that the forward saves.  It decides which operators the
-backward runs again and when, and so the peak.  :func:`.graph.reading.read` reads a joint graph once
-into a :class:`Program`, which takes a plan through both phases:
+A plan is the set of values that the forward saves.  It determines which operators the
+backward repeats and when, and thus the peak.  :func:`.graph.reading.read` reads a joint
+graph once into a :class:`Program`, which takes a plan through both phases:
 
     >>> program = read(joint_module.graph, node_info, num_fwd_outputs)
     >>> program.evaluate(program.storages(saved_values)).peak
 
-It counts what an interpreter of the two graphs has live while it runs an operator, or
-what another :class:`.LiveBytes` says.  A storage counts once, whole, however many views it
-has.  Parameters and inputs are live anyway and do not count, nor does what a kernel
-allocates for itself, nor what is on another device than the plan is for.
+It counts what an interpreter of the two graphs has live while it runs an operator; a
+subclass of :class:`.LiveBytes` may count otherwise.  A storage counts once, whole,
+however many views it has.  Parameters and inputs are live anyway and do not count, nor
+does a kernel's own workspace, nor what is on another device than the planned one.
 
 The backward runs its own operators in their order, and each repeated one right before
-the first that needs it.  What was traced in it without need of a tangent stays there.
+the first that needs it.  One that was traced in the backward but needs no tangent stays
+in its place.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ __all__ = [
 
 
 class Evaluation(NamedTuple):
-    """What a plan costs.  A bit of a mask is a plan.
+    """What a plan costs.  In a mask, each bit stands for one plan.
 
     Args:
         forward_peak: most live bytes while the forward runs.
         step_peaks: most live bytes in each :class:`BackwardStep` of the backward.
-        bit: the plan's.
+        bit: the plan's, in each mask.
         repeats: the operators repeated for each step, in order, with their masks.
-        repeated, kept: the masks of all operators and storages.
+        repeated, kept: for each operator or storage, which plans repeat or keep it.
     """
 
     forward_peak: int
@@ -77,16 +78,16 @@ class Evaluation(NamedTuple):
 
     @property
     def saved(self) -> set[int]:
-        """The storages that are really kept."""
+        """The storages that the plan actually keeps."""
         return {s for s, plans in enumerate(self.kept) if plans & self.bit}
 
 
 class BackwardStep(NamedTuple):
-    """An operator of the backward's own, which needs a tangent; the output is the last.
+    """One of the backward's own operators, which need a tangent; the output is last.
 
     Args:
-        traced: the results of each operator traced before it, behind a tangent that it
-            does not need, which runs here if the plan repeats it.
+        traced: the results of each operator traced right before it, after the first use
+            of a tangent, that needs none; it runs here if the plan repeats it.
     """
 
     operator: Operator
@@ -97,29 +98,29 @@ class BackwardStep(NamedTuple):
 class Program:
     """A joint graph as operators and storages, each numbered in the graph's order.
 
-    Numbered are operators that allocate, except the backward's own, which need a tangent.
-    Those that the forward does not need either run where they are read first.
+    Operators are numbered if they allocate and need no tangent, unlike the backward's
+    own.  Those that the forward does not need either run where they are first read.
 
     Args:
         values: the storages of each node's value.
-        nbytes: of each storage; 0 for an input, but for the copy that is made of a
-            tangent for the backward.
+        nbytes: the size of each storage; 0 for an input, except the copy that is made
+            of a tangent for the backward.
         producer: the operator that allocates it, or -1.
         first_use, last_use: the operators of ``forward`` that allocate it and read it
-            last, of those that the forward runs in any plan, or -1.
-        saved_as: the node to save in order to keep it, None where none can be.
-        always_saved: what is kept in any plan that needs it.
-        operators: those that are numbered.
+            last, of those that the forward runs in every plan; or -1.
+        saved_as: the node to save in order to keep it, None if it cannot be saved.
+        always_saved: the storages that every plan keeps if it needs them.
+        operators: the numbered ones.
         repeatable: whether the backward may run each of them.
-        forward: all nodes that need no tangent, views as well.
-        steps: the backward's.
-        outputs: the storages that the forward returns, which stay live in any plan.
-        written_back: those that the caller copies into its inputs, live until it has.
-        tangents, tangent_bytes: the inputs of the backward alone, and what these take.
+        forward: all operators that need no tangent, views included.
+        steps: the steps of the backward.
+        outputs: the storages that the forward returns, which stay live in every plan.
+        written_back: those that the caller copies into its inputs, live until then.
+        tangents, tangent_bytes: the inputs of the backward alone, and their bytes.
         owned: the inputs that the backward alone holds, until their last use.
-        required: the nodes that the forward runs in any plan.
+        required: the nodes that the forward runs in every plan.
         gradients: the nodes that the backward returns.
-        timeline: how the operators of a phase run.
+        timeline: what counts the live bytes of a phase.
     """
 
     values: dict[fx.Node, tuple[int, ...]]
@@ -144,17 +145,17 @@ class Program:
 
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
-        """Those of the operators."""
+        """The nodes of the numbered operators."""
         return [each.node for each in self.operators]
 
     @property
     def is_fused(self) -> bool:
-        """Whether these are kernels of inductor's."""
+        """Whether live bytes are counted for inductor's kernels."""
         return self.timeline is not LiveBytes
 
     @functools.cached_property
     def with_bodies(self) -> list[Operator]:
-        """The higher-order operators that have more live than their results, or may."""
+        """The higher-order operators that have, or may have, scratch bytes."""
         calls = (*self.forward, *(step.operator for step in self.steps))
         return [each for each in calls if each.scratch != 0 and has_bodies(each.node)]
 
@@ -165,14 +166,14 @@ class Program:
 
     @functools.cached_property
     def freeable(self) -> list[bool]:
-        """Whether each storage goes when nobody reads it any more."""
-        # A checkpoint's result is made again though the caller has it: that one goes.
+        """Whether each storage is freed when nobody reads it any more."""
+        # An output that is not saved, as a checkpoint's, is made again: that one goes.
         held = {s for s in self.outputs if self.saved_as[s] is not None}
         return [nbytes > 0 and s not in held for s, nbytes in enumerate(self.nbytes)]
 
     @property
     def held_by_caller(self) -> int:
-        """Bytes of the tangents and of what the forward returned, in any step's peak."""
+        """Bytes of tangents and of the forward's outputs, part of every step's peak."""
         return self.tangent_bytes + self.nbytes_of(self.outputs)
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
@@ -180,7 +181,7 @@ class Program:
         return {s for node in nodes for s in self.values.get(node, ())}
 
     def saveable(self, nodes: Iterable[fx.Node]) -> list[int]:
-        """Of these storages, those that some node can be saved for."""
+        """Those of these nodes' storages that can be saved, in order."""
         found = self.storages(nodes)
         return [s for s in sorted(found) if self.saved_as[s] is not None]
 
@@ -189,11 +190,11 @@ class Program:
         return sum(self.nbytes[s] for s in storages)
 
     def releasing(self, alone: Mapping[int, int]) -> Program:
-        """The same where the backward alone holds some storages, until their last use.
+        """The same, if the backward alone holds some storages, until their last use.
 
-        ``alone`` has these, and their bytes: of inputs, which then count, and of what the
-        forward returned.  A tangent that is copied is not read any more then: its copy
-        counts anyway.
+        ``alone`` maps these to their bytes: inputs, which then count, and what the
+        forward returned.  A tangent is not read once it is copied; its copy counts
+        anyway.
         """
         returned = self.outputs & alone.keys()
         inputs = alone.keys() - returned
@@ -213,7 +214,7 @@ class Program:
     def evaluate(self, chosen: Iterable[int]) -> Evaluation:
         """Take the plan that saves the ``chosen`` storages through both phases.
 
-        What cannot be repeated is saved even if it is not chosen.  O(operators + edges).
+        What cannot be repeated is saved even if not chosen.  O(operators + edges).
         Raises CannotPlan where something can neither be saved nor repeated.
         """
         return self.evaluate_all([chosen])[0]
@@ -221,8 +222,8 @@ class Program:
     def evaluate_all(self, plans: Sequence[Iterable[int]]) -> list[Evaluation]:
         """Evaluate many plans, in little more time than a few.
 
-        The bits of an integer stand for plans, so that what many of them repeat for the
-        same step is followed once, and the columns of a tensor for their live bytes.
+        Each bit of an integer stands for one plan, so what many plans repeat for the
+        same step is followed once; their live bytes are the columns of a tensor.
         """
         count = len(plans)
         everyone = (1 << count) - 1
@@ -237,7 +238,7 @@ class Program:
         ]
 
     def saved_by(self, plans: Sequence[Iterable[int]]) -> list[int]:
-        """The plans that save each storage, as masks; a plan is a set of storages."""
+        """The mask of the plans that save each storage; a plan is a set of storages."""
         saved = [0] * len(self.nbytes)
         for plan, chosen in enumerate(plans):
             for s in chosen:
@@ -249,12 +250,13 @@ class Program:
         return saved
 
     def follow(self, saved: list[int], everyone: int) -> tuple[list[int], list[int]]:
-        """The plans that need each storage in the backward, and that repeat each operator.
+        """Masks of the plans that need each storage in the backward, and of those that
+        repeat each operator.
 
         ``saved`` has a mask for each storage and ``everyone`` is the mask of all plans,
-        of which there may be any number.  Adds to ``saved`` what cannot be repeated; a
-        plan keeps what it saves and needs.  O(operators + edges), on integers of a bit
-        for each plan.  Raises CannotPlan as :meth:`evaluate` does.
+        however many.  Adds what cannot be repeated to ``saved``; a plan keeps what it
+        both saves and needs.  O(operators + edges), on integers of one bit per plan.
+        Raises CannotPlan as :meth:`evaluate` does.
         """
         needed = [0] * len(self.nbytes)
         for step in self.steps:
@@ -282,12 +284,12 @@ class Program:
     def repeats_by_step(
         self, saved: Sequence[int], repeated: Sequence[int], everyone: int
     ) -> Repeats:
-        """What is repeated for each step, in order, and by whom.
+        """What is repeated for each step, in order, with the masks of the plans.
 
-        An operator that was traced in the backward has its place: what it needs comes
-        before it, and what the step itself needs behind.
+        An operator that was traced in the backward keeps its place: what it needs comes
+        before it, and what the step itself needs after it.
         """
-        # No operator makes an input, whose producer is -1.
+        # The last entry stands for inputs, whose producer is -1: nothing repeats them.
         left = [*repeated, 0]
         repeats: Repeats = []
         for step in self.steps:
@@ -319,7 +321,7 @@ class Program:
             for op, plans in reversed(repeats[at]):
                 timeline.run(self.operators[op], plans, at)
         timeline.moment(0)
-        # What is live by then.
+        # What is live when the backward starts.
         for s in self.owned:
             timeline.add_change(timeline.touched[s], self.nbytes[s])
         kept = [plans & reading for plans, reading in zip(saved, timeline.touched)]
@@ -331,8 +333,8 @@ class Program:
     def forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
         """The forward's peak in each plan.
 
-        What only the backward needs is made where it was traced, if it is saved or if
-        something is made of it that is.
+        What only the backward needs is made where it was traced, if it is saved, or
+        something that is made of it.
         """
         everyone = (1 << count) - 1
         timeline = self.timeline(self, kept, is_forward=True)
@@ -346,10 +348,10 @@ class Program:
         return [peak for (peak,) in timeline.peaks(count)]
 
     def saved_values(self, saved: set[int]) -> list[fx.Node]:
-        """The nodes to save, in the graph's order, so that ``saved`` storages are kept.
+        """The nodes to save, in the graph's order, to keep the ``saved`` storages.
 
-        Views are made again from what they view, and sizes are saved themselves.
-        Raises CannotPlan where the backward would have to run what it must not.
+        Views are made again from what they view; sizes are saved as such.  Raises
+        CannotPlan if the backward would have to run what it must not.
         """
         chosen = {self.saved_as[s] for s in saved}
         found: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""A graph that was traced for another size: what it has in common with the first."""
+"""What traces of one graph for different sizes have in common."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["calls_in", "times_larger"]
 
 
 def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
-    """What the code of a graph's forward calls, and the storages of what these make.
+    """What the code of a graph's forward calls, and the storages that these calls make.
 
-    By both, graphs are alike that were traced for other sizes: those decide which views
-    and copies there are, and what the backward computes.
+    Both match across traces for other sizes, while the sizes decide which views and
+    copies there are, and what the backward computes.
     """
     functions: list[Any] = []
     made: dict[Any, int] = {}
     names: list[str] = []
-    # How many storages each operator has made, since the last call began.
+    # How many storages each operator has made since the last call began.
     count: Counter[Any] = Counter()
     for each in model.operators:
         target: Any = each.node.target
@@ -41,9 +41,9 @@ def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
 
 
 def times_larger(model: Program, than: Program) -> float:
-    """How many times the bytes of a graph at another size its forward computes.
+    """The factor by which a graph's forward makes more bytes than at another size.
 
-    Of what differs: sums of weights, say, are as large for any batch.
+    Only storages that differ count: sums of weights, say, are as large for any batch.
     """
     ours, theirs = calls_in(model)[1], calls_in(than)[1]
     own = other = 0

@@ -31,10 +31,10 @@ def read(
     as_int: Callable[[Any], int] = concrete,
     device: Optional[torch.device] = None,
 ) -> Program:
-    """The program of a joint graph, whose first outputs, so many, are the forward's.
+    """The program of a joint graph, whose first ``num_fwd_outputs`` are the forward's.
 
-    ``as_int`` tells what a symbolic size is; by default, its hint.  Only bytes of the
-    ``device`` count, by default those of the graph's own (:func:`.graph.storages.device_of`).
+    ``as_int`` evaluates a symbolic size, by default to its hint.  Only bytes on
+    ``device`` count, by default the graph's own (:func:`.graph.storages.device_of`).
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
     (output,) = graph.find_nodes(op="output")
@@ -53,7 +53,7 @@ def read(
     end = Operator(output, storages.read_by(gradients), (), 0, False)
     calls = [*storages.calls, end]
     owned = storages.copied.intersection(s for each in calls for s in each.reads)
-    # A copy that nothing reads stays to the end.
+    # A copy that nothing reads stays live to the end.
     unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
     copied = _written_back(output)
@@ -96,7 +96,7 @@ def _producers(operators: list[Operator], count: int) -> list[int]:
 
 
 def _written_back(output: fx.Node) -> set[int]:
-    """The places of the results that the caller copies into its inputs."""
+    """The indices of the results that the caller copies into its inputs."""
     return {
         at
         for at, description in enumerate(output.meta.get("desc") or ())
@@ -105,7 +105,7 @@ def _written_back(output: fx.Node) -> set[int]:
 
 
 def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
-    """Where the forward allocates each storage and reads it last, in any plan; or -1."""
+    """Where the forward of every plan allocates and last reads each storage, or -1."""
     first, last = [-1] * count, [-1] * count
     for at, each in enumerate(forward):
         if each.is_required:
@@ -131,7 +131,7 @@ def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[BackwardStep]:
             steps.append(BackwardStep(each, tuple(traced)))
             traced.clear()
         elif started and not each.is_required:
-            # A view has its place as well: what it is of comes before it.
+            # A view has a place as well: what it views comes before it.
             traced.append(each.writes or each.reads)
     return steps
 
@@ -146,24 +146,24 @@ def _choose_what_to_save(
     for each in storages.calls:
         node = each.node
         if is_replayed(node):
-            # Nor may a view of it be saved.
+            # Neither this nor a view of it may be saved.
             replayed.update(each.writes)
         elif node not in backward and isinstance(node.meta.get("val"), torch.Tensor):
             (s,) = storages.values[node]
-            # But for what one checkpoint hands to the next.
+            # The exception is what one checkpoint hands to the next.
             is_kept = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
             if is_kept:
                 always_saved.add(s)
-            # An input is there anyway.
+            # An input is live anyway.
             if producer[s] >= 0 and (is_kept or s not in replayed):
                 saved_as[s] = saved_as[s] or node
     return saved_as, always_saved
 
 
 def _prefer_small_results(program: Program) -> None:
-    """Of an operator that must run once, keep what is made of it if it is smaller.
+    """Keep what is made from an operator that must run once, if that is no larger.
 
-    That is dropout's mask, where the random numbers have no other use.
+    For dropout, that is the mask, if the random numbers have no other use.
     """
     needed = {s for step in program.steps for s in step.operator.reads}
     readers: list[set[int]] = [set() for _ in program.nbytes]
@@ -195,7 +195,7 @@ def _runs_once(node: fx.Node) -> bool:
     target = node.target
     return (
         must_run_once(node)
-        # The partitioner leaves these to the phase that they were traced in.
+        # The partitioner leaves these in the phase in which they were traced.
         or node.meta.get("partitioner_tag") == "must_be_in_forward"
         or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
     )

@@ -1,10 +1,10 @@
 """What it costs to run a node of the forward again.
 
-By the estimator "flops", an operator costs its FLOP, and one that no compiler fuses at
-least the bytes that it moves, as FLOP.  What a custom operator costs is said by
-``torch.utils.flop_counter.register_flop_formula``.  All others, sums say, cost 1.
-"roofline" counts the bytes of all of them as the arithmetic that an accelerator would
-have done meanwhile.
+With the estimator "flops", an operator costs its FLOP, and one that no compiler fuses
+at least one FLOP for each byte that it moves.  A custom operator's cost can be set with
+``torch.utils.flop_counter.register_flop_formula``.  All others, such as sums, cost 1.
+"roofline" converts the bytes of every operator to the arithmetic that an accelerator
+could have done meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 __all__ = ["flops", "is_costly", "is_view", "recompute_cost", "roofline"]
 
-# The estimators that have a name, and what each counts.
+# The estimators that have a name, and the unit of each.
 RUNTIME_UNITS = {
     "flops": "FLOP",
     "roofline": "FLOP",
@@ -38,10 +38,10 @@ RUNTIME_UNITS = {
 # ranks agree: CPUs have 10 to 50, accelerators 100 to 300 in half precision.
 FLOP_PER_BYTE = 100
 
-# What a symbolic size without any hint counts as, as in the partitioner.
+# The assumed value of a symbolic size without a hint, as in the partitioner.
 _NO_HINT = 4096
 
-# Products of matrices that the flop counter has no formula for; not in every release.
+# Matrix products without a formula in the flop counter; not in every release.
 _GROUPED = [
     getattr(aten, name)
     for name in ("_grouped_mm", "_scaled_grouped_mm")
@@ -51,14 +51,14 @@ _GROUPED = [
 # The namespaces of operators that a compiler knows.
 _BUILTIN = ("aten", "prims", "prim", "rngprims", "inductor_prims", "_c10d_functional")
 
-# Results of these share their argument's memory, which their schema does not tell.
+# Their results share their argument's memory, though their schemas do not say so.
 _ALIASING = (aten._unsafe_view.default,)
 
 
 def recompute_cost(node: fx.Node, estimator: Any) -> float:
     """The runtime of a node, by an estimator of the config; at least 1 FLOP.
 
-    All but "flops" and "roofline" are upstream's, which knows the config's alone.
+    All but "flops" and "roofline" are upstream's, which only uses the config's own.
     """
     from torch._functorch.partitioners import estimate_runtime
 
@@ -75,7 +75,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def concrete(size: int | torch.SymInt) -> int:
-    """``size``, or the hint of a symbolic one, without a guard."""
+    """``size``, or the hint of a symbolic one, without adding a guard."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else _NO_HINT
@@ -84,8 +84,8 @@ def concrete(size: int | torch.SymInt) -> int:
 def is_costly(node: fx.Node) -> bool:
     """Whether a node does work that no compiler fuses into what reads it.
 
-    That is an operator with a FLOP formula, and one that the compiler knows nothing
-    about: of a user's library, or a kernel of a user's own.
+    That is an operator with a FLOP formula, or one that the compiler knows nothing
+    about: from a user's library, or a user's own kernel.
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -94,9 +94,9 @@ def is_costly(node: fx.Node) -> bool:
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a node, 0 where no formula is known for it.
+    """Floating-point operations of a node, 0 if no formula is known for it.
 
-    A higher-order operator without one does what is in its graphs.
+    A higher-order operator without a formula counts those of its graphs.
     """
     formula = _formula(node)
     if formula is None:
@@ -109,7 +109,7 @@ def flops(node: fx.Node) -> int:
 
 
 def roofline(node: fx.Node) -> int:
-    """The larger of a node's FLOP and what its bytes are worth; at least 1."""
+    """The larger of a node's FLOP and its bytes' worth in FLOP; at least 1."""
     return max(flops(node), FLOP_PER_BYTE * _bytes_moved(node), 1)
 
 
@@ -136,6 +136,6 @@ def _formula(node: fx.Node) -> Any:
 
 
 def _grouped_product(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-    """FLOP of ``_grouped_mm``, whose groups share out one of the three sizes."""
+    """FLOP of ``_grouped_mm``, whose groups divide up one of the three sizes."""
     groups = first.shape[0] if first.dim() == 3 and second.dim() == 2 else 1
     return 2 * first.numel() // groups * second.shape[-1]

@@ -1,9 +1,9 @@
 """The storages of a graph's values, and what its operators have live while they run.
 
-A higher-order operator runs other graphs, its *bodies*, and what they allocate is live
-meanwhile, beyond its results: the operator's *scratch*.  It is counted as eager code runs
-the operator, one operator of a body after the other: the largest of several branches, and
-of a loop what it carries, old and new, and what it has collected so far.
+A higher-order operator runs other graphs, its *bodies*.  What they allocate is live
+meanwhile, beyond its results: the operator's *scratch*.  It is counted as if run by
+eager code, one operator of a body after another: of several branches, the largest; of a
+loop, what it carries, old and new, and what it has collected so far.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _RUN_ONCE = (
     "wrap_with_autocast",
     "wrap_with_set_grad_enabled",
 )
-# Operators that make a value as large as their result first, where no kernel is made of
-# them: a product, to add something to.
+# Operators that, unless made into a kernel, first make a value as large as their
+# result: a product, to add something to.
 _COMPOSED = ("prims.fma.default",)
-# A scan writes its results by indices, which are integers of so many bytes.
+# The bytes of each integer index by which a scan writes its results.
 _INDEX_BYTES = 8
 
 
@@ -65,10 +65,9 @@ class Operator(NamedTuple):
     """A node that runs, and the storages that it reads and allocates.
 
     Args:
-        nbytes: of what it allocates.
-        is_required: whether the forward runs it in any plan.
-        scratch: the bytes that it has live beyond that, its bodies mostly; None if not
-            known.
+        nbytes: the bytes that it allocates.
+        is_required: whether the forward runs it in every plan.
+        scratch: what it has live beyond these, mostly for its bodies; None if unknown.
     """
 
     node: fx.Node
@@ -104,8 +103,8 @@ def has_bodies(node: fx.Node) -> bool:
 
 
 def is_on(device: torch.device, value: torch.Tensor) -> bool:
-    """Whether a value is on a device; one without an index stands for all of its type."""
-    # The storage of a fake tensor is on another.
+    """Whether a value is on a device, or on any of its type if that has no index."""
+    # A fake tensor's storage is on another device.
     there = value.device
     return there.type == device.type and device.index in (None, there.index)
 
@@ -113,13 +112,13 @@ def is_on(device: torch.device, value: torch.Tensor) -> bool:
 class Storages:
     """The storages of a graph's values, numbered in the order of their allocation.
 
-    nbytes[s]: a storage's size, 0 for what is given or on another device.
+    nbytes[s]: a storage's size, 0 for inputs and what is on another device.
     values[node]: the storages of a node's value.
-    read_via[node]: those that whoever reads the node reads.
-    calls: the graph's, with what they read and allocate.
-    tangent_bytes, copied: what the caller holds of tangents, and their copies' storages.
+    read_via[node]: the storages that a reader of the node reads.
+    calls: the graph's operators, with what they read and allocate.
+    tangent_bytes, copied: tangents' bytes at the caller, and their copies' storages.
 
-    No storage need be live for a size that a ``required`` node is.
+    If a ``required`` node is a size, no storage need be live for it.
     O(nodes + edges), those of bodies included.
     Raises CannotPlan for values that have no storage to count.
     """
@@ -140,7 +139,7 @@ class Storages:
         self.read_via: dict[fx.Node, tuple[int, ...]] = {}
         self.calls: list[Operator] = []
         self._known: dict[fx.Graph, Optional[Body]] = {}
-        # What tells a storage apart.
+        # The identity of each storage.
         self._keys: list[int] = []
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
@@ -148,13 +147,13 @@ class Storages:
             value = node.meta.get("val")
             is_part = node.target is operator.getitem
             if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
-                # Its own meta may be that of a twin, which was merged with this one.
+                # Its own meta may be that of a twin that was merged with it.
                 value = values[node.args[0]][node.args[1]]
             values[node] = value
             is_size = isinstance(value, py_sym_types)
             first = len(self.nbytes)
             found: tuple[int, ...] = ()
-            # What a size is read from has to be live for that.
+            # What a size is read from must be live when it is read.
             if not is_size or (reads and node not in required):
                 found = self._number(node, value, reads)
             self.values[node] = found
@@ -169,7 +168,7 @@ class Storages:
                 self._receive(value, writes)
 
     def read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
-        """The storages that whoever reads these nodes reads."""
+        """The storages that a reader of these nodes reads."""
         return tuple(s for node in nodes for s in self.read_via[node])
 
     def nbytes_of(self, storages: Iterable[int]) -> int:
@@ -193,7 +192,7 @@ class Storages:
         self.calls.append(Operator(node, reads, writes, nbytes, is_required, scratch))
 
     def _bodies(self, node: fx.Node) -> list[Optional[Body]]:
-        """What the bodies of a higher-order operator allocate, of each one once."""
+        """What each body of a higher-order operator allocates; each is read once."""
         if not has_bodies(node):
             return []
         graphs = subgraphs(node)
@@ -203,11 +202,11 @@ class Storages:
         return [self._known[graph] for graph in graphs]
 
     def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
-        """Count what the caller holds of a tangent, and the copy that is made of it.
+        """Count the caller's bytes of a tangent, and the copy that is made of it.
 
-        Autograd makes gradients without gaps.  Where the output has some, as a slice
-        has, so has the tangent that the graph was traced with, and AOTAutograd copies
-        what it is given into such a one.
+        Autograd makes gradients without gaps.  Where the output has gaps, as a slice
+        does, so does the tangent that the graph was traced with, and AOTAutograd copies
+        the one that it is given into that layout.
         """
         if not is_on(self.device, tangent):
             return
@@ -223,7 +222,7 @@ class Storages:
     def _number(
         self, node: fx.Node, value: Any, reads: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """The storages of a value, new ones unless they are read or another input's."""
+        """The storages of a value: those read or an input's if shared, else new."""
         first = len(self.nbytes)
         found: dict[int, None] = {}
         runs_bodies = bool(self._bodies(node))
@@ -242,12 +241,12 @@ class Storages:
             # One result may be a view of another.
             known = (*reads, *range(first if reads else 0, len(self.nbytes)))
             if runs_bodies:
-                # Fakes of its results may be those of another call.  Where a nested
-                # region returns what it is given, it has to run again for that.
+                # Its fake results may be those of another call.  If a nested region
+                # returns what it is given, it has to run again for that.
                 known = (*range(first, len(self.nbytes)),)
             s = next((s for s in known if self._keys[s] == key), -1)
             if s < 0 and reads and is_view(node):
-                # Common subexpressions were merged: what is viewed is its twin.
+                # Common subexpressions were merged: what it views is now a twin.
                 s = reads[0]
             if s < 0:
                 s = len(self.nbytes)
@@ -261,11 +260,11 @@ class Storages:
 
 
 class Body(NamedTuple):
-    """A graph that runs by itself, operator by operator; bytes of what it allocates.
+    """The bytes that a graph allocates that runs by itself, operator by operator.
 
     Args:
-        peak: most that is live while it runs.
-        results: of each of its results, 0 where it has not allocated that.
+        peak: the most that is live while it runs.
+        results: the bytes of each result, 0 if the graph did not allocate it.
         values: its results, None for constants.
     """
 
@@ -277,7 +276,7 @@ class Body(NamedTuple):
 def body_of(
     graph: fx.Graph, as_int: Callable[[Any], int], device: torch.device
 ) -> Optional[Body]:
-    """What a graph without a backward allocates, None where that is not known."""
+    """What a graph without a backward allocates, None if unknown."""
     try:
         storages = Storages(graph, {*graph.nodes}, (), as_int, device)
     except CannotPlan:
@@ -311,9 +310,9 @@ def _peak_of(
     as_int: Callable[[Any], int],
     device: torch.device,
 ) -> Optional[int]:
-    """The most that is live while an operator runs its bodies, with its results.
+    """The most bytes live while an operator runs its bodies, with its results.
 
-    These are of ``nbytes``.  None where nothing here knows how it runs them.
+    The results take ``nbytes``.  None if it is unknown how the operator runs them.
     """
     target: Any = node.target
     name = target.name()
@@ -341,11 +340,11 @@ def _peak_of(
 
 
 def _peak_of_scan(body: Body, carries: int, slices: int, nbytes: int) -> int:
-    """The same of a scan, whose body carries its first results.
+    """The same for a scan, whose body carries its first results to the next step.
 
-    The others are written into stacks that are there from the first step on, by indices
-    as large as a result.  What the first step returned stays, in some releases with the
-    slices that it got, and what another step returned to the end of the next.
+    The others are written, by indices as large as a result, into stacks that exist from
+    the first step on.  What the first step returned stays, in some releases with the
+    slices that it got; what another step returned stays until the end of the next.
     """
     carried, each = sum(body.results[:carries]), sum(body.results)
     parts = [v for v in body.values[carries:] if isinstance(v, torch.Tensor)]

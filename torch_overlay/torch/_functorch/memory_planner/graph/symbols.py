@@ -1,4 +1,4 @@
-"""Symbolic sizes: where the calls of a graph have them, and how large they are there."""
+"""Symbolic sizes: where the arguments of a call have them, and their values there."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "size_evaluator", "sizes_in", "symbols_in"]
 
-# Of symbols, an argument, or one of its dimensions.
+# For each symbol, an argument that has its value, or one of that's dimensions.
 Places = dict[Any, tuple[int, Optional[int]]]
 
 
 def sizes_in(args: Sequence[Any], symbols: Places) -> tuple[int, ...]:
-    """What the symbols are in a call."""
+    """The values of the symbols in a call."""
     places = symbols.values()
     return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
 
 
 def size_evaluator(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]:
-    """What tells how large a size is where symbols are of these sizes."""
+    """A function that evaluates a size, given these values of the symbols."""
     symbols = dict(zip(places, sizes))
 
     def as_int(size: Any) -> int:
@@ -38,7 +38,7 @@ def size_evaluator(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]
 
 
 def symbols_in(given: Sequence[Any]) -> Places:
-    """Where calls have the symbols of sizes."""
+    """Where the arguments of a call have the symbols of sizes."""
     found: Places = {}
     for i, each in enumerate(given):
         is_tensor = isinstance(each, torch.Tensor)

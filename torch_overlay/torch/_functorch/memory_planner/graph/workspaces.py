@@ -1,8 +1,8 @@
 """What an operator takes for itself while it runs, which no plan counts.
 
 On a CPU, convolutions reorder their arguments into memory of their own, which may be as
-large as these.  What one takes depends on the library, the processor and the sizes, so it
-is measured.
+large as the arguments.  How much one takes depends on the library, the processor and
+the sizes, so it is measured.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 def workspace_of_convolutions(nodes: Iterable[fx.Node]) -> int:
     """The most bytes that the largest convolution of each kind takes on a CPU.
 
-    It is run on arguments of its sizes.  0 where there is none, where its sizes are
-    symbols, or while somebody else profiles.
+    It is run on zeros of its sizes.  0 if there is none, if its sizes are symbolic, or
+    while another profiler runs.
     """
     largest: dict[Any, fx.Node] = {}
     for node in nodes:

@@ -1,1 +1,1 @@
-"""The target "saved": a bound for the bytes that a forward leaves for its backward."""
+"""The target "saved": a bound on the bytes that a forward leaves for its backward."""

@@ -1,4 +1,4 @@
-"""Plots what all activation memory budgets of a joint graph lead to.
+"""Plots what a joint graph recomputes under each activation memory budget.
 
 For ``config.visualize_memory_budget_pareto``.
 """
@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["pareto_points", "plot_budgets"]
 
-# Steps between the budgets of a curve.  Each may take a min cut, 0.7 s on a graph of
-# 5,000 nodes.
+# The steps from budget 0 to 1.  Each may take a min cut, 0.7 s on 5,000 nodes.
 _STEPS = 32
 
 
@@ -34,9 +33,9 @@ def plot_budgets(
 ) -> None:
     """Plot the recomputed runtime against the budget, as an SVG in a file.
 
-    ``plan_at`` has the plan of any budget.  The file lies in the plot folder that is asked
-    for, or in the working directory; a warning names it, or says that matplotlib is
-    missing.
+    ``plan_at`` returns the plan of a budget.  The file is written to the plot folder,
+    or the working directory if none is set; a warning names it, or says that matplotlib
+    is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -70,7 +69,7 @@ def plot_budgets(
 def pareto_points(
     asked: Decision, plan_at: Callable[[float], Decision]
 ) -> list[tuple[float, float]]:
-    """Budgets from 0 to 1, with the one asked, and what each recomputes of the items."""
+    """Budgets from 0 to 1 and the one asked for, each with its recomputed runtime."""
     solved: Any = asked.knapsack
     every = range(len(solved.memory))
     points = []

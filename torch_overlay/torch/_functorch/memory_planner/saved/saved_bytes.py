@@ -4,19 +4,19 @@ With a budget b, the forward leaves at most
 
     low + b * (high - low)
 
-bytes alive for the backward: storages, whole, without parameters and inputs.  ``high``
-is what the plan of budget 1 keeps, which runs fastest, and ``low`` what that of budget 0
-keeps: what must not be computed twice, nothing in most graphs.  (Upstream means sums of
-sizes, in which views count again, and lets a plan that saves fewer of the inputs save
-other values for them.)  In between, :func:`plan_within` takes the first of these that is
+bytes alive for the backward: whole storages, without parameters and inputs.  ``high``
+is what the plan of budget 1, the fastest, keeps, and ``low`` what that of budget 0
+keeps: what must not be computed twice, which is nothing in most graphs.  (Upstream adds
+up sizes, so views count again, and a plan that saves fewer of the inputs may save other
+values instead.)  In between, :func:`plan_within` takes the first of these that is
 within the budget:
 
-1.  a min cut that recomputes more, and one that recomputes all that is cheap;
-2.  a knapsack.  What even the second cut does not recompute are its *items*
-    (:func:`.graph.joint.candidates`), each with its bytes and the runtime of computing it again.  A
-    solver picks those to save (:func:`solve`).  One more min cut may recompute the others,
-    and save other values in their place: where those are more bytes than allowed, or more
-    has to run again, nothing but the solver's items is saved (:func:`settle`).
+1.  a min cut that recomputes more, then one that recomputes all that is cheap;
+2.  a knapsack.  Its *items* (:func:`.graph.joint.candidates`) are what even the second
+    cut does not recompute, each with its bytes and the runtime of recomputing it.  A
+    solver picks those to save (:func:`solve`).  One more min cut may recompute the
+    others, and save other values in their place: if those take more bytes than allowed,
+    or more has to run again, only the solver's items are saved (:func:`settle`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ log = logging.getLogger(__name__)
 
 __all__ = ["SavedBytes", "plan_within"]
 
-# How often a solver is asked for less where a plan turns out to keep too much.
+# How often a solver is asked, each time for less, while its plan keeps too much.
 _TRIES = 4
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """A request for at most a share of the bytes that may be saved."""
+    """A request to save at most a share, ``budget``, of the bytes that can be saved."""
 
     budget: float
 
@@ -60,12 +60,12 @@ class SavedBytes:
 
 
 def plan_within(graph: Planner, budget: float) -> Decision:
-    """What to save under a budget; the module's docstring has what it means.
+    """What to save under a budget, as the module's docstring defines it.
 
-    Makes at most seven min cuts, and some 32 more where the budget's curve is plotted.
-    Warns where a plan keeps more than it may: one that a custom solver insists on.
+    Makes at most seven min cuts, and some 32 more if the budget's curve is plotted.
+    Warns if a plan keeps more than allowed because a custom solver insists on it.
 
-    Raises CannotPlan where the graph has no model, and what a custom solver raises.
+    Raises CannotPlan if the graph has no model, and what a custom solver raises.
     """
     solver = "exact" if graph.ask.solver == KNEE else graph.ask.solver
     plan = _within(graph, budget, solver)
@@ -92,7 +92,7 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
     try:
         from ..peak.lower_peak import with_lower_peak
     except ModuleNotFoundError:
-        # A patch of its own brings it.
+        # It comes with a separate patch.
         return plan
     allowed = plan.activation_bytes
     if plan.limits is not None:
@@ -100,13 +100,13 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
     try:
         return with_lower_peak(graph, plan, allowed)
     except CannotPlan:
-        # What needs no model is planned without one.
+        # A plan that needs no model is made without one.
         log.debug("peaks of %s are not known", get_aot_graph_name(), exc_info=True)
         return plan
 
 
 def _within(graph: Planner, budget: float, solver: Any) -> Decision:
-    """The first plan within a budget."""
+    """The first plan within a budget, of those in the module's docstring."""
     if budget == 0:
         return graph.saving(graph.least(), budget, "budget 0")
     plan = graph.saving(graph.fastest(), budget, "min cut")
@@ -125,8 +125,8 @@ def _within(graph: Planner, budget: float, solver: Any) -> Decision:
 
 
 def solve(graph: Planner, budget: float, solver: Any) -> Decision:
-    """Ask a solver, for less where the plan turns out to keep too much."""
-    # What must not run twice may be kept in more bytes than budget 0 needs for it.
+    """Ask a solver, and again for less while the plan keeps too much."""
+    # What must not run twice may be kept in more bytes than at budget 0.
     over = 0
     for _ in range(_TRIES):
         capacity = max(graph.limits.capacity(budget) - over, 0)
@@ -141,9 +141,10 @@ def solve(graph: Planner, budget: float, solver: Any) -> Decision:
 
 
 def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Decision:
-    """What to save for the items that a solver saves: a cut's values, or those alone.
+    """What to save, given the items that a solver saves: a cut's values, or only those.
 
-    The cut's where they are within what is allowed and no more of the items runs again.
+    A cut's, if these are within the budget and repeat no more of the items' runtime, or
+    if the items alone are not within the budget.
     """
     items, limits, model = graph.items, graph.limits, graph.model
     memory = [item.nbytes for item in items]
@@ -151,7 +152,7 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     name = solver if isinstance(solver, str) else type(solver).__name__
     if solver == "exact":
         saved = lightest(memory, runtimes, saved)
-        # Its peak is compared with in any case, so that this makes no cut more.
+        # Peaks are compared with this cut's anyway, so it is not an additional one.
         cut = graph.upstreams_choice(budget)
     else:
         again = [item for i, item in enumerate(items) if i not in {*saved}]

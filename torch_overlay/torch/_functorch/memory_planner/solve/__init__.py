@@ -1,1 +1,1 @@
-"""Which items to save: asks a knapsack solver, and picks among what it may answer."""
+"""Which items to save: asks a knapsack solver, and picks among its possible answers."""

@@ -1,7 +1,7 @@
 """Asks a solver what to save within a budget, and checks its answer.
 
-Sizes are bytes here.  The solvers that weigh sizes as they are get those; all others,
-and a user's own, get shares of the range of plans, as upstream's partitioner has them.
+Sizes are bytes here.  Solvers that take sizes as they are get bytes; all others, and a
+user's own, get shares of the range of plans, as they do from upstream's partitioner.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
 
 __all__ = ["WrongAnswer", "ask_solver"]
 
-# The solvers that take bytes.
 _TAKE_BYTES = ("exact", "greedy", "ilp")
 
 
 class WrongAnswer(ValueError):
-    """A custom solver returned what is no answer."""
+    """A custom solver returned an invalid answer."""
 
 
 def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
-    """The items that a solver saves within so many bytes, ascending.
+    """The indices of items that a solver saves within ``capacity`` bytes, ascending.
 
-    ``solver`` is a name, or one of the user's own, called as ``CustomKnapsackSolver``
-    documents it, with the runtimes as well where it has a parameter of that name.  Its two
-    lists have to name every item once.  Raises WrongAnswer for any other answer.
+    ``solver`` is a name or the user's own, called as ``CustomKnapsackSolver`` documents
+    it, and with ``runtimes`` as well if it has a parameter of that name.  Its two lists
+    together must name every item once.  Raises WrongAnswer for any other answer.
     """
     limits = graph.limits
     memory: Any = [item.nbytes for item in graph.items]
@@ -42,7 +41,7 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
         if solver in _TAKE_BYTES:
             return KNAPSACK_SOLVERS[solver](memory, runtimes, capacity)[1]
         memory = list(map(limits.share_of, memory))
-        # Shares are rounded: what fits to the byte might not fit into less.
+        # Shares are rounded: without the half byte, what just fits might not.
         share = limits.share_of(capacity + 0.5)
         if isinstance(solver, str):
             return KNAPSACK_SOLVERS[solver](memory, runtimes, share)[1]

@@ -1,4 +1,4 @@
-"""Which of the selections to save that are worth as much, or about as much."""
+"""Picks among selections of items that are worth the same, or about the same."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["NOISE", "lightest", "upstreams_table"]
 
-# Plans whose recomputed runtimes differ by less are as fast, by any estimator.
+# Plans whose recomputed runtimes differ by a smaller share count as equally fast.
 NOISE = 1e-3
 
 
 def lightest(
     memory: Sequence[float], runtimes: Sequence[float], saved: list[int]
 ) -> list[int]:
-    """The items to save that weigh least of all that recompute no more, but for noise.
+    """The lightest items to save such that, up to noise, no more is recomputed.
 
-    To save few bytes is to recompute many: a knapsack of runtimes, worth their bytes.
+    Saving few bytes means recomputing many: a knapsack of runtimes worth their bytes.
     """
     recomputed = {*range(len(memory))} - {*saved}
     capacity = math.fsum(runtimes[i] for i in recomputed) * (1 + NOISE)
@@ -40,9 +40,9 @@ def upstreams_table(
 ) -> list[int]:
     """The items that upstream's dynamic program recomputes, the last first.
 
-    Many selections are worth as much in 32-bit floats, of which :func:`.dp_knapsack` may
-    find another.  ``memory`` and ``budget`` are shares of the range of plans.  O(items *
-    budget * 10,000) time and bytes.
+    In 32-bit floats, many selections are worth the same, and :func:`.dp_knapsack` may
+    find another one.  ``memory`` and ``budget`` are shares of the range of plans.
+    O(items * budget * 10,000) time and bytes.
     """
     quanta = 10_000
     sizes = [round(share * quanta) for share in memory]
