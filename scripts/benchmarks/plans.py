@@ -318,12 +318,15 @@ def warnings_noted() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch._functorch.memory_planner")
-    logger.addHandler(handler)
+    names = "memory_planner", "_activation_checkpointing"
+    loggers = [logging.getLogger(f"torch._functorch.{name}") for name in names]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield found
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 @contextmanager

@@ -147,6 +147,23 @@ class CompiledPeakTest(TestCase):
         self.assertEqual([estimate, longer[0]], [told, longer[1]])
         self.assertLess(told, longer[1])
 
+    def test_a_graph_without_a_model(self):
+        def function(x, w):
+            step = lambda i, y: (i + 1, (y @ w).sin())  # noqa: E731
+            _, y = while_loop(lambda i, y: i < 3, step, (torch.tensor(0), x))
+            return y.sum()
+
+        x, w = (torch.randn(rows, 8, requires_grad=True) for rows in (32, 8))
+        scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
+        with (
+            budgeted(0.5),
+            scalars,
+            self.assertLogs("torch._functorch", "WARNING") as logs,
+        ):
+            torch.compile(function)(x, w).backward()
+        (said,) = logs.output
+        self.assertIn("cannot be planned: CannotPlan: it is not known", said)
+
     def test_a_plan_that_is_over_is_replaced(self):
         plan, wanted, compiled = planned(0.5)
         self.assertEqual(compiled, 1)

@@ -1,6 +1,3 @@
 """Another address of :mod:`torch._functorch.memory_planner`, for older scripts."""
 
-from ..memory_planner import StepBudget, StepBudgetError
-
-
-__all__ = ["StepBudget", "StepBudgetError"]
+from ..memory_planner.step.budget import *  # noqa: F403

@@ -45,5 +45,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_PUBLIC[name]}", __name__)
+    try:
+        module = importlib.import_module(f".{_PUBLIC[name]}", __name__)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"{name} is not part of this torch: {error}") from error
     return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

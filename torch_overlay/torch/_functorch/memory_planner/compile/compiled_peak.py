@@ -71,17 +71,18 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
                 # This is how Dynamo starts over.
                 raise
             except Exception as error:
-                if compiles.menu is None:
-                    raise
                 # If only the backward fails to compile, it may never be needed.
                 log.debug("no search for a plan", exc_info=error)
-                log.warning(
-                    "%s gets its plan by estimates, and may hold more than the activation "
-                    "memory budget allows, as a plan failed to compile: %s: %s",
-                    get_aot_graph_name(),
-                    type(error).__name__,
-                    error,
-                )
+                # Without a menu, whoever plans or compiles next says what is wrong.
+                if compiles.menu is not None:
+                    log.warning(
+                        "%s gets its plan by estimates, and may hold more than the "
+                        "activation memory budget allows, as a plan failed to compile: "
+                        "%s: %s",
+                        get_aot_graph_name(),
+                        type(error).__name__,
+                        error,
+                    )
                 return compile_graph(*arguments)
 
     return compile_within

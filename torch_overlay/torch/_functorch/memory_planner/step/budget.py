@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import sys
 import weakref
 from typing import Any, Optional, TYPE_CHECKING
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
 
     from ..peak.curve import Choice
 
-
-log = logging.getLogger(__name__)
 
 __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
@@ -175,7 +172,7 @@ class StepBudget(Warns):
                 self._check(step, step.recorder)
         else:
             self._measure(step)
-            if self._learned.have_more_calls_than(step.states):
+            if self._learned.have_other_calls_than(step.states):
                 self._recording.again(1)
 
     def _check_new(self, step: Step) -> None:
@@ -313,13 +310,11 @@ class StepBudget(Warns):
 
     def _measure(self, step: Step) -> None:
         """Compare what the device counted in a step with what was predicted."""
-        if self.plan is not None:
+        peak = self._watch.peak_of(self.counter.peak())
+        if self.plan is not None and peak is not None:
+            self.measured_peak = peak
             is_all = step.is_largest and step.states == self._learned.states
-            counted = self.counter.peak()
-            found, misses = self._watch.measure(counted, self.plan, is_all, self)
-            self._is_new |= misses
-            if found is not None:
-                self.measured_peak = found
+            self._is_new |= self._watch.check_peak(peak, self.plan, is_all, self)
 
     def make_plan(self, is_growing: bool = False) -> None:
         """Choose plans for what was learned, and for the largest calls so far.

@@ -173,7 +173,7 @@ class CompiledGraph:
             step.end(call)
             return
         node.metadata.update({CALL: call, PLANNED: True})
-        if self._traced.may_miss:
+        if self._may_miss:
             node.set_materialize_grads(False)
             self._watch(tree_leaves(result), call)
 
@@ -362,6 +362,7 @@ class CompiledGraph:
         """Make the graph's plans, or adopt those of the same graph of another size."""
         self._num_fwd_outputs = joint.num_fwd_outputs
         traced = self._traced = TracedGraph(joint, self._state, self._symbols)
+        self._may_miss = traced.may_miss
         step: Any = running_step()
         structural_key = traced.structural_key
         known = (

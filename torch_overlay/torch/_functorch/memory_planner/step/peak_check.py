@@ -83,17 +83,19 @@ class Watch:
         if live is not None and start is not None and not self._has_compiled():
             check_held(live - self._beyond_start(start), plan, warns, _NOISE)
 
-    def measure(
-        self, counted: Optional[int], plan: StepSummary, is_all: bool, warns: Warns
-    ) -> tuple[Optional[int], bool]:
-        """The peak counted in a step, and whether plans are to leave more free.
+    def peak_of(self, counted: Optional[int]) -> Optional[int]:
+        """The peak of a step, as plans have it; None if nothing counts it."""
+        if counted is None or self._start is None:
+            return None
+        return counted - self._beyond_start(self._start)
+
+    def check_peak(
+        self, peak: int, plan: StepSummary, is_all: bool, warns: Warns
+    ) -> bool:
+        """Warn if the prediction missed; whether plans are to leave more free.
 
         It may be lower than predicted, unless the step ``is_all`` that was planned for.
         """
-        start = self._start
-        if counted is None or start is None:
-            return None, False
-        peak = counted - self._beyond_start(start)
         missed = peak - plan.predicted_peak
         if missed > _MISS * plan.predicted_peak or (
             is_all and -missed > _MISS * plan.predicted_peak
@@ -108,7 +110,7 @@ class Watch:
         misses = peak > plan.allowed and missed > self.missed * (1 + _MISS)
         if misses:
             self.missed = missed
-        return peak, misses
+        return misses
 
 
 def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> None:

@@ -130,7 +130,7 @@ class Learned:
                 program.replaced, found = {}, True
         return found
 
-    def have_more_calls_than(self, states: set[State]) -> bool:
+    def have_other_calls_than(self, states: set[State]) -> bool:
         """Whether a step used other slots than every recorded one, usually fewer.
 
         What runs eagerly instead, as beyond Dynamo's recompile limit, has no plan.

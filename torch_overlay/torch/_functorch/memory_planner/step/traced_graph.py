@@ -70,7 +70,7 @@ class TracedGraph:
     def __init__(self, joint: Planner, state: Any, symbols: Container[Any]) -> None:
         self.joint, self._state, self._symbols = joint, state, symbols
 
-    @functools.cached_property
+    @property
     def may_miss(self) -> bool:
         """Whether calls may get no tangent for some output.
 
