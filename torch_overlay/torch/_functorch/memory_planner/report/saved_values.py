@@ -313,6 +313,10 @@ def attach_plan(
             plan.graph,
             fixed,
         )
+    _trace(plan)
+
+
+def _trace(plan: Plan) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},

@@ -111,7 +111,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = self._traced.joint.of_size(self.size_evaluator(sizes))
+        joint = self._traced.joint.of_size(size_evaluator(self._symbols, sizes))
         plans = self.plans.sized(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
@@ -119,10 +119,6 @@ class CompiledGraph:
             return False
         self.graph.grow(scale, joint, plans)
         return True
-
-    def size_evaluator(self, sizes: Sequence[int]) -> Callable[[Any], int]:
-        """A function that evaluates a symbolic size, given the symbols' values."""
-        return size_evaluator(self._symbols, sizes)
 
     def _call(self, args: list[Any]) -> Any:
         step, run = running_step(), self._first_run
@@ -160,7 +156,7 @@ class CompiledGraph:
             if self.meet(sizes) and graph in step.choices:
                 step.budget.make_plan(is_growing=True)
         scale = self.scales.get(sizes, graph.scale)
-        call = step.begin(graph, scale, self.size_evaluator(sizes))
+        call = step.begin(graph, scale, size_evaluator(self._symbols, sizes))
         plan = self.as_good(step.plan_of(graph, call.slot))
         call.plan = step.repeated_by(self, call, plan)
         graph.current = weakref.ref(self)
