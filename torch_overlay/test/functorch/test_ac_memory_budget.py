@@ -514,9 +514,9 @@ class TestCurve(TestCase):
 
     def setUp(self):
         super().setUp()
-        by_solver = solved()
-        by_solver.start()
-        self.addCleanup(by_solver.stop)
+        context = contextlib.ExitStack()
+        context.enter_context(solved())
+        self.addCleanup(context.close)
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
