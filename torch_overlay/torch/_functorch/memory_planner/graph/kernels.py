@@ -5,12 +5,13 @@ several operators, and what is used inside of one alone is never stored.
 :class:`Kernels` has the rules that decide what is stored:
 
 -   A pointwise operator is computed in whatever reads it, if all of that can be fused.
-    Where several operators read it and it takes many reads itself, it is stored, if
-    something that cannot be fused runs between them.
+    Where several operators read it and it takes many reads or operators itself, it is
+    stored, if something that cannot be fused runs between them.
 -   What kernels write between two operators that cannot be fused is there at once, as
     they are fused where they read the same.  But a kernel writes its result over an
     argument laid out alike that no other one reads later.
--   A scatter writes over what it scatters to.
+-   A scatter writes over what it scatters to, and a product that is only added to
+    something waits for that, unless it would hold more meanwhile than it is itself.
 
 It ignores the order that inductor's scheduler chooses and scratch memory, and takes the
 bodies of higher-order operators as if they ran operator by operator.  Plans are ranked
@@ -48,9 +49,9 @@ aten = torch.ops.aten
 _SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
 # Higher-order operators that become a kernel, bodies and all.
 _BECOME_KERNELS = ("associative_scan", "flex_attention", "flex_attention_backward")
-# What inductor computes again for each reader, by default, reads at most so many buffers.
+# What inductor computes again for each reader, by default, reads at most so many
+# buffers and has at most so many operators and reads.
 _MOST_READS = 4
-# One of inductor's operators has at most so many operators and reads in it.
 _MOST_OPERATORS, _MOST_ON_CPU = 30, 50
 
 
@@ -91,13 +92,14 @@ class Kernels:
     def __init__(self, program: Program) -> None:
         values = (node.meta.get("val") for node in program.nodes)
         on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
-        self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
+        # How many operators and reads inductor makes one of.
+        most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
         repeated = _Fusion(program, _backward_of(program), program.returned)
         required = [each for each in program.forward if each.is_required]
         first = _Fusion(program, required, program.outputs | program.written_back)
-        kernels = repeated.kernels()
+        kernels = repeated.kernels(most)
         # What only the backward needs is made in the forward, if that saves it.
-        self.in_forward = kernels | first.kernels()
+        self.in_forward = kernels | first.kernels(most)
         self.in_backward = kernels
         self.shapes = _shapes(program)
 
@@ -145,12 +147,30 @@ class _Fusion:
         op_types = get_default_op_list()
         nodes = [each.node for each in self.operators]
         self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
+        self.products = {each.node for each in self.operators if self._waits(each)}
+        for node in self.products:
+            # Adding to a product becomes addmm, which is no kernel to fuse with.
+            self.pointwise.difference_update(node.users)
         self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
         # How many operators that cannot be fused come before each one.
         barriers = accumulate((n not in self.fusible for n in nodes), initial=0)
         self.barriers = dict(zip(nodes, barriers))
 
-    def kernels(self) -> dict[fx.Node, _Kernel]:
+    def _waits(self, each: Operator) -> bool:
+        """Whether an operator is a product that is computed with what it is added to."""
+        from torch._inductor.fx_passes import post_grad
+
+        node = each.node
+        if node.target is not aten.mm.default or len(node.users) != 1:
+            return False
+        (s,), (user,) = each.writes, node.users
+        if s in self.kept or user.target is not aten.add.Tensor:
+            return False
+        # A patch of its own brings it.
+        would_wait: Any = getattr(post_grad, "_would_wait", lambda *_: False)
+        return not any(would_wait(node, other) for other in user.all_input_nodes)
+
+    def kernels(self, most_operators: int) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
         # The parts of what is not stored.
         computed: dict[int, frozenset[int]] = {}
@@ -159,7 +179,8 @@ class _Fusion:
                 *(computed.get(s, (s,)) for s in each.reads)
             )
             reads = len(parts.difference(computed, each.writes))
-            is_inlined = self._is_inlined(each, reads > _MOST_READS)
+            is_large = reads > _MOST_READS or len(parts) > most_operators
+            is_inlined = self._is_inlined(each, is_large)
             is_fusible = each.node in self.fusible
             found[each.node] = _Kernel(each, is_inlined, is_fusible, parts)
             if is_inlined:
@@ -168,6 +189,8 @@ class _Fusion:
 
     def _is_inlined(self, each: Operator, is_large: bool) -> bool:
         """Whether an operator is computed in whatever reads it, if it is as large."""
+        if each.node in self.products:
+            return True
         if each.node not in self.pointwise or len(each.writes) != 1:
             return False
         (s,) = each.writes
