@@ -153,7 +153,7 @@ class Search:
     def _curve(self, of: Callable[[Menu], Menu], margin: float = 0.0) -> Curve:
         menus = {n: of(menu) for n, menu in self._menus().items()}
         plans = ((bool(each.estimated), *each.plans) for each in menus.values())
-        key = margin, *plans
+        key = (*plans,)
         if key not in self._curves:
-            self._curves[key] = Curve(menus, self._calls, self._moments, margin)
-        return self._curves[key]
+            self._curves[key] = Curve(menus, self._calls, self._moments)
+        return self._curves[key].with_margin(margin)

@@ -18,6 +18,7 @@ comes first keep what they are about to need anyway.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -129,6 +130,12 @@ class Curve:
     @property
     def floor(self) -> int:
         return self.plans[0].peak
+
+    def with_margin(self, margin: float) -> Curve:
+        """The same plans, which were chosen for any margin."""
+        other = copy.copy(self)
+        other.margin = margin
+        return other
 
     def at_most(self, plan: Choice) -> int:
         """The most bytes that a plan's peak may turn out to be."""
