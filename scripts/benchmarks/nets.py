@@ -1,8 +1,8 @@
 """The nets that are measured: models with random weights, and a batch for each.
 
-`NETS` has those that the planner was developed with, each by its name. Small ones run on a CPU in
-seconds; those at real size are for fake tensors (`Net.fake`), which have sizes but no
-memory.
+`NETS` has those that the planner was developed with, each by its name. Small ones run on
+a CPU in seconds; those at real size are for fake tensors (`Net.fake`), which have sizes
+but no memory.
 """
 
 import functools

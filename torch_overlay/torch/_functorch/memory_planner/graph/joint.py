@@ -23,7 +23,6 @@ from ..._activation_checkpointing.random_ops import (
     NEVER,
     recomputable_nodes,
 )
-
 from ..ask import Ask, BANS
 from ..decision import Decision, Range
 from ..solve.ties import upstreams_table
@@ -95,7 +94,7 @@ class Planner:
 
     @functools.cached_property
     def model(self) -> Program:
-        """What each plan is evaluated on, for what it keeps and repeats."""
+        """The program on which plans are evaluated."""
         asked = self.info, self.num_fwd_outputs, self.as_int, self.counted
         program = read(self.joint, *asked)
         return _leaving_outputs(_filling_again(program), self.fastest())
@@ -171,7 +170,7 @@ class Planner:
         return saved, banned
 
     def _without_outputs(self, saved: list[fx.Node]) -> list[fx.Node]:
-        """``saved``, but for outputs that no plan saves, what they are made of."""
+        """``saved``, replacing outputs that no plan saves by what they are made of."""
         try:
             model = self.model
             instead, pending = set(), model.storages(saved)
@@ -192,7 +191,7 @@ class Planner:
         return self.cut()[0]
 
     def cheapest_cut(self) -> _Cut:
-        """What the cut saves that recomputes all cheap nodes, and the other nodes."""
+        """The cut that recomputes all that is cheap, and the nodes that are not."""
         return self.cut(ALL_CHEAP)
 
     def least(self) -> list[fx.Node]:
@@ -337,7 +336,7 @@ def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item
     """The items, with those joined for which something smaller can be kept.
 
     That is the sum of several products, say.  If ``most`` is saved, no item runs again;
-    those that do if one of its values is left out are what that value is kept for.
+    those that do once a value is left out are the items that it is kept for.
     O(operators + edges), on integers of one bit per value.
     """
     values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)

@@ -34,9 +34,9 @@ class Counted(Protocol):
 class LiveBytes:
     """The live bytes of many plans, from the last moment of a phase to the first.
 
-    The last to touch a storage frees it.  ``kept`` has a mask for each storage, of the
-    plans that keep it for the backward: there, the forward does not free it, and the
-    backward does not make it.
+    The last operator to touch a storage frees it.  ``kept`` has a mask per storage,
+    of the plans that keep it for the backward: there, the forward does not free it, and
+    the backward does not make it.
 
     In this class, each operator runs by itself and stores its results.
     """

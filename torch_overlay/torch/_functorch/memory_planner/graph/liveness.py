@@ -26,8 +26,8 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from ..._activation_checkpointing.random_ops import must_run_once
 
+from ..._activation_checkpointing.random_ops import must_run_once
 from .live_bytes import LiveBytes
 from .storages import CannotPlan, has_bodies, Operator
 
@@ -167,7 +167,7 @@ class Program:
     @functools.cached_property
     def freeable(self) -> list[bool]:
         """Whether each storage is freed when nobody reads it any more."""
-        # An output that is not saved, as a checkpoint's, is made again: that one goes.
+        # An output that no plan saves (a checkpoint's) is made again: that copy goes.
         held = {s for s in self.outputs if self.saved_as[s] is not None}
         return [nbytes > 0 and s not in held for s, nbytes in enumerate(self.nbytes)]
 

@@ -9,8 +9,8 @@ import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
-from ..._activation_checkpointing.random_ops import is_replayed, must_run_once
 
+from ..._activation_checkpointing.random_ops import is_replayed, must_run_once
 from .liveness import BackwardStep, Program
 from .recompute_cost import concrete
 from .storages import device_of, Operator, Storages

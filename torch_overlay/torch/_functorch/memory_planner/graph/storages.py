@@ -222,7 +222,7 @@ class Storages:
     def _number(
         self, node: fx.Node, value: Any, reads: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """The storages of a value: those read or an input's if shared, else new."""
+        """A value's storages: shared with what is read or another input, or new."""
         first = len(self.nbytes)
         found: dict[int, None] = {}
         runs_bodies = bool(self._bodies(node))
@@ -260,7 +260,7 @@ class Storages:
 
 
 class Body(NamedTuple):
-    """The bytes that a graph allocates that runs by itself, operator by operator.
+    """The bytes that a graph allocates, run by itself, operator by operator.
 
     Args:
         peak: the most that is live while it runs.
@@ -312,7 +312,7 @@ def _peak_of(
 ) -> Optional[int]:
     """The most bytes live while an operator runs its bodies, with its results.
 
-    The results take ``nbytes``.  None if it is unknown how the operator runs them.
+    The results take ``nbytes``.  None if how it runs its bodies is unknown.
     """
     target: Any = node.target
     name = target.name()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "size_evaluator", "sizes_in", "symbols_in"]
 
-# For each symbol, an argument that has its value, or one of that's dimensions.
+# For each symbol, the argument that has its value, and the dimension of a tensor.
 Places = dict[Any, tuple[int, Optional[int]]]
 
 

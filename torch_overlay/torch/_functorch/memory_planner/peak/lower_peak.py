@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from ..solve.ties import NOISE
 
+from ..solve.ties import NOISE
 from .plan_search import model_of, recompute_costs, search
 from .plans import Plans
 

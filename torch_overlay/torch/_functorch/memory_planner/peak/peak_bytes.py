@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Optional, TYPE_CHECKING
 
 from ..decision import Decision, Peak
-
 from .curve import Choice, Curve, Held, Moments
 from .menu import Menu, menu_of
 from .plan_search import compare_with_no_checkpoints, plans_of

@@ -31,7 +31,6 @@ from ..graph.kernels import by_kernels, has_kernel
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import is_costly, recompute_cost, roofline
 from ..solve.ties import lightest
-
 from .chains import Chain, correct, places_in
 from .plans import Plans
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
-import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch.fx import GraphModule
 
@@ -22,8 +20,6 @@ __all__ = [
     "boxed",
     "boxed_call",
     "marked",
-    "storages_of",
-    "tensors_in",
     "traced_name",
 ]
 
@@ -69,15 +65,3 @@ def marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
         return boxed_call(run, boxed(compile_graph(graph, inputs)))
 
     return compile_marked
-
-
-def storages_of(values: Iterable[Any]) -> list[Any]:
-    """A weak reference to the storage of each tensor; None for any other value."""
-    return [
-        weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
-        for each in values
-    ]
-
-
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import math
-
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
+
 from ..graph.storages import body_of
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from .aot_calls import boxed_call, traced_name
@@ -56,11 +56,8 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             return compile_graph(state, capture, *arguments)
         name, device = traced_name() or get_aot_graph_name(), step.budget.device
         module = capture.graph_module
-        number, places, largest = (
-            state.aot_config.aot_id,
-            symbols_in(state.flat_args),
-            0,
-        )
+        number, places = state.aot_config.aot_id, symbols_in(state.flat_args)
+        largest = 0
         # Compiling changes the graph. The copy shares its tensors.
         graph = GraphModule(module, copy.deepcopy(module.graph)).graph
         # A step that is recorded counts its kernels.

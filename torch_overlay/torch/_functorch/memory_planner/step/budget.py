@@ -245,7 +245,7 @@ class StepBudget(Warns):
         graphs = {n: self.graphs[n] for n in step.calls if n in self.graphs}
         plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
         choices = {n: self._choices.get(graph, ()) for n, graph in graphs.items()}
-        beyond = self._present.given if self.device_bytes is not None else 0
+        beyond = self._bound.counted(self._present)
         summary: Any = self.plan
         check_held(beyond + step.peak(plans, choices), summary, self)
 

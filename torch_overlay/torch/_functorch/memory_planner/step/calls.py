@@ -44,7 +44,9 @@ __all__ = [
     "Step",
     "is_trained",
     "slots_of",
+    "storages_of",
     "strided",
+    "tensors_in",
 ]
 
 # Scales that differ by a smaller factor are the same.
@@ -376,5 +378,16 @@ class Graph:
 
 def strided(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors that have a storage."""
-    tensors = (each for each in values if isinstance(each, torch.Tensor))
-    return [each for each in tensors if each.layout is torch.strided]
+    return [each for each in tensors_in(values) if each.layout is torch.strided]
+
+
+def storages_of(values: Iterable[Any]) -> list[Any]:
+    """A weak reference to the storage of each tensor; None for any other value."""
+    return [
+        weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
+        for each in values
+    ]
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -27,8 +27,8 @@ from ..graph.other_sizes import times_larger
 
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
-from .aot_calls import boxed_call, marked, storages_of, tensors_in, traced_name
-from .calls import Budget, Call, Graph, Step
+from .aot_calls import boxed_call, marked, traced_name
+from .calls import Budget, Call, Graph, Step, storages_of, tensors_in
 from .current_step import running_step
 from .partial_backward import Backward
 from .recorder import Event, PLANNED
@@ -99,10 +99,6 @@ class CompiledGraph:
         self._runs[self._first] = self._first_run = run
         return boxed_call(self._call), metadata
 
-    def sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The values of the graph's symbols in a call."""
-        return sizes_in(args, self._symbols)
-
     def meet(self, sizes: tuple[int, ...]) -> bool:
         """Make the graph's plans cover calls of these sizes; whether they did not.
 
@@ -148,7 +144,7 @@ class CompiledGraph:
 
     def _begin(self, step: Step, args: Sequence[Any]) -> Call:
         """Start a call, by the plan of its slot."""
-        graph, sizes = self.graph, self.sizes_of(args)
+        graph, sizes = self.graph, sizes_in(args, self._symbols)
         # It may have been compiled in a step of another budget.
         step.budget.graphs[graph.number] = graph
         failure = f"{graph.name} has no plans for larger calls"

@@ -7,7 +7,6 @@ import inspect
 import sys
 import threading
 from contextvars import ContextVar
-
 from typing import Any, Optional, Protocol, TYPE_CHECKING
 
 import torch

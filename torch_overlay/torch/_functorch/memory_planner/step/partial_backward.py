@@ -9,8 +9,8 @@ import torch
 from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._guards import TracingContext
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
-from ..compile.recompile import copy_of
 
+from ..compile.recompile import copy_of
 from .aot_calls import boxed
 
 

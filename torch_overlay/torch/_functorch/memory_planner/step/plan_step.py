@@ -28,6 +28,10 @@ class Bound(NamedTuple):
     peak_bytes: Optional[int] = None
     device_bytes: Optional[int] = None
 
+    def counted(self, present: Present) -> int:
+        """The bytes present when a step starts that the bound is for, too."""
+        return present.given if self.device_bytes is not None else 0
+
 
 class Present(NamedTuple):
     """The bytes present when a step starts, and those of two kinds among them."""
@@ -90,13 +94,13 @@ def plan_step(
     elif bound.peak_bytes is not None:
         allowed = bound.peak_bytes
     else:
-        allowed = (bound.device_bytes or 0) - present.given
+        allowed = (bound.device_bytes or 0) - bound.counted(present)
     wanted = allowed - missed
     compile_plans(search.plans_within(wanted, lambda curve: curve.within(wanted)))
     plan, curve = search.compiled().within(wanted), search.known()
     compile_plans([plan])
     idle = moments.get(frozenset())
-    beyond = present.given if bound.device_bytes is not None else 0
+    beyond = bound.counted(present)
     facts = moments, learned.calls, graphs, allowed, *present, beyond
     return PlannedStep(
         summary_of(plan, curve, *facts),

@@ -6,7 +6,6 @@ import itertools
 import math
 import weakref
 from dataclasses import dataclass, field
-
 from typing import Optional, TYPE_CHECKING
 
 from .calls import slots_of
