@@ -310,12 +310,19 @@ def _partitioned_on_gpu() -> Iterator[None]:
     joint_passes = compile_fx._recursive_joint_graph_passes
     fold = joint_graph.constant_fold_uniform_value
 
-    def passes(module: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
-        return joint_passes(module, *args, **{**kwargs, "input_device": CUDA})
+    def passes(
+        module: fx.GraphModule,
+        skip_invoke_subgraph: bool = False,
+        input_device: Any = None,
+    ) -> fx.GraphModule:
+        return joint_passes(module, skip_invoke_subgraph, CUDA)
 
     def fold_and_move(module: fx.GraphModule) -> None:
-        fold(module)  # with real constants
-        _move(module)
+        values = (node.meta.get("val") for node in module.graph.nodes)
+        # Chunks of a graph are made of what was moved.
+        if not any(getattr(value, "device", None) == CUDA for value in values):
+            fold(module)  # with real constants
+            _move(module)
 
     gradient = torch.ops.aten.embedding_dense_backward.default
     decompose = decomposition.decompositions[gradient]

@@ -26,9 +26,11 @@ TOPICS = (
     "conv_layout",
     "embedding_gradient",
     "late_addend",
+    "auto_chunker",
     "peak_budget",
     "compiled_peak",
     "step_budget",
+    "head_chunks",
     "exact_by_default",
     "config_solver_name",
 )

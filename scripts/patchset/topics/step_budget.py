@@ -29,6 +29,7 @@ partitioned and compiled again from their joint graphs.
         planner_path("step/single_graph_warnings"),
         planner_path("step/aot_stages"),
         planner_path("step/step_programs"),
+        planner_path("step/plan_request"),
         planner_path("step/plan_step"),
         planner_path("step/recorder"),
         planner_path("step/recording_schedule"),

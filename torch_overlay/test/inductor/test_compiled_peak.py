@@ -291,7 +291,8 @@ class CompiledPeakTest(TestCase):
             menu.Footprint(peak, peak, peak, 20 - peak / 10, frozenset(), frozenset())
             for peak in range(200, 99, -10)
         ]
-        own = menu.Menu(plans, SimpleNamespace(held_by_caller=0), 0, 0, {}, {}, 0)
+        whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
+        own = menu.Menu(plans, {1: whole}, 0, 0, {}, 0)
         moments = peak_target.PeakBytes(0.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05)
         tried = []
@@ -309,7 +310,8 @@ class CompiledPeakTest(TestCase):
             menu.Footprint(peak, peak, peak, cost, frozenset(), frozenset())
             for peak, cost in ((1000, 0), (900, 10))
         ]
-        own = menu.Menu(plans, SimpleNamespace(held_by_caller=0), 0, 0, {}, {}, 0)
+        whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
+        own = menu.Menu(plans, {1: whole}, 0, 0, {}, 0)
         moments = peak_target.PeakBytes(1.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05)
         for plan in found.plans_within(1020, lambda curve: curve.within(1020)):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Decision", "Knapsack", "Peak", "Range"]
+__all__ = ["Decision", "Head", "Knapsack", "Peak", "Range"]
 
 
 class Range(NamedTuple):
@@ -61,6 +61,25 @@ class Knapsack:
     saved: list[int]
 
 
+class Head(NamedTuple):
+    """How a head runs: the product that makes logits, and all up to the loss.
+
+    Args:
+        chunks: how many it runs in.
+        rows: those of the first chunk.
+        gained: the bytes by which the lowest peak of a head in one piece is higher.
+        more_work: what chunks cost beyond that, as a share of the graph's work; 0 if
+            unknown.
+        why_whole: why it cannot run in chunks.
+    """
+
+    chunks: int
+    rows: int = 0
+    gained: int = 0
+    more_work: float = 0.0
+    why_whole: str = ""
+
+
 class Peak(NamedTuple):
     """The peaks that a plan was chosen by, in bytes without parameters and inputs.
 
@@ -77,16 +96,18 @@ class Peak(NamedTuple):
     fused: bool = False
     compiled: bool = False
 
-    def warn_if_over(self) -> None:
+    def warn_if_over(self, head: Optional[Head] = None) -> None:
         """Warn if the peak asked for cannot be reached."""
+        why = head.why_whole if head is not None else ""
         if self.predicted > self.allowed:
             log.warning(
                 "%d bytes are allowed by the activation memory budget, but the lowest "
                 "peak found is %d bytes (both without parameters and inputs); %s uses "
-                "that plan",
+                "that plan%s",
                 self.allowed,
                 self.predicted,
                 get_aot_graph_name(),
+                f", with its large head in one piece, as {why}" if why else "",
             )
 
 
@@ -105,6 +126,7 @@ class Decision:
         knapsack: what was solved, None if no solver was asked.
         items: the node of each item of the knapsack.
         peak: the peaks it was chosen by, None if they played no part.
+        head: how the head runs, None if it runs in one piece as it has to.
     """
 
     saved_values: list[fx.Node]
@@ -116,3 +138,4 @@ class Decision:
     knapsack: Optional[Knapsack] = None
     items: Sequence[fx.Node] = ()
     peak: Optional[Peak] = None
+    head: Optional[Head] = None

@@ -28,7 +28,13 @@ from ..decision import Peak
 from ..peak.curve import allowed_peak
 from ..peak.peak_bytes import CALLS, PeakBytes
 from ..report.saved_values import log_peak, logged_plan, replace_plan
-from .recompile import calls_nested_regions, fresh_copy, nodes_named_as, takes_request
+from .recompile import (
+    calls_nested_regions,
+    fresh_copy,
+    nodes_named_as,
+    partition_by,
+    takes_request,
+)
 from .search import Search
 from .told import can_guard, CompiledPeaks
 
@@ -137,18 +143,17 @@ class _Compiles:
         return compile_graph(
             state,
             capture,
-            functools.partial(partition, request=self),
+            partition_by(partition, self),
             _like(compilers[0], self.peaks.forward),
             _like(compilers[1], compile_backward),
         )
 
     def decide(self, graph: Planner) -> Decision:
         """Decide by the plan that is to be tried now."""
-        if graph.budget != graph.ask.budget or not graph.fused:
-            # A region has its own budget, and only inductor tells what graphs hold.
+        if not _can_search(graph):
             return by_config(graph)
         if self.menu is None:
-            self._begin(graph)
+            self.begin(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
         self.peaks.device = graph.counted
         plan = self.curve.of_plan(self.trying.plan)
@@ -156,7 +161,18 @@ class _Compiles:
         saved = nodes_named_as(decision.saved_values, graph.joint)
         return replace(decision, saved_values=saved)
 
-    def _begin(self, graph: Planner) -> None:
+    @property
+    def has_begun(self) -> bool:
+        return self.menu is not None
+
+    @property
+    def chunks(self) -> int:
+        return 1 if self.menu is None else self.menu.plans[self.trying.plan].chunks
+
+    def begin(self, graph: Planner) -> None:
+        """Find the graph's plans, and choose the first to compile."""
+        if not _can_search(graph):
+            return
         menu = self.menu = self.asked.menu(graph)
         self.curve = self.asked.curve(graph, menu)
         allowed = self.allowed = self.asked.allowed(self.curve)
@@ -191,7 +207,7 @@ class _Compiles:
         allowed, floor, kept = self._kept()
         fastest = report.peak.fastest
         peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
-        peak.warn_if_over()
+        peak.warn_if_over(report.head)
         log_peak(peak, metadata)
 
     def _next(self, menu: Menu) -> _Try:
@@ -221,6 +237,12 @@ class _Compiles:
             reached = compiled.floor, self.search.known().unbudgeted.peak
             allowed = max(allowed, allowed_peak(self.asked.budget, *reached))
         return allowed, compiled.floor, compiled.within(allowed)
+
+
+def _can_search(graph: Planner) -> bool:
+    """Whether compiles tell what a graph holds by the budget of the config."""
+    # A region has its own budget, and only inductor tells what graphs hold.
+    return graph.budget == graph.ask.budget and graph.fused
 
 
 def _like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
 from dataclasses import is_dataclass
@@ -24,6 +25,7 @@ __all__ = [
     "copy_of",
     "fresh_copy",
     "nodes_named_as",
+    "partition_by",
     "takes_request",
 ]
 
@@ -35,6 +37,16 @@ def takes_request(partition: Callable[..., Any]) -> bool:
     parameters = inspect.signature(partition).parameters
     kinds = (parameter.kind for parameter in parameters.values())
     return "request" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def partition_by(partition: Callable[..., Any], request: Any) -> Callable[..., Any]:
+    """A partitioner that splits joint graphs as a request decides."""
+    try:
+        # This module comes with a separate patch.
+        from .head_chunks import partition_in_chunks
+    except ModuleNotFoundError:
+        return functools.partial(partition, request=request)
+    return partition_in_chunks(partition, request)
 
 
 def calls_nested_regions(module: fx.GraphModule) -> bool:

@@ -33,7 +33,7 @@ from .storages import device_of, has_bodies, is_on
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     import torch.fx as fx
@@ -77,6 +77,8 @@ class Planner:
     ``budget`` is the config's or the region's; ``fused`` says that inductor will make
     kernels of the graph's operators; ``as_int`` evaluates symbolic sizes.  Only bytes
     on ``device`` count, by default the graph's own.  ``ask`` has the config's options.
+    ``in_chunks`` has the same graph with its head in chunks, by their number, and
+    ``why_whole`` why a large head cannot run that way.
     """
 
     joint: fx.Graph
@@ -87,6 +89,8 @@ class Planner:
     as_int: Callable[[Any], int] = concrete
     device: Optional[torch.device] = None
     ask: Ask = field(default_factory=Ask.of_config)
+    in_chunks: Mapping[int, Planner] = field(default_factory=dict)
+    why_whole: str = ""
     _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
     _upstreams: dict[float, list[fx.Node]] = field(
         default_factory=dict, init=False, repr=False
@@ -99,6 +103,11 @@ class Planner:
         program = read(self.joint, *asked)
         return _leaving_outputs(_filling_again(program), self.fastest())
 
+    @property
+    def variants(self) -> dict[int, Planner]:
+        """The graph as it is, and in chunks, by the number of these."""
+        return {1: self, **self.in_chunks}
+
     @functools.cached_property
     def counted(self) -> torch.device:
         """The device whose bytes count."""
@@ -106,7 +115,8 @@ class Planner:
 
     def of_size(self, as_int: Callable[[Any], int]) -> Planner:
         """The same graph at other sizes; its min cuts do not depend on them."""
-        other = replace(self, as_int=as_int)
+        in_chunks = {n: each.of_size(as_int) for n, each in self.in_chunks.items()}
+        other = replace(self, as_int=as_int, in_chunks=in_chunks)
         other._cuts.update(self._cuts)
         return other
 

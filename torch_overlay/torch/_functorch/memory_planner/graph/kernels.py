@@ -14,8 +14,8 @@ several operators, and what is used inside of one alone is never stored.
     something waits for that, unless it would hold more meanwhile than it is itself.
 
 It ignores the order that inductor's scheduler chooses and scratch memory, and takes the
-bodies of higher-order operators as if they ran operator by operator.  Plans are ranked
-by it; what one holds is known when it is compiled (:mod:`.compile.compiled_peak`).
+bodies of higher-order operators as if they ran operator by operator, but for nested
+regions, of which inductor makes kernels too.  Plans are ranked by it; what one holds is known when it is compiled (:mod:`.compile.compiled_peak`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 import torch.fx as fx
 
+from ..._activation_checkpointing.random_ops import subgraphs
 from .live_bytes import LiveBytes
+from .reading import read_forward
 from .recompute_cost import concrete, is_view
 from .storages import has_bodies
 
@@ -102,6 +104,22 @@ class Kernels:
         self.in_forward = kernels | first.kernels(most)
         self.in_backward = kernels
         self.shapes = _shapes(program)
+        self.scratch = _scratch_of_regions(program)
+
+
+def _scratch_of_regions(program: Program) -> dict[fx.Node, int]:
+    """What nested regions have live beyond their results, as inductor compiles them."""
+    scratch: dict[fx.Node, int] = {}
+    peaks: dict[fx.Graph, int] = {}
+    for each in program.with_bodies:
+        if each.node.target is not torch.ops.higher_order.invoke_subgraph:
+            continue
+        (body,) = subgraphs(each.node)
+        if body not in peaks:
+            model = by_kernels(read_forward(body))
+            (peaks[body],) = model.forward_peaks([0] * len(model.nbytes), 1)
+        scratch[each.node] = max(peaks[body] - each.nbytes, 0)
+    return scratch
 
 
 def _shapes(program: Program) -> dict[int, Any]:
@@ -262,6 +280,7 @@ class _LiveInKernels(LiveBytes):
         for r, last in dying.items():
             self.add_change(last, -self.nbytes[r])
         scratch = (each.scratch or 0) * has_bodies(each.node)
+        scratch = self.rule.scratch.get(each.node, scratch)
         self.add_change(plans, -scratch)
         self.moment(step)
         self.add_change(plans, scratch)

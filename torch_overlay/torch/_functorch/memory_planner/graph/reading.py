@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
     from torch._functorch.partitioners import NodeInfo
 
-__all__ = ["read"]
+__all__ = ["read", "read_forward"]
 
 
 def read(
     graph: fx.Graph,
-    node_info: NodeInfo,
+    node_info: NodeInfo | SimpleNamespace,
     num_fwd_outputs: int,
     as_int: Callable[[Any], int] = concrete,
     device: Optional[torch.device] = None,
@@ -84,6 +85,13 @@ def read(
     )
     _prefer_small_results(program)
     return program
+
+
+def read_forward(graph: fx.Graph) -> Program:
+    """The program of a graph that has no backward, such as a nested region's."""
+    (output,) = graph.find_nodes(op="output")
+    every_node = SimpleNamespace(required_fw_nodes=[*graph.nodes], tangents_closure=())
+    return read(graph, every_node, len(tree_leaves(output.args)))
 
 
 def _producers(operators: list[Operator], count: int) -> list[int]:

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-__all__ = ["flops", "is_costly", "is_view", "recompute_cost", "roofline"]
+__all__ = [
+    "FLOP_PER_BYTE",
+    "flops",
+    "is_costly",
+    "is_view",
+    "nbytes_of",
+    "recompute_cost",
+    "roofline",
+]
 
 # The estimators that have a name, and the unit of each.
 RUNTIME_UNITS = {
@@ -119,6 +127,11 @@ def _bytes_moved(node: fx.Node) -> int:
         return 0
     values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
     values.append(node.meta.get("val"))
+    return nbytes_of(values)
+
+
+def nbytes_of(values: Any) -> int:
+    """The bytes of all tensors in a tree of values."""
     return sum(
         concrete(leaf.numel()) * leaf.dtype.itemsize
         for leaf in tree_leaves(values)

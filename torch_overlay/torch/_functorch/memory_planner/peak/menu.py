@@ -13,29 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
+from ..decision import Head
+from ..graph.chunking_cost import rows_of_chunk
 from ..graph.inputs_outputs import (
     backward_inputs,
     Input,
     Missing,
     output_bytes,
-    storages_returned,
-    tensors_given,
     without,
 )
 from ..graph.other_sizes import calls_in
-from ..graph.recompute_cost import flops
-from .plan_search import (
-    compare_with_no_checkpoints,
-    model_of,
-    of_knapsacks,
-    recompute_costs,
-    search,
-)
-from .plans import Plans, undominated
+from .plan_search import model_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     import torch.fx as fx
     from ..graph.joint import Planner
@@ -47,8 +39,9 @@ __all__ = [
     "Menu",
     "Names",
     "Told",
-    "menu_of",
-    "plan_graph",
+    "Variant",
+    "bytes_of",
+    "program_of",
 ]
 
 # The names of nodes, each with its bytes.
@@ -82,7 +75,8 @@ class Footprint(NamedTuple):
         backward: the most that is live while the backward runs, with what was kept.
         cost: what is computed again, in the estimator's unit.
         outputs: the indices of those outputs of the forward that are saved too.
-        storages: what to save, by the graph's model.
+        storages: what to save, by the model of the variant.
+        chunks: the number of chunks that the graph's head runs in, which is its variant.
     """
 
     kept: int
@@ -91,6 +85,7 @@ class Footprint(NamedTuple):
     cost: float
     outputs: frozenset[int]
     storages: frozenset[int]
+    chunks: int = 1
 
     def holds_no_more(self, other: Footprint) -> bool:
         """Whether it keeps and holds at most as much as another."""
@@ -98,22 +93,40 @@ class Footprint(NamedTuple):
         return is_no_more and self.outputs <= other.outputs
 
 
+class Variant(NamedTuple):
+    """A graph with its head in some number of chunks.
+
+    ``inputs`` has the tensors among the joint graph's inputs, in that order, then what
+    the forward returns, as the backward may read that.  The first chunk has so many
+    ``rows``, and ``cost`` is what they cost beyond one piece; both are 0 for that.
+    """
+
+    model: Program
+    inputs: dict[int, Input]
+    rows: int = 0
+    cost: float = 0
+
+    @classmethod
+    def of(cls, joint: Planner, missing: Optional[Missing]) -> Variant:
+        """The variant for calls that lack what is ``missing``."""
+        model, rows = program_of(joint, missing), rows_of_chunk(joint)
+        return cls(model, backward_inputs(joint, model), rows)
+
+
 @dataclass(frozen=True)
 class Menu:
     """The plans of a graph that no other beats, by rising cost, for calls of one size.
 
-    ``primals`` and ``tangents`` count the tensors among the joint graph's inputs.
-    ``inputs`` has these in that order, then what the forward returns, as the backward
-    may read that; ``outputs`` has the bytes of what it returns.  For each compiled
-    plan, ``told`` has by how much ``kept``, ``forward`` and ``backward`` exceed the
+    ``variants`` has the graph by its number of chunks, 1 for the graph as it is.
+    ``primals`` and ``tangents`` count the tensors among the joint graph's inputs, and
+    ``outputs`` has the bytes of what the forward returns.  For each compiled plan, ``told`` has by how much ``kept``, ``forward`` and ``backward`` exceed the
     estimates, as shares of the backward's estimate, so that other sizes can use them.
     """
 
     plans: list[Footprint]
-    model: Program
+    variants: dict[int, Variant]
     primals: int
     tangents: int
-    inputs: dict[int, Input]
     outputs: dict[int, int]
     # What the graph computes without a budget, in the estimator's unit; 0 if unknown.
     work: float
@@ -126,29 +139,43 @@ class Menu:
     )
     # The plans as estimated, where ``plans`` are corrected.
     estimated: list[Footprint] = field(default_factory=list)
+    # Why its head cannot run in chunks, if that is large.
+    why_whole: str = ""
     # The factor by which its calls may still grow.
     growth: float = 1.0
+
+    @property
+    def model(self) -> Program:
+        """The graph as it is, with its head in one piece."""
+        return self.variants[1].model
 
     def sized(self, joint: Planner) -> Menu:
         """The same plans for calls of the size that ``joint`` has.
 
-        That may be another trace: storages that have no match in it are not saved.
+        That may be another trace: storages that have no match in it are not saved, and
+        where it does not come in as many chunks as a plan wants, it has fewer.
         """
-        model = _model(joint, self.missing)
-        (_, made), (_, there) = calls_in(self.model), calls_in(model)
-        same = {s: there[place] for place, s in made.items() if place in there}
-        chosen = [
-            frozenset(same[s] for s in plan.storages if s in same)
-            for plan in self.plans
-        ]
-        plans = [
-            Footprint(*_bytes(model, evaluation), plan.cost, plan.outputs, storages)
-            for plan, storages, evaluation in zip(
-                self.plans, chosen, model.evaluate_all(chosen)
-            )
-        ]
-        inputs, outputs = backward_inputs(joint, model), output_bytes(joint, model)
-        return replace(self, plans=plans, model=model, inputs=inputs, outputs=outputs)
+        variants = {
+            n: Variant.of(each, self.missing)._replace(cost=self.variants[n].cost)
+            for n, each in joint.variants.items()
+            if n in self.variants
+        }
+        there = {n: calls_in(each.model)[1] for n, each in variants.items()}
+        made = {n: calls_in(each.model)[1] for n, each in self.variants.items()}
+        plans = [*self.plans]
+        for chunks, (model, *_) in variants.items():
+            here = {
+                at: _in_storages(plan, made[plan.chunks], there[chunks])
+                for at, plan in enumerate(self.plans)
+                if chunks == max(n for n in variants if n <= plan.chunks)
+            }
+            evaluated = model.evaluate_all([*here.values()]) if here else []
+            for (at, storages), each in zip(here.items(), evaluated):
+                plan = plans[at]
+                kept = (*bytes_of(model, each), plan.cost, plan.outputs)
+                plans[at] = Footprint(*kept, storages, chunks)
+        outputs = output_bytes(joint, variants[1].model)
+        return replace(self, plans=plans, variants=variants, outputs=outputs)
 
     def hold_no_more(self, other: Menu) -> bool:
         """Whether each plan keeps and holds at most as much as the other menu's."""
@@ -175,7 +202,9 @@ class Menu:
         bytes.  With ``only_if_less``, only a lower peak than the one told before is
         recorded.  Returns whether it was.
         """
-        plan, beside = self.plans[index], self.model.held_by_caller
+        plan = self.plans[index]
+        model, inputs, *_ = self.variants[plan.chunks]
+        beside = model.held_by_caller
         if only_if_less and index in self.told and max(told[1:]) >= self.peak_of(index):
             return False
         size = max(plan.backward, 1)
@@ -183,7 +212,7 @@ class Menu:
         self.told[index] = tuple(e / size for e in map(operator.sub, held, plan[:3]))
 
         def error(of: frozenset[int]) -> float:
-            alone = [self.inputs[i] for i in sorted(of) if i in self.inputs]
+            alone = [inputs[i] for i in sorted(of) if i in inputs]
             named = [(each.name, each.nbytes) for each in alone]
             (estimate,) = self._backwards([plan], of)
             return (told_alone(named).backward - beside - estimate) / size
@@ -233,12 +262,24 @@ class Menu:
         return index in self.told and self.peak_of(index) > most
 
     def _peak(self, plan: Footprint) -> int:
-        return max(plan.forward, plan.backward + self.model.held_by_caller)
+        beside = self.variants[plan.chunks].model.held_by_caller
+        return max(plan.forward, plan.backward + beside)
 
     def saved_values(self, index: int) -> list[fx.Node]:
         """The nodes that a plan saves."""
-        model = self.model
-        return model.saved_values(model.evaluate(self.plans[index].storages).saved)
+        plan = self.plans[index]
+        model = self.variants[plan.chunks].model
+        return model.saved_values(model.evaluate(plan.storages).saved)
+
+    def head(self, index: int) -> Optional[Head]:
+        """How the graph's head runs by a plan, None if in one piece as it has to."""
+        chunks, menu = self.plans[index].chunks, self.corrected()
+        if chunks == 1:
+            return Head(1, why_whole=self.why_whole) if self.why_whole else None
+        in_one = min(menu._peak(plan) for plan in menu.plans if plan.chunks == 1)
+        of = self.variants[chunks]
+        more_work = of.cost / self.work if self.work else 0.0
+        return Head(chunks, of.rows, in_one - menu._peak(menu.plans[index]), more_work)
 
     def place_of_peak(self, index: int) -> str:
         """Where the backward holds most by a plan, operator by operator.
@@ -246,8 +287,10 @@ class Menu:
         It is a module below the compiled one, or a function that this calls; empty if
         unknown.
         """
-        peaks = self.model.evaluate(self.plans[index].storages).step_peaks
-        _, step = max(zip(peaks, self.model.steps), key=operator.itemgetter(0))
+        plan = self.plans[index]
+        model = self.variants[plan.chunks].model
+        peaks = model.evaluate(plan.storages).step_peaks
+        _, step = max(zip(peaks, model.steps), key=operator.itemgetter(0))
         meta = step.operator.node.meta
         modules = [path for path, _ in (meta.get("fwd_nn_module_stack") or {}).values()]
         functions = [name for name, _ in meta.get("fwd_source_fn_stack", ())]
@@ -276,105 +319,56 @@ class Menu:
 
     def _backwards(self, plans: Sequence[Footprint], of: frozenset[int]) -> list[int]:
         """What the backward of each plan holds if it alone holds these inputs."""
-        alone = [self.inputs[index] for index in of if index in self.inputs]
-        own = {each.storage: each.nbytes for each in alone}
-        model = self.model.releasing(own)
-        # Eager code's bytes still count these, as if they were held to the end.
-        beside = model.held_by_caller + sum(own.values())
-        evaluations = model.evaluate_all([plan.storages for plan in plans])
-        returned = own.keys() & self.model.outputs
-        return [
-            max(each.step_peaks) - beside + model.nbytes_of(returned - each.saved)
-            for each in evaluations
-        ]
+        found = [0] * len(plans)
+        for chunks, (model, inputs, *_) in self.variants.items():
+            here = [at for at, plan in enumerate(plans) if plan.chunks == chunks]
+            if not here:
+                continue
+            alone = [inputs[index] for index in of if index in inputs]
+            own = {each.storage: each.nbytes for each in alone}
+            releasing = model.releasing(own)
+            # Eager code's bytes still count these, as if they were held to the end.
+            beside = releasing.held_by_caller + sum(own.values())
+            returned = own.keys() & model.outputs
+            evaluations = releasing.evaluate_all([plans[at].storages for at in here])
+            for at, each in zip(here, evaluations):
+                found[at] = max(each.step_peaks) - beside
+                found[at] += releasing.nbytes_of(returned - each.saved)
+        return found
+
+
+def _in_storages(
+    plan: Footprint, made: Mapping[Any, int], there: Mapping[Any, int]
+) -> frozenset[int]:
+    """What a plan saves, by another trace of the graph, where calls match."""
+    same = {s: there[place] for place, s in made.items() if place in there}
+    return frozenset(same[s] for s in plan.storages if s in same)
 
 
 def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int:
-    """The compiled plan nearest to another in kept bytes; itself if it was compiled."""
-    kept = plans[index].kept
-    _, _, nearest = min((i != index, abs(plans[i].kept - kept), i) for i in told)
-    return nearest
+    """The compiled plan nearest to another; itself if it was compiled.
 
-
-def plan_graph(
-    joint: Planner,
-    saved: Sequence[fx.Node],
-    is_only: bool = False,
-    missing: Optional[Missing] = None,
-) -> Menu:
-    """The plans of a joint graph, and its model; ``saved`` is what budget 1 saves.
-
-    If ``is_only``, there is just the plan that saves that.  All are for calls that lack
-    what is ``missing``.
-
-    They come from the search for a peak, though where calls wait for each other, what a
-    call keeps matters more than its own peak.
-    Raises as :func:`.graph.reading.read` does.
+    That is one of as many chunks, if there is any, and the nearest in kept bytes.
     """
-    model = _model(joint, missing)
-    plans = Plans(model, recompute_costs(model, joint))
-    if is_only:
-        plans.evaluate([frozenset(model.storages(saved))])
-    else:
-        search(plans, joint, saved)
-        if missing is None:
-            compare_with_no_checkpoints(joint, plans)
-        if model.is_fused:
-            # The search does this only for operators.  A waiting call keeps least if
-            # everything is recomputed, as in a checkpoint.
-            plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
-    return menu_of(joint, plans, missing)
+    plan = plans[index]
+
+    def distance(i: int) -> tuple[bool, bool, int, int]:
+        other = plans[i]
+        is_other = other.chunks != plan.chunks
+        return i != index, is_other, abs(other.kept - plan.kept), i
+
+    return min(told, key=distance)
 
 
-def menu_of(
-    joint: Planner,
-    plans: Plans,
-    missing: Optional[Missing] = None,
-    keeps_fastest: bool = False,
-) -> Menu:
-    """The evaluated plans that no other beats.
-
-    With ``keeps_fastest``, budget 1's comes first, even if another beats it.
-    """
-    model = plans.graph
-    found = _footprints(joint, plans)
-    best = [found[i] for i in undominated([plan[:4] for plan in found])]
-    fastest = found[0].storages
-    # Of equally cheap ones, budget 1's first.
-    best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
-    if keeps_fastest:
-        best = found[:1] + [plan for plan in best if plan.storages != fastest]
-    tangents = len(model.tangents)
-    primals = len(tensors_given(joint)) - tangents
-    inputs, outputs = backward_inputs(joint, model), output_bytes(joint, model)
-    is_known = joint.ask.estimator == "flops"
-    work = sum(map(flops, joint.joint.nodes)) if is_known else 0
-    return Menu(best, model, primals, tangents, inputs, outputs, work, missing)
-
-
-def _model(joint: Planner, missing: Optional[Missing]) -> Program:
+def program_of(joint: Planner, missing: Optional[Missing]) -> Program:
     """The model of a graph whose calls lack what is ``missing``."""
     if missing is None:
         return model_of(joint)
     return model_of(joint, without(missing, joint.model, joint))
 
 
-def _bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
+def bytes_of(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
     """What a plan keeps, and the most that is live in its forward and its backward."""
     kept = model.nbytes_of(evaluation.saved - model.outputs)
     backward = max(evaluation.step_peaks) - model.held_by_caller
     return kept, evaluation.forward_peak, backward
-
-
-def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
-    """The footprints of all evaluated plans."""
-    model = plans.graph
-    # Of several outputs in one storage, the first.
-    returned = dict(reversed([*storages_returned(joint, model)]))
-    found = []
-    for storages, evaluation in plans.evaluations.items():
-        saved = evaluation.saved & returned.keys()
-        outputs = frozenset(returned[s] for s in saved)
-        kept = *_bytes(model, evaluation), plans.costs[storages]
-        found.append(Footprint(*kept, outputs, storages))
-    return found

@@ -21,12 +21,13 @@ from typing import Optional, TYPE_CHECKING
 
 from ..decision import Decision, Peak
 from .curve import Choice, Curve, Held, Moments
-from .menu import Menu, menu_of
+from .graph_plans import menu_of, with_chunks
 from .plan_search import compare_with_no_checkpoints, plans_of
 
 
 if TYPE_CHECKING:
     from ..graph.joint import Planner
+    from .menu import Menu
 
 __all__ = ["CALLS", "PeakBytes"]
 
@@ -57,15 +58,19 @@ class PeakBytes:
         curve = self.curve(graph, menu)
         decision = self.decision(graph, curve, curve.within(self.allowed(curve)))
         if decision.peak is not None:
-            decision.peak.warn_if_over()
+            decision.peak.warn_if_over(decision.head)
         return decision
 
     def menu(self, graph: Planner) -> Menu:
         """The plans of a graph, for any budget; the first is budget 1's."""
-        plans = plans_of(graph, self.calls)
-        if self.limit is not None or self.budget < 1:
-            compare_with_no_checkpoints(graph, plans)
-        return menu_of(graph, plans, keeps_fastest=True)
+
+        def menu_for(each: Planner) -> Menu:
+            plans = plans_of(each, self.calls)
+            if each is graph and (self.limit is not None or self.budget < 1):
+                compare_with_no_checkpoints(graph, plans)
+            return menu_of(each, plans, keeps_fastest=True)
+
+        return with_chunks(graph, menu_for)
 
     def curve(self, graph: Planner, menu: Menu) -> Curve:
         """The menu's plans that no other beats in both peak and cost."""
@@ -94,4 +99,5 @@ class PeakBytes:
             saved = menu.saved_values(plan.only)
         peaks = plan.peak, curve.floor, curve.unbudgeted.peak
         peak = Peak(self.allowed(curve), *peaks, graph.fused)
-        return replace(graph.saving(saved, self.budget, "peak"), peak=peak)
+        head = menu.head(plan.only)
+        return replace(graph.saving(saved, self.budget, "peak"), peak=peak, head=head)

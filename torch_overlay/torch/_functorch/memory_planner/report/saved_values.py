@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
-    from ..decision import Decision, Knapsack, Peak, Range
+    from ..decision import Decision, Head, Knapsack, Peak, Range
 
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class Plan:
     limits: Optional[Range] = None
     knapsack: Optional[Knapsack] = None
     peak: Optional[Peak] = None
+    head: Optional[Head] = None
 
     @property
     def saved_bytes(self) -> int:
@@ -122,6 +123,8 @@ class Plan:
                 f"peak:       {predicted} {how}, {allowed} allowed (floor: {floor}, "
                 f"budget 1: {fastest})"
             )
+        if (head := self.head) is not None:
+            lines.append(f"head:       {describe_head(head)}")
         inputs = [value.nbytes for value in self.saved if value.why == "input"]
         lines += [
             f"saved:      {len(self.saved)} values, {format_bytes(self.saved_bytes)} "
@@ -235,7 +238,7 @@ def log_cached_plan(metadata: Any) -> None:
     plan = logged_plan(metadata)
     if plan is not None:
         if plan.peak is not None:
-            plan.peak.warn_if_over()
+            plan.peak.warn_if_over(plan.head)
         recent_plans.append(plan)
 
 
@@ -304,6 +307,7 @@ def attach_plan(
         limits=decision.limits,
         knapsack=decision.knapsack,
         peak=decision.peak,
+        head=decision.head,
     )
     forward.meta[_PLAN] = plan
     if plan.budget < 1 and (fixed := plan.fixed_by_checkpoints()):
@@ -355,6 +359,15 @@ def _source(trace: Optional[str]) -> Optional[str]:
     if frame is None:
         return None
     return f"{os.path.basename(frame.file)}:{frame.lineno}, {frame.code}"
+
+
+def describe_head(head: Head) -> str:
+    """How a head runs in chunks, and what that gains and costs, or why it does not."""
+    if head.why_whole:
+        return f"in one piece, as {head.why_whole}"
+    gained = f"-{format_bytes(head.gained)}" if head.gained > 0 else "no lower peak"
+    work = f", +{head.more_work:.1%} work" if head.more_work else ""
+    return f"in {head.chunks} chunks of {head.rows} rows: {gained}{work}"
 
 
 def format_bytes(count: int) -> str:

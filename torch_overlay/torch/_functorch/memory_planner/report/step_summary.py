@@ -9,12 +9,13 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
-from .saved_values import format_bytes
+from .saved_values import describe_head, format_bytes
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ..decision import Head
     from ..peak.curve import Choice, Curve, Held
     from ..peak.menu import Menu
 
@@ -29,7 +30,8 @@ class GraphUse(NamedTuple):
     """A graph in a step, and its plans: bytes, and cost in the estimator's unit.
 
     ``calls`` is how many a step makes.  A call in slot k keeps ``kept[k]`` bytes for
-    its backward and has up to ``transient[k]`` more live while it runs.
+    its backward and has up to ``transient[k]`` more live while it runs.  ``heads`` are
+    those that run in chunks.
     """
 
     name: str
@@ -37,6 +39,7 @@ class GraphUse(NamedTuple):
     kept: tuple[int, ...]
     transient: tuple[int, ...]
     cost: float
+    heads: tuple[Head, ...] = ()
 
 
 class Moment(NamedTuple):
@@ -113,6 +116,21 @@ class StepSummary:
         peak, allowed = map(format_bytes, (self.predicted_peak, self.allowed))
         return ", ".join(filter(None, (f"{peak} of {allowed}", self.more_work)))
 
+    @property
+    def why_over(self) -> str:
+        """That the predicted peak is above the allowed one, and what would help."""
+        peak, allowed = map(format_bytes, (self.predicted_peak, self.allowed))
+        heads = (
+            f", with the large head of {use.name} in one piece, as {head.why_whole}"
+            for use in self.graphs
+            for head in use.heads
+            if head.why_whole
+        )
+        return (
+            f"the lowest peak found is {peak}, and {allowed} are allowed; the step uses "
+            f"that plan{''.join(heads)}"
+        )
+
     def lines(self, measured_peak: Optional[int], is_in_all: bool) -> list[str]:
         """The plan as text; ``is_in_all`` says that peaks count the ``given`` bytes."""
         peaks = self.predicted_peak, self.allowed, self.floor, self.unbudgeted
@@ -134,6 +152,11 @@ class StepSummary:
             f"at the peak: {self.peak}",
             f"at the floor's: {self.at_floor}",
             *self.table(),
+            *(
+                f"head of {use.name}: {describe_head(head)}"
+                for use in self.graphs
+                for head in use.heads
+            ),
         ]
 
     def table(self) -> Iterator[str]:
@@ -235,6 +258,7 @@ def _uses(
             tuple(each.kept for each in chosen),
             tuple(max(each.forward, each.backward) - each.kept for each in chosen),
             math.fsum(map(operator.mul, calls[number], (p.cost for p in chosen))),
+            tuple(filter(None, map(curve.graphs[number].head, dict.fromkeys(choice)))),
         )
 
 

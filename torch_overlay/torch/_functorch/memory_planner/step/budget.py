@@ -344,11 +344,7 @@ class StepBudget(Warns):
         found = plan_step(graphs, learned, *given, growth, compile_plans)
         plan = found.summary
         if found.is_over:
-            self.warn(
-                f"the lowest peak found is {format_bytes(plan.predicted_peak)}, and "
-                f"{format_bytes(plan.allowed)} are allowed; the step uses that plan",
-                "lowest",
-            )
+            self.warn(plan.why_over, "lowest")
         for number, choice in found.choices.items():
             self._choices[graphs[number]] = choice
         self.plan, self._spare = plan, found.spare

@@ -6,10 +6,9 @@ from the traced joint graph, by each other plan that a call is to run by.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import replace
-from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, Callable, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
@@ -19,6 +18,7 @@ from ..compile.recompile import (
     calls_nested_regions,
     fresh_copy,
     nodes_named_as,
+    partition_by,
     takes_request,
 )
 from ..compile.told import can_guard, CompiledPeaks
@@ -31,6 +31,7 @@ from .aot_calls import boxed_call, marked, traced_name
 from .calls import Budget, Call, Graph, Step, storages_of, tensors_in
 from .current_step import running_step
 from .partial_backward import Backward
+from .plan_request import PlanRequest
 from .recorder import Event, PLANNED
 from .single_graph_warnings import backward_of, CALL
 from .traced_graph import context_of_tracing, TracedGraph
@@ -70,7 +71,7 @@ class CompiledGraph:
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
         self._name = traced_name() or get_aot_graph_name()
-        self._is_retained = False
+        self._is_retained = self.has_plans = False
         self._runs: dict[int, Callable[..., Any]] = {}
         # The compiled plan that runs in place of each, given what compiles told.
         self._instead: dict[Any, int] = {}
@@ -283,7 +284,7 @@ class CompiledGraph:
         run, metadata = self._compile_graph(
             state,
             capture,
-            functools.partial(self._partition, request=_Variant(self, plan, compiled)),
+            partition_by(self._partition, PlanRequest(self, plan, compiled)),
             marked(compiled.forward, self._forward),
             marked(compile_backward, self._backward),
         )
@@ -344,13 +345,20 @@ class CompiledGraph:
 
         Raises CannotPlan where the graph has no model.
         """
-        if plan is None:
-            self._find_plans(joint)
+        if not self.has_plans:
+            self.find_plans(joint)
         index = self._first if plan is None else plan
         saved = nodes_named_as(self.plans.saved_values(index), joint.joint)
-        return joint.saving(saved, joint.budget, "step")
+        head = self.plans.head(index)
+        return replace(joint.saving(saved, joint.budget, "step"), head=head)
 
-    def _find_plans(self, joint: Planner) -> None:
+    def chunks_of(self, plan: Optional[int]) -> int:
+        """The number of chunks of a plan; None is the plan of the first call."""
+        if not self.has_plans:
+            return 1
+        return self.plans.plans[self._first if plan is None else plan].chunks
+
+    def find_plans(self, joint: Planner) -> None:
         """Make the graph's plans, or adopt those of the same graph of another size."""
         self._num_fwd_outputs = joint.num_fwd_outputs
         traced = self._traced = TracedGraph(joint, self._state, self._symbols)
@@ -374,21 +382,8 @@ class CompiledGraph:
             more = times_larger(self.plans.model, known.plans.model)
             self._scale = known.scale * more
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
+        self.has_plans = True
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
         """Plans for calls that miss this, and the index of the lean one."""
         return self._traced.plans_for(missing)
-
-
-class _Variant(NamedTuple):
-    """A request to the partitioner for one of a graph's plans."""
-
-    graph: CompiledGraph
-    plan: Optional[int]
-    compiled: CompiledPeaks
-
-    def decide(self, graph: Planner) -> Decision:
-        graph = replace(graph, device=self.graph.device)
-        self.compiled.num_fwd_outputs = graph.num_fwd_outputs
-        self.compiled.device = graph.counted
-        return self.graph.decide(graph, self.plan)

@@ -16,7 +16,7 @@ from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.other_sizes import calls_in
-from ..peak.menu import Menu, plan_graph
+from ..peak.graph_plans import plan_graph, with_chunks
 from ..saved.saved_bytes import plan_within
 
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..graph.inputs_outputs import Missing
 
     from ..graph.joint import Planner
+    from ..peak.menu import Menu
 
 
 __all__ = ["TracedGraph", "context_of_tracing"]
@@ -104,8 +105,12 @@ class TracedGraph:
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
         """Plans for calls that miss this, and the index of the lean one."""
         joint, is_only = self.joint, self._has_own_budget
-        chosen = plan_within(joint, joint.budget if is_only else 1)
-        found = plan_graph(joint, chosen.saved_values, is_only, missing)
+
+        def menu_for(each: Planner) -> Menu:
+            chosen = plan_within(each, each.budget if is_only else 1).saved_values
+            return plan_graph(each, chosen, is_only, missing, each is joint)
+
+        found = with_chunks(joint, menu_for)
         calls = joint.ask.graph_calls or self._expected_calls()
 
         def peak(index: int) -> tuple[float, float]:

@@ -1,0 +1,84 @@
+from ..patch import edits, Patch
+
+
+PATCH = Patch(
+    name="auto-chunker",
+    subject="Let inductor's chunker take the head of an ordinary language model",
+    why="""\
+config.auto_chunker runs a head and its loss in chunks of the batch. It never does for a
+model at real size: it looks for a product that is eight times as large as what it reads,
+and counts the weights, which for 4,096 tokens and 152,000 words are most of it. And it
+gives up where logits are looked at as [batch, tokens, words] while they are converted to
+float, which most models do.
+
+The factor that all chunks share does not count any more, and pointwise operators on
+views of rows are computed on the rows. What a chunk computes is marked as run in the
+forward, as the backward would otherwise repeat whole heads to save a hidden state.
+""",
+    test="test/inductor/test_auto_chunker_rows.py",
+    sources=("torch/_inductor/fx_passes/auto_chunker/flat_rows.py",),
+    edits=edits("""\
+@@ torch/_inductor/fx_passes/auto_chunker/__init__.py
+ from .core import find_amplifier_node
++from .flat_rows import compute_on_rows
+@@ torch/_inductor/fx_passes/auto_chunker/__init__.py chunk
++    compute_on_rows(graph)
+     propagate(amplifier_node)
+@@ torch/_inductor/fx_passes/auto_chunker/applier.py
+ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
++from torch.utils.checkpoint import CheckpointPolicy
+@@ torch/_inductor/fx_passes/auto_chunker/applier.py call_subgraph_for_each_chunk
+                 torch.ops.higher_order.invoke_subgraph, (sub_gm, subgraph_id, *args), {}
+             )
++            # The backward would run chunks again, to save a little of what they read.
++            output_node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
++            # Propagation passes over the first call of a subgraph.
++            *_, returned = getattr(self.gm, subgraph_id).graph.nodes
++            output_node.meta["val"] = tuple(n.meta["val"] for n in returned.args[0])
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py
+ from .propagate_scale_by import propagate_scale_by
++from .flat_rows import amplified, is_pointwise, is_unchunked
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py can_reach_amplified_node
++    as_large = amplified(amplifier_node)
+     for node in nodelist:
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py can_reach_amplified_node
+-        elif get_fake_tensor_from_node_arg(node).numel() == target_numel or (  # type: ignore[union-attr]
++        elif node in as_large or (
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_single_node
+-    if not isinstance(target, torch._ops.OpOverload) or target not in propagate_rules:
++    if target not in propagate_rules and not is_pointwise(node):
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_single_node
+-    status = propagate_rules[target](node)
++    rule = propagate_rules.get(target, propagate_general_copy_metadata)
++    status = rule(node)
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_general_copy_metadata
+-        ChunkingMeta.is_nop(get_chunking_meta(arg)) for arg in scalar_args
++        is_unchunked(get_chunking_meta(arg)) for arg in scalar_args
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py
+         aten.squeeze.dim,
++        aten.squeeze.dims,
+@@ torch/_inductor/fx_passes/auto_chunker/propagate_scale_by.py
+         aten.mul.Tensor,
++        aten.mul.Scalar,
++        aten.div.Scalar,
++        aten.squeeze.dims,
+         prims.convert_element_type.default,
+@@ torch/_inductor/fx_passes/auto_chunker/propagate_scale_by.py propagate_where
++    if false_meta.scale_by and not true_meta.scale_by:
++        true_meta, false_meta, false_node = false_meta, true_meta, true_node
+     if true_meta.scale_by and not false_meta.scale_by:
+@@ torch/_inductor/fx_passes/joint_graph.py joint_graph_passes
+-        except CantChunk:
++        except CantChunk as error:
++            graph.meta["not_chunked"] = str(error)
+@@ torch/_inductor/fx_passes/auto_chunker/core.py find_amplifier_node
+-        input_size = compute_tensor_size(node.args, node.kwargs)
++        # Not the other factor, of which every chunk reads all.
++        input_size = compute_tensor_size(node.args[-2])
+"""),
+    since=(2, 11),
+    landed=(("torch/_inductor/fx_passes/auto_chunker/__init__.py", "compute_on_rows(graph)"),),
+    risks="""\
+None where config.auto_chunker is off, which is its default.
+""",
+)

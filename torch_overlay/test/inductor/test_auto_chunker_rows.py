@@ -1,0 +1,139 @@
+# Owner(s): ["module: inductor"]
+"""The chunker takes the heads of ordinary language models."""
+
+import torch
+import torch.nn.functional as F
+from torch._inductor import config, metrics
+from torch._inductor.fx_passes.auto_chunker import flat_rows
+from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.inductor_utils import HAS_CPU
+
+
+aten = torch.ops.aten
+
+BATCH, TOKENS, WIDTH, WORDS = 4, 128, 64, 2048
+
+
+def given(dtype=torch.float32, tokens=TOKENS):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(BATCH, tokens, WIDTH, generator=generator)
+    weight = torch.randn(WORDS, WIDTH, generator=generator) / WIDTH
+    words = torch.randint(WORDS, (BATCH, tokens), generator=generator)
+    leaves = [each.to(dtype).requires_grad_() for each in (hidden, weight)]
+    return [*leaves, words]
+
+
+def in_float(hidden, weight, words):
+    logits = F.linear(hidden.tanh(), weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def capped(hidden, weight, words):
+    logits = torch.tanh(F.linear(hidden, weight) / 30) * 30
+    return F.cross_entropy(logits.view(-1, WORDS), words.view(-1))
+
+
+class AutoChunkerRowsTest(TestCase):
+    def compiled(self, loss, inputs, budget=1.0):
+        """The gradients of a loss in chunks, and the code of its backward."""
+        torch._dynamo.reset()
+        metrics.reset()
+        functorch = torch._functorch.config.patch(activation_memory_budget=budget)
+        options = {
+            "auto_chunker.enable": True,
+            "auto_chunker.num_chunk": 4,
+            "auto_chunker.output_size_threshold": 0,
+        }
+        with config.patch(force_disable_caches=True, **options), functorch:
+            result, codes = run_fw_bw_and_get_code(lambda: torch.compile(loss)(*inputs))
+        self.assertEqual(metrics.num_auto_chunking, 1)
+        found = [each.grad for each in inputs if each.requires_grad]
+        for each in inputs:
+            each.grad = None
+        return [result, *found], codes[-1]
+
+    def check(self, loss, inputs, **options):
+        found, code = self.compiled(loss, inputs, **options)
+        result = loss(*inputs)
+        leaves = [each for each in inputs if each.requires_grad]
+        self.assertEqual(found, [result, *torch.autograd.grad(result, leaves)])
+        return code
+
+    def test_logits_that_become_float(self):
+        inputs = given(torch.bfloat16)
+        found, _ = self.compiled(in_float, inputs)
+        exact = [each.detach().float() for each in inputs[:2]]
+        exact = [each.requires_grad_() for each in exact]
+        gradients = torch.autograd.grad(in_float(*exact, inputs[-1]), exact)
+        for each, other in zip(found[1:], gradients):
+            self.assertLess((each.float() - other).norm() / other.norm(), 1e-2)
+
+    def test_logits_that_are_capped(self):
+        self.check(capped, given())
+
+    def test_as_many_tokens_as_features(self):
+        """What is as large as the logits is not part of the head for that."""
+        inputs = given(tokens=WIDTH // BATCH)
+
+        def loss(hidden, weight, words):
+            return in_float(hidden, weight.exp(), words)
+
+        self.check(loss, inputs)
+
+    def test_chunks_are_not_repeated(self):
+        for budget in (0.5, 0.0):
+            code = self.check(in_float, given(), budget=budget)
+            self.assertNotIn("subgraph", code)
+
+    def test_a_head_with_few_words_is_left(self):
+        hidden, weight, words = given()
+        few = weight[: 4 * WIDTH].detach().clone().requires_grad_()
+        inputs = hidden, few, words % len(few)
+        graph = make_fx(in_float)(*inputs).graph
+        self.assertIsNone(flat_rows.head_of(graph))
+
+
+class ComputeOnRowsTest(TestCase):
+    def views(self, function, *inputs):
+        """The views that are left in a graph, which computes the same as before."""
+        module = make_fx(function)(*inputs)
+        for node in module.graph.nodes:
+            if node.target is aten.reshape.default:
+                node.target = aten.view.default
+        flat_rows.compute_on_rows(module.graph)
+        module.graph.lint()
+        module.recompile()
+        self.assertEqual(module(*inputs), function(*inputs))
+        return len(
+            module.graph.find_nodes(op="call_function", target=aten.view.default)
+        )
+
+    def test_views_that_meet_go_away(self):
+        rows = torch.randn(6, 4)
+
+        def there_and_back(x, y):
+            x, y = x.view(2, 3, 4), y.view(2, 3, 4)
+            return (x.sin() * y + 1).view(6, 4)
+
+        self.assertEqual(self.views(there_and_back, rows, rows), 0)
+
+    def test_what_reads_batches_gets_a_view(self):
+        def summed(x):
+            x = x.view(2, 3, 4).exp()
+            return x.sum(1), x.view(6, 4)
+
+        self.assertEqual(self.views(summed, torch.randn(6, 4)), 1)
+
+    def test_other_views_stay(self):
+        def regrouped(x, y):
+            return x.view(3, 2, 4).exp(), x.view(2, 3, 4) + y
+
+        inputs = torch.randn(6, 4), torch.randn(2, 3, 4)
+        self.assertEqual(self.views(regrouped, *inputs), 2)
+
+
+if __name__ == "__main__":
+    if HAS_CPU:
+        run_tests()

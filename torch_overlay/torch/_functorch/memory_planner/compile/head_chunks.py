@@ -1,0 +1,213 @@
+"""Has the head of a joint graph run in chunks, as many as a plan wants.
+
+Inductor's ``auto_chunker`` rewrites a joint graph before it is partitioned: from the
+product that makes the logits, all up to the loss and back to the gradients of the
+product's arguments runs chunk by chunk.  The numbers of chunks are *variants* of the
+joint graph.  To choose one, the graph is prepared for the partitioner once for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Optional, Protocol, TYPE_CHECKING
+
+import torch
+from torch._dynamo.exc import RestartAnalysis
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._inductor import config
+
+from ...._inductor.fx_passes.auto_chunker.flat_rows import head_of, is_returned
+
+from ..._activation_checkpointing.random_ops import subgraphs
+from ..graph.chunking_cost import CHUNK
+from ..graph.liveness import CannotPlan
+from .recompile import copy_of
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch.fx as fx
+    from ..graph.joint import Planner
+
+log = logging.getLogger(__name__)
+
+__all__ = ["ChunkedRequest", "partition_in_chunks"]
+
+# The key of a graph module's meta where the chunker leaves why it did nothing.
+NOT_CHUNKED = "not_chunked"
+
+_NUMBERS = (2, 4, 8, 16, 32, 64)
+# Chunks of fewer rows cost more than they gain.
+_FEWEST_ROWS = 32
+# Where the weights of the head are so many times as large as the results of a chunk,
+# more chunks gain little, as the gradients of these weights remain.
+_LARGE = 8
+
+
+# What the chunker's own reasons mean, by a part of them.
+_REASONS = {
+    "dynamic shape": (
+        "its sizes are symbolic; compile it for each size (dynamic=False), or pad"
+    ),
+    "inference only": "the loss does not depend on the logits in a way that it follows",
+    "Multiple scale_by": "there is more than one loss; return their sum",
+    "rule for aten.view": (
+        "it looks at the logits in another way than as [tokens, words] between the "
+        "product and the loss"
+    ),
+}
+_RETURNED = (
+    "what is compiled returns the logits, or something as large; return the loss alone"
+)
+_HALF = (
+    "its gradients would be computed before the loss is scaled, and float16 cannot hold "
+    "them; use bfloat16"
+)
+
+
+class ChunkedRequest(Protocol):
+    """A request that chooses among the variants of a joint graph.
+
+    ``begin`` gets the graph, with its variants, before the first plan is made;
+    ``chunks`` is the number of chunks of the plan that ``decide`` will decide by.
+    """
+
+    @property
+    def has_begun(self) -> bool: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+    def begin(self, graph: Planner) -> None: ...
+
+    def decide(self, graph: Planner) -> Any: ...
+
+
+def partition_in_chunks(
+    partition: Callable[..., Any], request: ChunkedRequest
+) -> Callable[..., Any]:
+    """A partitioner that splits the variant of a joint graph that a request wants."""
+
+    def split(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        if not request.has_begun:
+            graph = _with_variants(partition, module, inputs, **kwargs)
+            if graph is not None:
+                request.begin(graph)
+        with _in_chunks(request.chunks):
+            return partition(module, inputs, **kwargs, request=request)
+
+    return split
+
+
+@contextmanager
+def _in_chunks(number: int) -> Iterator[None]:
+    """Have inductor run heads in a number of chunks."""
+    options = {"auto_chunker.enable": True, "auto_chunker.num_chunk": number}
+    with config.patch(options if number > 1 else {}):
+        yield
+
+
+class _Read(Exception):
+    """Stops the partitioner, with the graph that it was to split."""
+
+    def __init__(self, graph: Planner) -> None:
+        self.graph = graph
+
+
+class _Reader:
+    """A request that reads the graph instead of deciding about it."""
+
+    def decide(self, graph: Planner) -> Any:
+        raise _Read(graph)
+
+
+def _with_variants(
+    partition: Callable[..., Any], module: fx.GraphModule, inputs: Any, **kwargs: Any
+) -> Optional[Planner]:
+    """The graph that the partitioner gets, with its variants; None if it has none."""
+
+    def read(number: int) -> Planner:
+        own = copy_of(module)
+        try:
+            with _in_chunks(number):
+                partition(own, inputs, **kwargs, request=_Reader())
+        except _Read as found:
+            if number > 1:
+                _check_chunks(found.graph.joint, own.meta.get(NOT_CHUNKED, ""))
+            return found.graph
+        raise CannotPlan("it has no backward")
+
+    numbers = _numbers_of(module)
+    if not numbers:
+        return None
+    in_chunks: dict[int, Planner] = {}
+    why = ""
+    try:
+        for number in numbers:
+            in_chunks[number] = read(number)
+    except RestartAnalysis:
+        raise
+    except Exception as error:
+        # The graph can still be planned as it is.
+        log.debug("no chunks", exc_info=error)
+        said = str(error) or type(error).__name__
+        in_chunks = {}
+        why = _RETURNED if is_returned(module.graph) else _in_words(said)
+        log.info("the head of %s runs in one piece, as %s", get_aot_graph_name(), why)
+    try:
+        return replace(read(1), in_chunks=in_chunks, why_whole=why)
+    except CannotPlan:
+        return None
+
+
+def _check_chunks(graph: fx.Graph, why: str) -> None:
+    """Raise CannotPlan if a graph does not run in chunks, or would be less exact."""
+    calls = graph.find_nodes(op="call_function", target=CHUNK)
+    if not calls:
+        raise CannotPlan(why or "there is nothing to chunk")
+    dtypes = {
+        getattr(node.meta.get("val"), "dtype", None)
+        for body in subgraphs(calls[0])
+        for node in body.nodes
+    }
+    if torch.float16 in dtypes:
+        raise CannotPlan(_HALF)
+
+
+def _in_words(why: str) -> str:
+    """Why a head cannot run in chunks, as the end of a sentence that begins "as"."""
+    for part, words in _REASONS.items():
+        if part in why:
+            return words
+    operator = re.search(r"for (?:target )?((?:aten|prims)[.\w]+)", why)
+    if operator is not None:
+        return f"the chunker has no rule for {operator[1]} there"
+    return f"the chunker says: {why}"
+
+
+def _numbers_of(module: fx.GraphModule) -> list[int]:
+    """The numbers of chunks to consider for a graph; none if it has no large head.
+
+    None either if the user has turned the chunker on.
+    """
+    if config.auto_chunker.enable or config.cpp_wrapper:
+        return []
+    head = head_of(module.graph)
+    if head is None:
+        return []
+    rows, inner, _ = head
+    numbers = []
+    for number in _NUMBERS:
+        of_chunk = -(-rows // number)
+        if of_chunk < _FEWEST_ROWS:
+            break
+        # A few rows may be left for no chunk.
+        if -(-rows // of_chunk) == number:
+            numbers.append(number)
+        if of_chunk * _LARGE <= inner:
+            break
+    return numbers

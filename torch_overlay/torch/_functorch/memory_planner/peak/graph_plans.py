@@ -1,0 +1,124 @@
+"""Finds the plans of a joint graph, with its head in one piece or in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Optional, TYPE_CHECKING
+
+from ..graph.chunking_cost import chunking_cost
+from ..graph.inputs_outputs import (
+    Missing,
+    output_bytes,
+    storages_returned,
+    tensors_given,
+)
+from ..graph.recompute_cost import flops
+from .menu import bytes_of, Footprint, Menu, program_of, Variant
+from .plan_search import (
+    compare_with_no_checkpoints,
+    of_knapsacks,
+    recompute_costs,
+    search,
+)
+from .plans import Plans, undominated
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.fx as fx
+    from ..graph.joint import Planner
+
+__all__ = ["menu_of", "plan_graph", "with_chunks"]
+
+
+def with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
+    """The plans of a graph as it is, which ``menu_for`` finds, and in chunks.
+
+    The graph's own first plan stays first.  Of plans that cost the same, fewer chunks
+    come first.
+    """
+    menu = menu_for(joint)
+    plans, variants = [*menu.plans], {**menu.variants}
+    for chunks, each in joint.in_chunks.items():
+        other = menu_for(each)
+        more = chunking_cost(joint, each)
+        variants[chunks] = other.variants[1]._replace(cost=more)
+        for plan in other.plans:
+            plans.append(plan._replace(cost=plan.cost + more, chunks=chunks))
+    best = {0, *undominated([plan[:4] for plan in plans])}
+    order = sorted(best, key=lambda i: (i != 0, plans[i].cost, plans[i].chunks))
+    plans = [plans[i] for i in order]
+    return replace(menu, plans=plans, variants=variants, why_whole=joint.why_whole)
+
+
+def plan_graph(
+    joint: Planner,
+    saved: Sequence[fx.Node],
+    is_only: bool = False,
+    missing: Optional[Missing] = None,
+    is_whole: bool = True,
+) -> Menu:
+    """The plans of a joint graph, and its model; ``saved`` is what budget 1 saves.
+
+    If ``is_only``, there is just the plan that saves that.  All are for calls that lack
+    what is ``missing``.  ``is_whole`` says that its head is in one piece.
+
+    They come from the search for a peak, though where calls wait for each other, what a
+    call keeps matters more than its own peak.
+    Raises as :func:`.graph.reading.read` does.
+    """
+    model = program_of(joint, missing)
+    plans = Plans(model, recompute_costs(model, joint))
+    if is_only:
+        plans.evaluate([frozenset(model.storages(saved))])
+    else:
+        search(plans, joint, saved)
+        if missing is None and is_whole:
+            compare_with_no_checkpoints(joint, plans)
+        if model.is_fused:
+            # The search does this only for operators.  A waiting call keeps least if
+            # everything is recomputed, as in a checkpoint.
+            plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
+    return menu_of(joint, plans, missing)
+
+
+def menu_of(
+    joint: Planner,
+    plans: Plans,
+    missing: Optional[Missing] = None,
+    keeps_fastest: bool = False,
+) -> Menu:
+    """The evaluated plans that no other beats.
+
+    With ``keeps_fastest``, budget 1's comes first, even if another beats it.
+    """
+    model = plans.graph
+    found = _footprints(joint, plans)
+    best = [found[i] for i in undominated([plan[:4] for plan in found])]
+    fastest = found[0].storages
+    # Of equally cheap ones, budget 1's first.
+    best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
+    if keeps_fastest:
+        best = found[:1] + [plan for plan in best if plan.storages != fastest]
+    tangents = len(model.tangents)
+    primals = len(tensors_given(joint)) - tangents
+    variants = {1: Variant.of(joint, missing)}
+    is_known = joint.ask.estimator == "flops"
+    work = sum(map(flops, joint.joint.nodes)) if is_known else 0
+    outputs = output_bytes(joint, model)
+    return Menu(best, variants, primals, tangents, outputs, work, missing)
+
+
+def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
+    """The footprints of all evaluated plans."""
+    model = plans.graph
+    # Of several outputs in one storage, the first.
+    returned = dict(reversed([*storages_returned(joint, model)]))
+    found = []
+    for storages, evaluation in plans.evaluations.items():
+        saved = evaluation.saved & returned.keys()
+        outputs = frozenset(returned[s] for s in saved)
+        kept = *bytes_of(model, evaluation), plans.costs[storages]
+        found.append(Footprint(*kept, outputs, storages))
+    return found

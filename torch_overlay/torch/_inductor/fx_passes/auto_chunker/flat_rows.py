@@ -1,0 +1,156 @@
+"""Makes a graph compute on rows what it computes on batches of rows.
+
+The logits of a language model are the rows of one product, [batch * tokens, words].
+Most models look at them as [batch, tokens, words] in between, to convert or scale them,
+and as rows again for the loss.  Chunks are of rows, and no chunk is a batch of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional, TYPE_CHECKING
+
+import torch
+import torch._inductor.inductor_prims
+
+from torch._inductor.fx_passes.auto_chunker.core import find_amplifier_node
+from torch._inductor.fx_passes.auto_chunker.utils import get_fake_tensor_from_node_arg
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._inductor.fx_passes.auto_chunker.common import ChunkingMeta
+    from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+__all__ = [
+    "amplified",
+    "compute_on_rows",
+    "head_of",
+    "is_pointwise",
+    "is_returned",
+    "is_unchunked",
+]
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_POINTWISE = (prims.convert_element_type.default,)
+
+
+def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
+    """The rows, the inner size and the columns of the product to divide into chunks.
+
+    None if there is none, or if a size is symbolic, which the chunker does not take.
+    """
+    head = find_amplifier_node(graph)
+    if head is None:
+        return None
+    inner = head.all_input_nodes[-1].meta["val"].shape[0]
+    rows, columns = head.meta["val"].shape
+    is_static = all(isinstance(size, int) for size in (rows, inner, columns))
+    return (rows, inner, columns) if is_static else None
+
+
+def is_returned(graph: Graph) -> bool:
+    """Whether a graph returns the product to divide, or what is made as large of it."""
+    head = find_amplifier_node(graph)
+    (output,) = graph.find_nodes(op="output")
+    return head is not None and not amplified(head).isdisjoint(output.all_input_nodes)
+
+
+def amplified(head: Node) -> OrderedSet[Node]:
+    """The nodes that are as large as a product because they are made of it.
+
+    Weights, and their gradients, may happen to be as large.  O(nodes).
+    """
+
+    def numel(node: Node) -> int:
+        value = get_fake_tensor_from_node_arg(node)
+        return -1 if value is None else value.numel()
+
+    found, pending, size = OrderedSet([head]), [head], numel(head)
+    while pending:
+        node = pending.pop()
+        # A product makes something else of what it reads.
+        arguments = [] if node is head else node.all_input_nodes
+        for other in (*arguments, *node.users):
+            is_made = other.op == "call_function" and other.target not in _PRODUCTS
+            if is_made and numel(other) == size and other not in found:
+                found.add(other)
+                pending.append(other)
+    return found
+
+
+def compute_on_rows(graph: Graph) -> None:
+    """Replace ``op(view(rows))`` by ``view(op(rows))``, for pointwise operators.
+
+    A view back to what was viewed goes away, and so does what nothing reads any more.
+    O(nodes).
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.view.default:
+            origin = node
+            while origin.target is aten.view.default:
+                (origin,) = origin.all_input_nodes
+            if _shape(origin) == _shape(node):
+                node.replace_all_uses_with(origin)
+        elif is_pointwise(node):
+            _compute_on_rows(graph, node)
+    graph.eliminate_dead_code()
+
+
+def _compute_on_rows(graph: Graph, node: Node) -> None:
+    shape = _shape(node) or ()
+    # By argument, the rows that it is a view of.
+    rows: dict[Node, Node] = {}
+    for argument in node.all_input_nodes:
+        own = _shape(argument)
+        if own is None:
+            return
+        if own == shape and argument.target is aten.view.default:
+            base = argument.all_input_nodes[0]
+            if not _is_batched(_shape(base), shape):
+                return
+            rows[argument] = base
+        elif math.prod(own) != 1:
+            return
+    if not rows or len({_shape(base) for base in rows.values()}) != 1:
+        return
+    with graph.inserting_before(node):
+        new = graph.node_copy(node, lambda argument: rows.get(argument, argument))
+        again = graph.call_function(aten.view.default, (new, [*shape]))
+    again.meta = node.meta
+    new.meta = {**node.meta, "val": node.meta["val"].view(_shape(*rows.values()))}
+    node.replace_all_uses_with(again)
+
+
+def _shape(node: Any, *_: Any) -> Optional[tuple[Any, ...]]:
+    value = get_fake_tensor_from_node_arg(node)
+    return None if value is None else tuple(value.shape)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of a node's value depends on one of each argument."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return torch.Tag.pointwise in target.tags or target in _POINTWISE
+
+
+def is_unchunked(meta: Optional[ChunkingMeta]) -> bool:
+    """Whether a scalar is the same for all chunks, if perhaps to be scaled later."""
+    return meta is None or (meta.chunk_dim is None and not meta.need_sum)
+
+
+def _is_batched(rows: Optional[Sequence[Any]], shape: Sequence[Any]) -> bool:
+    """Whether a shape has two dimensions where that of ``rows`` has its first."""
+    return (
+        rows is not None
+        and len(shape) > len(rows)
+        and (tuple(shape[1 - len(rows) :]) == tuple(rows[1:]))
+    )
