@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|planning|fits|opinfo|harm|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|chunks|planning|fits|opinfo|harm|gpu [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | loops | schedule | planning | fits | opinfo | harm) ;;
+  solvers | kept | frozen | loops | schedule | chunks | planning | fits | opinfo | harm) ;;
   fuzz-loops)
     # SEED and COUNT may be given without their options' names.
     words=()
@@ -44,6 +44,8 @@ $usage
                is allowed, or a warning; faults are shrunk (an hour for 300)
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
+  chunks       large heads in as many chunks as a bound needs, beside inductor's own chunker
+               (an hour)
   planning     the time that the partitioner takes, beside upstream's (minutes)
   harm         what holds or takes more than with the untouched wheel although nothing is asked:
                peaks, times and compiles (hours)

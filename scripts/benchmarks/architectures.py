@@ -370,6 +370,27 @@ class UNet(nn.Module):
 # -------------------------------------------------------------- other kinds
 
 
+class Towers(nn.Module):
+    """Two encoders of the pairs [batch, width] in a batch; finds each one's partner.
+
+    Its scores are [batch, batch]: as large for many pairs as a large vocabulary's.
+    """
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+
+        def tower() -> nn.Module:
+            up, down = nn.Linear(width, inner), nn.Linear(inner, width)
+            return nn.Sequential(up, nn.GELU(), down, nn.LayerNorm(width))
+
+        self.query, self.passage = tower(), tower()
+
+    def forward(self, queries: Tensor, passages: Tensor) -> Tensor:
+        scores = self.query(queries) @ self.passage(passages).t()
+        pairs = torch.arange(len(queries), device=queries.device)
+        return F.cross_entropy(scores.float(), pairs)
+
+
 class MLP(nn.Module):
     """Maps features [batch, widths[0]] and their classes to the mean loss."""
 

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     that library, its configuration's defaults overridden by ``settings``. ValueError says
     what is wrong with a spec.
     """
-    held_out = (*second_set.NETS, *second_set.LATER, *second_set.SMALL)
+    of = second_set
+    sets = of.NETS, of.LATER, of.LARGE_HEADS, of.SMALL_HEADS, of.SMALL
+    held_out = itertools.chain.from_iterable(sets)
     known: dict[str, Net] = {**NETS, **{net.name: net for net in held_out}}
     if spec in known:
         if sizes:

@@ -22,6 +22,7 @@ from benchmarks.architectures import (
     MLP,
     ResNet,
     Shape,
+    Towers,
     Transformer,
     UNet,
     ViT,
@@ -323,6 +324,35 @@ AT_SIZE = (
     Net("unet-256", lambda: (UNet(64, 4, 21), images(8, 256, 21, (256, 256))), BF16),
     hugging_face("hf-t5_large", "T5ForConditionalGeneration", 8, 512, **T5_LARGE),
 )
+# One or two layers and a large head, for what runs that in chunks.
+PAIRS = 16384, 256
+LARGE_HEADS = (
+    language("llama3-8b-head", replace(LLAMA3_8B, layers=1), BF16),
+    language("gpt2-xl-head", replace(GPT2_XL, layers=2), BF16),
+    hugging_face("hf-bert-head", "BertForMaskedLM", 16, 512, num_hidden_layers=2),
+    hugging_face(
+        *("hf-llama-head", "LlamaForCausalLM", 2, 4096),
+        **{**LLAMA, "num_hidden_layers": 2, "vocab_size": 128256},
+    ),
+    Net(
+        "towers",
+        lambda: (Towers(PAIRS[1], 1024), (torch.randn(PAIRS), torch.randn(PAIRS))),
+        BF16,
+    ),
+)
+# The same at sizes that a CPU can run.
+WORDS = 8192
+SMALL_HEADS = (
+    language("llama-words", Shape(vocabulary=WORDS, layers=2)),
+    language(
+        "gpt2-words",
+        ClassicShape(128, 4, 4, 512, 2, WORDS, 4, 128, causal=True, joined=True),
+    ),
+    Net(
+        "towers-small",
+        lambda: (Towers(64, 256), (torch.randn(2048, 64), torch.randn(2048, 64))),
+    ),
+)
 SHARDED = language("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
 # All layers, for whole steps. Without dropout: a checkpoint of random operators wants
 # the generator of a real GPU.
@@ -344,6 +374,8 @@ NETS: dict[str, Net] = {
             **T5,
         ),
         *AT_SIZE,
+        *LARGE_HEADS,
+        *SMALL_HEADS,
         *WHOLE,
         language("llama3-70b", LLAMA3_70B, BF16),
         language("llama-4", Shape()),

@@ -14,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
-from benchmarks.nets import BF16, Built, by_class, hugging_face, LossOf, Net, sized
+from benchmarks.nets import (
+    BF16,
+    Built,
+    by_class,
+    hugging_face,
+    LossOf,
+    Net,
+    sized,
+    WORDS,
+)
 
 
 # -------------------------------------------------------- batches and losses
@@ -293,8 +302,67 @@ LATER = (
     ),
 )
 
+# Declared when heads could run in chunks, and nobody had looked at what that does to
+# these: large vocabularies, of one or two layers.
+LARGE_HEADS = (
+    held_out(
+        *("qwen2", "Qwen2ForCausalLM", 2, 4096),
+        **sized(1536, 8960, 2, 12),
+        vocab_size=151936,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    # Logits are capped.
+    held_out(
+        *("gemma2", "Gemma2ForCausalLM", 2, 4096),
+        **sized(2304, 9216, 2, 8),
+        vocab_size=256000,
+        num_key_value_heads=4,
+        head_dim=256,
+    ),
+    held_out(
+        *("phi3", "Phi3ForCausalLM", 2, 4096),
+        **sized(3072, 8192, 1, 24),
+        vocab_size=200064,
+        num_key_value_heads=8,
+        pad_token_id=0,
+    ),
+    held_out(
+        *("smollm3", "SmolLM3ForCausalLM", 2, 4096),
+        **sized(2048, 11008, 2, 16),
+        vocab_size=128256,
+        num_key_value_heads=4,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    ),
+    held_out(
+        *("ernie", "Ernie4_5ForCausalLM", 2, 4096),
+        **sized(1024, 3072, 2, 16),
+        vocab_size=103424,
+        num_key_value_heads=2,
+    ),
+    held_out(
+        *("mistral", "MistralForCausalLM", 2, 4096),
+        **sized(5120, 14336, 1, 32),
+        vocab_size=131072,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+)
+
 # Small ones, for loops on a CPU.
 NARROW = {**sized(128, 512, 4, 4), "vocab_size": 1024}
+WORDY = {**sized(128, 512, 2, 4), "vocab_size": WORDS}
+SMALL_HEADS = (
+    held_out(
+        *("opt-words", "OPTForCausalLM", 4, 128),
+        **WORDY,
+        word_embed_proj_dim=128,
+        ffn_dim=512,
+    ),
+    held_out("phi-words", "PhiForCausalLM", 4, 128, **WORDY),
+    held_out("electra-words", "ElectraForMaskedLM", 4, 128, **WORDY),
+)
 SMALL = (
     held_out(
         *("opt-small", "OPTForCausalLM", 8, 128),

@@ -4,7 +4,7 @@
 import functools
 import logging
 import unittest
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest import mock
 
 from test_ac_peak_budget import allocated_at_most

@@ -68,8 +68,8 @@ class Head(NamedTuple):
         chunks: how many it runs in.
         rows: those of the first chunk.
         gained: the bytes by which the lowest peak of a head in one piece is higher.
-        more_work: what chunks cost beyond that, as a share of the graph's work; 0 if
-            unknown.
+        more_work: what chunks cost beyond that, as a share of the graph's work, less
+            than 0 where they cost less; 0 if unknown.
         why_whole: why it cannot run in chunks.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Optional, TYPE_CHECKING
 
-from ..graph.chunking_cost import chunking_cost
+from ..graph.chunking_cost import chunking_cost, chunks_of
 from ..graph.inputs_outputs import (
     Missing,
     output_bytes,
@@ -42,8 +42,9 @@ def with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
     plans, variants = [*menu.plans], {**menu.variants}
     for chunks, each in joint.in_chunks.items():
         other = menu_for(each)
-        more = chunking_cost(joint, each)
-        variants[chunks] = other.variants[1]._replace(cost=more)
+        head = chunks_of(each)
+        more = chunking_cost(joint, head)
+        variants[chunks] = other.variants[1]._replace(rows=head.rows, cost=more)
         for plan in other.plans:
             plans.append(plan._replace(cost=plan.cost + more, chunks=chunks))
     best = {0, *undominated([plan[:4] for plan in plans])}

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
-from ..graph.chunking_cost import rows_of_chunk
 from ..graph.inputs_outputs import (
     backward_inputs,
     Input,
@@ -109,8 +108,8 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, joint: Planner, missing: Optional[Missing]) -> Variant:
         """The variant for calls that lack what is ``missing``."""
-        model, rows = program_of(joint, missing), rows_of_chunk(joint)
-        return cls(model, backward_inputs(joint, model), rows)
+        model = program_of(joint, missing)
+        return cls(model, backward_inputs(joint, model))
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Menu:
         where it does not come in as many chunks as a plan wants, it has fewer.
         """
         variants = {
-            n: Variant.of(each, self.missing)._replace(cost=self.variants[n].cost)
+            n: Variant(*Variant.of(each, self.missing)[:2], *self.variants[n][2:])
             for n, each in joint.variants.items()
             if n in self.variants
         }

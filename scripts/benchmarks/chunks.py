@@ -1,0 +1,300 @@
+"""Large heads in as many chunks as a bound needs, beside inductor's own chunker.
+
+    TORCH_VERSION=2.15.0 scripts/benchmark.sh chunks                (an hour)
+    TORCH_VERSION=2.15.0 scripts/benchmark.sh chunks --net towers --kind number graph
+    scripts/benchmark.sh chunks --kind kernels                      real kernels on a CPU
+
+Nets of one or two layers with large vocabularies, and two towers whose pairs are scored
+with each other; bfloat16, 8,192 tokens or 16,384 pairs. By inductor's schedule for an H100
+no kernel runs: peaks are bytes beyond parameters and inputs, gradients included, and time
+is that of the GPU's roofline.
+
+    upstream    the untouched wheel, by budgets from 0 to 1
+    wheel       the untouched wheel with config.auto_chunker on, its threshold at 1, by
+                numbers of chunks
+    number      the same with its chunker as the patch `auto-chunker` mends it, since it
+                takes few of these nets without; nothing else is asked
+    graph       target "peak"
+    bytes       a number of bytes: the peak of each ``number``
+    alone       for the bound in the middle of those, each number of chunks alone
+    kernels     small nets run: gradients beside those of budget 1, and what compiles tell
+                beside what torch's allocator counts
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+
+from benchmarks import catalogue, fresh, nets, pages, plans, second_set
+from benchmarks.pages import good, Mark, megabytes, Row
+from benchmarks.tracing import overlay
+
+
+DEVICE = "h100"
+NETS = tuple(net.name for net in (*nets.LARGE_HEADS, *second_set.LARGE_HEADS))
+ALONE = ("gpt2-xl-head", "towers", "qwen2", "ernie")
+NUMBERS = (2, 4, 8, 16, 32, 64)
+BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
+SMALL = tuple(net.name for net in (*nets.SMALL_HEADS, *second_set.SMALL_HEADS))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# By how much gradients may be farther off in chunks, relative to what rounding does.
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}
+KINDS = {
+    "upstream": plans.SWEEP[::2],
+    "wheel": NUMBERS,
+    "number": NUMBERS,
+    "graph": BUDGETS,
+    "bytes": (),
+    "alone": (1, *NUMBERS),
+}
+
+
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    small = SMALL[:1] if asked.check else SMALL
+    for net in asked.nets or small:
+        for dtype in DTYPES if net in SMALL else ():
+            task = {"net": net, "kind": "kernels", "device": "inductor", "part": dtype}
+            yield {"set": set_of(net), **task}
+    if torch.version.cuda is None:
+        # Of a GPU there are schedules only where torch has what it needs for them.
+        return
+    for net in asked.nets or NETS:
+        for kind, numbers in KINDS.items():
+            task = {"net": net, "kind": kind, "device": DEVICE, "budgets": numbers}
+            task["torch"] = (
+                fresh.UNTOUCHED if kind in ("upstream", "wheel") else "patched"
+            )
+            theirs = [
+                s for row in good(rows, net=net, kind="number") for s in row["steps"]
+            ]
+            if kind in ("bytes", "alone"):
+                peaks = sorted({step["peak"] for step in theirs})
+                if not peaks or (kind == "alone" and net not in ALONE):
+                    continue
+                middle = peaks[len(peaks) // 2 : len(peaks) // 2 + 1]
+                task["_peaks"] = peaks if kind == "bytes" else middle
+            if net not in SMALL:
+                yield {"set": set_of(net), **task}
+
+
+def set_of(net: str) -> str:
+    return "second" if catalogue.find(net).held_out else "project"
+
+
+# -------------------------------------------------------------- in a process
+
+
+def measure(task: fresh.Task) -> Row:
+    kind, net = task["kind"], catalogue.find(task["net"])
+    if kind == "kernels":
+        net = replace(net, dtype=DTYPES[task["part"]])
+        ran = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
+        return {"steps": [with_chunks(ran.by_peak(budget)) for budget in (1.0, 0.0)]}
+    with plans.backend_of(DEVICE) as backend:
+        made = plans.Plans(net, DEVICE, backend, True, lambda training: training)
+        if kind == "upstream":
+            return {"steps": made.upstreams(task["budgets"], False)}
+        if kind in ("wheel", "number"):
+            return {"steps": [by_number(made, n) for n in task["budgets"]]}
+        if kind == "graph":
+            return {"steps": [with_chunks(made.by_peak(b)) for b in task["budgets"]]}
+        if kind == "bytes":
+            return {"steps": [with_chunks(made.within(b)) for b in task["_peaks"]]}
+        return {"steps": [alone(made, n, *task["_peaks"]) for n in task["budgets"]]}
+
+
+def by_number(made: plans.Plans, number: int) -> Row:
+    """A plan of the chunker, whatever this torch's takes."""
+    from torch._inductor import metrics
+
+    metrics.reset()
+    options = {"enable": True, "num_chunk": number, "amplify_ratio_threshold": 1}
+    with inductor_config.patch({f"auto_chunker.{k}": v for k, v in options.items()}):
+        row = made.measured(made.graph())
+    return {"number": number, **row, "taken": metrics.num_auto_chunking > 0}
+
+
+def with_chunks(row: Row) -> Row:
+    head = overlay("memory_planner").last_plan().head
+    return {**row, "chunks": head.chunks if head is not None else 1}
+
+
+def alone(made: plans.Plans, number: int, nbytes: int) -> Row:
+    """A plan within some bytes where heads may run in so many chunks alone."""
+    numbers = (number,) if number > 1 else ()
+    chunks = overlay("memory_planner.compile.head_chunks")
+    with mock.patch.object(chunks, "_NUMBERS", numbers):
+        row = with_chunks(made.within(nbytes))
+    return {**row, "number": number}
+
+
+# -------------------------------------------------------------------- marks
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    yield from over_in_silence(rows)
+    for of in ("project", "second"):
+        part = good(rows, set=of)
+        for mark in (
+            *of_peaks(part),
+            *of_times(part),
+            *of_numbers(part),
+            *of_runs(part),
+        ):
+            yield mark._replace(what=f"{of}: {mark.what}")
+
+
+def over_in_silence(rows: Sequence[Row]) -> Iterator[Mark]:
+    steps = [
+        (step["peak"] / step["allowed"] - 1, f"{row['net']}, {row['kind']}")
+        for row in good(rows)
+        for step in row["steps"]
+        if step.get("allowed") and not step.get("warned")
+    ]
+    yield from pages.at_most(
+        *("peak / allowed, without a warning", steps, 0.005, "at most +0.5%"),
+        "{:+.2%} ({})",
+        enforced=True,
+    )
+
+
+def steps_of(rows: Sequence[Row], net: str, *kinds: str) -> list[Row]:
+    found = (row["steps"] for row in good(rows, net=net) if row["kind"] in kinds)
+    return [step for steps in found for step in steps]
+
+
+def nets_of(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["net"] for row in rows if row["net"] not in SMALL))
+
+
+def lowest(rows: Sequence[Row], net: str, *kinds: str) -> float:
+    return min((s["peak"] for s in steps_of(rows, net, *kinds)), default=float("nan"))
+
+
+def of_peaks(rows: Sequence[Row]) -> Iterator[Mark]:
+    """The lowest peaks, beside upstream's without chunks and with them."""
+    for theirs, most in (("upstream", 0.45), ("wheel", 1.0), ("number", 1.0)):
+        found = [
+            (lowest(rows, net, "graph") / lowest(rows, net, theirs), net)
+            for net in nets_of(rows)
+            if steps_of(rows, net, theirs) and steps_of(rows, net, "graph")
+        ]
+        if not found:
+            continue
+        if theirs == "upstream":
+            mean = statistics.geometric_mean(ratio for ratio, _ in found)
+            what = "lowest peak / upstream's, geometric mean"
+            yield Mark(what, f"{mean:.3f}", f"at most {most}", mean <= most)
+        what = f"lowest peak / that of `{theirs}`, largest"
+        yield from pages.at_most(what, found, most if theirs != "upstream" else 1.0)
+
+
+def of_times(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Roofline times at no higher peak than each number of chunks has."""
+    found = []
+    for net in nets_of(rows):
+        ours = steps_of(rows, net, "graph", "bytes")
+        for step in steps_of(rows, net, "number"):
+            times = [o["seconds"] for o in ours if o["peak"] <= step["peak"]]
+            if times:
+                name = f"{net}, {step['number']} chunks"
+                found.append((min(times) / step["seconds"], name))
+    if found:
+        what = "roofline time at no higher peak / that of `number`"
+        yield from pages.at_most(f"{what}, largest", found, 1.0)
+        mean = statistics.fmean(ratio for ratio, _ in found)
+        yield Mark(f"{what}, mean", f"{mean:.3f}", "at most 0.95", mean <= 0.95)
+    ratios = [
+        (ours["compile_s"] / statistics.median(theirs), net)
+        for net in nets_of(rows)
+        if (theirs := [s["compile_s"] for s in steps_of(rows, net, "number")])
+        for ours in steps_of(rows, net, "graph", "bytes")
+        if ours["chunks"] > 1
+    ]
+    if ratios:
+        median = statistics.median(ratio for ratio, _ in ratios)
+        most = "; largest {:.2f} ({})".format(*max(ratios))
+        what = "compile time where there are chunks / that of `number`, median"
+        yield Mark(what, f"{median:.2f}{most}", "at most 1.3", median <= 1.3)
+
+
+def of_numbers(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Whether the chosen number is the one that costs least, alone, of those that fit."""
+    for row in good(rows, kind="alone"):
+        fitting = [s for s in row["steps"] if s["peak"] <= s["allowed"]]
+        (limit,) = {step["allowed"] for step in row["steps"]}
+        chosen = [
+            s for s in steps_of(rows, row["net"], "bytes") if s["allowed"] == limit
+        ]
+        if not fitting or not chosen:
+            continue
+        fewest = min(step["chunks"] for step in fitting)
+        fastest = min(fitting, key=lambda step: (step["seconds"], step["chunks"]))
+        ours = chosen[0]["chunks"]
+        yield Mark(
+            f"chunks of {row['net']} within {megabytes(limit)} MB",
+            f"{ours}",
+            f"{fewest} is the fewest, {fastest['chunks']} the fastest",
+            ours <= fastest["chunks"],
+        )
+
+
+def of_runs(rows: Sequence[Row]) -> Iterator[Mark]:
+    """What kernels that run find."""
+    for dtype, most in ROUNDING.items():
+        runs = good(rows, kind="kernels", part=dtype)
+        off = [(row["steps"][1]["gradients_off"], row["net"]) for row in runs]
+        what = f"gradients in chunks beside those of budget 1, {dtype}"
+        yield from pages.at_most(what, off, most, show="{:.1e} ({})")
+        told = [
+            (
+                abs(row["steps"][1]["predicted"] / row["steps"][1]["peak"] - 1),
+                row["net"],
+            )
+            for row in runs
+        ]
+        what = f"told by compiles / found by the allocator, {dtype}"
+        yield from pages.at_most(what, told, 0.02, show="{:.2%} ({})")
+
+
+def page(data: Row) -> str:
+    rows = data["measured"]
+
+    def megabytes_of(kind: str) -> Any:
+        def cell(net: str) -> str:
+            found = steps_of(rows, net, kind)
+            return megabytes(min(s["peak"] for s in found)) if found else "-"
+
+        return cell
+
+    def chosen(net: str) -> str:
+        found = steps_of(rows, net, "graph")
+        low = min(found, key=lambda step: step["peak"], default=None)
+        if low is None:
+            return "-"
+        ms, fastest = low["seconds"] * 1e3, min(s["seconds"] for s in found) * 1e3
+        return f"{low['chunks']}; {ms:.1f} ms, {fastest:.1f} at budget 1"
+
+    def taken(net: str) -> str:
+        found = steps_of(rows, net, "wheel")
+        return "yes" if any(step["taken"] for step in found) else "no"
+
+    table = pages.columns(
+        nets_of(rows),
+        {
+            "net": str,
+            "set": set_of,
+            "upstream, lowest MB": megabytes_of("upstream"),
+            "its chunker takes it": taken,
+            "`number`, lowest MB": megabytes_of("number"),
+            'target "peak", lowest MB': megabytes_of("graph"),
+            "in so many chunks": chosen,
+        },
+    )
+    how = pages.measured_on(data["environment"], pages.SIMULATED)
+    return f"{table}\n{pages.marks_table(data['rows'])}\n{how}"
