@@ -366,7 +366,7 @@ def describe_head(head: Head) -> str:
     if head.why_whole:
         return f"in one piece, as {head.why_whole}"
     gained = f"-{format_bytes(head.gained)}" if head.gained > 0 else "no lower peak"
-    work = f", {head.more_work:+.1%} work" if head.more_work else ""
+    work = f", +{head.more_work:.1%} work" if head.more_work > 0 else ""
     return f"in {head.chunks} chunks of {head.rows} rows: {gained}{work}"
 
 

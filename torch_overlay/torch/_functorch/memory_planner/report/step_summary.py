@@ -108,7 +108,9 @@ class StepSummary:
     @property
     def more_work(self) -> str:
         """Recomputation as a share of the work without a budget; empty if unknown."""
-        return f"{self.cost / self.work:.1%} more work" if self.work else ""
+        # A few chunks of a head may cost less than one piece.
+        more = max(self.cost, 0)
+        return f"{more / self.work:.1%} more work" if self.work else ""
 
     @property
     def headline(self) -> str:

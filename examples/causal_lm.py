@@ -1,0 +1,45 @@
+"""A causal language model of the transformers library, within a bound for its logits.
+
+scripts/run_patched.sh python examples/causal_lm.py
+
+With 16,384 words, the logits of one batch and their gradient take 67 MB each.
+"""
+
+import torch
+from torch._functorch.memory_planner import StepBudget
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16384,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+
+    # If what is compiled also returned the logits, these would have to be there at once.
+    @torch.compile
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = StepBudget(peak_bytes="50MB")
+    ids = torch.randint(config.vocab_size, (4, 256))
+    for _ in range(4):
+        with budget:
+            loss = loss_of(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"loss: {loss.item():.3f}")
+    print(budget)
+
+
+if __name__ == "__main__":
+    main()
