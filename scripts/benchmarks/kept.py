@@ -13,16 +13,16 @@ the forward's. The peak is that of both halves, one operator after the other, be
 parameters and inputs, beside upstream's at the same budget and at budget 1.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as config
 from torch._functorch import partitioners
-from torch.utils._pytree import tree_leaves
+from torch._guards import detect_fake_mode
 
 from benchmarks import bounds, catalogue, fresh, nets, pages, second_set
-from benchmarks.meters import storages
+from benchmarks.meters import CountedStorages, storages
 from benchmarks.pages import good, Mark, Row
 from benchmarks.tracing import Joint, overlay, untouched_partitioners
 
@@ -93,50 +93,25 @@ def split(joint: Joint, module: Any, budget: float) -> Split:
         activation_memory_budget=budget, activation_memory_budget_solver=solver
     ):
         forward, backward = joint.partition(module.min_cut_rematerialization_partition)
-    (output,) = forward.graph.find_nodes(op="output")
-    results, number = tree_leaves(output.args), joint.options["num_fwd_outputs"]
-    given = sizes(forward.graph.find_nodes(op="placeholder"))
-    saved = without(sizes(results[number:]), given)
-    once, first, second = map(counted, (joint.graph, forward, backward))
-    peak = max(
-        live_at_most(forward.graph, {}, given),
-        live_at_most(backward.graph, {**saved, **sizes(results[:number])}, given),
+    given, tangents = (
+        [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
+        for half in (forward, backward)
     )
-    return Split(sum(saved.values()), (first + second - once) / first, peak)
-
-
-def live_at_most(graph: torch.fx.Graph, there: dict[int, int], given: Any) -> int:
-    """The most bytes while a graph's operators run, of those ``there`` as well.
-
-    What it is given counts if it is there, and goes when it was last read.
-    """
-    last: dict[int, int] = {}
-    touched = [sizes([node, *node.all_input_nodes]) for node in graph.nodes]
-    for at, those in enumerate(touched):
-        last.update(dict.fromkeys(those, at))
-    live = without(there, given)
-    total = peak = sum(live.values())
-    for at, (node, those) in enumerate(zip(graph.nodes, touched)):
-        if node.op == "call_function":
-            made = without(without(those, given), live)
-            total += sum(made.values())
-            live.update(made)
-            peak = max(peak, total)
-        for s in those:
-            if last[s] == at:
-                total -= live.pop(s, 0)
-    return peak
-
-
-def without(some: dict[int, int], others: Any) -> dict[int, int]:
-    return {s: nbytes for s, nbytes in some.items() if s not in others}
-
-
-def sizes(values: Iterable[Any]) -> dict[int, int]:
-    """Sizes of the storages of some nodes' values, each once."""
-    nodes = (value for value in values if isinstance(value, torch.fx.Node))
-    found = tree_leaves([node.meta.get("val") for node in nodes])
-    return {s._cdata: s.nbytes() for s in storages(found)}
+    number = joint.options["num_fwd_outputs"]
+    mode: Any = detect_fake_mode(given)
+    with mode, CountedStorages(given) as meter:
+        found = [*torch.fx.Interpreter(forward).run(*given)]
+        outputs, saved = found[:number], found[number:]
+        known = {each._cdata for each in storages(given)}
+        sizes = {each._cdata: each.nbytes() for each in storages(saved)}
+        # What is saved goes when it was last read; the outputs stay.
+        arguments = [*saved, *tangents[len(saved) :]]
+        del found, saved
+        torch.fx.Interpreter(backward).boxed_run(arguments)
+        del outputs
+    kept = sum(nbytes for each, nbytes in sizes.items() if each not in known)
+    once, first, second = map(counted, (joint.graph, forward, backward))
+    return Split(kept, (first + second - once) / first, meter.peak)
 
 
 def counted(module: torch.fx.GraphModule) -> int:
