@@ -8,7 +8,7 @@ the backward is most of what a step holds.
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, MISSING, replace
 from typing import Any, Optional
 
 import torch
@@ -205,7 +205,8 @@ class Program:
 class Turn:
     """A step of a program: ``batches`` of rows and a length.
 
-    ``what`` it does instead of training, one of `KINDS_OF_TURNS`.
+    ``what`` it does instead of training, one of `KINDS_OF_TURNS`. Programs are counted
+    round and round, as a loop that is made simpler may have fewer.
     """
 
     size: tuple[int, int]
@@ -335,62 +336,28 @@ def _turns(
 # ---------------------------------------------------------------- made simpler
 
 
-def simpler(loop: Loop) -> Iterator[Loop]:
-    """Loops that lack one thing that this one has, the largest first."""
-    yield from _fewer_programs(loop)
-    yield from _fewer_turns(loop)
-    for at, program in enumerate(loop.programs):
-        for other in _simpler_programs(program):
-            programs = loop.programs[:at] + (other,) + loop.programs[at + 1 :]
-            yield replace(loop, programs=programs)
-    usual = {"dynamic": False, "zero_grad": "last", "optimizer": "sgd", "dropout": 0.0}
-    yield from _by_one(loop, {**usual, "changes": False})
-    plain: dict[str, Any] = {"what": "", "batches": 1, "size": loop.turns[0].size}
-    for entry, value in plain.items():
-        turns = tuple(replace(turn, **{entry: value}) for turn in loop.turns)
-        if turns != loop.turns:
-            yield replace(loop, turns=turns)
-    for at, turn in enumerate(loop.turns):
-        for other in _by_one(turn, plain):
-            turns = loop.turns[:at] + (other,) + loop.turns[at + 1 :]
-            yield replace(loop, turns=turns)
-
-
-def _by_one(of: Any, usual: dict[str, Any]) -> Iterator[Any]:
-    for entry, value in usual.items():
-        if getattr(of, entry) != value:
-            yield replace(of, **{entry: value})
-
-
-def _fewer_programs(loop: Loop) -> Iterator[Loop]:
-    for at in range(len(loop.programs) if len(loop.programs) > 1 else 0):
-        # Its steps go too, or are the other's.
-        others = [turn for turn in loop.turns if turn.program == at]
-        for turns in (others, loop.turns):
-            own = tuple(replace(turn, program=0) for turn in turns)
-            yield replace(loop, programs=(loop.programs[at],), turns=own)
-
-
-def _fewer_turns(loop: Loop) -> Iterator[Loop]:
-    turns = loop.turns
-    if len(turns) > 4:
-        yield replace(loop, turns=turns[: max(4, len(turns) // 2)])
-    for at in reversed(range(len(turns) if len(turns) > 1 else 0)):
-        yield replace(loop, turns=turns[:at] + turns[at + 1 :])
-
-
-def _simpler_programs(program: Program) -> Iterator[Program]:
-    models = program.models
-    for at, blocks in enumerate(models):
-        before, after = models[:at], models[at + 1 :]
-        if len(models) > 1:
-            yield replace(program, models=before + after)
-        for index in range(len(blocks) if len(blocks) > 1 else 0):
-            fewer = blocks[:index] + blocks[index + 1 :]
-            yield replace(program, models=(*before, fewer, *after))
-        for index, name in enumerate(blocks):
-            if name != "mlp":
-                plain = blocks[:index] + ("mlp",) + blocks[index + 1 :]
-                yield replace(program, models=(*before, plain, *after))
-    usual = {"whole": True, "checkpoints": False, "outputs": "loss"}
-    yield from _by_one(program, usual)
+def simpler(of: Any) -> Iterator[Any]:
+    """What lacks one thing that a loop has, or a part of one, the largest first."""
+    if isinstance(of, tuple):
+        if len(of) > 4:
+            yield of[: max(4, len(of) // 2)]
+        for at in reversed(range(len(of) if len(of) > 1 else 0)):
+            yield of[:at] + of[at + 1 :]
+        for at, part in enumerate(of):
+            for other in simpler(part):
+                yield (*of[:at], other, *of[at + 1 :])
+    elif isinstance(of, str):
+        if of in BLOCKS and of != "mlp":
+            yield "mlp"
+    elif isinstance(of, (Loop, Program, Turn)):
+        for each in fields(of):
+            value = getattr(of, each.name)
+            if each.default not in (MISSING, value):
+                yield replace(of, **{each.name: each.default})
+            # Sizes depend on each other.
+            for other in simpler(value) if each.name != "size" else ():
+                yield replace(of, **{each.name: other})
+        if isinstance(of, Loop):
+            turns = tuple(replace(turn, size=of.turns[0].size) for turn in of.turns)
+            if turns != of.turns:
+                yield replace(of, turns=turns)

@@ -17,7 +17,6 @@ A fault is shrunk: what the loop can lack without losing it goes, one thing at a
 """
 
 import gc
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -42,7 +41,7 @@ from benchmarks.drawn_loops import (
     Turn,
     WIDTH,
 )
-from benchmarks.meters import allocations
+from benchmarks.meters import allocations, digest
 from benchmarks.pages import good, Mark, Row
 from benchmarks.plans import warnings_noted
 from benchmarks.tracing import overlay
@@ -147,22 +146,13 @@ class Trained:
             if turn.what in ("skipped", "no_grad"):
                 continue
             (loss / len(batches)).backward()
-        yield digest(self.parameters)
+        yield digest(each.grad for each in self.parameters)
         if turn.what == "raises late":
             raise Planned
         if turn.what not in ("skipped", "no_grad"):
             self.optimizer.step()
         if zero_grad == "last":
             self.optimizer.zero_grad()
-
-
-def digest(parameters: Sequence[Tensor]) -> str:
-    """Of all bits of the gradients that are there; allocates nothing of torch's."""
-    found = hashlib.sha256()
-    for each in parameters:
-        bits = b"" if each.grad is None else each.grad.numpy().tobytes()
-        found.update(b"%d:" % len(bits) + bits)
-    return found.hexdigest()
 
 
 def batch(size: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
@@ -181,7 +171,8 @@ def run(loop: Loop, budget: Any = None) -> Iterator[Row]:
     programs = [Trained(program, loop) for program in loop.programs]
     for at, turn in enumerate(loop.turns):
         row: Row = {"computed": [], "said": []}
-        step = _step(loop, turn, at, programs[turn.program], budget, row["computed"])
+        program = programs[turn.program % len(programs)]
+        step = _step(loop, turn, at, program, budget, row["computed"])
         gc.collect()
         with warnings_noted() as row["said"]:
             # The first steps too: the profiler tells only of those frees whose memory it
@@ -291,7 +282,8 @@ def exceeds(loop: Loop, turn: Turn, peak: int, plan: Any) -> Optional[str]:
     states = 0
     if loop.dropout:
         # Docs say that these do not count.
-        blocks = sum(map(len, loop.programs[turn.program].models))
+        program = loop.programs[turn.program % len(loop.programs)]
+        blocks = sum(map(len, program.models))
         states = GENERATOR * 2 * blocks * turn.batches
     if peak <= ROOM * plan.allowed + states:
         return None

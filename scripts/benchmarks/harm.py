@@ -14,7 +14,6 @@ roofline, and those of compiles seconds of the CPU. The exit status is 1 where t
 torch holds or takes more than 0.1 % above the wheel, or computes something else.
 """
 
-import hashlib
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks import catalogue, fresh, nets, pages, second_set
-from benchmarks.meters import gradients
+from benchmarks.meters import digest, gradients
 from benchmarks.pages import at_most, good, Mark, Row
 from benchmarks.plans import backend_of, RUN
 from benchmarks.replay import GPUS, replay
@@ -104,18 +104,14 @@ def alone(task: fresh.Task) -> Row:
 
 
 def bits(training: Training, trains: bool) -> str:
-    """A step's loss and gradients, as a digest."""
+    """A step's loss and gradients, as a digest; of fakes there is none."""
     torch.manual_seed(nets.SEED)
     with training.mode, training.within:
         loss = training.loss()
         if trains:
             loss.backward()
-        found = [loss.detach(), *gradients(training.parameters)]
-        digest = hashlib.sha256()
-        if not isinstance(loss, torch._subclasses.FakeTensor):
-            for each in found:
-                digest.update(each.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+        found = [loss, *gradients(training.parameters)]
+        return "" if isinstance(loss, FakeTensor) else digest(found)
 
 
 # ------------------------------------------------------------------- marks

@@ -16,6 +16,7 @@ All sizes are bytes. A storage counts once, whole, however many tensors view it.
 
 import bisect
 import gc
+import hashlib
 import itertools
 import time
 import timeit
@@ -265,3 +266,14 @@ def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     for each in parameters:
         each.grad = None
     return found
+
+
+def digest(tensors: Iterable[Optional[Tensor]]) -> str:
+    """Of all their bits, where there are any; on a CPU it allocates nothing of torch's."""
+    found = hashlib.sha256()
+    for each in tensors:
+        bits = (
+            b"" if each is None else each.detach().cpu().contiguous().numpy().tobytes()
+        )
+        found.update(b"%d:" % len(bits) + bits)
+    return found.hexdigest()
