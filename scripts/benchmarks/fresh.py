@@ -89,7 +89,8 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
 
 
 def main(module: str, task: str, target: str) -> int:
-    """What a child runs: it writes the task's row, or its error, down."""
+    """What a child runs, on one thread: it writes the task's row, or its error, down."""
+    torch.set_num_threads(1)
     try:
         row = importlib.import_module(module).measure(json.loads(task))
     except Exception as error:

@@ -328,7 +328,6 @@ def tasks(asked: Any, rows: list[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
     name, tries = task["loop"], task["tries"]
     if not name.startswith("seeds"):
         return summed_up([("replayed", read(name))], tries)

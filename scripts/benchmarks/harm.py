@@ -83,7 +83,6 @@ def measure(task: fresh.Task) -> Row:
 
 
 def alone(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
     device, net = task["device"], catalogue.find(task["net"])
     gpu, trains = GPUS.get(device), task["kind"] == "training"
     if gpu is None:

@@ -40,7 +40,6 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
     joint = Joint(*catalogue.find(task["net"]).fake())
     theirs = untouched_partitioners()
 

@@ -277,7 +277,6 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
     limits = {"recompile_limit": 64, "accumulated_recompile_limit": 512}
     with (
         config.patch(enable_autograd_cache=False),

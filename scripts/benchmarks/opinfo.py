@@ -148,7 +148,6 @@ def until_done(
 
 
 def measure(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     kind = task["kind"]
     sweep = Sweep(kind, PLANS[kind], ONLY[kind], Path(task["_note"]))

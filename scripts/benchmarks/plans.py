@@ -117,7 +117,6 @@ def measure(
     prepare: Callable[[Training], Training] = lambda it: it,
     of: Optional["type[Plans]"] = None,
 ) -> Row:
-    torch.set_num_threads(1)
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
     gpu, net = GPUS.get(device), catalogue.find(task["net"])
     # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.

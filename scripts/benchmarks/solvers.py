@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks import fresh
@@ -218,5 +217,4 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
     return {"marks": [mark._asdict() for mark in PARTS[task["part"]]()]}

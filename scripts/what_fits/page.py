@@ -84,7 +84,6 @@ def prepared(asked: Row, training: Training) -> Training:
 
 
 def measure(task: fresh.Task) -> Row:
-    torch.set_num_threads(1)
     return {"steps": steps_of(task)}
 
 
