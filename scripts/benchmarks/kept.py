@@ -118,17 +118,22 @@ def counted(module: torch.fx.GraphModule) -> int:
     return sum(flops(n) for n in module.graph.nodes if n.op == "call_function")
 
 
-def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    rows = good(rows)
-    steps = [
-        (f"{row['net']}, budget {step['budget']:g}", step)
+def plans_of(rows: Sequence[Row]) -> list[tuple[Row, Row, str]]:
+    """Each with its net's row, and what it is called."""
+    return [
+        (row, step, f"{row['net']}, budget {step['budget']:g}")
         for row in rows
         for step in row["steps"]
     ]
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    rows = good(rows)
+    plans = plans_of(rows)
     show = "{:+.4f} ({})"
     yield from pages.at_most(
-        f"share kept - share asked, {len(steps)} plans of {len(rows)} nets",
-        ((step["share"] - step["budget"], where) for where, step in steps),
+        f"share kept - share asked, {len(plans)} plans of {len(rows)} nets",
+        ((step["share"] - step["budget"], where) for _, step, where in plans),
         *(1e-9, "at most 0", show, True),
     )
     # A plan with a lower peak may keep less, and recompute more.
@@ -142,38 +147,21 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         ),
         *(1e-9, "at most 0", show, True),
     )
-    more = [
-        (
-            step["recomputed_at_upstreams"] - step["upstream_recomputed"],
-            step["peak_at_upstreams"] / step["upstream_peak"],
-            where,
-        )
-        for where, step in steps
-    ]
-    text = "forwards recomputed - upstream's, where as much may be kept"
     yield from pages.at_most(
-        f"{text}, at no lower peak",
-        ((most, where) for most, peak, where in more if peak >= SAME),
+        "forwards recomputed - upstream's, where as much may be kept, at no lower peak",
+        (
+            (step["recomputed_at_upstreams"] - step["upstream_recomputed"], where)
+            for _, step, where in plans
+            if step["peak_at_upstreams"] >= SAME * step["upstream_peak"]
+        ),
         *(1e-3, "at most 0.001 (for fewer bytes)", show, True),
-    )
-    most, peak, where = max(more)
-    yield Mark(
-        f"{text}, at any peak",
-        f"{most:+.4f} ({where}) at {peak:.3f} of upstream's peak",
-        "",
-        True,
-        enforced=False,
     )
     for name, text in ("project", "project's nets"), ("second", "held-out nets"):
         yield from judged_peaks(good(rows, set=name), text)
 
 
 def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
-    peaks = [
-        (row, step, f"{row['net']}, budget {step['budget']:g}")
-        for row in rows
-        for step in row["steps"]
-    ]
+    peaks = plans_of(rows)
     # Where it draws random numbers, upstream draws others in the backward.
     right = [
         (step["peak"] / step["upstream_peak"], where)
