@@ -381,12 +381,7 @@ def table(rows: Sequence[Row]) -> str:
         cost = "flops" if all("flops" in plan for plan in low) else "seconds"
         return cell(row, min(low, key=lambda plan: plan[cost])) if low else "-"
 
-    def bound(row: Row) -> str:
-        return pages.megabytes(row["lower_bound"]) if "lower_bound" in row else ""
-
     more: dict[str, Any] = {"lowest": at_lowest, "ours, no higher": ours}
-    if any("lower_bound" in row for row in rows):
-        more["no plan below"] = bound
     return by_budget(in_order(rows), cell, **more)
 
 
@@ -400,7 +395,7 @@ that are compiled by themselves, and for one graph; bytes, one graph's by a limi
 the peaks of upstream's plans that cost less than graph's at no higher peak, as no budget
 between was asked for. lowest: at which budget, out of how many, without plans that give
 wrong gradients. ours, no higher: the cheapest of graph and bytes, or of blocks, at no higher
-peak than that. no plan below: what single backward steps need under any.
+peak than that.
 """
 
 

@@ -339,36 +339,10 @@ def curve_noted() -> Iterator[Row]:
     def note(*arguments: Any) -> Any:
         found = curve(*arguments)
         row["curve"] = [(plan.peak, plan.cost) for plan in found.plans]
-        row["lower_bound"] = lower_bound(found.graphs[0].model)
         return found
 
     with mock.patch.object(request, "curve", note):
         yield row
-
-
-def lower_bound(program: Any) -> int:
-    """Bytes that no plan's peak is below, operator by operator.
-
-    Single operators of the backward need as much in any case, and so does a forward
-    that keeps nothing.
-    """
-    nothing = [0] * len(program.nbytes)
-    timeline = overlay("memory_planner.graph.live_bytes").LiveBytes(
-        program, nothing, is_forward=False
-    )
-    for step in reversed(program.steps):
-        each = step.operator
-        made = {s for s in each.reads if program.producer[s] >= 0}
-        beside = program.nbytes_of(made - program.outputs)
-        own = tuple(s for s in each.reads if s not in made)
-        timeline.add_change(1, -beside)
-        timeline.run(each._replace(reads=own), 1, 0)
-        timeline.add_change(1, beside)
-    timeline.moment(0)
-    timeline.add_change(1, program.nbytes_of(program.owned))
-    ((backward,),) = timeline.peaks(1, program.held_by_caller)
-    bound: int = max(backward, *program.forward_peaks(nothing, 1))
-    return bound
 
 
 @contextmanager
