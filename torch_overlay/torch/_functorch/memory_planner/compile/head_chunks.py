@@ -144,24 +144,24 @@ def _with_variants(
     numbers = _numbers_of(module)
     if not numbers:
         return None
-    in_chunks: dict[int, Planner] = {}
-    why = ""
     try:
-        for number in numbers:
-            in_chunks[number] = read(number)
+        whole = read(1)
+    except CannotPlan:
+        return None
+    if not whole.fused:
+        # Only inductor runs chunks.
+        return whole
+    try:
+        return replace(whole, in_chunks={number: read(number) for number in numbers})
     except RestartAnalysis:
         raise
     except Exception as error:
         # The graph can still be planned as it is.
         log.debug("no chunks", exc_info=error)
         said = str(error) or type(error).__name__
-        in_chunks = {}
         why = _RETURNED if is_returned(module.graph) else _in_words(said)
         log.info("the head of %s runs in one piece, as %s", get_aot_graph_name(), why)
-    try:
-        return replace(read(1), in_chunks=in_chunks, why_whole=why)
-    except CannotPlan:
-        return None
+        return replace(whole, why_whole=why)
 
 
 def _check_chunks(graph: fx.Graph, why: str) -> None:

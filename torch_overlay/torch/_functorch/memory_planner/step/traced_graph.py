@@ -110,7 +110,7 @@ class TracedGraph:
             chosen = plan_within(each, each.budget if is_only else 1).saved_values
             return plan_graph(each, chosen, is_only, missing, each is joint)
 
-        found = with_chunks(joint, menu_for)
+        found = menu_for(joint) if is_only else with_chunks(joint, menu_for)
         calls = joint.ask.graph_calls or self._expected_calls()
 
         def peak(index: int) -> tuple[float, float]:
