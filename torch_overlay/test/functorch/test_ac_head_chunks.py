@@ -219,12 +219,13 @@ class HeadChunksTest(TestCase):
 
         with compiling():
             for _ in range(4):
-                self.assertEqual(step(), in_eager())
+                # Kept, as in loops that begin with zero_grad.
+                found = step()
+                self.assertEqual(found, in_eager())
             (use,) = budget.plan.graphs
             self.assertEqual(bool(use.heads), has_chunks)
             self.assertEqual("head of" in str(budget), has_chunks)
             peak = budget.plan.predicted_peak
-            model.zero_grad(set_to_none=True)
             self.assertLess(abs(allocated_at_most(step) - peak), 0.02 * peak)
 
     def test_a_step(self):
