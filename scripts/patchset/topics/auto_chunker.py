@@ -12,7 +12,8 @@ gives up where logits are looked at as [batch, tokens, words] while they are con
 float, which most models do.
 
 The factor that all chunks share does not count any more, and pointwise operators on
-views of rows are computed on the rows. What a chunk computes is marked as run in the
+views of rows are computed on the rows. Of several products, the largest that no other
+product reads is divided: that of a low-rank adapter is larger than what it reads, too. What a chunk computes is marked as run in the
 forward, as the backward would otherwise repeat whole heads to save a hidden state.
 """,
     test="test/inductor/test_auto_chunker_rows.py",
@@ -75,6 +76,15 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 -        input_size = compute_tensor_size(node.args, node.kwargs)
 +        # Not the other factor, of which every chunk reads all.
 +        input_size = compute_tensor_size(node.args[-2])
+@@ torch/_inductor/fx_passes/auto_chunker/core.py find_amplifier_node
++            and is_last_product(node)
+         ):
+-            amplifier_nodes_ratio.append((node, ratio))
++            amplifier_nodes_ratio.append((node, output_size))
+@@ torch/_inductor/fx_passes/auto_chunker/core.py find_amplifier_node
++    from .flat_rows import is_last_product
++
+     amplifier_nodes_ratio = []
 """),
     since=(2, 11),
     landed=(("torch/_inductor/fx_passes/auto_chunker/__init__.py", "compute_on_rows(graph)"),),

@@ -87,6 +87,29 @@ class AutoChunkerRowsTest(TestCase):
             code = self.check(in_float, given(), budget=budget)
             self.assertNotIn("subgraph", code)
 
+    def test_a_low_rank_product_is_no_head(self):
+        hidden, weight, words = given()
+        down = torch.randn(2, WIDTH, requires_grad=True)
+        up = torch.randn(8 * WIDTH, 2, requires_grad=True)
+        back = torch.randn(WIDTH, 8 * WIDTH, requires_grad=True)
+
+        def adapted(hidden, down, up, back):
+            return F.linear(F.linear(F.linear(hidden, down), up), back)
+
+        def with_head(hidden, down, up, back, weight, words):
+            return in_float(adapted(hidden, down, up, back), weight, words)
+
+        def without(hidden, down, up, back):
+            return adapted(hidden, down, up, back).square().mean()
+
+        sizes = {"auto_chunker.output_size_threshold": 0}
+        with config.patch(sizes):
+            inputs = hidden, down, up, back
+            graph = make_fx(with_head)(*inputs, weight, words).graph
+            self.assertEqual(flat_rows.head_of(graph)[-1], WORDS)
+            graph = make_fx(without)(*inputs).graph
+            self.assertIsNone(flat_rows.head_of(graph))
+
     def test_a_head_with_few_words_is_left(self):
         hidden, weight, words = given()
         few = weight[: 4 * WIDTH].detach().clone().requires_grad_()

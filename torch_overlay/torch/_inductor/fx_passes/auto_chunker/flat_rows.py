@@ -7,15 +7,18 @@ and as rows again for the loss.  Chunks are of rows, and no chunk is a batch of 
 
 from __future__ import annotations
 
-import math
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 import torch._inductor.inductor_prims
 
 from torch._inductor.fx_passes.auto_chunker.core import find_amplifier_node
-from torch._inductor.fx_passes.auto_chunker.utils import get_fake_tensor_from_node_arg
+from torch._inductor.fx_passes.auto_chunker.utils import (
+    get_fake_tensor_from_node_arg,
+    use_tangent,
+)
 from torch.utils._ordered_set import OrderedSet
+from torch.utils.flop_counter import flop_registry
 
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ __all__ = [
     "amplified",
     "compute_on_rows",
     "head_of",
+    "is_last_product",
     "is_pointwise",
     "is_returned",
     "is_unchunked",
@@ -52,6 +56,19 @@ def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
     rows, columns = head.meta["val"].shape
     is_static = all(isinstance(size, int) for size in (rows, inner, columns))
     return (rows, inner, columns) if is_static else None
+
+
+def is_last_product(node: Node) -> bool:
+    """Whether the forward computes no other product of what this one makes.  O(nodes)."""
+    made = OrderedSet([node])
+    for other in node.graph.nodes:
+        if use_tangent(other):
+            break
+        if other.op == "call_function" and not made.isdisjoint(other.all_input_nodes):
+            if getattr(other.target, "_overloadpacket", None) in flop_registry:
+                return False
+            made.add(other)
+    return True
 
 
 def is_returned(graph: Graph) -> bool:
@@ -115,19 +132,20 @@ def _compute_on_rows(graph: Graph, node: Node) -> None:
             if not _is_batched(_shape(base), shape):
                 return
             rows[argument] = base
-        elif math.prod(own) != 1:
+        elif own != ():
             return
     if not rows or len({_shape(base) for base in rows.values()}) != 1:
         return
+    flat = _shape(next(iter(rows.values())))
     with graph.inserting_before(node):
         new = graph.node_copy(node, lambda argument: rows.get(argument, argument))
         again = graph.call_function(aten.view.default, (new, [*shape]))
     again.meta = node.meta
-    new.meta = {**node.meta, "val": node.meta["val"].view(_shape(*rows.values()))}
+    new.meta = {**node.meta, "val": node.meta["val"].reshape(flat)}
     node.replace_all_uses_with(again)
 
 
-def _shape(node: Any, *_: Any) -> Optional[tuple[Any, ...]]:
+def _shape(node: Any) -> Optional[tuple[Any, ...]]:
     value = get_fake_tensor_from_node_arg(node)
     return None if value is None else tuple(value.shape)
 
