@@ -3,8 +3,12 @@
 
 import functools
 import logging
+import multiprocessing
+import os
+import tempfile
 import unittest
 from contextlib import contextmanager
+from datetime import timedelta
 from unittest import mock
 
 from test_ac_peak_budget import allocated_at_most
@@ -18,12 +22,14 @@ from torch._functorch.memory_planner.compile import compiled_peak
 from torch._functorch.memory_planner.decision import Head
 from torch._inductor import config as inductor_config, metrics
 from torch.autograd.graph import region_activation_memory_budget as region
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
 
 
 WIDTH, WORDS, BATCH, TOKENS = 32, 4096, 4, 128
 MB = 1_000_000
+HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 class Model(nn.Module):
@@ -84,6 +90,61 @@ def within(nbytes):
 def in_eager():
     model = Model()
     return gradients(model, model)
+
+
+class Loss(nn.Module):
+    """A head and its loss, to be compiled beside what comes before."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, x, targets):
+        logits = self.head(x).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Parts(Model):
+    def __init__(self):
+        super().__init__()
+        self.loss = torch.compile(Loss(self.head))
+        self.body = torch.compile(self.between)
+
+    def between(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+    def forward(self, words, targets):
+        return self.loss(self.body(self.embedding(words)), targets)
+
+
+def of_rank(number, place):
+    """How a head runs in one of two processes, and whether gradients are the same."""
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{place}",
+        rank=number,
+        world_size=2,
+        timeout=timedelta(seconds=120),
+    )
+    found = {}
+    for way in ("replicas", "sharded"):
+        model = Model()
+        if way == "sharded":
+            mesh = torch.distributed.init_device_mesh("cpu", (2,))
+            fully_shard(model, mesh=mesh)
+        else:
+            model = nn.parallel.DistributedDataParallel(model)
+        with compiling():
+            budget, compiled = StepBudget(share=0), torch.compile(model)
+            for _ in range(5):
+                with budget:
+                    _, *grads = gradients(model, compiled)
+        grads = [
+            getattr(each, "full_tensor", lambda each=each: each)() for each in grads
+        ]
+        is_same = all(map(torch.allclose, grads, in_eager()[1:]))
+        found[way] = is_same, [head for use in budget.plan.graphs for head in use.heads]
+    return found
 
 
 @unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
@@ -235,30 +296,27 @@ class HeadChunksTest(TestCase):
         self.check_step(share=1.0, has_chunks=False)
 
     def test_a_step_of_blocks_and_a_head(self):
-        class Loss(nn.Module):
-            def __init__(self, head):
-                super().__init__()
-                self.head = head
-
-            def forward(self, x, targets):
-                logits = self.head(x).float()
-                return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-        model = Model()
-        loss = torch.compile(Loss(model.head))
-        body = torch.compile(lambda x: x + model.down(F.silu(model.up(x))))
-
-        def run(words, targets):
-            return loss(body(model.embedding(words)), targets)
-
         budget = StepBudget(share=0)
         with compiling():
+            model = Parts()
             for _ in range(4):
                 with budget:
-                    found = gradients(model, run)
+                    found = gradients(model, model)
         self.assertEqual(found, in_eager())
         heads = [head for use in budget.plan.graphs for head in use.heads]
         self.assertGreater(heads[0].chunks, 1)
+
+    @unittest.skipUnless(HAS_GLOO, "no gloo here")
+    def test_two_ranks(self):
+        processes = multiprocessing.get_context("spawn")
+        with tempfile.TemporaryDirectory() as folder, processes.Pool(2) as pool:
+            ranks = [(number, os.path.join(folder, "init")) for number in range(2)]
+            # One may wait forever for the other, if that fails.
+            found = pool.starmap_async(of_rank, ranks, chunksize=1).get(timeout=300)
+        self.assertEqual(found[0], found[1])
+        for is_same, heads in found[0].values():
+            self.assertTrue(is_same)
+            self.assertGreater(heads[0].chunks, 1)
 
 
 if __name__ == "__main__":
