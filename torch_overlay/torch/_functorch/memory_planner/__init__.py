@@ -14,6 +14,8 @@ Terms used in the modules:
     waits for its backward.
 -   moment: a point in a step, with what calls hold then, and what eager code holds.
 -   floor: the lowest peak that any plan reaches.
+-   head: the product that makes logits, and all up to the loss.
+-   variant: a joint graph with its head in some number of chunks.
 -   lean plan: the plan that calls use before a step has been recorded.
 """
 
