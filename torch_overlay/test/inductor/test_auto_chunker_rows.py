@@ -83,9 +83,9 @@ class AutoChunkerRowsTest(TestCase):
         self.check(loss, inputs)
 
     def test_chunks_are_not_repeated(self):
-        for budget in (0.5, 0.0):
-            code = self.check(in_float, given(), budget=budget)
-            self.assertNotIn("subgraph", code)
+        # At 0, the partitioner saves the inputs alone, whatever has to be saved.
+        code = self.check(in_float, given(), budget=0.5)
+        self.assertFalse("subgraph" in code)
 
     def test_a_low_rank_product_is_no_head(self):
         hidden, weight, words = given()
