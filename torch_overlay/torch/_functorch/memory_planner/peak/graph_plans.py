@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Optional, TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from ..graph.inputs_outputs import (
     storages_returned,
     tensors_given,
 )
+from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import flops
 from .menu import bytes_of, Footprint, Menu, program_of, Variant
 from .plan_search import (
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from ..graph.joint import Planner
 
+log = logging.getLogger(__name__)
+
 __all__ = ["menu_of", "plan_graph", "with_chunks"]
 
 
@@ -41,7 +45,11 @@ def with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
     menu = menu_for(joint)
     plans, variants = [*menu.plans], {**menu.variants}
     for chunks, each in joint.in_chunks.items():
-        other = menu_for(each)
+        try:
+            other = menu_for(each)
+        except CannotPlan as error:
+            log.debug("no plans for %d chunks", chunks, exc_info=error)
+            continue
         head = chunks_of(each)
         more = chunking_cost(joint, head)
         variants[chunks] = other.variants[1]._replace(rows=head.rows, cost=more)
