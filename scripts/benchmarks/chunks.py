@@ -17,9 +17,10 @@ is that of the GPU's roofline.
     graph       target "peak"
     bytes       a number of bytes: the peak of each ``number``
     alone       for the bound in the middle of those, each number of chunks alone
-    kernels     small nets run: gradients beside those of budget 1, what compiles tell
-                beside what torch's allocator counts, and how long they take beside those
-                of `number`
+    kernels     small nets run: how far gradients are off those in double precision,
+                beside those of budget 1, and what compiles tell beside what torch's
+                allocator counts
+    run         likewise in as many chunks by inductor's own chunker, for compile times
 """
 
 import statistics
@@ -30,8 +31,10 @@ from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
+from torch import Tensor
 
 from benchmarks import catalogue, fresh, nets, pages, plans, second_set
+from benchmarks.meters import gradients
 from benchmarks.pages import good, Mark, megabytes, Row
 from benchmarks.tracing import overlay
 
@@ -43,8 +46,8 @@ NUMBERS = (2, 4, 8, 16, 32, 64)
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
 SMALL = tuple(net.name for net in (*nets.SMALL_HEADS, *second_set.SMALL_HEADS))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# By how much gradients may be farther off in chunks, relative to what rounding does.
-ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}
+# How much farther gradients may be off in chunks: what rounding does varies.
+ROUNDING = 2.0
 KINDS = {
     "upstream": plans.SWEEP[::2],
     "wheel": NUMBERS,
@@ -59,8 +62,11 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     small = SMALL[:1] if asked.check else SMALL
     for net in asked.nets or small:
         for dtype in DTYPES if net in SMALL else ():
-            task = {"net": net, "kind": "kernels", "device": "inductor", "part": dtype}
-            yield {"set": set_of(net), **task}
+            task = {"net": net, "device": "inductor", "part": dtype, "torch": "patched"}
+            yield {"set": set_of(net), "kind": "kernels", **task}
+            for row in good(rows, net=net, kind="kernels", part=dtype):
+                chunks = row["steps"][0]["chunks"]
+                yield {"set": set_of(net), "kind": "run", **task, "_chunks": chunks}
     if torch.version.cuda is None:
         # Of a GPU there are schedules only where torch has what it needs for them.
         return
@@ -92,11 +98,14 @@ def set_of(net: str) -> str:
 
 def measure(task: fresh.Task) -> Row:
     kind, net = task["kind"], catalogue.find(task["net"])
-    if kind == "kernels":
+    if kind in ("kernels", "run"):
         net = replace(net, dtype=DTYPES[task["part"]])
         ran = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
-        steps = [with_chunks(ran.by_peak(budget)) for budget in (1.0, 0.0)]
-        return {"steps": [*steps, by_number(ran, steps[1]["chunks"])]}
+        ran.first = exact_gradients(net)
+        if kind == "run":
+            return {"steps": [by_number(ran, task["_chunks"])]}
+        # The first finds no kernel compiled.
+        return {"steps": [with_chunks(ran.by_peak(budget)) for budget in (0.0, 1.0)]}
     with plans.backend_of(DEVICE) as backend:
         made = plans.Plans(net, DEVICE, backend, True, lambda training: training)
         if kind == "upstream":
@@ -124,6 +133,15 @@ def by_number(made: plans.Plans, number: int) -> Row:
 def with_chunks(row: Row) -> Row:
     head = overlay("memory_planner").last_plan().head
     return {**row, "chunks": head.chunks if head is not None else 1}
+
+
+def exact_gradients(net: nets.Net) -> list[Tensor]:
+    """Those of the same parameters in double precision."""
+    module, inputs = net.make()
+    module.double()
+    given = [each.double() if each.is_floating_point() else each for each in inputs]
+    module(*given).backward()
+    return [each.float() for each in gradients(list(module.parameters()))]
 
 
 def alone(made: plans.Plans, number: int, nbytes: int) -> Row:
@@ -237,24 +255,27 @@ def of_numbers(rows: Sequence[Row]) -> Iterator[Mark]:
 
 def of_runs(rows: Sequence[Row]) -> Iterator[Mark]:
     """What kernels that run find."""
-    for dtype, most in ROUNDING.items():
+    for dtype in DTYPES:
         runs = good(rows, kind="kernels", part=dtype)
-        off = [(row["steps"][1]["gradients_off"], row["net"]) for row in runs]
-        what = f"gradients in chunks beside those of budget 1, {dtype}"
-        yield from pages.at_most(what, off, most, show="{:.1e} ({})")
-        told = [
-            (
-                abs(row["steps"][1]["predicted"] / row["steps"][1]["peak"] - 1),
-                row["net"],
-            )
+        off = [
+            (ours["gradients_off"] / theirs["gradients_off"], row["net"])
             for row in runs
+            for ours, theirs in [row["steps"]]
+        ]
+        what = f"error of gradients in chunks / that of budget 1, {dtype}"
+        yield from pages.at_most(what, off, ROUNDING, show="{:.2f} ({})")
+        told = [
+            (abs(ours["predicted"] / ours["peak"] - 1), row["net"])
+            for row in runs
+            for ours in row["steps"][:1]
         ]
         what = f"told by compiles / found by the allocator, {dtype}"
         yield from pages.at_most(what, told, 0.02, show="{:.2%} ({})")
     ratios = [
         (ours["compile_s"] / theirs["compile_s"], f"{row['net']}, {row['part']}")
-        for row in good(rows, kind="kernels")
-        for _, ours, theirs in [row["steps"]]
+        for row in good(rows, kind="run")
+        for ran in good(rows, kind="kernels", net=row["net"], part=row["part"])
+        for ours, theirs in [(ran["steps"][0], row["steps"][0])]
         if ours["chunks"] > 1
     ]
     if ratios:
