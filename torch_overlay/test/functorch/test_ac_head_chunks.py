@@ -49,6 +49,14 @@ class Model(nn.Module):
         return (loss, logits) if self.returns_logits else loss
 
 
+class PerToken(Model):
+    """Returns the loss of each token."""
+
+    def forward(self, words, targets):
+        logits = self.head(self.embedding(words)).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="none")
+
+
 @contextmanager
 def compiling(**options):
     torch._dynamo.reset()
@@ -70,7 +78,7 @@ def gradients(model, run):
     model.zero_grad(set_to_none=True)
     result = run(*batch())
     loss = result[0] if isinstance(result, tuple) else result
-    loss.backward()
+    loss.sum().backward()
     return [loss.detach(), *(each.grad for each in model.parameters())]
 
 
@@ -212,6 +220,7 @@ class HeadChunksTest(TestCase):
         returning = functools.partial(Model, returns_logits=True)
         for model, options, why in (
             (returning, {}, "return the loss alone"),
+            (PerToken, {}, "more than a scalar loss"),
             (Model, {"dtype": torch.float16}, "use bfloat16"),
         ):
             with self.assertLogs("torch._functorch.memory_planner", "WARNING") as told:

@@ -17,6 +17,7 @@ from typing import Any, Optional, Protocol, TYPE_CHECKING
 import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._inductor import config
 
 from ...._inductor.fx_passes.auto_chunker.flat_rows import head_of, is_returned
@@ -62,6 +63,10 @@ _REASONS = {
 }
 _RETURNED = (
     "what is compiled returns the logits, or something as large; return the loss alone"
+)
+_NOT_A_LOSS = (
+    "what is compiled returns more than a scalar loss that gets a gradient; return that "
+    "alone, or compile the head with its loss by itself"
 )
 _HALF = (
     "its gradients would be computed before the loss is scaled, and float16 cannot hold "
@@ -151,17 +156,28 @@ def _with_variants(
     if not whole.fused:
         # Only inductor runs chunks.
         return whole
+    why = _why_whole(module.graph)
     try:
-        return replace(whole, in_chunks={number: read(number) for number in numbers})
+        if not why:
+            in_chunks = {number: read(number) for number in numbers}
+            return replace(whole, in_chunks=in_chunks)
     except RestartAnalysis:
         raise
     except Exception as error:
         # The graph can still be planned as it is.
         log.debug("no chunks", exc_info=error)
-        said = str(error) or type(error).__name__
-        why = _RETURNED if is_returned(module.graph) else _in_words(said)
-        log.info("the head of %s runs in one piece, as %s", get_aot_graph_name(), why)
-        return replace(whole, why_whole=why)
+        why = _in_words((str(error) or type(error).__name__).splitlines()[0])
+    log.info("the head of %s runs in one piece, as %s", get_aot_graph_name(), why)
+    return replace(whole, why_whole=why)
+
+
+def _why_whole(graph: fx.Graph) -> str:
+    """What the chunker does not take, as far as the ends of a graph tell."""
+    if is_returned(graph):
+        return _RETURNED
+    tangents = filter(_is_tangent, graph.find_nodes(op="placeholder"))
+    sizes = (getattr(node.meta["val"], "shape", ()) for node in tangents)
+    return _NOT_A_LOSS if any(map(len, sizes)) else ""
 
 
 def _check_chunks(graph: fx.Graph, why: str) -> None:
