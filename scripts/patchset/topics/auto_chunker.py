@@ -17,17 +17,39 @@ product reads is divided: that of a low-rank adapter is larger than what it read
 forward, as the backward would otherwise repeat whole heads to save a hidden state.
 """,
     test="test/inductor/test_auto_chunker_rows.py",
-    sources=("torch/_inductor/fx_passes/auto_chunker/flat_rows.py",),
+    sources=(
+        "torch/_inductor/fx_passes/auto_chunker/flat_rows.py",
+        "torch/_inductor/fx_passes/auto_chunker/limits.py",
+    ),
     edits=edits("""\
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py
  from .core import find_amplifier_node
 +from .flat_rows import compute_on_rows
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py chunk
++    if any(node.meta["val"].dim() for node in get_tangent_nodes(graph)):
++        raise CantChunk("Skip chunking, as a tangent is no scalar")
++
 +    compute_on_rows(graph)
      propagate(amplifier_node)
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py
  from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 +from torch.utils.checkpoint import CheckpointPolicy
++
++from .limits import accumulator_dtype, is_made_once
+@@ torch/_inductor/fx_passes/auto_chunker/applier.py is_chunking_subgraph_input
+-    return len(arg_nodes_no_meta) > 0 or node.op == "placeholder"
++    if len(arg_nodes_no_meta) > 0 or node.op == "placeholder":
++        return True
++    return is_made_once(node)
+@@ torch/_inductor/fx_passes/auto_chunker/applier.py replace_tangent_to_one
+-            node.replace_all_uses_with(one)
++            # What is computed outside of chunks reads the tangent itself.
++            node.replace_all_uses_with(
++                one, lambda user: get_chunking_meta(user) is not None
++            )
+@@ torch/_inductor/fx_passes/auto_chunker/applier.py create_accumulators
+-                override_dtype = torch.float32
++                override_dtype = accumulator_dtype(fake_tensor.dtype)
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py call_subgraph_for_each_chunk
                  torch.ops.higher_order.invoke_subgraph, (sub_gm, subgraph_id, *args), {}
              )
@@ -38,7 +60,14 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +            output_node.meta["val"] = tuple(n.meta["val"] for n in returned.args[0])
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py
  from .propagate_scale_by import propagate_scale_by
-+from .flat_rows import amplified, is_pointwise, is_unchunked
++from .flat_rows import amplified
++from .limits import (
++    is_behind_chunks,
++    is_pointwise,
++    is_unchunked,
++    needs_sum,
++    positive_dims,
++)
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py can_reach_amplified_node
 +    as_large = amplified(amplifier_node)
      for node in nodelist:
@@ -52,6 +81,19 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 -    status = propagate_rules[target](node)
 +    rule = propagate_rules.get(target, propagate_general_copy_metadata)
 +    status = rule(node)
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_general_copy_metadata
+     node_args = get_args_of_node_type(out_node)
++    if needs_sum(out_node, *node_args):
++        return PropagateStatus.FAIL
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_general_copy_metadata_ignore_broadcast
++    if not is_behind_chunks(out_node):
++        return PropagateStatus.FAIL
+     return propagate_general_copy_metadata(out_node, ignore_broadcast=True)  # type: ignore[call-arg]
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_reduce
+     arg_node, reduce_dims = reduce_node.args[0:2]
++    reduce_dims = positive_dims(arg_node, reduce_dims)
++    if needs_sum(arg_node):
++        return PropagateStatus.FAIL
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_general_copy_metadata
 -        ChunkingMeta.is_nop(get_chunking_meta(arg)) for arg in scalar_args
 +        is_unchunked(get_chunking_meta(arg)) for arg in scalar_args
@@ -72,6 +114,14 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 -        except CantChunk:
 +        except CantChunk as error:
 +            graph.meta["not_chunked"] = str(error)
+@@ torch/_inductor/fx_passes/auto_chunker/core.py reorder_nodes
+     from .applier import is_chunking_subgraph_input
++    from .limits import mutates
+@@ torch/_inductor/fx_passes/auto_chunker/core.py reorder_nodes
+-        if all(arg in pre_chunking_nodes for arg in get_args_of_node_type(node)):
++        if not mutates(node) and all(
++            arg in pre_chunking_nodes for arg in get_args_of_node_type(node)
++        ):
 @@ torch/_inductor/fx_passes/auto_chunker/core.py find_amplifier_node
 -        input_size = compute_tensor_size(node.args, node.kwargs)
 +        # Not the other factor, of which every chunk reads all.

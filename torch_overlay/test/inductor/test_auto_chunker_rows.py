@@ -118,6 +118,101 @@ class AutoChunkerRowsTest(TestCase):
         self.assertIsNone(flat_rows.head_of(graph))
 
 
+def logits_of(hidden, weight):
+    return F.linear(hidden, weight).flatten(0, 1)
+
+
+def weighted(hidden, weight, scale, words):
+    """A term that reads the tangent, though it is no part of the head."""
+    loss = F.cross_entropy(logits_of(hidden, weight), words.flatten())
+    return loss * scale.exp() + scale
+
+
+def over_tokens(hidden, weight, scale, words):
+    chosen = F.log_softmax(logits_of(hidden, weight) * scale, -2)
+    return -chosen.gather(1, words.view(-1, 1)).mean()
+
+
+def of_mean_share(hidden, weight, scale, words):
+    """What is computed of a sum over all tokens."""
+    logits = logits_of(hidden, weight) * scale
+    share = logits.softmax(-1).sum(0) / len(logits)
+    return F.cross_entropy(logits, words.flatten()) + share.square().sum()
+
+
+def picked(hidden, weight, scale, words):
+    logits = logits_of(hidden, weight) * scale
+    order = torch.arange(len(logits) - 1, -1, -1).view(-1, 1).expand_as(logits)
+    return F.cross_entropy(logits.gather(0, order), words.flatten())
+
+
+def in_double(hidden, weight, scale, words):
+    logits = (logits_of(hidden, weight) * scale).double()
+    return F.cross_entropy(logits, words.flatten()) + 1e-4 * logits.square().sum()
+
+
+def numbered(hidden, weight, scale, words):
+    """A tensor without arguments, of which each chunk has to see its own rows."""
+    logits = logits_of(hidden, weight) * scale
+    rows = torch.arange(len(logits), dtype=torch.float32).view(-1, 1)
+    return F.cross_entropy(logits * (rows / len(logits)), words.flatten())
+
+
+class Adjusted(torch.nn.Module):
+    """Reads a buffer in its head, and overwrites it afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("prior", torch.zeros(WORDS))
+
+    def forward(self, hidden, weight, scale, words):
+        logits = logits_of(hidden, weight) * scale + self.prior
+        loss = F.cross_entropy(logits, words.flatten())
+        self.prior.add_(torch.linspace(-1, 1, WORDS))
+        return loss
+
+
+class OtherLossesTest(TestCase):
+    """Whether the chunker takes them or not, they are right."""
+
+    def check(self, make):
+        hidden, weight, words = given()
+        scale = torch.tensor(0.3, requires_grad=True)
+        leaves = hidden, weight, scale
+        found = []
+        for loss in (make(), torch.compile(make())):
+            torch._dynamo.reset()
+            options = {"auto_chunker.enable": True, "auto_chunker.num_chunk": 4}
+            with config.patch(force_disable_caches=True, **options):
+                for _ in range(2):
+                    result = loss(*leaves, words)
+                    # Not the factor that chunks assume.
+                    gradients = torch.autograd.grad(8 * result, leaves)
+            found.append([result, *gradients])
+        self.assertEqual(*found, rtol=1e-4, atol=1e-5)
+
+    def test_a_weight_of_the_loss(self):
+        self.check(lambda: weighted)
+
+    def test_shares_of_tokens(self):
+        self.check(lambda: over_tokens)
+
+    def test_the_mean_share_of_each_word(self):
+        self.check(lambda: of_mean_share)
+
+    def test_rows_in_another_order(self):
+        self.check(lambda: picked)
+
+    def test_double_precision(self):
+        self.check(lambda: in_double)
+
+    def test_numbers_of_rows(self):
+        self.check(lambda: numbered)
+
+    def test_a_buffer_that_is_overwritten(self):
+        self.check(Adjusted)
+
+
 class ComputeOnRowsTest(TestCase):
     def views(self, function, *inputs):
         """The views that are left in a graph, which computes the same as before."""

@@ -51,9 +51,6 @@ _LARGE = 8
 
 # What the chunker's own reasons mean, by a part of them.
 _REASONS = {
-    "dynamic shape": (
-        "its sizes are symbolic; compile it for each size (dynamic=False), or pad"
-    ),
     "inference only": "the loss does not depend on the logits in a way that it follows",
     "Multiple scale_by": "there is more than one loss; return their sum",
     "rule for aten.view": (

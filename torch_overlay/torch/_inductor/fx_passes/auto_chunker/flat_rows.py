@@ -19,43 +19,42 @@ from torch._inductor.fx_passes.auto_chunker.utils import (
 )
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
+from .limits import is_pointwise
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch._inductor.fx_passes.auto_chunker.common import ChunkingMeta
     from torch.fx import Graph, Node
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 __all__ = [
     "amplified",
     "compute_on_rows",
     "head_of",
     "is_last_product",
-    "is_pointwise",
     "is_returned",
-    "is_unchunked",
 ]
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
-_POINTWISE = (prims.convert_element_type.default,)
 
 
 def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
     """The rows, the inner size and the columns of the product to divide into chunks.
 
-    None if there is none, or if a size is symbolic, which the chunker does not take.
+    None if there is none, or if sizes are symbolic, which the chunker does not take.
     """
+    # Comparing symbolic sizes would guard.
+    given = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    if any(isinstance(value, torch.SymInt) for value in given):
+        return None
     head = find_amplifier_node(graph)
     if head is None:
         return None
     inner = head.all_input_nodes[-1].meta["val"].shape[0]
     rows, columns = head.meta["val"].shape
-    is_static = all(isinstance(size, int) for size in (rows, inner, columns))
-    return (rows, inner, columns) if is_static else None
+    return rows, inner, columns
 
 
 def is_last_product(node: Node) -> bool:
@@ -148,21 +147,6 @@ def _compute_on_rows(graph: Graph, node: Node) -> None:
 def _shape(node: Any) -> Optional[tuple[Any, ...]]:
     value = get_fake_tensor_from_node_arg(node)
     return None if value is None else tuple(value.shape)
-
-
-def is_pointwise(node: Node) -> bool:
-    """Whether each element of a node's value depends on one of each argument."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return torch.Tag.pointwise in target.tags or target in _POINTWISE
-
-
-def is_unchunked(meta: Optional[ChunkingMeta]) -> bool:
-    """Whether a scalar is the same for all chunks, if perhaps to be scaled later."""
-    return meta is None or (meta.chunk_dim is None and not meta.need_sum)
 
 
 def _is_batched(rows: Optional[Sequence[Any]], shape: Sequence[Any]) -> bool:
