@@ -137,7 +137,12 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
      amplifier_nodes_ratio = []
 """),
     since=(2, 11),
-    landed=(("torch/_inductor/fx_passes/auto_chunker/__init__.py", "compute_on_rows(graph)"),),
+    landed=(
+        (
+            "torch/_inductor/fx_passes/auto_chunker/__init__.py",
+            "compute_on_rows(graph)",
+        ),
+    ),
     risks="""\
 None where config.auto_chunker is off, which is its default.
 """,

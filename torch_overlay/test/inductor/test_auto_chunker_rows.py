@@ -1,6 +1,8 @@
 # Owner(s): ["module: inductor"]
 """The chunker takes the heads of ordinary language models."""
 
+import unittest
+
 import torch
 import torch.nn.functional as F
 from torch._inductor import config, metrics
@@ -35,6 +37,7 @@ def capped(hidden, weight, words):
     return F.cross_entropy(logits.view(-1, WORDS), words.view(-1))
 
 
+@unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
 class AutoChunkerRowsTest(TestCase):
     def compiled(self, loss, inputs, budget=1.0):
         """The gradients of a loss in chunks, and the code of its backward."""
@@ -172,6 +175,7 @@ class Adjusted(torch.nn.Module):
         return loss
 
 
+@unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
 class OtherLossesTest(TestCase):
     """Whether the chunker takes them or not, they are right."""
 
@@ -253,5 +257,4 @@ class ComputeOnRowsTest(TestCase):
 
 
 if __name__ == "__main__":
-    if HAS_CPU:
-        run_tests()
+    run_tests()
