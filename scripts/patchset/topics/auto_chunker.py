@@ -34,8 +34,9 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py
  from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 +from torch.utils.checkpoint import CheckpointPolicy
-+
+@@ torch/_inductor/fx_passes/auto_chunker/applier.py
 +from .limits import accumulator_dtype, is_made_once
+ from .utils import get_args_of_node_type, get_fake_tensor_from_node_arg, is_tangent_node
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py is_chunking_subgraph_input
 -    return len(arg_nodes_no_meta) > 0 or node.op == "placeholder"
 +    if len(arg_nodes_no_meta) > 0 or node.op == "placeholder":
@@ -59,7 +60,6 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +            *_, returned = getattr(self.gm, subgraph_id).graph.nodes
 +            output_node.meta["val"] = tuple(n.meta["val"] for n in returned.args[0])
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py
- from .propagate_scale_by import propagate_scale_by
 +from .flat_rows import amplified
 +from .limits import (
 +    is_behind_chunks,
@@ -68,12 +68,15 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +    needs_sum,
 +    positive_dims,
 +)
+ from .propagate_scale_by import propagate_scale_by
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py can_reach_amplified_node
+-    target_numel = get_fake_tensor_from_node_arg(amplifier_node).numel()  # type: ignore[union-attr]
 +    as_large = amplified(amplifier_node)
-     for node in nodelist:
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py can_reach_amplified_node
 -        elif get_fake_tensor_from_node_arg(node).numel() == target_numel or (  # type: ignore[union-attr]
-+        elif node in as_large or (
+-            not is_fwd and is_tangent_node(node)
+-        ):
++        elif node in as_large or (not is_fwd and is_tangent_node(node)):
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_single_node
 -    if not isinstance(target, torch._ops.OpOverload) or target not in propagate_rules:
 +    if target not in propagate_rules and not is_pointwise(node):
