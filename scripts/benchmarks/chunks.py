@@ -71,22 +71,20 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         # Of a GPU there are schedules only where torch has what it needs for them.
         return
     for net in asked.nets or NETS:
+        if net in SMALL:
+            continue
         for kind, numbers in KINDS.items():
             task = {"net": net, "kind": kind, "device": DEVICE, "budgets": numbers}
             task["torch"] = (
                 fresh.UNTOUCHED if kind in ("upstream", "wheel") else "patched"
             )
-            theirs = [
-                s for row in good(rows, net=net, kind="number") for s in row["steps"]
-            ]
             if kind in ("bytes", "alone"):
-                peaks = sorted({step["peak"] for step in theirs})
+                peaks = sorted({step["peak"] for step in steps_of(rows, net, "number")})
                 if not peaks or (kind == "alone" and net not in ALONE):
                     continue
                 middle = peaks[len(peaks) // 2 : len(peaks) // 2 + 1]
                 task["_peaks"] = peaks if kind == "bytes" else middle
-            if net not in SMALL:
-                yield {"set": set_of(net), **task}
+            yield {"set": set_of(net), **task}
 
 
 def set_of(net: str) -> str:

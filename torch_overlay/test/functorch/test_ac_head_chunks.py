@@ -3,15 +3,12 @@
 
 import functools
 import logging
-import multiprocessing
-import os
-import tempfile
 import unittest
 from contextlib import contextmanager
-from datetime import timedelta
 from unittest import mock
 
 from test_ac_peak_budget import allocated_at_most
+from test_ac_step_budget import HAS_GLOO, in_two_ranks, join_ranks
 
 import torch
 import torch.nn as nn
@@ -29,7 +26,6 @@ from torch.testing._internal.inductor_utils import HAS_CPU
 
 WIDTH, WORDS, BATCH, TOKENS = 32, 4096, 4, 128
 MB = 1_000_000
-HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 class Model(nn.Module):
@@ -127,13 +123,7 @@ class Parts(Model):
 
 def of_rank(number, place):
     """How a head runs in one of two processes, and whether gradients are the same."""
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{place}",
-        rank=number,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
+    join_ranks(number, place)
     found = {}
     for way in ("replicas", "sharded"):
         model = Model()
@@ -317,11 +307,7 @@ class HeadChunksTest(TestCase):
 
     @unittest.skipUnless(HAS_GLOO, "no gloo here")
     def test_two_ranks(self):
-        processes = multiprocessing.get_context("spawn")
-        with tempfile.TemporaryDirectory() as folder, processes.Pool(2) as pool:
-            ranks = [(number, os.path.join(folder, "init")) for number in range(2)]
-            # One may wait forever for the other, if that fails.
-            found = pool.starmap_async(of_rank, ranks, chunksize=1).get(timeout=300)
+        found = in_two_ranks(of_rank)
         self.assertEqual(found[0], found[1])
         for is_same, heads in found[0].values():
             self.assertTrue(is_same)

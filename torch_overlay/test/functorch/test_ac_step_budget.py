@@ -382,8 +382,8 @@ class Stage(nn.Sequential):
         step(target=x.argmax(1) % 8) if number else step(x)
 
 
-def rank(number, place):
-    """What a StepBudget does in one of two processes, for each way."""
+def join_ranks(number, place):
+    """Make this process one of two."""
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{place}",
@@ -391,6 +391,11 @@ def rank(number, place):
         world_size=2,
         timeout=timedelta(seconds=120),
     )
+
+
+def rank(number, place):
+    """What a StepBudget does in one of two processes, for each way."""
+    join_ranks(number, place)
     return {way: step_of_rank(number, way) for way in WAYS}
 
 
@@ -424,8 +429,8 @@ def step_of_rank(number, way):
     return peak, budget.plan, is_same
 
 
-def in_two_ranks():
-    """What ``rank`` returns in each of two processes."""
+def in_two_ranks(rank):
+    """What ``rank(number, place)`` returns in each of two processes."""
     processes = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, processes.Pool(2) as pool:
         place = os.path.join(folder, "init")
@@ -1398,7 +1403,7 @@ class StepBudgetTest(TestCase):
         "a CUDA build without a GPU",
     )
     def test_two_ranks(self):
-        one, other = in_two_ranks()
+        one, other = in_two_ranks(rank)
         for way in WAYS:
             with self.subTest(way=way):
                 for peak, plan, is_same in (one[way], other[way]):

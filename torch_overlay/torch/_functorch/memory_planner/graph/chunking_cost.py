@@ -14,7 +14,7 @@ from .recompute_cost import FLOP_PER_BYTE, is_costly, roofline
 if TYPE_CHECKING:
     from .joint import Planner
 
-__all__ = ["CHUNK", "Chunks", "chunking_cost", "chunks_of"]
+__all__ = ["CHUNK", "Chunks", "chunking_cost", "chunks_in"]
 
 # The bytes of an element, of any type: with fewer bytes, devices compute faster, too.
 _ITEMSIZE = 4
@@ -34,7 +34,7 @@ class Chunks(NamedTuple):
     columns: int
 
 
-def chunks_of(graph: Planner) -> Chunks:
+def chunks_in(graph: Planner) -> Chunks:
     """The chunks that a graph's head runs in."""
     calls = graph.joint.find_nodes(op="call_function", target=CHUNK)
     (body,) = subgraphs(calls[0])

@@ -29,7 +29,6 @@ __all__ = [
     "flops",
     "is_costly",
     "is_view",
-    "nbytes_of",
     "recompute_cost",
     "roofline",
 ]
@@ -127,11 +126,6 @@ def _bytes_moved(node: fx.Node) -> int:
         return 0
     values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
     values.append(node.meta.get("val"))
-    return nbytes_of(values)
-
-
-def nbytes_of(values: Any) -> int:
-    """The bytes of all tensors in a tree of values."""
     return sum(
         concrete(leaf.numel()) * leaf.dtype.itemsize
         for leaf in tree_leaves(values)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Optional, TYPE_CHECKING
 
-from ..graph.chunking_cost import chunking_cost, chunks_of
+from ..graph.chunking_cost import chunking_cost, chunks_in
 from ..graph.inputs_outputs import (
     Missing,
     output_bytes,
@@ -50,7 +50,7 @@ def with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
         except CannotPlan as error:
             log.debug("no plans for %d chunks", chunks, exc_info=error)
             continue
-        head = chunks_of(each)
+        head = chunks_in(each)
         more = chunking_cost(joint, head)
         variants[chunks] = other.variants[1]._replace(rows=head.rows, cost=more)
         for plan in other.plans:

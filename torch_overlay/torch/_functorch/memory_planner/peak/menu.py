@@ -26,7 +26,7 @@ from .plan_search import model_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable
 
     import torch.fx as fx
     from ..graph.joint import Planner
@@ -111,6 +111,11 @@ class Variant(NamedTuple):
         model = program_of(joint, missing)
         return cls(model, backward_inputs(joint, model))
 
+    def sized(self, joint: Planner, missing: Optional[Missing]) -> Variant:
+        """The same for calls of the size that ``joint`` has."""
+        other = Variant.of(joint, missing)
+        return self._replace(model=other.model, inputs=other.inputs)
+
 
 @dataclass(frozen=True)
 class Menu:
@@ -118,7 +123,8 @@ class Menu:
 
     ``variants`` has the graph by its number of chunks, 1 for the graph as it is.
     ``primals`` and ``tangents`` count the tensors among the joint graph's inputs, and
-    ``outputs`` has the bytes of what the forward returns.  For each compiled plan, ``told`` has by how much ``kept``, ``forward`` and ``backward`` exceed the
+    ``outputs`` has the bytes of what the forward returns.  For each compiled plan,
+    ``told`` has by how much ``kept``, ``forward`` and ``backward`` exceed the
     estimates, as shares of the backward's estimate, so that other sizes can use them.
     """
 
@@ -155,18 +161,27 @@ class Menu:
         where it does not come in as many chunks as a plan wants, it has fewer.
         """
         variants = {
-            n: Variant(*Variant.of(each, self.missing)[:2], *self.variants[n][2:])
+            n: self.variants[n].sized(each, self.missing)
             for n, each in joint.variants.items()
             if n in self.variants
         }
         there = {n: calls_in(each.model)[1] for n, each in variants.items()}
         made = {n: calls_in(each.model)[1] for n, each in self.variants.items()}
+
+        @functools.cache
+        def same(chunks: int, as_chunks: int) -> dict[int, int]:
+            """By storage of one variant, the other trace's that the same call makes."""
+            places = there[as_chunks]
+            calls = made[chunks].items()
+            return {s: places[place] for place, s in calls if place in places}
+
         plans = [*self.plans]
         for chunks, (model, *_) in variants.items():
             here = {
-                at: _in_storages(plan, made[plan.chunks], there[chunks])
+                at: frozenset(match[s] for s in plan.storages if s in match)
                 for at, plan in enumerate(self.plans)
                 if chunks == max(n for n in variants if n <= plan.chunks)
+                for match in [same(plan.chunks, chunks)]
             }
             evaluated = model.evaluate_all([*here.values()]) if here else []
             for (at, storages), each in zip(here.items(), evaluated):
@@ -261,13 +276,15 @@ class Menu:
         return index in self.told and self.peak_of(index) > most
 
     def _peak(self, plan: Footprint) -> int:
-        beside = self.variants[plan.chunks].model.held_by_caller
-        return max(plan.forward, plan.backward + beside)
+        return max(plan.forward, plan.backward + self._model_of(plan).held_by_caller)
+
+    def _model_of(self, plan: Footprint) -> Program:
+        return self.variants[plan.chunks].model
 
     def saved_values(self, index: int) -> list[fx.Node]:
         """The nodes that a plan saves."""
         plan = self.plans[index]
-        model = self.variants[plan.chunks].model
+        model = self._model_of(plan)
         return model.saved_values(model.evaluate(plan.storages).saved)
 
     def head(self, index: int) -> Optional[Head]:
@@ -287,7 +304,7 @@ class Menu:
         unknown.
         """
         plan = self.plans[index]
-        model = self.variants[plan.chunks].model
+        model = self._model_of(plan)
         peaks = model.evaluate(plan.storages).step_peaks
         _, step = max(zip(peaks, model.steps), key=operator.itemgetter(0))
         meta = step.operator.node.meta
@@ -334,14 +351,6 @@ class Menu:
                 found[at] = max(each.step_peaks) - beside
                 found[at] += releasing.nbytes_of(returned - each.saved)
         return found
-
-
-def _in_storages(
-    plan: Footprint, made: Mapping[Any, int], there: Mapping[Any, int]
-) -> frozenset[int]:
-    """What a plan saves, by another trace of the graph, where calls match."""
-    same = {s: there[place] for place, s in made.items() if place in there}
-    return frozenset(same[s] for s in plan.storages if s in same)
 
 
 def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int:

@@ -10,9 +10,13 @@ from __future__ import annotations
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
-import torch._inductor.inductor_prims
 
-from torch._inductor.fx_passes.auto_chunker.core import find_amplifier_node
+# The chunker's rules name operators that this defines.
+import torch._inductor.inductor_prims
+from torch._inductor.fx_passes.auto_chunker.core import (
+    eligible_amplifier_node as products,
+    find_amplifier_node,
+)
 from torch._inductor.fx_passes.auto_chunker.utils import (
     get_fake_tensor_from_node_arg,
     use_tangent,
@@ -36,8 +40,6 @@ __all__ = [
     "is_last_product",
     "is_returned",
 ]
-
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
@@ -93,7 +95,7 @@ def amplified(head: Node) -> OrderedSet[Node]:
         # A product makes something else of what it reads.
         arguments = [] if node is head else node.all_input_nodes
         for other in (*arguments, *node.users):
-            is_made = other.op == "call_function" and other.target not in _PRODUCTS
+            is_made = other.op == "call_function" and other.target not in products
             if is_made and numel(other) == size and other not in found:
                 found.add(other)
                 pending.append(other)
