@@ -50,7 +50,11 @@ def train(rank: int, store: str) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(train, (f"{folder}/store",), RANKS)
+        # A forked rank exits at once, without waiting for an interpreter to be torn
+        # down while gloo's threads still release the tensors of the last collective.
+        multiprocessing.start_processes(
+            train, (f"{folder}/store",), RANKS, start_method="fork"
+        )
 
 
 if __name__ == "__main__":
