@@ -2,9 +2,12 @@
 """What compiled graphs tell of the bytes that they hold, and plans that follow from it."""
 
 import functools
+import re
 import unittest
 from contextlib import contextmanager
 from dataclasses import replace
+from glob import glob
+from itertools import chain
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -23,6 +26,9 @@ from torch._functorch.memory_planner.peak import menu, peak_bytes as peak_target
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config, output_code, wrapper_memory
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_utils import HAS_CPU
 
@@ -37,6 +43,8 @@ except ImportError:
 
 
 LAYERS, ROWS, SIDE = 3, 512, 32
+# The source of a kernel in generated code.
+KERNEL = r"cpp_pybinding\(.*?'''(.*?)'''"
 
 
 def layers(x, *weights):
@@ -184,6 +192,28 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(found, wanted)
         # Of the tries, only what is kept is reported.
         self.assertNotEqual(saved(saved_report.plans()[-2]), saved(other))
+
+    def test_only_kernels_of_the_plan_that_is_kept_are_compiled(self):
+        wanted = planned(0.5)[1]
+        # The second time, what was kept is loaded from the cache.
+        for threads, times in ((1, 1), (2, 1), (2, 2)):
+            codes, options = [], {"compile_threads": threads, "fx_graph_cache": True}
+            with (
+                fresh_cache(),
+                budgeted(0.5),
+                inductor_config.patch(options),
+                patch.object(GraphLowering, "save_output_code", codes.append),
+                told_more(9),
+            ):
+                for _ in range(times):
+                    torch._dynamo.reset()
+                    found = gradients(torch.compile(layers), given())
+                    self.assertEqual(found, wanted)
+                compiled = glob(f"{cache_dir()}/**/*.main.so", recursive=True)
+            asked = [re.findall(KERNEL, code, re.DOTALL) for code in codes]
+            kept = {*asked[-2], *asked[-1]}
+            self.assertGreater(len({*chain.from_iterable(asked)}), len(kept))
+            self.assertEqual(len(compiled), len(kept))
 
     def test_plans_of_other_threads_stay(self):
         plan, *_ = planned(0.5)

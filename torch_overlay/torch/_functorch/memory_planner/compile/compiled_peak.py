@@ -21,8 +21,10 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
-from ..ask import Ask
 
+from ...._inductor.deferred_kernels import DeferredKernels
+
+from ..ask import Ask
 from ..decide import by_config, requested
 from ..decision import Peak
 from ..peak.curve import allowed_peak
@@ -130,7 +132,8 @@ class _Compiles:
         state.aot_config = replace(
             state.aot_config, force_non_lazy_backward_lowering=True
         )
-        self.peaks = CompiledPeaks(*compilers)
+        kernels = DeferredKernels()
+        self.peaks = CompiledPeaks(*compilers, kernels=kernels)
         self.peaks.guarded = self.trying.is_guarded
 
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -140,13 +143,15 @@ class _Compiles:
                 self._check(self.menu, self.peaks.told, state.fw_metadata)
             return compiled
 
-        return compile_graph(
+        compiled = compile_graph(
             state,
             capture,
             partition_by(partition, self),
             _like(compilers[0], self.peaks.forward),
             _like(compilers[1], compile_backward),
         )
+        kernels.compile()
+        return compiled
 
     def decide(self, graph: Planner) -> Decision:
         """Decide by the plan that is to be tried now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch.fx as fx
+
+    from ...._inductor.deferred_kernels import DeferredKernels
     from ...._inductor.wrapper_memory import WrapperMemory
     from ..graph.inputs_outputs import Missing
 
@@ -49,11 +52,16 @@ class CompiledPeaks:
     """Wraps the two compilers of a joint graph and reads what the compiled graphs hold.
 
     ``told`` is the result of `peaks_of`, or None where the backward is not compiled yet
-    or its compiler does not tell.  If ``guarded``, no fusion may raise the peaks.
+    or its compiler does not tell.  If ``guarded``, no fusion may raise the peaks.  If
+    ``kernels`` are given, they collect those of both graphs, not compiled yet.
     """
 
-    def __init__(self, *compilers: Callable[..., Any]) -> None:
-        self._compilers = compilers
+    def __init__(
+        self,
+        *compilers: Callable[..., Any],
+        kernels: Optional[DeferredKernels] = None,
+    ) -> None:
+        self._compilers, self._kernels = compilers, kernels
         self.guarded = False
         self.num_fwd_outputs = 0
         # The device whose bytes count.
@@ -102,7 +110,8 @@ class CompiledPeaks:
         self, phase: int, module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Any:
         options = {"live_bytes_of": str(self.device), **(GUARD if self.guarded else {})}
-        with inductor_config.patch(options):
+        later = self._kernels.collected() if self._kernels else nullcontext()
+        with inductor_config.patch(options), later:
             return self._compilers[phase](module, inputs)
 
 

@@ -14,6 +14,9 @@ import torch
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves
+
+from ...._inductor.deferred_kernels import DeferredKernels
+
 from ..compile.recompile import (
     calls_nested_regions,
     fresh_copy,
@@ -24,7 +27,6 @@ from ..compile.recompile import (
 from ..compile.told import can_guard, CompiledPeaks
 from ..graph.liveness import CannotPlan
 from ..graph.other_sizes import times_larger
-
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
 from .aot_calls import boxed_call, marked, traced_name
@@ -39,6 +41,7 @@ from .traced_graph import context_of_tracing, TracedGraph
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.fx import GraphModule
 
@@ -73,6 +76,8 @@ class CompiledGraph:
         self._name = traced_name() or get_aot_graph_name()
         self._is_retained = self.has_plans = False
         self._runs: dict[int, Callable[..., Any]] = {}
+        # Their kernels, until a call runs by the plan.
+        self._kernels: dict[int, DeferredKernels] = {}
         # The compiled plan that runs in place of each, given what compiles told.
         self._instead: dict[Any, int] = {}
         # The plan of the first compile, and its code.
@@ -96,7 +101,7 @@ class CompiledGraph:
 
     def compile_first(self) -> Any:
         """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
-        run, metadata = self._compiled(None)
+        run, metadata, _ = self._compiled(None)
         self._runs[self._first] = self._first_run = run
         return boxed_call(self._call), metadata
 
@@ -128,7 +133,7 @@ class CompiledGraph:
             plan = call.plan
             if plan not in self._runs:
                 self.compile([plan], step.budget)
-            run = self._runs[plan]
+            run = self._ready(plan, step.budget)
         step.call = call
         try:
             result = run(args)
@@ -199,7 +204,8 @@ class CompiledGraph:
         """Adopt the graph's plans if they are for calls that miss something else."""
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.sized(self._traced.joint)
-            self._runs, self._instead, self._guarded, self.scales = {}, {}, set(), {}
+            self._runs, self._kernels, self._instead = {}, {}, {}
+            self._guarded, self.scales = set(), {}
 
     def as_good(self, plan: int) -> int:
         """A compiled plan that holds no more, for calls of this size, than a plan may.
@@ -218,25 +224,43 @@ class CompiledGraph:
         return self._instead[known]
 
     def compile(self, plans: Iterable[int], budget: Budget) -> None:
-        """Compile plans that have not been, and list the first one in `plans()`."""
-        name, plans = self.graph.name, [*plans]
+        """Compile plans that have not been, and list the first one in `plans()`.
+
+        All but their kernels: a plan may be replaced before it runs.
+        """
+        plans = [*plans]
         self._renew()
         for plan in sorted({*plans}):
-            failure = f"{name} keeps its first plan, as another failed to compile"
             if plan not in self._runs:
                 # Replaced if it compiles.
                 self._runs[plan] = self._first_run
-                with budget.warn_on_failure(failure), self._as_traced():
-                    self._runs[plan], _ = self._compiled(plan)
+                with self._warn_of_failure(budget), self._as_traced():
+                    self._runs[plan], _, self._kernels[plan] = self._compiled(plan)
             margin = self._traced.joint.ask.peak_margin
             is_guarded = plan in self._guarded or not can_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
                 self._guarded.add(plan)
-                failure = f"{name} failed to compile with fusions guarded"
+                failure = f"{self.graph.name} failed to compile with fusions guarded"
                 # On failure, what was compiled stays, and is known to hold more.
                 with budget.warn_on_failure(failure, False), self._as_traced():
                     self._compile_guarded(plan)
         self._list(self._reports.get(plans[0]))
+
+    def _ready(self, plan: int, budget: Budget) -> Callable[..., Any]:
+        """The code of a plan, with its kernels; the first plan's if these fail."""
+        kernels = self._kernels.pop(plan, None)
+        if kernels is not None:
+            run, self._runs[plan] = self._runs[plan], self._first_run
+            budget.was_compiling()
+            with self._warn_of_failure(budget):
+                kernels.compile()
+                self._runs[plan] = run
+        return self._runs[plan]
+
+    def _warn_of_failure(self, budget: Budget) -> AbstractContextManager[None]:
+        return budget.warn_on_failure(
+            f"{self.graph.name} keeps its first plan, as another failed to compile"
+        )
 
     def _list(self, report: Optional[Plan]) -> None:
         """Make this the graph's only entry in `plans()`."""
@@ -247,12 +271,16 @@ class CompiledGraph:
     def _compile_guarded(self, plan: int) -> None:
         """Compile without fusions that raise the peak; keep it if it holds less."""
         before = self.plans.peak_of(plan)
-        run, _ = self._compiled(plan, is_guarded=True)
+        run, _, kernels = self._compiled(plan, is_guarded=True)
         if self.plans.peak_of(plan) < before:
-            self._runs[plan] = run
+            self._runs[plan], self._kernels[plan] = run, kernels
 
     def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
-        """Split and compile a copy of the joint graph by a plan, None for the first."""
+        """Split and compile a copy of the joint graph by a plan, None for the first.
+
+        Returns the code, AOTAutograd's metadata, and the kernels that it needs, which
+        are compiled already for the first.
+        """
         step = running_step()
         if step is not None:
             step.budget.was_compiling()
@@ -266,7 +294,9 @@ class CompiledGraph:
             cache_info=None,
             force_non_lazy_backward_lowering=is_another,
         )
-        compiled = CompiledPeaks(*self._compilers)
+        kernels = DeferredKernels()
+        later = kernels if is_another else None
+        compiled = CompiledPeaks(*self._compilers, kernels=later)
         compiled.guarded = is_guarded
 
         def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -292,7 +322,7 @@ class CompiledGraph:
             metadata
         )
         self._list(report)
-        return run, metadata
+        return run, metadata, kernels
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()

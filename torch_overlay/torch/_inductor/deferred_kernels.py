@@ -1,0 +1,156 @@
+"""Compiles the kernels of graphs when the graphs are to be kept, not when they are made.
+
+The module that inductor generates for a graph asks :class:`.async_compile.AsyncCompile`
+for each kernel, and waits for all at its end.  What a graph holds is known before that,
+from the module's text.  So whoever may discard the graph collects what its module asks
+for, and has it compiled later::
+
+    kernels = DeferredKernels()
+    with kernels.collected():
+        compiled = compile_fx_inner(graph, inputs)
+    if compiled.memory.peak() <= allowed:
+        kernels.compile()
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Optional, TYPE_CHECKING
+
+from torch._inductor import config
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["DeferredKernels", "deferrable", "deferring", "loads_kernels"]
+
+# The methods of AsyncCompile whose kernels can wait; others compile at once.
+_METHODS = ("triton", "cpp", "cpp_pybinding", "cutlass", "rocm")
+
+
+class DeferredKernels:
+    """The kernels of some graphs, which are not compiled yet."""
+
+    def __init__(self) -> None:
+        # What the modules of these graphs define, and the call that waits for it.
+        self._scopes: list[tuple[dict[str, Any], Callable[[], None]]] = []
+        self._options: dict[str, Any] = {}
+        self.is_loading = False
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Leave the kernels of the graphs that are compiled here for later."""
+        token = _deferring.set(self)
+        try:
+            yield
+        finally:
+            _deferring.reset(token)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A graph's module is loaded here: the kernels that it asks for can wait.
+
+        Kernels that are asked for before are to be measured and chosen from.
+        """
+        self.is_loading, self._options = True, config.get_config_copy()
+        try:
+            yield
+        finally:
+            self.is_loading = False
+
+    def wait_later(self, scope: dict[str, Any], wait: Callable[[], None]) -> None:
+        self._scopes.append((scope, wait))
+
+    def compile(self) -> None:
+        """Compile all kernels, by as many threads or processes as inductor has."""
+        scopes, self._scopes = self._scopes, []
+        if not scopes:
+            return
+        # The options of `torch.compile` hold only while it compiles.
+        with config.patch(self._options):
+            for scope, _ in scopes:
+                for name, value in scope.items():
+                    if isinstance(value, _Kernel):
+                        scope[name] = value.started
+            for _, wait in scopes:
+                wait()
+
+
+_deferring: ContextVar[Optional[DeferredKernels]] = ContextVar(
+    "_deferring", default=None
+)
+
+
+def deferring() -> bool:
+    """Whether the kernels of a graph that is compiled now may never be needed."""
+    return _deferring.get() is not None
+
+
+class _Kernel:
+    """A kernel that is not compiled before something needs it."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
+
+    @functools.cached_property
+    def started(self) -> Any:
+        """The kernel, or a future of it."""
+        return self._start()
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        wait = getattr(self.started, "result", None)
+        return self.started if wait is None else wait()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+
+def deferrable(compiles: Any) -> Any:
+    """Have ``AsyncCompile`` leave kernels for later where a graph is being loaded."""
+
+    def kernel_by(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
+            start = functools.partial(method, self, *args, **kwargs)
+            deferred = _deferring.get()
+            is_later = deferred is not None and deferred.is_loading
+            return _Kernel(start) if is_later else start()
+
+        return kernel
+
+    def waiting_by(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wait(self: Any, scope: dict[str, Any]) -> None:
+            deferred = _deferring.get()
+            if deferred is not None and deferred.is_loading:
+                deferred.wait_later(scope, functools.partial(method, self, scope))
+            else:
+                method(self, scope)
+
+        return wait
+
+    for name in _METHODS:
+        setattr(compiles, name, kernel_by(getattr(compiles, name)))
+    compiles.wait = waiting_by(compiles.wait)
+    return compiles
+
+
+def loads_kernels(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that loads the module of a graph, once its code is generated."""
+
+    @functools.wraps(load)
+    def load_module(*args: Any, **kwargs: Any) -> Any:
+        deferred = _deferring.get()
+        if deferred is None:
+            return load(*args, **kwargs)
+        with deferred.loading():
+            return load(*args, **kwargs)
+
+    return load_module
