@@ -15,6 +15,7 @@ from test_buffer_reuse import live_at_most
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch._functorch import config
 from torch._functorch.memory_planner import decision
 from torch._functorch.memory_planner.compile import (
@@ -391,6 +392,20 @@ class CompiledPeakTest(TestCase):
         hasattr(torch.autograd.graph, "region_activation_memory_budget"),
         "this torch has no budget for a region",
     )
+    def test_a_pattern_of_inductor_is_matched(self):
+        # To replace what it matches, inductor traces a joint graph meanwhile.
+        def attention(query, key, value):
+            scores = query @ key.transpose(-2, -1) / SIDE**0.5
+            return (scores.softmax(dim=-1) @ value).square().sum()
+
+        inputs = [torch.randn(2, 4, 8, SIDE, requires_grad=True) for _ in range(3)]
+        wanted = torch.autograd.grad(attention(*inputs), inputs)
+        counters.clear()
+        with budgeted(0.5):
+            found = torch.autograd.grad(torch.compile(attention)(*inputs), inputs)
+        self.assertEqual(found, wanted)
+        self.assertGreater(counters["inductor"]["fuse_attention"], 0)
+
     def test_a_region_keeps_its_budget(self):
         def inside(*inputs):
             with torch.autograd.graph.region_activation_memory_budget(0.3):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._guards import TracingContext
 
 from ...._inductor.deferred_kernels import DeferredKernels
 
@@ -100,6 +101,9 @@ def _asked(
     module: fx.GraphModule, partition: Callable[..., Any]
 ) -> Optional[PeakBytes]:
     """The peak asked of a joint graph, None where there is nothing to search."""
+    # Without a context, inductor is tracing its patterns during a compile.
+    if TracingContext.try_get() is None:
+        return None
     if not takes_request(partition) or calls_nested_regions(module):
         return None
     ask = Ask.of_config()
