@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import contextmanager
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch._functorch import config
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch._aot_autograd.utils import _is_tangent
@@ -34,6 +36,8 @@ __all__ = ["TracedGraph", "context_of_tracing"]
 
 # Calls of a model's part that are assumed to be alive at once, until a step shows it.
 _CALLS = 4
+# The functions that call a module.
+_CALLING = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
 
 
 def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
@@ -70,6 +74,7 @@ class TracedGraph:
 
     def __init__(self, joint: Planner, state: Any, symbols: Container[Any]) -> None:
         self.joint, self._state, self._symbols = joint, state, symbols
+        self._alike = _modules_alike()
 
     @property
     def may_miss(self) -> bool:
@@ -113,12 +118,27 @@ class TracedGraph:
         found = menu_for(joint) if is_only else with_chunks(joint, menu_for)
         calls = joint.ask.graph_calls or self._expected_calls()
 
+        model = joint.model
+        returned, gradients = model.nbytes_of(model.outputs), self._gradient_bytes()
+
         def peak(index: int) -> tuple[float, float]:
-            plan = found.plans[index]
-            waiting = (calls - 1) * plan.kept
-            return waiting + max(plan.forward, plan.backward), plan.cost
+            """When all calls wait for their backwards, or when only the first does."""
+            plan, others = found.plans[index], calls - 1
+            waiting = others * (plan.kept + returned)
+            all_wait = waiting + max(plan.forward, plan.backward)
+            return max(all_wait, others * gradients + plan.backward), plan.cost
 
         return found, min(range(len(found.plans)), key=peak)
+
+    def _gradient_bytes(self) -> int:
+        """Of the parameters."""
+        inputs, values = self._state.fw_metadata, self._state.flat_args
+        trained = (
+            values[i].untyped_storage()
+            for i in inputs.static_input_indices
+            if inputs.input_info[i].requires_grad
+        )
+        return sum(each.nbytes() for each in trained)
 
     def _expected_calls(self) -> int:
         """The calls that are alive at once, as far as the graph tells."""
@@ -127,4 +147,27 @@ class TracedGraph:
         infos = enumerate(inputs.input_info)
         # A model that is compiled as a whole wants no gradient but its parameters'.
         is_part = any(each.requires_grad for i, each in infos if i not in static)
-        return _CALLS if is_part else 1
+        return max(_CALLS, self._alike) if is_part else 1
+
+
+def _modules_alike() -> int:
+    """How many parts of the model that runs are like the one that is called now.
+
+    The blocks of a model, say.  A stack of calls tells the part and the model: 0 if no
+    module is called by one that is not compiled.  O(stack + modules).
+    """
+    called: list[nn.Module] = []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code in _CALLING:
+            called.append(frame.f_locals["self"])
+        frame = frame.f_back
+    if not called:
+        return 0
+    part, model = getattr(called[0], "_orig_mod", called[0]), called[-1]
+    return [*map(_form, model.modules())].count(_form(part))
+
+
+def _form(module: nn.Module) -> Any:
+    """What modules have in common that a compiled graph cannot tell apart."""
+    return type(module), [each.shape for each in module.parameters()]
