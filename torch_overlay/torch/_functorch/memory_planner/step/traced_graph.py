@@ -147,7 +147,7 @@ class TracedGraph:
         infos = enumerate(inputs.input_info)
         # A model that is compiled as a whole wants no gradient but its parameters'.
         is_part = any(each.requires_grad for i, each in infos if i not in static)
-        return max(_CALLS, self._alike) if is_part else 1
+        return max(_CALLS, self._alike) if is_part or self._alike > 1 else 1
 
 
 def _modules_alike() -> int:
