@@ -259,6 +259,7 @@ class HeadChunksTest(TestCase):
             model = Model()
             found = gradients(model, torch.compile(model, dynamic=True))
         self.assertEqual(found, in_eager())
+        self.assertIn("its sizes vary", last_plan().head.why_whole)
 
     def test_other_estimators(self):
         for estimator in ("roofline", "testing"):

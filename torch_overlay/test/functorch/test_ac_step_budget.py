@@ -1068,6 +1068,22 @@ class StepBudgetTest(TestCase):
         self.assertEqual(len(logs.output), 1)
         self.assertNotIn("may be exceeded", logs.output[0] + str(budget))
 
+    def test_graphs_that_a_gpu_replays(self):
+        def make():
+            return Net(2, backend="inductor", options={"triton.cudagraphs": True})
+
+        for device, said in (("cpu", []), ("cuda", ["it is replayed as a CUDA graph"])):
+            budget = StepBudget(share=0.2)
+            budget.device = torch.device(device)
+            torch._dynamo.reset()
+            with contextlib.ExitStack() as stack:
+                watch = self.assertLogs if said else self.assertNoLogs
+                logs = stack.enter_context(watch("torch._functorch", "WARNING"))
+                found = steps(budget, make(), batch())
+            self.assertEqual(found, unbudgeted(make(), batch()))
+            for text in said:
+                self.assertIn(text, logs.output[0])
+
     @parametrize("why", UNPLANNED)
     def test_what_cannot_be_planned_is_said_once(self, why):
         make, train, said = UNPLANNED[why]

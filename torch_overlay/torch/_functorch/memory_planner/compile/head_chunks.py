@@ -20,7 +20,12 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._inductor import config
 
-from ...._inductor.fx_passes.auto_chunker.flat_rows import head_of, is_returned
+from ...._inductor.fx_passes.auto_chunker.flat_rows import (
+    has_symbolic_sizes,
+    head_of,
+    is_last_product,
+    is_returned,
+)
 
 from ..._activation_checkpointing.random_ops import subgraphs
 from ..graph.chunking_cost import CHUNK
@@ -61,6 +66,7 @@ _REASONS = {
 _RETURNED = (
     "what is compiled returns the logits, or something as large; return the loss alone"
 )
+_DYNAMIC = "its sizes vary; compile with dynamic=False, or pad batches to a few lengths"
 _NOT_A_LOSS = (
     "what is compiled returns more than a scalar loss that gets a gradient; return that "
     "alone, or compile the head with its loss by itself"
@@ -144,7 +150,7 @@ def _with_variants(
         raise CannotPlan("it has no backward")
 
     numbers = _numbers_of(module)
-    if not numbers:
+    if not numbers and not _is_dynamic(module.graph):
         return None
     try:
         whole = read(1)
@@ -153,7 +159,7 @@ def _with_variants(
     if not whole.fused:
         # Only inductor runs chunks.
         return whole
-    why = _why_whole(module.graph)
+    why = _why_whole(module.graph) if numbers else _DYNAMIC
     try:
         if not why:
             in_chunks = {number: read(number) for number in numbers}
@@ -166,6 +172,20 @@ def _with_variants(
         why = _in_words((str(error) or type(error).__name__).splitlines()[0])
     log.info("the head of %s runs in one piece, as %s", get_aot_graph_name(), why)
     return replace(whole, why_whole=why)
+
+
+def _is_dynamic(graph: fx.Graph) -> bool:
+    """Whether sizes vary in a graph with a wide last product, probably a head."""
+
+    def is_wide(node: fx.Node) -> bool:
+        sizes = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        # Those of a weight do not vary.
+        return all(type(size) is int for size in sizes) and sizes[1] > _LARGE * sizes[0]
+
+    products = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    return has_symbolic_sizes(graph) and any(
+        is_last_product(node) and is_wide(node) for node in products
+    )
 
 
 def _why_whole(graph: fx.Graph) -> str:

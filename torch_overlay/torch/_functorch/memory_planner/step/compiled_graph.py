@@ -13,6 +13,7 @@ from typing import Any, Callable, Optional, TYPE_CHECKING
 import torch
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from ...._inductor.deferred_kernels import DeferredKernels
@@ -73,6 +74,13 @@ class CompiledGraph:
         # Those are partitioned before their caller, each by itself.
         if calls_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
+        step: Any = running_step()
+        if step.budget.device.type == "cuda" and inductor_config.triton.cudagraphs:
+            raise CannotPlan(
+                "it is replayed as a CUDA graph, which keeps the memory that a plan "
+                "would free; compile without mode='reduce-overhead' or 'max-autotune', "
+                "or with options={'triton.cudagraphs': False}"
+            )
         self._name = traced_name() or get_aot_graph_name()
         self._is_retained = self.has_plans = False
         self._runs: dict[int, Callable[..., Any]] = {}
@@ -95,7 +103,6 @@ class CompiledGraph:
         # The same for the size that was traced.
         self._scale = 1.0
         # Storages of fake tensors are on meta, whatever device they stand for.
-        step: Any = running_step()
         device = step.budget.device
         self.device = None if device.type == "meta" else device
 

@@ -36,6 +36,7 @@ aten = torch.ops.aten
 __all__ = [
     "amplified",
     "compute_on_rows",
+    "has_symbolic_sizes",
     "head_of",
     "is_last_product",
     "is_returned",
@@ -48,15 +49,17 @@ def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
     None if there is none, or if sizes are symbolic, which the chunker does not take.
     """
     # Comparing symbolic sizes would guard.
-    given = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    if any(isinstance(value, torch.SymInt) for value in given):
-        return None
-    head = find_amplifier_node(graph)
+    head = None if has_symbolic_sizes(graph) else find_amplifier_node(graph)
     if head is None:
         return None
     inner = head.all_input_nodes[-1].meta["val"].shape[0]
     rows, columns = head.meta["val"].shape
     return rows, inner, columns
+
+
+def has_symbolic_sizes(graph: Graph) -> bool:
+    given = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return any(isinstance(value, torch.SymInt) for value in given)
 
 
 def is_last_product(node: Node) -> bool:

@@ -1,0 +1,150 @@
+"""Measures what it takes to compile a graph with a peak asked, beside upstream's.
+
+    scripts/benchmark.sh compiles --json results/compiles.json      (an hour)
+    scripts/benchmark.sh compiles --net opt-small --budgets 0.2
+
+Small nets, compiled for a CPU with their kernels, forward and backward: by the untouched
+wheel at a budget, and by the target "peak" at the same one, in turn. Each has a process and
+a cache of its own, in which something else was compiled before. CPU seconds, those of the
+C++ compiler included, as its processes run beside Python.
+"""
+
+import os
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._functorch import partitioners
+from torch._inductor.graph import GraphLowering
+
+from benchmarks import catalogue, fresh, pages, plans, second_set
+from benchmarks.pages import good, Mark, Row
+from benchmarks.ways import budgeted
+
+
+NETS = (
+    *("vit", "bert", "gpt2", "llama-words"),
+    *(net.name for net in second_set.SMALL if net.name != "wan-small"),
+    *(net.name for net in second_set.SMALL_HEADS if net.name != "electra-words"),
+)
+BUDGETS = (0.5, 0.2, 0.0)
+WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched"}
+OPTIONS = {
+    "budgets": {"nargs": "+", "type": float, "default": BUDGETS, "help": "from 0 to 1"}
+}
+# The source of a kernel in the code that inductor generates.
+KERNEL = re.compile(r"cpp_pybinding\(.*?'''(.*?)'''", re.DOTALL)
+
+
+def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
+    for net in asked.nets or (NETS[:1] if asked.check else NETS):
+        held_out = catalogue.find(net).held_out
+        of = {"net": net, "set": "second" if held_out else "project"}
+        for budget in asked.budgets[:1] if asked.check else asked.budgets:
+            for target, wheel in WAYS.items():
+                yield {**of, "share": budget, "kind": target, "torch": wheel}
+
+
+# -------------------------------------------------------------- in a process
+
+
+def measure(task: fresh.Task) -> Row:
+    net = catalogue.find(task["net"])
+    made = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
+    compile_something()
+    before, codes = compiled_kernels(), list[str]()
+    decide = mock.Mock(wraps=getattr(partitioners, "decide", None))
+    with (
+        budgeted(task["share"], task["kind"]),
+        mock.patch.object(GraphLowering, "save_output_code", codes.append),
+        mock.patch.object(partitioners, "decide", decide, create=True),
+    ):
+        start = sum(os.times()[:4])
+        made.graph().warmed(1)
+        seconds = sum(os.times()[:4]) - start
+    # Of a plan that is kept though others came after it, the code is in the cache.
+    needed = {source for code in codes[-2:] for source in KERNEL.findall(code)}
+    return {
+        "compile_s": round(seconds, 2),
+        "plans": max(decide.call_count, 1),
+        "kernels": len(compiled_kernels() - before),
+        "needed": len(needed),
+    }
+
+
+def compile_something() -> None:
+    """So that what a first compile does for all is done: imports, headers."""
+
+    def loss(x: Tensor) -> Tensor:
+        return (x @ x).sin().sum()
+
+    torch.compile(loss)(torch.randn(32, 32, requires_grad=True)).backward()
+    torch.compiler.reset()
+
+
+def compiled_kernels() -> set[Path]:
+    return {*Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.so")}
+
+
+# -------------------------------------------------------------------- marks
+
+
+def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """What is compiled with a peak asked, and what upstream compiles."""
+    for ours in good(rows, kind="peak"):
+        for theirs in good(rows, kind="saved", net=ours["net"], share=ours["share"]):
+            yield ours, theirs
+
+
+def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    for of in ("project", "second"):
+        found = [*pairs(good(rows, set=of))]
+        for which, again, (middle, most) in (
+            ("first plan kept", False, (1.1, 1.2)),
+            ("a plan replaced", True, (1.6, 2.2)),
+        ):
+            ratios = [
+                (ours["compile_s"] / theirs["compile_s"], named(ours))
+                for ours, theirs in found
+                if (ours["plans"] > 1) == again
+            ]
+            if not ratios:
+                continue
+            what = f"{of}: compile time / upstream's, {which}"
+            median = statistics.median(ratio for ratio, _ in ratios)
+            shown = f"{median:.2f}, {len(ratios)} graphs"
+            yield Mark(f"{what}, median", shown, f"at most {middle}", median <= middle)
+            yield from pages.at_most(f"{what}, largest", ratios, most)
+        counts = [(ours["plans"], named(ours)) for ours, _ in found]
+        if counts:
+            mean = statistics.fmean(count for count, _ in counts)
+            what = f"{of}: plans lowered for a graph"
+            yield Mark(f"{what}, mean", f"{mean:.2f}", "at most 1.3", mean <= 1.3)
+            yield from pages.at_most(f"{what}, most", counts, 3, "", "{:.0f} ({})")
+        more = [(o["kernels"] / max(o["needed"], 1), named(o)) for o, _ in found]
+        what = f"{of}: kernels compiled / kernels that run"
+        yield from pages.at_most(what, more, 1.0)
+
+
+def named(row: Row) -> str:
+    return f"{row['net']} at {row['share']:g}"
+
+
+def page(data: Row) -> str:
+    cells: dict[str, Any] = {
+        "net": lambda ours, theirs: ours["net"],
+        "set": lambda ours, theirs: ours["set"],
+        "budget": lambda ours, theirs: f"{ours['share']:g}",
+        "upstream, s": lambda ours, theirs: f"{theirs['compile_s']:.1f}",
+        "peak asked, s": lambda ours, theirs: f"{ours['compile_s']:.1f}",
+        "ratio": lambda ours, theirs: f"{ours['compile_s'] / theirs['compile_s']:.2f}",
+        "plans lowered": lambda ours, theirs: str(ours["plans"]),
+    }
+    table = pages.columns([*pairs(data["measured"])], cells)
+    how = pages.measured_on(data["environment"], "Compiled for a CPU,")
+    return f"{pages.marks_table(data['rows'])}\n{table}\n{how}"
