@@ -249,7 +249,9 @@ class Plans:
 
         And what it holds and takes ``with_all`` of them.
         """
-        with mock.patch.object(overlay("memory_planner.compile.search"), "TRIES", 1):
+        with mock.patch.object(
+            overlay("memory_planner.compile.compiled_peak"), "TRIES", 1
+        ):
             fused = self.by_peak(budget)
             with inductor_config.patch(overlay("memory_planner.compile.told").GUARD):
                 row = self.by_peak(budget)

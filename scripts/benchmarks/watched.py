@@ -35,7 +35,8 @@ def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
         with CountedStorages(there) as counted:
             yield row
     plan = getattr(budget, "plan", None)
-    row.update(peak=counted.peak, flops=counted.flops, warnings=said)
+    row.update(peak=counted.peak, given=counted.given, flops=counted.flops)
+    row["warnings"] = said
     row.update(recorded=is_recorded, compiled=bool(decide.call_count))
     row["learned"] = is_recorded or row["compiled"] or plan is None
     if plan is not None:
@@ -57,7 +58,10 @@ def summed_up(found: Sequence[Row]) -> Row:
         for at, now in plans
         if not now["recorded"]
     ]
-    first = found[0]["peak"] / plans[0][1]["floor"], "step 1"
+    # What the first step makes for good, as DDP its buckets, later ones are given.
+    planned = plans[0][1]
+    made = max(planned["given"] - found[0]["given"], 0)
+    first = found[0]["peak"] / (planned["floor"] + made), "step 1"
 
     def letter(now: Row) -> str:
         did = "R" if now["recorded"] else "C" if now["compiled"] else "."

@@ -11,8 +11,8 @@ across layers can make it wrong by a factor of two, and nobody is told.
 CompiledFxGraph.memory has what a graph holds on config.live_bytes_of, the device that
 is asked about, read from its wrapper: every allocation and every del. Where forward
 and backward of a plan hold more than was asked for, the estimates are corrected by it
-and the joint graph is compiled by another plan, before anything has run. After four
-compiles the lowest is kept, with a warning.
+and the joint graph is compiled by another plan, before anything has run. After three
+plans the lowest is kept, with a warning.
 
 A wrapper is known before its kernels are compiled. They wait (DeferredKernels) until the
 plan is kept, so a plan that is replaced costs the lowering of a graph and no kernel.

@@ -308,7 +308,7 @@ class CompiledPeakTest(TestCase):
                 gradients(torch.compile(layers), given())
             # What is kept is compiled again, unless it was the last.
             self.assertGreater(told.call_count, 2)
-            self.assertLessEqual(told.call_count, search.TRIES + 2)
+            self.assertLessEqual(told.call_count, compiled_peak.TRIES + 2)
             peaks.append(saved_report.last_plan().peak)
         # A share is of what compiles told, and so allows what budget 0 holds.
         lowest, half = peaks
@@ -325,7 +325,7 @@ class CompiledPeakTest(TestCase):
         whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
         own = menu.Menu(plans, {1: whole}, 0, 0, {}, 0)
         moments = peak_target.PeakBytes(0.0).moments(own)
-        found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05)
+        found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         tried = []
         for plan in found.plans_within(105, lambda curve: curve.within(105)):
             peak = plans[plan.only].kept
@@ -344,7 +344,7 @@ class CompiledPeakTest(TestCase):
         whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
         own = menu.Menu(plans, {1: whole}, 0, 0, {}, 0)
         moments = peak_target.PeakBytes(1.0).moments(own)
-        found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05)
+        found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         for plan in found.plans_within(1020, lambda curve: curve.within(1020)):
             self.assertEqual(plan.only, 1)
             own.record(1, menu.Told(890, 890, 890), None)

@@ -4,11 +4,11 @@ The planner only estimates what inductor's kernels hold.  What they really hold 
 from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`).  If
 that exceeds the peak asked for, the joint graph is split and compiled again before
 anything runs: by the same plan without the fusions that raise a graph's peak, then by
-other plans, chosen by estimates that are corrected by what was told.  If all
-`.search.TRIES` plans exceed the peak, the lowest is kept, and a warning has both
-numbers.
+other plans, chosen by estimates that are corrected by what was told.  If all ``TRIES``
+plans exceed the peak, the lowest is kept, and a warning has both numbers.
 
-A backward is therefore compiled with its forward, not when it first runs.
+A backward is therefore compiled with its forward, not when it first runs.  But kernels
+wait until a plan is kept (:mod:`torch._inductor.deferred_kernels`).
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 __all__ = ["within_peak"]
+
+
+# The most plans that a graph is compiled by; a fourth was hardly ever a better one.
+TRIES = 3
 
 
 class _Over(Exception):
@@ -186,7 +190,8 @@ class _Compiles:
         self.curve = self.asked.curve(graph, menu)
         allowed = self.allowed = self.asked.allowed(self.curve)
         moments = self.asked.moments(menu)
-        self.search = Search(lambda: {0: menu}, CALLS, moments, self.asked.margin)
+        margin = self.asked.margin
+        self.search = Search(lambda: {0: menu}, CALLS, moments, margin, TRIES)
         self._plans = self.search.plans_within(
             allowed, lambda curve: curve.within(allowed)
         )

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Search"]
 
-# The most times that plans are compiled.
-TRIES = 4
-
 
 class Search:
     """The plans of a step's graphs, or of a graph by itself.
@@ -34,6 +31,7 @@ class Search:
         calls: how many calls of a step each slot gets, by the graph's number.
         moments: those of the step.
         margin: the share by which a plan may hold more than was estimated.
+        tries: the most times that plans are compiled.
     """
 
     def __init__(
@@ -42,13 +40,14 @@ class Search:
         calls: Mapping[int, Sequence[int]],
         moments: Moments,
         margin: float,
+        tries: int,
     ) -> None:
         self._menus, self._calls, self._moments = menus, calls, moments
         self._margin = margin
         self._curves: dict[Any, Curve] = {}
         # The plans proposed for each graph: compiles of some graphs tell nothing.
         self._tried: dict[int, set[int]] = {n: set() for n in calls}
-        self._tries_left = TRIES
+        self._tries_left = tries
 
     def compiled(self) -> Curve:
         """The compiled plans, and all plans of graphs whose compiles do not tell."""

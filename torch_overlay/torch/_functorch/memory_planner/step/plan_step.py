@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Bound", "PlannedStep", "Present", "plan_step"]
 
+# The most times that plans are compiled.
+_TRIES = 4
+
 
 class Bound(NamedTuple):
     """The bound that a :class:`.StepBudget` is given; one of the three is set."""
@@ -85,7 +88,8 @@ def plan_step(
             for n, graph in graphs.items()
         }
 
-    search = Search(menus, learned.calls, rest, max(margins, default=0.0))
+    margin = max(margins, default=0.0)
+    search = Search(menus, learned.calls, rest, margin, _TRIES)
     if bound.share is not None:
         if any(graph.plans.told for graph in graphs.values()):
             compile_plans(search.plans_for_share(bound.share))
