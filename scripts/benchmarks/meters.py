@@ -60,6 +60,9 @@ class CountedStorages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.given = self.risen = self.peak = self.flops = 0
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        there = [*there]
+        # Where tensors are real, those of DDP's compiles are not.
+        self._is_fake = any(s.device.type == "meta" for s in storages(there))
         self._meet(there)
 
     @classmethod
@@ -75,15 +78,20 @@ class CountedStorages(TorchDispatchMode):
         if func is not torch.ops.aten.lift_fresh.default:
             self._meet(tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
-        for storage in storages(tree_leaves(result)):
+        for storage in self._counted(tree_leaves(result)):
             self._follow(storage)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
-    def _meet(self, tensors: Iterable[Any]) -> None:
+    def _counted(self, tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         for storage in storages(tensors):
+            if storage.device.type != "meta" or self._is_fake:
+                yield storage
+
+    def _meet(self, tensors: Iterable[Any]) -> None:
+        for storage in self._counted(tensors):
             self._meet_storage(storage)
 
     def _meet_storage(self, storage: torch.UntypedStorage) -> None:
