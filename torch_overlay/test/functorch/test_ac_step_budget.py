@@ -42,6 +42,7 @@ from torch._functorch.memory_planner.step import (
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
 from torch._functorch.memory_planner.step.current_step import running_step
 from torch._inductor import config as inductor_config
+from torch._inductor.deferred_kernels import DeferredKernels
 from torch._inductor.pattern_matcher import joint_fwd_bwd
 from torch._inductor.utils import fresh_cache
 from torch.autograd.graph import region_activation_memory_budget as region
@@ -1067,6 +1068,20 @@ class StepBudgetTest(TestCase):
             steps(budget, model, batch(), count=3)
         self.assertEqual(len(logs.output), 1)
         self.assertNotIn("may be exceeded", logs.output[0] + str(budget))
+
+    def test_kernels_that_fail_to_compile(self):
+        def make():
+            return Net(2, backend="inductor")
+
+        wanted = unbudgeted(make(), batch())
+        model, budget = make(), StepBudget(share=1.0)
+        broken = mock.patch.object(
+            DeferredKernels, "compile", side_effect=RuntimeError("no compiler")
+        )
+        with broken, self.assertLogs("torch._functorch", "WARNING") as logs:
+            found = steps(budget, model, batch(), count=3)
+        self.assertIn("keeps its first plan, as another failed", logs.output[0])
+        self.assertEqual(found, wanted)
 
     def test_graphs_that_a_gpu_replays(self):
         def make():
