@@ -48,7 +48,7 @@ $usage
                (an hour)
   planning     the time that the partitioner takes, beside upstream's (minutes)
   compiles     the time to compile a graph with a peak asked, kernels included, likewise
-               (an hour)
+               (half an hour)
   harm         what holds or takes more than with the untouched wheel although nothing is asked:
                peaks, times and compiles (hours)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
