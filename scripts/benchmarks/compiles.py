@@ -3,7 +3,7 @@
     scripts/benchmark.sh compiles --json results/compiles.json      (half an hour)
     scripts/benchmark.sh compiles --net opt-small --budgets 0.2
 
-Small nets, compiled for a CPU with their kernels, forward and backward: by the untouched
+Small nets in float32, compiled for a CPU with their kernels, forward and backward: by the untouched
 wheel at a budget, and by the target "peak" at the same one, in turn. Each has a process and
 a cache of its own, in which something else was compiled before. CPU seconds, those of the
 C++ compiler included, as its processes run beside Python.
@@ -13,6 +13,7 @@ import os
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +54,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    net = catalogue.find(task["net"])
+    net = replace(catalogue.find(task["net"]), dtype=torch.float32)
     made = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
     compile_something()
     before, codes = compiled_kernels(), list[str]()
