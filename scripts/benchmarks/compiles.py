@@ -3,10 +3,10 @@
     scripts/benchmark.sh compiles --json results/compiles.json      (half an hour)
     scripts/benchmark.sh compiles --net opt-small --budgets 0.2
 
-Small nets in float32, compiled for a CPU with their kernels, forward and backward: by the untouched
-wheel at a budget, and by the target "peak" at the same one, in turn. Each has a process and
-a cache of its own, in which something else was compiled before. CPU seconds, those of the
-C++ compiler included, as its processes run beside Python.
+Small nets in float32, compiled for a CPU with their kernels, forward and backward: by the
+untouched wheel at a budget, and by the target "peak" at the same one, in turn. Each has a
+process and a cache of its own, in which something else was compiled before. CPU seconds,
+those of the C++ compiler included, as its processes run beside Python.
 """
 
 import os
