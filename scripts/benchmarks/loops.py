@@ -326,7 +326,7 @@ def judged_set(rows: Sequence[Row], name: str) -> Iterator[Mark]:
         found = [(row[entry], told(row)) for row in rows if entry in row]
         yield from pages.at_most(name + what, found, 0, "", "{:.0f} ({})")
     for what, entry, limit in (
-        ("first step's peak / floor", "first", 1.05),
+        ("first step's peak / floor and what stays of it", "first", 1.05),
         ("peaks / allowed", "bound", 1.005),
         ("flops at share 1 / those without a budget", "flops", 1.0),
     ):
