@@ -10,7 +10,7 @@ from benchmarks.loops import LARGEST, Turn
 SMALL, MIDDLE = Turn(), Turn((7, 5))
 TURNS = [SMALL, MIDDLE, SMALL, LARGEST, SMALL, SMALL, LARGEST]
 PLANNED = {"recorded": False, "compiled": False, "learned": False, "warnings": []}
-PLANNED.update(peak=10, allowed=10, floor=10)
+PLANNED.update(peak=10, allowed=10, floor=10, given=5)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,8 @@ PLANNED.update(peak=10, allowed=10, floor=10)
         (4, {"peak": 11}, ["peaks / allowed"]),
         (3, {"peak": 11, "recorded": True}, []),
         (0, {"peak": 11}, ["first"]),
+        # What it makes for good is given to later steps.
+        (0, {"peak": 11, "given": 4}, []),
     ],
 )
 def test_what_is_off_is_seen(step, change, marks):
