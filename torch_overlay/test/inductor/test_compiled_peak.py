@@ -388,10 +388,6 @@ class CompiledPeakTest(TestCase):
             self.assertLessEqual(peak.predicted, measured)
             self.assertGreater(peak.predicted, measured - x.nbytes)
 
-    @unittest.skipUnless(
-        hasattr(torch.autograd.graph, "region_activation_memory_budget"),
-        "this torch has no budget for a region",
-    )
     def test_a_pattern_of_inductor_is_matched(self):
         # To replace what it matches, inductor traces a joint graph meanwhile.
         def attention(query, key, value):
@@ -406,6 +402,10 @@ class CompiledPeakTest(TestCase):
         self.assertEqual(found, wanted)
         self.assertGreater(counters["inductor"]["fuse_attention"], 0)
 
+    @unittest.skipUnless(
+        hasattr(torch.autograd.graph, "region_activation_memory_budget"),
+        "this torch has no budget for a region",
+    )
     def test_a_region_keeps_its_budget(self):
         def inside(*inputs):
             with torch.autograd.graph.region_activation_memory_budget(0.3):
