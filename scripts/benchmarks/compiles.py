@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._inductor.graph import GraphLowering
 
 from benchmarks import catalogue, fresh, pages, plans, second_set
+from benchmarks.meters import compile_seconds
 from benchmarks.pages import good, Mark, Row
 from benchmarks.ways import budgeted
 
@@ -62,14 +63,12 @@ def measure(task: fresh.Task) -> Row:
         budgeted(task["share"], task["kind"]),
         mock.patch.object(GraphLowering, "save_output_code", codes.append),
     ):
-        start = sum(os.times()[:4])
-        made.graph().warmed(1)
-        seconds = sum(os.times()[:4]) - start
+        seconds = compile_seconds(lambda: made.graph().warmed(1))
     # Of each plan, a forward and a backward.
     plans_lowered = [*zip(codes[::2], codes[1::2])]
     kernels = (set(KERNEL.findall("".join(pair))) for pair in plans_lowered)
     return {
-        "compile_s": round(seconds, 2),
+        "compile_s": seconds,
         "plans": len(plans_lowered),
         "kernels": len(compiled_kernels() - before),
         "of_one_plan": max(map(len, kernels)),

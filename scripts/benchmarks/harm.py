@@ -14,7 +14,6 @@ roofline, and those of compiles seconds of the CPU. The exit status is 1 where t
 torch holds or takes more than 0.1 % above the wheel, or computes something else.
 """
 
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks import catalogue, fresh, nets, pages, second_set
-from benchmarks.meters import digest, gradients
+from benchmarks.meters import compile_seconds, digest, gradients
 from benchmarks.pages import at_most, good, Mark, Row
 from benchmarks.plans import backend_of, RUN
 from benchmarks.replay import GPUS, replay
@@ -93,9 +92,7 @@ def alone(task: fresh.Task) -> Row:
         if not trains:
             training.module.eval()
             training.within = torch.no_grad()
-        start = sum(os.times()[:4])
-        bits(training, trains)
-        row: Row = {"compile_s": round(sum(os.times()[:4]) - start, 2)}
+        row: Row = {"compile_s": compile_seconds(lambda: bits(training, trains))}
         row.update(replay(training, gpu, trains))
         if device == RUN:
             row["bits"] = bits(training, trains)

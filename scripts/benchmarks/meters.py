@@ -18,6 +18,7 @@ import bisect
 import gc
 import hashlib
 import itertools
+import os
 import time
 import timeit
 import weakref
@@ -184,6 +185,13 @@ def device_peak(call: Callable[[], Any], device: str, scratch: bool = True) -> i
 def cpu_seconds(call: Callable[[], Any]) -> float:
     """Those of a call, without what else runs, and without garbage collection."""
     return timeit.timeit(call, timer=time.process_time, number=1)
+
+
+def compile_seconds(call: Callable[[], Any]) -> float:
+    """CPU seconds of a call, with those of the compilers that it starts."""
+    start = sum(os.times()[:4])
+    call()
+    return round(sum(os.times()[:4]) - start, 2)
 
 
 class Step(NamedTuple):

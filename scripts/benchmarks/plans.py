@@ -22,7 +22,6 @@ else is there when a step starts.
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,12 @@ from torch.utils.checkpoint import (
 
 from benchmarks import catalogue, fresh, nets
 from benchmarks.architectures import Transformer
-from benchmarks.meters import device_peak, gradients, relative_error
+from benchmarks.meters import (
+    compile_seconds,
+    device_peak,
+    gradients,
+    relative_error,
+)
 from benchmarks.pages import good, Row
 from benchmarks.replay import compiled_for, GPUS, replay
 from benchmarks.tracing import cpu_attention_counted, overlay
@@ -190,10 +194,8 @@ class Plans:
 
         Its time is that of the CPU, with the compilers that are started.
         """
-        start = sum(os.times()[:4])
         with warnings_noted() as said:
-            training.warmed(steps)
-        seconds = round(sum(os.times()[:4]) - start, 2)
+            seconds = compile_seconds(lambda: training.warmed(steps))
         row = self.found(training)
         row["warned"] = any("allowed" in text for text in said)
         return {**row, "compile_s": seconds}
