@@ -142,9 +142,10 @@ class Patch:
     ``lacking`` warns of what goes wrong on those before. ``test``, one of the files,
     fails without the patch; ``sources`` are the others.
 
-    For the pull request: ``needs`` names the patches that it builds on, and ``risks``
-    what a reviewer should look at. ``minimal`` is the same topic in upstream's own
-    text, where that is smaller than what the set does.
+    For the pull request: ``needs`` names the patches that it builds on, ``risks`` what
+    a reviewer should look at, ``beyond`` what it does not do. ``repro`` is a program of
+    at most 15 lines that goes wrong, or shows nothing, without it. ``minimal`` is the
+    same topic in upstream's own text, where that is smaller than what the set does.
     """
 
     name: str
@@ -152,6 +153,8 @@ class Patch:
     why: str
     test: str
     risks: str
+    repro: str = ""
+    beyond: str = ""
     trailers: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()

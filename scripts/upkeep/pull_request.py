@@ -39,14 +39,19 @@ def body(patch: Patch, below: list[Patch]) -> str:
     *problem, change = patch.why.strip().split("\n\n")
     items = "\n".join(patch.trailers)
     stacked = "".join(f"- {needed.subject}\n" for needed in below)
-    return (
-        f"# {patch.subject}\n\n{items}\n\n"
-        + (f"Stacked on:\n\n{stacked}\n" if stacked else "")
-        + "## Problem and mechanism\n\n"
-        + "\n\n".join(problem or [change])
-        + f"\n\n## Change\n\n{change}\n\n"
-        + f"## Test plan\n\n`{patch.tested}` {before_and_after(patch)}"
-        + f"\n## Risks\n\n{patch.risks.strip()}\n"
+    sections = {
+        "Stacked on": stacked,
+        "Problem and mechanism": "\n\n".join(problem or [change]),
+        "Repro": patch.repro and f"```python\n{patch.repro.strip()}\n```",
+        "Change": change,
+        "Test plan": f"`{patch.tested}` {before_and_after(patch)}",
+        "What it does not do": patch.beyond,
+        "Risks": patch.risks,
+    }
+    return f"# {patch.subject}\n\n{items}\n" + "".join(
+        f"\n## {heading}\n\n{text.strip()}\n"
+        for heading, text in sections.items()
+        if text
     )
 
 
