@@ -22,7 +22,8 @@ that are there when a step starts, over what the budget says is allowed.
     cost, memory        of a step, and of a thousand
 
 Held out are five nets. Programs that have their own loops are Hugging Face's Trainer, in
-several settings, and DDP, FSDP2, tensor parallelism and a pipeline, by gloo.
+several settings, and DDP, FSDP2, tensor parallelism and a pipeline, by gloo. "first
+steps" are those of nets with few and many layers, at the lowest peak that can be found.
 """
 
 import operator
@@ -248,7 +249,14 @@ def memory(net: nets.Net, way: str) -> Row:
 MEASURED = {"logits": logits, "cost": cost, "memory": memory}
 # With their loops, each in these ways.
 TRAINER = ("plain", "bf16", "accumulation", "evaluation", "checkpointing", "peft")
+LAYERS = ("4 layers", "8 layers", "12 layers", "24 layers", "48 layers")
+LORA = ("LoRA, 4 layers", "LoRA, 12 layers", "LoRA, 24 layers")
 PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "first steps": {
+        **dict.fromkeys((*LAYERS, *LORA, "encoder, decoder"), WAYS[:1]),
+        "4 micro-batches": WAYS,
+        "8 layers": (*WAYS, "one function"),
+    },
     "hf-trainer": dict.fromkeys(
         (*TRAINER, "last batch"), ("blocks", "regional", "whole")
     ),
@@ -262,7 +270,8 @@ NETS = (*PROJECT, *HELD_OUT, *PROGRAMS)
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     for net in asked.nets or (NETS[:1] if asked.check else NETS):
-        task = {"net": net, "share": SHARE, "held_out": net in HELD_OUT}
+        share = 0.0 if net == "first steps" else SHARE
+        task = {"net": net, "share": share, "held_out": net in HELD_OUT}
         for loop, ways in PROGRAMS.get(net, {}).items():
             yield from ({**task, "way": way, "loop": loop} for way in ways)
         for way in () if net in PROGRAMS else WAYS[:1] if asked.check else WAYS:

@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -61,9 +62,6 @@ class CountedStorages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.given = self.risen = self.peak = self.flops = 0
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        there = [*there]
-        # Where tensors are real, those of DDP's compiles are not.
-        self._is_fake = any(s.device.type == "meta" for s in storages(there))
         self._meet(there)
 
     @classmethod
@@ -75,24 +73,23 @@ class CountedStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # DDP compiles the parts of a model while it runs, and what is traced for that
+        # looks like tensors of the device.
+        if TracingContext.try_get() is not None:
+            return func(*args, **kwargs)
         # What lift_fresh takes was made a moment ago, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self._meet(tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
-        for storage in self._counted(tree_leaves(result)):
+        for storage in storages(tree_leaves(result)):
             self._follow(storage)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
-    def _counted(self, tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-        for storage in storages(tensors):
-            if storage.device.type != "meta" or self._is_fake:
-                yield storage
-
     def _meet(self, tensors: Iterable[Any]) -> None:
-        for storage in self._counted(tensors):
+        for storage in storages(tensors):
             self._meet_storage(storage)
 
     def _meet_storage(self, storage: torch.UntypedStorage) -> None:

@@ -399,13 +399,13 @@ class Stage(nn.Sequential):
         step(target=x.argmax(1) % 8) if number else step(x)
 
 
-def join_ranks(number, place):
-    """Make this process one of two."""
+def join_ranks(number, place, count=2):
+    """Make this process one of so many."""
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{place}",
         rank=number,
-        world_size=2,
+        world_size=count,
         timeout=timedelta(seconds=120),
     )
 
@@ -1451,6 +1451,22 @@ class StepBudgetTest(TestCase):
         self.assertLessEqual(peaks[-1], 1.005 * budget.plan.predicted_peak)
         self.assertLessEqual(budget.plan.predicted_peak, 1.02 * peaks[-1])
         self.assertNotIn("exact", str(budget))
+
+    @unittest.skipIf(not HAS_GLOO, "no gloo here")
+    def test_what_is_traced_while_a_step_runs_does_not_count(self):
+        # DDP compiles the parts of a model in their first call, in any recorded step.
+        with tempfile.TemporaryDirectory() as folder:
+            join_ranks(0, os.path.join(folder, "init"), count=1)
+            try:
+                replicas = nn.parallel.DistributedDataParallel(Net(backend=None))
+                model = torch.compile(replicas, backend=AOT, dynamic=False)
+                budget = StepBudget(share=0.2)
+                for rows in (BATCH // 4, BATCH // 2, BATCH, BATCH):
+                    steps(budget, model, batch(rows), count=1)
+                peak = measured(budget, model, batch())
+            finally:
+                torch.distributed.destroy_process_group()
+        self.assertLessEqual(abs(budget.plan.predicted_peak - peak), 0.005 * peak)
 
     @unittest.skipIf(not HAS_GLOO, "no gloo here")
     # Both would wait for each other forever.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
+from torch._guards import TracingContext
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -146,7 +147,9 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.inside:
+        # What a compile traces looks like tensors of the device. DDP compiles the parts
+        # of a model while it runs.
+        if self.inside or TracingContext.try_get() is not None:
             return func(*args, **kwargs)
         if self.caller.has_failed():
             return self._leave_after(func(*args, **kwargs))
