@@ -7,6 +7,9 @@ Small nets in float32, compiled for a CPU with their kernels, forward and backwa
 untouched wheel at a budget, and by the target "peak" at the same one, in turn. Each has a
 process and a cache of its own, in which something else was compiled before. CPU seconds,
 those of the C++ compiler included, as its processes run beside Python.
+
+Then by blocks, three steps without a budget and with a StepBudget ("step"): how often a
+graph is lowered once there is a plan for the step.
 """
 
 import os
@@ -22,9 +25,10 @@ import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 
-from benchmarks import catalogue, fresh, pages, plans, second_set
+from benchmarks import catalogue, fresh, nets, pages, plans, second_set, ways
 from benchmarks.meters import compile_seconds
 from benchmarks.pages import good, Mark, Row
+from benchmarks.watched import budget_of
 from benchmarks.ways import budgeted
 
 
@@ -34,7 +38,7 @@ NETS = (
     *(net.name for net in second_set.SMALL_HEADS if net.name != "electra-words"),
 )
 BUDGETS = (0.5, 0.0)
-WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched"}
+WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched", "step": "patched"}
 OPTIONS = {
     "budgets": {"nargs": "+", "type": float, "default": BUDGETS, "help": "from 0 to 1"}
 }
@@ -55,6 +59,31 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
+    return of_step(task) if task["kind"] == "step" else of_graph(task)
+
+
+def of_step(task: fresh.Task) -> Row:
+    """By a share of the range, whose ends are compiled too, and by as many bytes."""
+    net = replace(catalogue.find(task["net"]), dtype=torch.float32)
+    compile_something()
+    budget = budget_of(share=task["share"])
+    row = {"of_share": plans_after_the_first_step(net, budget)}
+    by_bytes = budget_of(peak_bytes=budget.plan.allowed)
+    return {**row, "of_bytes": plans_after_the_first_step(net, by_bytes)}
+
+
+def plans_after_the_first_step(net: nets.Net, budget: Any) -> float:
+    """The plans that each graph is lowered for, which the first step does by its own."""
+    training = ways.Training(net, blocks=ways.compiled("inductor"))
+    training.within = budget
+    with mock.patch.object(GraphLowering, "save_output_code") as lowered:
+        training.step()
+        first = lowered.call_count
+        training.warmed(3)
+        return lowered.call_count / first - 1
+
+
+def of_graph(task: fresh.Task) -> Row:
     net = replace(catalogue.find(task["net"]), dtype=torch.float32)
     made = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
     compile_something()
@@ -124,6 +153,13 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             what = f"{of}: plans lowered for a graph"
             yield Mark(f"{what}, mean", f"{mean:.2f}", "at most 1.3", mean <= 1.3)
             yield from pages.at_most(f"{what}, most", counts, 3, "", "{:.0f} ({})")
+        steps = good(rows, set=of, kind="step")
+        for entry, asked in ("of_share", "a share"), ("of_bytes", "bytes"):
+            found_by_net = [row[entry] for row in steps]
+            if found_by_net:
+                mean = statistics.fmean(found_by_net)
+                what = f"{of}: plans of a step's graph after its first, {asked} asked"
+                yield Mark(f"{what}, mean", f"{mean:.2f}", "at most 2", mean <= 2)
         more = [(o["kernels"] / o["of_one_plan"], named(o)) for o, _ in found]
         what = f"{of}: kernels compiled / those of the plan that has most"
         yield from pages.at_most(what, more, 1.0)

@@ -224,9 +224,12 @@ def of_layers(count: int) -> nets.Net:
 
 def adapted(count: int) -> nets.Net:
     sizes = nets.sized(128, 512, count, 4)
-    options = {"dtype": torch.float32, "adapted": nets.with_lora, "vocab_size": 512}
     return nets.hugging_face(
-        f"LoRA, {count} layers", "LlamaForCausalLM", 4, 128, **options, **sizes
+        *(f"LoRA, {count} layers", "LlamaForCausalLM", 4, 128),
+        dtype=torch.float32,
+        adapted=nets.with_lora,
+        vocab_size=512,
+        **sizes,
     )
 
 

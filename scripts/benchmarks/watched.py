@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Optional
 from unittest import mock
 
 from torch import Tensor
@@ -43,8 +43,8 @@ def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
         row.update(allowed=plan.allowed, floor=plan.floor, told=plan.predicted_peak)
 
 
-def budget_of(share: float) -> Any:
-    return overlay("memory_planner").StepBudget(share=share)
+def budget_of(share: Optional[float] = None, **bound: int) -> Any:
+    return overlay("memory_planner").StepBudget(share=share, **bound)
 
 
 def summed_up(found: Sequence[Row]) -> Row:

@@ -22,6 +22,7 @@ partitioned and compiled again from their joint graphs.
         planner_path("step/__init__"),
         planner_path("step/aot_calls"),
         planner_path("step/partial_backward"),
+        planner_path("step/plan_file"),
         planner_path("step/budget"),
         planner_path("step/calls"),
         planner_path("step/device_bytes"),

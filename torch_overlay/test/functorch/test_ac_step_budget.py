@@ -456,6 +456,30 @@ def in_two_ranks(rank):
         return pool.starmap_async(rank, ranks, chunksize=1).get(timeout=300)
 
 
+def in_process(function, *arguments):
+    """What a function returns in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply_async(function, arguments).get(timeout=300)
+
+
+def steps_by_file(path, share, blocks, dropout, backend):
+    """Of each step whether it is recorded, compiles, and its peak; then what is left."""
+    model = Net(blocks=blocks, dropout=dropout, backend=backend)
+    budget = StepBudget(share=share, plan=path)
+    found = []
+    with (
+        mock.patch.object(partitioners, "decide", wraps=partitioners.decide) as decide,
+        recordings() as recorded,
+    ):
+        for _ in range(4):
+            before = recorded(), decide.call_count
+            peak = measured(budget, model, batch())
+            changes = recorded() > before[0], decide.call_count > before[1]
+            found.append((*changes, peak))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    return found, gradients, str(budget), budget.reasons
+
+
 class StepBudgetTest(TestCase):
     def setUp(self):
         super().setUp()
@@ -1451,6 +1475,55 @@ class StepBudgetTest(TestCase):
         self.assertLessEqual(peaks[-1], 1.005 * budget.plan.predicted_peak)
         self.assertLessEqual(budget.plan.predicted_peak, 1.02 * peaks[-1])
         self.assertNotIn("exact", str(budget))
+
+    @parametrize("backend", (AOT, "inductor") if HAS_CPU else (AOT,))
+    def test_another_process_begins_with_the_plan_of_a_file(self, backend):
+        with tempfile.TemporaryDirectory() as folder:
+            program = os.path.join(folder, "run.json"), 0.2, 4, 0.1, backend
+            first, wanted, said, _ = in_process(steps_by_file, *program)
+            again, gradients, said_again, reasons = in_process(steps_by_file, *program)
+        self.assertEqual(first[0][:2], (True, True))
+        # The first step compiles by the plan, and nothing is recorded.
+        self.assertEqual(again[0][:2], (False, True))
+        self.assertTrue(all(step[:2] == (False, False) for step in again[1:]))
+        peaks = {peak for *_, peak in (*first[2:], *again[1:])}
+        self.assertEqual(len(peaks), 1)
+        self.assertLessEqual(again[0][2], 1.005 * max(peaks))
+        self.assertEqual(gradients, wanted, rtol=0, atol=0)
+        self.assertEqual((said_again, reasons), (said, []))
+
+    def test_a_file_of_another_program_is_not_used(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "run.json")
+            in_process(steps_by_file, path, 0.2, 4, 0.0, AOT)
+            with self.assertLogs("torch._functorch", "WARNING") as logs:
+                StepBudget(share=0.5, plan=path)
+            self.assertIn("{'share': 0.2}, not {'share': 0.5}", logs.output[0])
+            program = path, 0.2, 4, 0.1, AOT
+            found, *_, reasons = in_process(steps_by_file, *program)
+            self.assertEqual(len(reasons), 1)
+            self.assertIn("differs from the graph that it has plans for", reasons[0])
+            # Planned for anew, and stored.
+            self.assertEqual(found[-1][:2], (False, False))
+            found, *_, reasons = in_process(steps_by_file, *program)
+            self.assertEqual((found[0][:2], reasons), ((False, True), []))
+
+    def test_a_file_that_is_no_plan_is_not_overwritten(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "train.py")
+            with open(path, "w") as file:
+                file.write("import torch\n")
+            with self.assertRaisesRegex(ValueError, "train.py exists and is not the"):
+                StepBudget(share=0.2, plan=path)
+            with self.assertRaisesRegex(FileNotFoundError, "no such folder: .*runs"):
+                StepBudget(share=0.2, plan=os.path.join(folder, "runs", "run.json"))
+
+    def test_no_file_where_sizes_vary(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "run.json")
+            budget, model = StepBudget(share=0.2, plan=path), Net(dynamic=True)
+            steps(budget, model, batch(), count=3)
+            self.assertFalse(os.path.exists(path))
 
     @unittest.skipIf(not HAS_GLOO, "no gloo here")
     def test_what_is_traced_while_a_step_runs_does_not_count(self):

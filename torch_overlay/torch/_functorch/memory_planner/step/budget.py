@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 import weakref
 from typing import Any, Optional, TYPE_CHECKING
@@ -43,6 +44,7 @@ from .current_step import running_steps
 from .device_bytes import DeviceBytes
 from .messages import StepBudgetError, Warns
 from .peak_check import check_held, NEW, OVER, Watch
+from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
 from .recording_schedule import MOST_RECORDED, Recording
@@ -76,11 +78,16 @@ class StepBudget(Warns):
             of the device.
         strict: raise a `StepBudgetError` before the bound can be exceeded, instead of
             warning that it may be.
+        plan: the path of a file for the plans.  Each time that some are made, they are
+            written to it; another process that trains by the same program reads it, and
+            runs its first step by them.  Where the program or the bound differs, a
+            warning says so, and plans are made anew.  Not written where sizes vary.
 
     ``plan`` is the :class:`StepSummary` of the steps from the second on, None before.
     ``measured_peak`` is what the device counted in the last of them, as the plan's
     ``predicted_peak``; None if it does not count.  A pickle or a copy keeps the
-    arguments and nothing that was learned.  Raises ValueError for invalid values.
+    arguments and nothing that was learned.  Raises ValueError for invalid values, and
+    FileNotFoundError if the file's folder does not exist.
     """
 
     def __init__(
@@ -90,23 +97,25 @@ class StepBudget(Warns):
         peak_bytes: Optional[float | str] = None,
         device_bytes: Optional[float | str] = None,
         strict: bool = False,
+        plan: Optional[str | os.PathLike[str]] = None,
     ) -> None:
         # A GPU build of torch names one even on machines that have none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
         asked = one_bound(share=share, peak_bytes=peak_bytes, device_bytes=device_bytes)
         self._arguments = {**asked, "strict": True} if strict else asked
+        self._file = None
+        if plan is not None:
+            self._file = PlanFile(os.fspath(plan), self._arguments)
+            self._arguments = {**self._arguments, "plan": os.fspath(plan)}
         asked = asked or {"device_bytes": _memory_of(accelerator)}
         ((name, value),) = asked.items()
         super().__init__(f"StepBudget({name}={value})", strict)
         self._bound = Bound(**asked)
         self.share, self.peak_bytes, self.device_bytes = self._bound
-        self.plan: Optional[StepSummary] = None
         self.measured_peak: Optional[int] = None
         self.counter = DeviceBytes(self.device)
         self._watch = Watch(self.device_bytes is not None)
-        # The allowed bytes that are free while no call waits for its backward.
-        self._spare = 0
         # By number; graphs die with the models that they were compiled for.
         self.graphs: weakref.WeakValueDictionary[int, Graph] = (
             weakref.WeakValueDictionary()
@@ -114,15 +123,18 @@ class StepBudget(Warns):
         self._choices: weakref.WeakKeyDictionary[Graph, tuple[int, ...]] = (
             weakref.WeakKeyDictionary()
         )
-        self._learned = Learned()
-        # What the last step recorded, and the bytes present when a step starts.
+        # What the last step recorded.
         self._recorded: Optional[tuple[Recorder, set[Any]]] = None
-        self._present = Present()
         # The parameters that the last recorded step saw.
         self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         # Whether something was learned that is not planned for yet.
         self._is_new = False
-        self._recording = Recording()
+        self._begin()
+        if self._file is not None:
+            stored, why_not = self._file.read()
+            if why_not:
+                self._warn_of_file(why_not, is_risk=False)
+            self._begin(stored)
 
     def __reduce__(self) -> Any:
         return functools.partial(type(self), **self._arguments), ()
@@ -150,6 +162,9 @@ class StepBudget(Warns):
     def __exit__(self, kind: Any, *error: Any) -> None:
         step = self._close()
         if step is None:
+            return
+        if step.recorder is None and not self._learned.states:
+            # The file turned out to be of another program: the next step is the first.
             return
         if kind is None:
             self._check_end(step)
@@ -308,6 +323,54 @@ class StepBudget(Warns):
             None,
         )
 
+    def add_graph(self, graph: Graph, stored: Optional[StoredGraph]) -> None:
+        """Know a graph, whose calls run by its ``stored`` plans where there are some."""
+        self.graphs[graph.number] = graph
+        if stored is not None:
+            self._choices[graph] = stored.choice
+
+    def stored_plans(self, number: int, name: str, key: str) -> Optional[StoredGraph]:
+        """The plans that the file has for a graph, if it has some.
+
+        If it has them for another graph of this number, it is of another program.
+        """
+        found = self._stored.get(number)
+        if found is not None and found.key != key:
+            self._begin()
+            what = f"{name} differs from the graph that it has plans for; delete it"
+            self._warn_of_file(what, is_risk=True)
+        return self._stored.get(number)
+
+    def _begin(self, stored: Optional[StoredStep] = None) -> None:
+        """Know of the program what another process stored, by default nothing."""
+        self._learned, self._recording = Learned(), Recording()
+        # The bytes present when a step starts, and those of the allowed ones that are
+        # free while no call waits for its backward.
+        self._present: Present = Present()
+        self._spare = 0
+        self.plan: Optional[StepSummary] = None
+        # The graphs that there are stored plans for.
+        self._stored: dict[int, StoredGraph] = {}
+        self._choices.clear()
+        if stored is not None:
+            self._learned = Learned(stored.states, stored.programs)
+            self._recording.left, self._recording.expects_new = 0, False
+            self._present, self._spare = stored.present, stored.spare
+            self.plan, self._stored = stored.summary, stored.graphs
+
+    def _write(self, file: PlanFile, choices: Mapping[int, tuple[int, ...]]) -> None:
+        """Store what was learned and planned, unless sizes vary."""
+        graphs = {n: self.graphs[n] for n in choices if n in self.graphs}
+        if self.plan is None or any(graph.sizes_vary for graph in graphs.values()):
+            return
+        stored = {n: StoredGraph.of(graph, choices[n]) for n, graph in graphs.items()}
+        learned = self._learned.states, self._learned.figures()
+        file.write(StoredStep(*learned, self._present, self.plan, self._spare, stored))
+
+    def _warn_of_file(self, reason: str, is_risk: bool) -> None:
+        path = self._arguments["plan"]
+        self.warn(f"{path} is not used: {reason}", "file", is_risk)
+
     def _measure(self, step: Step) -> None:
         """Compare what the device counted in a step with what was predicted."""
         peak = self._watch.peak_of(self.counter.peak())
@@ -350,6 +413,9 @@ class StepBudget(Warns):
         self.plan, self._spare = plan, found.spare
         self._warn_of_workspaces(graphs, plan)
         self.tell(plan.headline)
+        if self._file is not None:
+            with self.warn_on_failure("the plan could not be stored", is_risk=False):
+                self._write(self._file, found.choices)
 
     def _warn_of_workspaces(
         self, graphs: Mapping[int, Graph], plan: StepSummary

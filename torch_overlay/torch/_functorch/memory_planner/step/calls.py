@@ -17,6 +17,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol, TYPE_CHECKING
 import torch
 from torch._functorch import config
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from ..graph.joint import Planner
     from ..peak.menu import Menu
+    from .plan_file import StoredGraph
     from .recorder import Recorder
 
 
@@ -67,6 +69,12 @@ class Budget(Protocol):
 
     def graph_like(self, structural_key: Any) -> Optional[Graph]: ...
 
+    def stored_plans(
+        self, number: int, name: str, key: str
+    ) -> Optional[StoredGraph]: ...
+
+    def add_graph(self, graph: Graph, stored: Optional[StoredGraph]) -> None: ...
+
     def has_room(self, nbytes: float, while_waiting: bool) -> bool: ...
 
     def check_live(self) -> None: ...
@@ -84,6 +92,9 @@ class Budget(Protocol):
 
 class Compiled(Protocol):
     """What a :class:`Graph` needs of a :class:`.CompiledGraph`."""
+
+    # The plans whose code was compiled with fusions guarded.
+    guarded: set[int]
 
     def compile(self, plans: Iterable[int], budget: Budget) -> None: ...
 
@@ -342,16 +353,24 @@ class Graph:
     """A graph that a step calls, and its plans, for the largest calls seen so far.
 
     It may be compiled several times, for other sizes: ``current`` returns the one that
-    ran last.  ``number`` is AOTAutograd's for the first of these, ``structural_key`` what
-    all have in common, and ``lean`` the plan of calls until one is chosen.
+    ran last.  ``number`` is AOTAutograd's for the first of these, ``key`` identifies that
+    one in other processes, ``structural_key`` what all have in common, and ``lean`` the
+    plan of calls until one is chosen.
     """
 
     lean: int
 
     def __init__(
-        self, name: str, number: int, structural_key: Any, largest: Planner, plans: Menu
+        self,
+        name: str,
+        number: int,
+        key: str,
+        structural_key: Any,
+        largest: Planner,
+        plans: Menu,
     ) -> None:
-        self.name, self.number, self.structural_key = name, number, structural_key
+        self.name, self.number, self.key = name, number, key
+        self.structural_key = structural_key
         self.largest, self.plans = largest, plans
         self.scale = 1.0
         self.current: Callable[[], Optional[Compiled]] = lambda: None
@@ -360,6 +379,12 @@ class Graph:
     def workspace(self) -> int:
         """The most bytes that one of its convolutions takes for itself on a CPU."""
         return workspace_of_convolutions(self.largest.joint.nodes)
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether its calls have other sizes than the first, or may have."""
+        given = self.largest.joint.find_nodes(op="placeholder")
+        return self.scale != 1.0 or any(free_symbols(n.meta["val"]) for n in given)
 
     def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
         """Have the plans cover calls of this size, too."""

@@ -34,6 +34,7 @@ from .aot_calls import boxed_call, marked, traced_name
 from .calls import Budget, Call, Graph, Step, storages_of, tensors_in
 from .current_step import running_step
 from .partial_backward import Backward
+from .plan_file import key_of
 from .plan_request import PlanRequest
 from .recorder import Event, PLANNED
 from .single_graph_warnings import backward_of, CALL
@@ -94,8 +95,11 @@ class CompiledGraph:
         # The report of each compiled plan, and the one that `plans()` lists now.
         self._reports: dict[int, Optional[Plan]] = {}
         self._listed: Optional[Plan] = None
-        # The plans that were also compiled with fusions guarded.
-        self._guarded: set[int] = set()
+        # The plans that were also compiled with fusions guarded, and those that hold
+        # less by that.
+        self._tried_guarded: set[int] = set()
+        self.guarded: set[int] = set()
+        self.guards_first = False
         self._as_traced = context_of_tracing()
         self._symbols = symbols_in(self._state.flat_args)
         # By sizes, how many times the bytes of the graph's first call a call computes.
@@ -212,7 +216,7 @@ class CompiledGraph:
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.sized(self._traced.joint)
             self._runs, self._kernels, self._instead = {}, {}, {}
-            self._guarded, self.scales = set(), {}
+            self._tried_guarded, self.guarded, self.scales = set(), set(), {}
 
     def as_good(self, plan: int) -> int:
         """A compiled plan that holds no more, for calls of this size, than a plan may.
@@ -244,9 +248,9 @@ class CompiledGraph:
                 with self._warn_of_failure(budget), self._as_traced():
                     self._runs[plan], _, self._kernels[plan] = self._compiled(plan)
             margin = self._traced.joint.ask.peak_margin
-            is_guarded = plan in self._guarded or not can_guard()
+            is_guarded = plan in self._tried_guarded or not can_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
-                self._guarded.add(plan)
+                self._tried_guarded.add(plan)
                 failure = f"{self.graph.name} failed to compile with fusions guarded"
                 # On failure, what was compiled stays, and is known to hold more.
                 with budget.warn_on_failure(failure, False), self._as_traced():
@@ -281,6 +285,7 @@ class CompiledGraph:
         run, _, kernels = self._compiled(plan, is_guarded=True)
         if self.plans.peak_of(plan) < before:
             self._runs[plan], self._kernels[plan] = run, kernels
+            self.guarded.add(plan)
 
     def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
         """Split and compile a copy of the joint graph by a plan, None for the first.
@@ -408,10 +413,16 @@ class CompiledGraph:
             else None
         )
         if known is None:
-            plans, lean = self.plans_for(None)
-            number = self._state.aot_config.aot_id
-            self.graph = Graph(self._name, number, structural_key, joint, plans)
+            number, key = self._state.aot_config.aot_id, key_of(joint)
+            stored = step.budget.stored_plans(number, self._name, key)
+            if stored is not None:
+                plans, lean = stored.plans_of(joint), stored.lean
+                self.guarded |= stored.guarded
+            else:
+                plans, lean = self.plans_for(None)
+            self.graph = Graph(self._name, number, key, structural_key, joint, plans)
             self.plans, self.graph.lean = plans, lean
+            step.budget.add_graph(self.graph, stored)
             if not self._symbols:
                 self.scales[()] = 1.0
         else:
@@ -419,6 +430,8 @@ class CompiledGraph:
             more = times_larger(self.plans.model, known.plans.model)
             self._scale = known.scale * more
         self._first = step.plan_of(self.graph, step.next_slot(self.graph))
+        self.guards_first = self._first in self.guarded
+        self._tried_guarded.update({self._first} & self.guarded)
         self.has_plans = True
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:

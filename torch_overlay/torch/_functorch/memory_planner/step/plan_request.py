@@ -21,6 +21,8 @@ class Planned(Protocol):
 
     device: Optional[torch.device]
     has_plans: bool
+    # Whether the plan of the first call needs fusions guarded.
+    guards_first: bool
 
     def find_plans(self, joint: Planner) -> None: ...
 
@@ -52,6 +54,7 @@ class PlanRequest(NamedTuple):
         variants = graph.in_chunks.items()
         in_chunks = {n: replace(each, device=device) for n, each in variants}
         self.graph.find_plans(replace(graph, device=device, in_chunks=in_chunks))
+        self.compiled.guarded = self.graph.guards_first
 
     def decide(self, graph: Planner) -> Decision:
         graph = replace(graph, device=self.graph.device)

@@ -6,7 +6,7 @@ import itertools
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import Optional, TYPE_CHECKING
+from typing import Any, Optional, TYPE_CHECKING
 
 from .calls import slots_of
 from .timeline import Bytes, keep_largest, StepTimeline
@@ -84,14 +84,20 @@ class StepProgram:
 class Learned:
     """The programs that recorded steps ran, and the calls that later ones may make."""
 
-    def __init__(self) -> None:
-        self.programs: list[StepProgram] = []
-        self.states: set[State] = set()
+    def __init__(
+        self, states: Iterable[State] = (), figures: Iterable[tuple[Any, ...]] = ()
+    ) -> None:
+        self.programs = [StepProgram(*each) for each in figures]
+        self.states = {*states}
 
     @property
     def calls(self) -> dict[int, list[int]]:
         """By graph number, the most calls in each slot."""
         return _most_calls(program.calls for program in self.programs)
+
+    def figures(self) -> list[tuple[Any, ...]]:
+        """The programs, by what can be stored."""
+        return [(p.states, p.moments, p.calls, p.scales) for p in self.programs]
 
     def add(self, new: StepProgram, least: float = 0) -> bool:
         """Add a program; whether it is new, or adds ``least`` bytes to a known one.

@@ -1,0 +1,192 @@
+"""The file of a StepBudget: what it learned and planned, for later processes.
+
+A process that trains by the same program runs its first step by the stored plans. It
+neither records it nor compiles what is then replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..decision import Head
+from ..graph.inputs_outputs import Missing
+from ..peak.curve import Held
+from ..peak.menu import Footprint, Menu, Variant
+from ..report.step_summary import GraphUse, Moment, StepSummary
+from .calls import State
+from .plan_step import Present
+from .timeline import Bytes
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ..graph.joint import Planner
+    from .calls import Graph
+
+
+__all__ = ["PlanFile", "StoredGraph", "StoredStep", "key_of"]
+
+_FORMAT = "plan of a StepBudget, 1"
+
+
+class StoredGraph(NamedTuple):
+    """The plans of a graph, and by which of them its calls run.
+
+    Args:
+        key: identifies the joint graph, see :func:`key_of`.
+        menu: the plans, without what has to be read from the graph.
+        heads: by number of chunks, the rows and the cost of the :class:`.Variant`.
+        lean: the plan of calls that none was chosen for.
+        choice: the plan of each slot.
+        guarded: the plans that were compiled with fusions guarded.
+    """
+
+    key: str
+    menu: Menu
+    heads: dict[int, tuple[int, float]]
+    lean: int
+    choice: tuple[int, ...]
+    guarded: frozenset[int]
+
+    @classmethod
+    def of(cls, graph: Graph, choice: tuple[int, ...]) -> StoredGraph:
+        plans, compiled = graph.plans, graph.current()
+        heads = {n: (each.rows, each.cost) for n, each in plans.variants.items()}
+        menu = replace(plans, variants={}, told={}, told_alone={})
+        guarded = compiled.guarded if compiled is not None else ()
+        return cls(graph.key, menu, heads, graph.lean, choice, frozenset(guarded))
+
+    def plans_of(self, joint: Planner) -> Menu:
+        """The plans for the joint graph with this key."""
+        missing = self.menu.missing
+        variants = {
+            n: Variant.of(joint.variants[n], missing)._replace(rows=rows, cost=cost)
+            for n, (rows, cost) in self.heads.items()
+        }
+        return replace(self.menu, variants=variants)
+
+
+@dataclass
+class StoredStep:
+    """What a StepBudget learned and planned; ``graphs`` by number.
+
+    ``programs`` are the figures of each :class:`.StepProgram`.
+    """
+
+    states: set[State]
+    programs: list[tuple[Any, ...]]
+    present: Present
+    summary: StepSummary
+    spare: int
+    graphs: dict[int, StoredGraph]
+
+
+class PlanFile:
+    """A file for the plans that a StepBudget makes with these ``arguments``.
+
+    Raises FileNotFoundError if its folder does not exist, and ValueError if it has
+    something else in it, which is not overwritten.
+    """
+
+    def __init__(self, path: str, arguments: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._origin = {"arguments": {**arguments}, "torch": torch.__version__}
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(f"no such folder: {self.path.parent}")
+        if self.path.exists() and self._content() is None:
+            raise ValueError(f"{path} exists and is not the file of a StepBudget")
+
+    def read(self) -> tuple[Optional[StoredStep], str]:
+        """What is stored, or why it is of no use; neither if there is no file."""
+        content = self._content() if self.path.exists() else None
+        if content is None:
+            return None, ""
+        for what, value in self._origin.items():
+            if content[what] != value:
+                return None, f"it was made with {what} {content[what]}, not {value}"
+        return _decoded(content["step"]), ""
+
+    def write(self, step: StoredStep) -> None:
+        """Replace the file, at once: several ranks may share it."""
+        content = {"format": _FORMAT, **self._origin, "step": _encoded(step)}
+        new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        new.write_text(json.dumps(content))
+        new.replace(self.path)
+
+    def _content(self) -> Optional[dict[str, Any]]:
+        try:
+            found = json.loads(self.path.read_text())
+        except ValueError:
+            return None
+        is_ours = isinstance(found, dict) and found.get("format") == _FORMAT
+        return found if is_ours else None
+
+
+def key_of(joint: Planner) -> str:
+    """What a joint graph computes, on tensors of which sizes, and how it is planned.
+
+    The same in every process.  O(nodes).
+    """
+    digest = hashlib.sha256()
+    for chunks, each in joint.variants.items():
+        told = chunks, each.fused, each.budget, each.num_fwd_outputs, each.ask.estimator
+        digest.update(repr(told).encode())
+        for node in each.joint.nodes:
+            digest.update(f"{node.format_node()} {[*_metas(node)]}\n".encode())
+    return digest.hexdigest()
+
+
+def _metas(node: torch.fx.Node) -> Iterator[str]:
+    for value in tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            yield f"{value.dtype} {value.device} {tuple(value.shape)}"
+
+
+# ------------------------------------------------------------------------- JSON
+
+_CLASSES: dict[str, Any] = {
+    each.__name__: each
+    for each in (
+        *(Bytes, Footprint, GraphUse, Head, Held, Menu, Missing, Moment, Present),
+        *(State, StepSummary, StoredGraph, StoredStep),
+    )
+}
+_CONTAINERS: dict[str, Any] = {
+    each.__name__: each for each in (list, tuple, set, frozenset)
+}
+
+
+def _encoded(value: Any) -> Any:
+    """Numbers, text and None as they are, all else as the name of its type, and items."""
+    kind = type(value)
+    name = kind.__name__
+    if name in _CLASSES:
+        is_record = dataclasses.is_dataclass(kind)
+        names = (
+            [f.name for f in dataclasses.fields(kind)] if is_record else kind._fields
+        )
+        return [name, [_encoded(getattr(value, each)) for each in names]]
+    if kind is dict:
+        return [name, [_encoded(pair) for pair in value.items()]]
+    if kind in (set, frozenset):
+        return [name, [_encoded(each) for each in sorted(value, key=repr)]]
+    return [name, [*map(_encoded, value)]] if name in _CONTAINERS else value
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    name, items = value[0], [*map(_decoded, value[1])]
+    if name in _CLASSES:
+        return _CLASSES[name](*items)
+    return dict(items) if name == "dict" else _CONTAINERS[name](items)
