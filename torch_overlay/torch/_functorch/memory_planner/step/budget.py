@@ -136,6 +136,23 @@ class StepBudget(Warns):
                 self._warn_of_file(why_not, is_risk=False)
             self._begin(stored)
 
+    def _begin(self, stored: Optional[StoredStep] = None) -> None:
+        """Know of the program what another process stored, by default nothing."""
+        self._learned, self._recording = Learned(), Recording()
+        # The bytes present when a step starts, and those of the allowed ones that are
+        # free while no call waits for its backward.
+        self._present = Present()
+        self._spare = 0
+        self.plan: Optional[StepSummary] = None
+        # The graphs that there are stored plans for.
+        self._stored: dict[int, StoredGraph] = {}
+        self._choices.clear()
+        if stored is not None:
+            self._learned = Learned(stored.states, stored.programs)
+            self._recording.left, self._recording.expects_new = 0, False
+            self._present, self._spare = stored.present, stored.spare
+            self.plan, self._stored = stored.summary, stored.graphs
+
     def __reduce__(self) -> Any:
         return functools.partial(type(self), **self._arguments), ()
 
@@ -340,23 +357,6 @@ class StepBudget(Warns):
             what = f"{name} differs from the graph that it has plans for; delete it"
             self._warn_of_file(what, is_risk=True)
         return self._stored.get(number)
-
-    def _begin(self, stored: Optional[StoredStep] = None) -> None:
-        """Know of the program what another process stored, by default nothing."""
-        self._learned, self._recording = Learned(), Recording()
-        # The bytes present when a step starts, and those of the allowed ones that are
-        # free while no call waits for its backward.
-        self._present: Present = Present()
-        self._spare = 0
-        self.plan: Optional[StepSummary] = None
-        # The graphs that there are stored plans for.
-        self._stored: dict[int, StoredGraph] = {}
-        self._choices.clear()
-        if stored is not None:
-            self._learned = Learned(stored.states, stored.programs)
-            self._recording.left, self._recording.expects_new = 0, False
-            self._present, self._spare = stored.present, stored.spare
-            self.plan, self._stored = stored.summary, stored.graphs
 
     def _write(self, file: PlanFile, choices: Mapping[int, tuple[int, ...]]) -> None:
         """Store what was learned and planned, unless sizes vary."""
