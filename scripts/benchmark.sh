@@ -3,7 +3,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|chunks|planning|compiles|fits|opinfo|harm|gpu [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|chunks|planning|compiles|fits|opinfo|harm|gpu|forms [OPTIONS]"
 case ${1:-} in
   solvers | kept | frozen | loops | schedule | chunks | planning | compiles | fits | opinfo | harm) ;;
   fuzz-loops)
@@ -15,6 +15,12 @@ case ${1:-} in
       set -- "$1" "${@:3}"
     done
     set -- fuzz_loops "${words[@]}" "${@:2}"
+    ;;
+  forms)
+    ensure_environment
+    # One thread in each process.
+    export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+    run_module "$PYTHON" upkeep.forms "${@:2}"
     ;;
   peak) set -- schedule --device operators "${@:2}" ;;
   step) set -- schedule --device operators --steps "${@:2}" ;;
@@ -56,9 +62,12 @@ $usage
                budget, operator by operator and by inductor (hours)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (minutes)
+  forms        what each pull request changes, on five models, by the newest release as it came
+               out and with the pull request's branch; stored in results/forms.json (minutes
+               for each)
 
-Each has --help; --json FILE, to store what it prints; and --check, for the counts that must
-hold.
+Each has --help; --json FILE, to store what it prints (but for forms); and --check, for the
+counts that must hold.
 EOF2
     exit
     ;;

@@ -45,6 +45,12 @@ FORMS.update(
 )
 
 
+def exported(topic: str) -> str:
+    """The name in ``FORMS`` of what becomes the topic's pull request."""
+    smallest = f"{topic}, smallest form"
+    return smallest if smallest in FORMS else topic
+
+
 def stack(patch: Patch) -> list[Patch]:
     """The patch after those that it needs, each after those that it needs itself."""
     below: dict[str, Patch] = {}

@@ -9,10 +9,11 @@ from patchset.commits import check_committable, commit_on_branch
 from patchset.images import ABSENT, CONFLICTS, survey
 from patchset.mailbox import message
 from patchset.patch import Patch, REPOSITORY
-from patchset.series import FORMS, SERIES, stack
+from patchset.series import exported, FORMS, SERIES, stack
 from patchset.target import BadCall, Conflict, exit_status, find
 from patchset.transaction import read_journal
 
+from . import forms
 from .upstream_checks import check, conclude
 
 
@@ -38,12 +39,14 @@ def body(patch: Patch, below: list[Patch]) -> str:
     """The text of the pull request; Conflict where the test was never run."""
     *problem, change = patch.why.strip().split("\n\n")
     items = "\n".join(patch.trailers)
+    measured = forms.stored().get(patch.name)
     stacked = "".join(f"- {needed.subject}\n" for needed in below)
     sections = {
         "Stacked on": stacked,
         "Problem and mechanism": "\n\n".join(problem or [change]),
         "Repro": patch.repro and f"```python\n{patch.repro.strip()}\n```",
         "Change": change,
+        "Measured": measured and forms.table(measured),
         "Test plan": f"`{patch.tested}` {before_and_after(patch)}",
         "What it does not do": patch.beyond,
         "Risks": patch.risks,
@@ -58,8 +61,7 @@ def body(patch: Patch, below: list[Patch]) -> str:
 def write_branch(options: argparse.Namespace) -> None:
     """Make the branch and the text, and check both where that is asked."""
     branch = f"ac-budget/{options.topic}"
-    ours = FORMS[options.topic]
-    patches = stack(ours.minimal or ours)
+    patches = stack(FORMS[exported(options.topic)])
     target = find(options.checkout)
     if target.git_dir is None:
         raise BadCall(f"{target.root} is not a git checkout")

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -147,6 +147,22 @@ def environment(release: str) -> Iterator[tuple[str, Path]]:
             shutil.rmtree(checkout)
 
 
+@contextmanager
+def clone(checkout: Path) -> Iterator[Path]:
+    """A copy of its own for a while. It shares its files by hard links: they are
+    replaced, as `lay` does it, and never written into."""
+    with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+        root = Path(folder) / "pytorch"
+        shutil.copytree(checkout, root, symlinks=True, copy_function=os.link)
+        yield root
+
+
+def lay(root: Path, changes: Iterable[Change]) -> None:
+    for change in changes:
+        (root / change.path).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(root / change.path, change.after)
+
+
 def isolated(
     patch: Patch, checkout: Path, release: str, python: str
 ) -> tuple[bool, Optional[bool]]:
@@ -155,27 +171,17 @@ def isolated(
     ``checkout`` is the untouched release; it is cloned, and left alone. The second is
     None where the patch has a conflict there. Without it ``patch.test`` alone is run.
     """
-    with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-        # Files are shared by hard links: they are replaced, never written into.
-        root = Path(folder) / "pytorch"
-        shutil.copytree(checkout, root, symlinks=True, copy_function=os.link)
+    with clone(checkout) as root:
         target = find(str(root))
         *below, top = survey(target, series=stack(patch), release=release).patches
-
-        def lay(path: str, content: bytes) -> None:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            replace_file(root / path, content)
-
-        for change in (change for step in below for change in step.changes):
-            lay(change.path, change.after)
+        lay(root, (change for step in below for change in step.changes))
         # The test alone: what it imports is there or it is not.
-        lay(patch.test, overlay(patch.test))
+        lay(root, [Change(patch.test, None, overlay(patch.test))])
         stop = "--failfast"
         without = run_test([patch.test, stop], root, python).returncode == 0
         if top.state == CONFLICTS:
             return without, None
-        for change in top.changes:
-            lay(change.path, change.after)
+        lay(root, top.changes)
         for test in patch.tests:
             done = run_test([test], root, python)
             if done.returncode:
@@ -185,21 +191,24 @@ def isolated(
         return without, True
 
 
+def read(name: str, release: str) -> Finding:
+    """One of ``FORMS`` against the release's text."""
+    patch = FORMS[name]
+    target = find(str(tree(release)))
+    steps = survey(target, series=stack(patch), release=release).patches
+    top = steps[-1]
+    tested = hashlib.sha256()
+    # A wheel's tree has no tests.
+    run = [Change(path, None, overlay(path)) for path in patch.tests]
+    for change in (*run, *(change for step in steps for change in step.changes)):
+        tested.update(change.path.encode() + b"\0" + change.after + b"\0")
+    digest = tested.hexdigest()[:16]
+    return Finding(name, patch, top.state, top.detail, tree=digest)
+
+
 def by_text(release: str) -> list[Finding]:
     """Every form of every patch against the release's text, in the series' order."""
-    target = find(str(tree(release)))
-    findings = []
-    for name, patch in FORMS.items():
-        steps = survey(target, series=stack(patch), release=release).patches
-        top = steps[-1]
-        tested = hashlib.sha256()
-        # A wheel's tree has no tests.
-        run = [Change(path, None, overlay(path)) for path in patch.tests]
-        for change in (*run, *(change for step in steps for change in step.changes)):
-            tested.update(change.path.encode() + b"\0" + change.after + b"\0")
-        digest = tested.hexdigest()[:16]
-        findings.append(Finding(name, patch, top.state, top.detail, tree=digest))
-    return findings
+    return [read(name, release) for name in FORMS]
 
 
 def examine(release: str, wanted: Sequence[Finding]) -> Iterator[Finding]:

@@ -102,14 +102,20 @@ def _run(
 
 
 def run_test(
-    words: Sequence[str], checkout: Path, python: str = sys.executable
+    words: Sequence[str],
+    checkout: Path,
+    python: str = sys.executable,
+    path: Sequence[Path] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python WORDS`` in the checkout and by its torch; stdout has both streams."""
+    """Run ``python WORDS`` in the checkout and by its torch; stdout has both streams.
+
+    ``path`` has more folders to import from.
+    """
     with tempfile.TemporaryDirectory() as cache:
         return _run(
             [python, *words],
             checkout,
-            PYTHONPATH=str(checkout),
+            PYTHONPATH=os.pathsep.join(map(str, (checkout, *path))),
             TORCHINDUCTOR_CACHE_DIR=cache,
             # Where CI is set, torch's test runner wants packages of upstream's own CI.
             CI="",

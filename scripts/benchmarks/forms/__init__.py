@@ -1,0 +1,1 @@
+"""What each pull request changes, on five models: one module per topic."""

@@ -1,0 +1,187 @@
+"""The command behind ``scripts/benchmark.sh forms``: what each pull request changes.
+
+A module of ``benchmarks/forms/`` measures a few models by whatever torch runs it. Here
+that is the newest release's, as it came out and with the pull request's branch.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from patchset.files import replace_file
+from patchset.images import APPLIES, FAULTY, survey
+from patchset.patch import RELEASES, REPOSITORY
+from patchset.series import exported, FORMS, stack
+from patchset.target import Conflict, find
+
+from .refresh import clone, environment, lay, read
+from .upstream_checks import run_test
+
+
+RESULTS = REPOSITORY / "results" / "forms.json"
+SCRIPTS = REPOSITORY / "scripts"
+MODULES = SCRIPTS / "benchmarks" / "forms"
+EPILOG = """\
+What was measured on the very same files is not measured again, so that a call that was
+stopped goes on where it was. exit codes: 0 measured, or all as it was; 1 a form could
+not be measured, or with --check is not as stored; 2 bad call, or the release cannot be
+had
+"""
+
+# What is stored of a form: what is measured, on which release, and by model before and
+# after; a digest of the files that decide it.
+Entry = dict[str, Any]
+
+
+def topics() -> list[str]:
+    """Those that have a module, by name."""
+    stems = sorted(place.stem for place in MODULES.glob("*.py"))
+    return [stem.replace("_", "-") for stem in stems if stem != "__init__"]
+
+
+def module(topic: str) -> str:
+    return topic.replace("-", "_")
+
+
+def stored() -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    if RESULTS.is_file():
+        entries = json.loads(RESULTS.read_text())
+    return entries
+
+
+def store(entries: dict[str, Entry]) -> None:
+    kept = {topic: entries[topic] for topic in topics() if topic in entries}
+    text = json.dumps(kept, indent=1)
+    replace_file(RESULTS, f"{text}\n".encode())
+
+
+def digest(topic: str, release: str) -> str:
+    """Of what the branch changes there, and of the module that measures it."""
+    found = read(exported(topic), release)
+    if found.state not in (APPLIES, FAULTY):
+        raise Conflict(f"{found.state} on torch {release} ({found.detail})")
+    measuring = (MODULES / f"{module(topic)}.py").read_bytes()
+    return hashlib.sha256(f"{found.tree}\0".encode() + measuring).hexdigest()[:16]
+
+
+def table(entry: Entry) -> str:
+    """What is stored of a form, in Markdown."""
+    lines = [
+        ("model", "before", "after"),
+        ("---", "---:", "---:"),
+        *((model, *map(number, both)) for model, both in entry["models"].items()),
+    ]
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{entry['what']}, on torch {entry['torch']}:\n\n{rows}"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def run(topic: str, checkout: Path, python: str) -> Entry:
+    """What the topic's module finds by that checkout's torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "row.json"
+        task = json.dumps({"form": module(topic)})
+        # -P: the checkout may have a folder named benchmarks.
+        words = ["-P", "-m", "benchmarks.fresh", "benchmarks.form", task, str(place)]
+        done = run_test(words, checkout, python, path=[SCRIPTS])
+        row: Entry = json.loads(place.read_text()) if place.is_file() else {}
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        raise Conflict(row.get("error", f"ended with status {done.returncode}"))
+    return row
+
+
+def measure(topic: str, checkout: Path, release: str, python: str) -> Entry:
+    """The topic's entry; ``checkout`` is the untouched release, and left alone."""
+    before = run(topic, checkout, python)
+    with clone(checkout) as root:
+        series = stack(FORMS[exported(topic)])
+        steps = survey(find(str(root)), series=series, release=release).patches
+        lay(root, (change for step in steps for change in step.changes))
+        after = run(topic, root, python)
+    models = {name: [value] for name, value in before["models"].items()}
+    if models.keys() != after["models"].keys():
+        raise Conflict("before and after are of different models")
+    for name, value in after["models"].items():
+        models[name].append(value)
+    return {"what": before["what"], "torch": release, "models": models}
+
+
+def measure_all(wanted: Sequence[str], release: str, again: bool, check: bool) -> int:
+    """Measure what is not as stored, and store each at once."""
+    entries = stored()
+    pending, failed = {}, []
+    for topic in wanted:
+        try:
+            tree = digest(topic, release)
+        except Conflict as error:
+            print(f"{topic}: {error}", file=sys.stderr)
+            failed.append(topic)
+            continue
+        if again or entries.get(topic, {}).get("tree") != tree:
+            pending[topic] = tree
+        else:
+            print(f"{topic}: as stored")
+    if check:
+        for topic in pending:
+            print(f"{topic}: not measured on its files: scripts/benchmark.sh forms")
+        return int(bool(pending or failed))
+    if pending:
+        with environment(release) as (python, checkout):
+            for number, (topic, tree) in enumerate(pending.items(), 1):
+                print(f"{topic} ({number} of {len(pending)}) ...", flush=True)
+                try:
+                    entry = measure(topic, checkout, release, python)
+                except Conflict as error:
+                    print(f"{topic}: {error}", file=sys.stderr)
+                    failed.append(topic)
+                    continue
+                entries[topic] = {**entry, "tree": tree}
+                store(entries)
+                print(table(entry))
+    if failed:
+        print(f"could not be measured: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def main(arguments: Optional[list[str]] = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmark.sh forms",
+        description="Measures what each pull request changes, on the newest release as "
+        "it came out and with the pull request's branch, and stores it in "
+        "results/forms.json, from where it gets into the pull request's text.",
+        epilog=EPILOG,
+    )
+    parser.add_argument(
+        "--form",
+        nargs="+",
+        metavar="NAME",
+        choices=topics(),
+        help=f"these alone, of {', '.join(topics())}",
+    )
+    parser.add_argument("--again", action="store_true", help="what is stored as well")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="measure nothing: say what is not stored, or of files that have changed",
+    )
+    options = parser.parse_args(arguments)
+    wanted = options.form or topics()
+    try:
+        return measure_all(wanted, RELEASES[-1], options.again, options.check)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
