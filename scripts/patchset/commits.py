@@ -69,21 +69,43 @@ def commit_on_head(target: Target, steps: Sequence[Step]) -> list[str]:
         return []
     # First, so that a call that failed here can be run again.
     git(target, "update-index", "--add", "--", *final)
-    return _commits(target, "HEAD", steps)
+    before = git(target, "rev-parse", "HEAD").decode().strip()
+    head, made = _commits(target, before, steps)
+    _move(target, "HEAD", before, head)
+    return made
 
 
 def commit_on_branch(target: Target, branch: str, steps: Sequence[Step]) -> list[str]:
-    """One commit per step on top of HEAD, as a new branch that is not checked out."""
+    """One commit per step on top of HEAD, as a new branch that is not checked out.
+
+    Returns a line per commit; none where the branch is there, with these files and words.
+    """
     reference = f"refs/heads/{branch}"
+    before = git(target, "rev-parse", "HEAD").decode().strip()
+    head, made = _commits(target, before, steps)
+
+    def held(by: str) -> list[bytes]:
+        return git(target, "log", "--format=%T %B", f"{before}..{by}").split()
+
     if git(target, "for-each-ref", reference):
-        raise Conflict(f"branch {branch} exists: git branch -D {branch}, or rename it")
-    return _commits(target, reference, steps)
+        if held(reference) == held(head):
+            return []
+        raise Conflict(
+            f"branch {branch} exists and holds something else: git branch -D {branch}, "
+            "or rename it"
+        )
+    _move(target, reference, "", head)
+    return made
 
 
-def _commits(target: Target, reference: str, steps: Sequence[Step]) -> list[str]:
-    """Commits above HEAD; ``reference`` is moved when they are made, if it has not been."""
-    head = git(target, "rev-parse", "HEAD").decode().strip()
-    expected = head if reference == "HEAD" else ""  # Empty: there is none yet.
+def _move(target: Target, reference: str, before: str, after: str) -> None:
+    """The reference, if it is where it was; empty: there was none."""
+    reason = "activation memory budget patch set"
+    git(target, "update-ref", "-m", reason, reference, after, before)
+
+
+def _commits(target: Target, head: str, steps: Sequence[Step]) -> tuple[str, list[str]]:
+    """Commits above ``head``: the last one, and a line for each."""
     made = []
     with tempfile.TemporaryDirectory() as folder:
         index = os.path.join(folder, "index")
@@ -97,6 +119,4 @@ def _commits(target: Target, reference: str, steps: Sequence[Step]) -> list[str]
             commit = ("commit-tree", tree, "-p", head, "-F", "-")
             head = git(target, *commit, content=words.encode()).decode().strip()
             made.append(f"{head} {words.partition(chr(10))[0]}")
-    reason = "activation memory budget patch set"
-    git(target, "update-ref", "-m", reason, reference, head, expected)
-    return made
+    return head, made

@@ -144,8 +144,9 @@ class Patch:
 
     For the pull request: ``needs`` names the patches that it builds on, ``risks`` what
     a reviewer should look at, ``beyond`` what it does not do. ``repro`` is a program of
-    at most 15 lines that goes wrong, or shows nothing, without it. ``minimal`` is the
-    same topic in upstream's own text, where that is smaller than what the set does.
+    at most 15 lines that goes wrong, or shows nothing, without it. ``lines`` is how many
+    it may add, tests aside. ``minimal`` is the same topic in upstream's own text, where
+    that is smaller than what the set does.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Patch:
     landed: tuple[tuple[str, str], ...] = ()
     faults: tuple[tuple[str, str], ...] = ()
     needs: tuple[str, ...] = ()
+    lines: Optional[int] = None
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:

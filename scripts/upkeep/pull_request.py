@@ -1,42 +1,69 @@
-"""The command behind ``scripts/export_pr.sh``: one topic as a pull request."""
+"""The command behind ``scripts/export_pr.sh``: topics as pull requests."""
 
 import argparse
 import json
 import sys
-from typing import Optional
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
 
-from patchset.commits import check_committable, commit_on_branch
-from patchset.images import ABSENT, CONFLICTS, survey
+from patchset.commits import check_committable, commit_on_branch, git
+from patchset.images import ABSENT, CONFLICTS, PatchState
 from patchset.mailbox import message
 from patchset.patch import Patch, REPOSITORY
 from patchset.series import exported, FORMS, SERIES, stack
-from patchset.target import BadCall, Conflict, exit_status, find
-from patchset.transaction import read_journal
+from patchset.target import BadCall, Conflict, exit_status, find, Target
 
-from . import forms
-from .upstream_checks import check, conclude
+from . import forms, landed
+from .upstream_checks import check, conclude, new_findings
 
 
 RESULTS = REPOSITORY / "results" / "releases.json"
 BODIES = REPOSITORY / "build" / "pr"
+EPILOG = """\
+exit codes:
+  0  made, each within its mark and without a finding of the linters; or, with
+     --status, told
+  1  conflict, over its mark, a check that failed, or a test that could not be run: the
+     message says which; with --all the other branches are made all the same
+  2  bad call, not a PyTorch tree, or with --status one that cannot be run
+"""
 
 
-def before_and_after(patch: Patch) -> str:
-    """Where the patch's own test was seen to fail without it and to pass with it."""
+class Branch(NamedTuple):
+    """A topic's branch: ``step`` is its own commit, ``made`` a line for each new one."""
+
+    name: str
+    step: PatchState
+    made: list[str]
+    lines: int
+
+    @property
+    def topic(self) -> str:
+        return self.step.patch.name
+
+    @property
+    def over(self) -> bool:
+        mark = self.step.patch.lines
+        return mark is not None and self.lines > mark
+
+
+def tested_on(patch: Patch) -> list[str]:
+    """Where its own test was seen to fail without it and to pass with it."""
     name = next(name for name, form in FORMS.items() if form is patch)
-    releases = [
+    return [
         release
         for release, patches in json.loads(RESULTS.read_text()).items()
         if name in patches and patches[name]["with"] and not patches[name]["without"]
     ]
-    if not releases:
-        raise Conflict(f"the test of {name} was not run: scripts/refresh.sh --all")
-    on = ", ".join(releases)
-    return f"fails without this change and passes with it, on torch {on}.\n"
 
 
 def body(patch: Patch, below: list[Patch]) -> str:
     """The text of the pull request; Conflict where the test was never run."""
+    releases = ", ".join(tested_on(patch))
+    if not releases:
+        raise Conflict(
+            f"the test of {patch.name} was not run: scripts/refresh.sh --all"
+        )
     *problem, change = patch.why.strip().split("\n\n")
     items = "\n".join(patch.trailers)
     measured = forms.stored().get(patch.name)
@@ -47,7 +74,8 @@ def body(patch: Patch, below: list[Patch]) -> str:
         "Repro": patch.repro and f"```python\n{patch.repro.strip()}\n```",
         "Change": change,
         "Measured": measured and forms.table(measured),
-        "Test plan": f"`{patch.tested}` {before_and_after(patch)}",
+        "Test plan": f"`{patch.tested}` fails without this change and passes with it, "
+        f"on torch {releases}.",
         "What it does not do": patch.beyond,
         "Risks": patch.risks,
     }
@@ -58,54 +86,160 @@ def body(patch: Patch, below: list[Patch]) -> str:
     )
 
 
-def write_branch(options: argparse.Namespace) -> None:
-    """Make the branch and the text, and check both where that is asked."""
-    branch = f"ac-budget/{options.topic}"
-    patches = stack(FORMS[exported(options.topic)])
-    target = find(options.checkout)
-    if target.git_dir is None:
-        raise BadCall(f"{target.root} is not a git checkout")
+def make(target: Target, topic: str) -> Branch:
+    """Make the branch and the text; Conflict where that cannot be."""
+    branch = f"ac-budget/{topic}"
+    patches = stack(FORMS[exported(topic)])
     text = body(patches[-1], patches[:-1])
-    result = survey(target, read_journal(target), series=patches)
+    result = landed.fitted(target, patches)
     for step in result.patches:
         if step.state in (ABSENT, CONFLICTS):
             raise Conflict(f"{step.patch.name}: {step.state} ({step.detail})")
     steps = [step for step in result.patches if step.changes]
-    if not steps or steps[-1].patch.name != options.topic:
-        raise Conflict(f"{options.topic}: {result.patches[-1].state}")
+    if not steps or steps[-1].patch.name != topic:
+        raise Conflict(f"{topic}: {result.patches[-1].state}")
     check_committable(target, result.changes)
     commits = [(message(step.patch), step.changes) for step in steps]
     made = commit_on_branch(target, branch, commits)
-    place = BODIES / f"{options.topic}.md"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(text)
-    print(*(f"commit {line}" for line in made), sep="\n")
-    print(f"branch {branch}: git switch {branch}")
-    print(f"text   {place}")
-    if options.check:
-        conclude(check(target, branch, patches[-1]))
+    BODIES.mkdir(parents=True, exist_ok=True)
+    (BODIES / f"{topic}.md").write_text(text)
+    counted = ("diff", "--numstat", f"{branch}^", branch, "--", ".", ":(exclude)test")
+    added = (line.split()[0] for line in git(target, *counted).splitlines())
+    return Branch(branch, steps[-1], made, sum(map(int, added)))
+
+
+def one(target: Target, topic: str, checked: bool) -> None:
+    """Make it, and check it where that is asked."""
+    branch = make(target, topic)
+    print(
+        *(f"commit {line}" for line in branch.made),
+        sep="\n",
+        end="\n" * bool(branch.made),
+    )
+    said = "" if branch.made else ", as it was"
+    print(f"branch {branch.name}{said}: git switch {branch.name}")
+    print(f"text   {BODIES / topic}.md")
+    if checked:
+        conclude(check(target, branch.name, branch.step.patch))
+
+
+def all_of_them(target: Target) -> None:
+    """Make every branch that can be made, and say how each stands."""
+    branches, faults = [], []
+    for number, patch in enumerate(SERIES, 1):
+        print(f"{patch.name} ({number} of {len(SERIES)}) ...", flush=True)
+        try:
+            branches.append(make(target, patch.name))
+        except Conflict as error:
+            print(f"    not made: {error}", flush=True)
+            faults.append(f"{patch.name}: not made: {error}")
+    print("usort and ruff, by upstream's settings ...", flush=True)
+    found = findings(branches)
+    print(f"\n{overview(branches, found)}")
+    for branch in branches:
+        faults += (f"{branch.topic}: {said}" for said in found[branch.topic])
+        if branch.over:
+            mark = branch.step.patch.lines
+            faults.append(
+                f"{branch.topic}: {branch.lines} lines, over its mark of {mark}"
+            )
+    print(f"{len(branches)} of {len(SERIES)} branches; their texts are in {BODIES}")
+    if faults:
+        raise Conflict("\nconflict: ".join(faults))
+
+
+def findings(branches: Sequence[Branch]) -> dict[str, list[str]]:
+    """What upstream's linters say of each topic's own commit and did not before it."""
+    before, after = {}, {}
+    for branch in branches:
+        for change in branch.step.changes:
+            path = f"{branch.topic}/{change.path}"
+            after[path] = change.after.decode()
+            if change.before is not None:
+                before[path] = change.before.decode()
+    found: dict[str, list[str]] = {branch.topic: [] for branch in branches}
+    for said in new_findings(before, after):
+        topic, _, words = said.partition("/")
+        found[topic].append(words)
+    return found
+
+
+def overview(branches: Sequence[Branch], found: dict[str, list[str]]) -> str:
+    rows = [("topic", "lines", "mark", "linters", "tested on", "needs")]
+    for branch in branches:
+        patch = branch.step.patch
+        rows.append(
+            (
+                branch.topic,
+                str(branch.lines),
+                "-" if patch.lines is None else str(patch.lines),
+                f"{len(found[branch.topic])} new" if found[branch.topic] else "clean",
+                " ".join(tested_on(patch)),
+                " ".join(patch.needs) or "-",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "".join(
+        f"{'  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()}\n"
+        for row in rows
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    target = find(options.checkout)
+    if options.status:
+        landed.report(target, [options.topic] if options.topic else [*TOPICS])
+        return
+    if target.git_dir is None:
+        raise BadCall(f"{target.root} is not a git checkout")
+    if options.all:
+        all_of_them(target)
+    else:
+        one(target, options.topic, options.check)
+
+
+TOPICS = tuple(patch.name for patch in SERIES)
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
-    names = [patch.name for patch in SERIES]
     parser = argparse.ArgumentParser(
         prog="export_pr.sh",
+        usage="%(prog)s TOPIC CHECKOUT [--check]\n"
+        "       %(prog)s --all CHECKOUT\n"
+        "       %(prog)s --status [TOPIC] CHECKOUT",
         description="Makes a branch in a PyTorch git checkout that holds one topic in "
         "its smallest form, and the text of its pull request in build/pr/TOPIC.md. The "
         "work tree stays as it is.",
-        epilog="topics: " + ", ".join(names) + ". exit codes: 0 made; 1 conflict; "
-        "2 bad call or not a PyTorch tree",
+        epilog=f"topics: {', '.join(TOPICS)}\n\n{EPILOG}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("topic", metavar="TOPIC", choices=names)
+    parser.add_argument("topic", metavar="TOPIC", nargs="?", choices=TOPICS)
     parser.add_argument("checkout", metavar="CHECKOUT", help="a git checkout")
-    parser.add_argument(
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
         "--check",
         action="store_true",
         help="run on the branch usort and ruff by upstream's settings, and the test; "
         "that needs the torch of the checkout's version in this project's environment",
     )
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: write_branch(options))
+    mode.add_argument(
+        "--all",
+        action="store_true",
+        help="every topic; then how many lines each adds, tests aside, beside the mark "
+        "that it must keep, where its test was run, and what upstream's linters find",
+    )
+    mode.add_argument(
+        "--status",
+        action="store_true",
+        help="make nothing: say which topics have landed there, by running their tests "
+        "on the checkout as it is",
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if options.all and options.topic:
+        parser.error("name a TOPIC, or --all")
+    if not (options.all or options.status or options.topic):
+        parser.error("name a TOPIC, --all or --status")
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

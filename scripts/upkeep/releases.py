@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Optional
 
 from patchset.files import locked
-from patchset.patch import REPOSITORY
+from patchset.patch import minor, RELEASES, REPOSITORY
 
 
 TREES = REPOSITORY / "build" / "releases"
@@ -30,6 +32,14 @@ UNCONSTRAINED = {"PIP_CONSTRAINT": os.devnull, "PIP_BUILD_CONSTRAINT": os.devnul
 
 class Unavailable(RuntimeError):
     """The release's wheel cannot be had here; the message has pip's reason."""
+
+
+def of_its_minor(version: str) -> Optional[str]:
+    """The newest supported release of the version's minor one, such as 2.15 of 2.15.0a0."""
+    with suppress(ValueError):
+        here = minor(version)
+        return max((r for r in RELEASES if minor(r) == here), default=None)
+    return None
 
 
 def tree(release: str) -> Path:
