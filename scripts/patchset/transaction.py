@@ -210,6 +210,15 @@ def undo(target: Target, journal: Journal) -> None:
         raise Unfinished(fault(error)) from error
 
 
+def renew(target: Target, journal: Journal) -> None:
+    """Take the files as they are for what was written, so that they can be undone."""
+    files = {
+        path: {**known, "after": digest(target.read(path))}
+        for path, known in journal.files.items()
+    }
+    _write_journal(target.state, replace(journal, files=files))
+
+
 def restorable(target: Target, journal: Journal) -> list[str]:
     """The files that ``undo`` has to restore; Conflict where it could not."""
     pending: list[str] = []

@@ -28,10 +28,10 @@ from patchset.files import replace_file
 from patchset.images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey
 from patchset.patch import minor, Patch, RELEASES, REPOSITORY
 from patchset.series import FORMS, stack
-from patchset.target import find
+from patchset.target import exit_status, find
 from patchset.transaction import Change
 
-from . import generate
+from . import from_checkout, generate
 from .releases import tree
 from .upstream_checks import run_test
 
@@ -41,7 +41,7 @@ RESULTS = REPOSITORY / "results" / "releases.json"
 EPILOG = """\
 What was stored of the very same files is not run again, so that a call that was stopped
 goes on where it was. exit codes: 0 taken in, or all as it was; 1 a person must decide,
-nothing was written; 2 bad call, or the release cannot be had
+nothing was written; 2 bad call, or the release or the checkout cannot be had
 """
 
 WORDS = {None: "-", True: "passes", False: "fails"}
@@ -294,9 +294,20 @@ def main(arguments: Optional[list[str]] = None) -> int:
         help="check every known release again, the newest first, each by its own torch; "
         "then scripts/report.sh shows the table",
     )
+    parser.add_argument(
+        "--from",
+        dest="checkout",
+        metavar="CHECKOUT",
+        help="take in no release, but what was changed in a checkout that the set was "
+        "applied to: whole files go back into torch_overlay/, what is within an edit "
+        "into its topic. Where something cannot be placed, it is listed and nothing "
+        "is written",
+    )
     options = parser.parse_args(arguments)
-    if options.all == bool(options.release):
-        parser.error("name one VERSION, or --all")
+    if [options.all, bool(options.release), bool(options.checkout)].count(True) != 1:
+        parser.error("name one VERSION, --all or --from CHECKOUT")
+    if options.checkout:
+        return exit_status(lambda: from_checkout.take(find(options.checkout)))
     try:
         if options.all:
             # The newest matter most.
