@@ -115,7 +115,11 @@ def to_read_only(place):
             edited("import torch\n", "def newer(): ..."),
             "defines newer, which",
         ),
-        (TEST, lambda place: place.write_text("# theirs\n"), "not ours is in the way"),
+        (
+            TEST,
+            lambda place: place.write_text("# theirs\n"),
+            "is in the way of what the patch adds",
+        ),
     ],
 )
 def test_refused_tree(root, path, change, words):

@@ -1,5 +1,6 @@
 """scripts/apply_patch.sh where things go wrong around it: full or read-only disks,
-damaged journals, a torch that was uninstalled, a Python that cannot read the tree."""
+damaged journals, a torch that was uninstalled or is newer than any that is known, a
+Python that cannot read the tree."""
 
 import errno
 import os
@@ -10,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import git, lay, refuses, rewrite, run, snapshot
+from conftest import edit, git, lay, refuses, rewrite, run, snapshot
 from patchset import images
-from patchset.patch import CONFIG, REPOSITORY
+from patchset.patch import CONFIG, module_path, PARTITIONERS, RELEASES, REPOSITORY
 from patchset.series import SERIES, stack
 from patchset.target import STATE_NAME
 
@@ -207,6 +208,79 @@ def test_the_torch_that_pythonpath_has(root, monkeypatch):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f'"target": "{root}"' in done.stdout
+
+
+# --------------------------------------------------------- a newer torch
+
+
+@pytest.fixture
+def newer(checkout):
+    """A commit of main: no file of it is known, and no release is of its version."""
+    root = checkout(RELEASES[-1])
+    (root / "version.txt").write_text("2.16.0a0\n")
+    edit(root / PARTITIONERS, "import os\n", "import os\n\nimport sys\n")
+    return root
+
+
+def test_a_tree_newer_than_any_release(newer):
+    before = snapshot(newer)
+
+    def status(state):
+        result = run("--status", newer)
+        assert result.code == 0 and not result.report["in_manifest"]
+        assert result.report["version"] == "2.16.0a0"
+        assert result.report["release"] == RELEASES[-1]
+        assert set(result.states.values()) <= {state, images.FAULTY}
+
+    status(images.APPLIES)
+    assert run("--check", newer).code == 3
+    assert snapshot(newer) == before
+    result = run(newer)
+    assert result.code == 3 and "no checksum vouches" in result.text
+    status(images.APPLIED)
+    assert run(newer).code == run("--check", newer).code == 0
+    assert run("--reverse", newer).code == 0
+    assert snapshot(newer) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (module_path("random_ops"), "random-ops"),
+        # What Python would import instead of a module of ours, or not any more.
+        (module_path("random_ops/__init__"), "random-ops"),
+        ("torch/_functorch/memory_planner.py", "memory-budget"),
+    ],
+)
+def test_a_file_of_upstreams_where_the_set_adds_one(newer, path, name):
+    (newer / path).parent.mkdir(exist_ok=True)
+    (newer / path).write_text("def theirs(): ...\n")
+    words = f"{path}: is in the way of what the patch adds, and is upstream's or"
+    for action in ([], ["--check"]):
+        result = refuses(1, words, *action, newer, tree=newer)
+        assert f"conflict: {name}: {path}" in result.text
+        assert "move it away; if it is upstream's, leave the patch out" in result.text
+    status = run("--status", newer)
+    assert status.code == 1 and status.states[name] == images.CONFLICTS
+    assert words in status.details[name]
+    # As it says:
+    before = snapshot(newer)
+    assert run("--without", name, newer).code == 3
+    assert (newer / path).read_text() == "def theirs(): ...\n"
+    assert run("--reverse", newer).code == 0
+    assert snapshot(newer) == before
+    (newer / path).unlink()
+    assert run(newer).code == 3
+
+
+def test_a_file_that_upstream_has_since(root):
+    """Under an applied set, which then is neither written over nor in the way."""
+    assert run(root).code == 0
+    path = module_path("random_ops")
+    rewrite(root / path, lambda text: b"def theirs(): ...\n")
+    refuses(1, f"{path}: is in the way of what the patch adds", root, tree=root)
+    (root / path).unlink()
+    assert run(root).code == 0
 
 
 # ------------------------------------------------------- an older Python

@@ -29,6 +29,12 @@ CONFLICTS = "conflicts"
 ABSENT = "not for this release"
 LEFT_OUT = "left out"
 
+IN_THE_WAY = (
+    "is in the way of what the patch adds, and is upstream's or somebody else's ("
+    "git log tells whose). If it is yours, move it away; if it is upstream's, leave the "
+    "patch out with --without"
+)
+
 View = dict[str, Optional[bytes]]
 
 
@@ -97,7 +103,8 @@ def survey(
     ``without`` names patches to leave out, ``series`` may be another form of some of
     them. A tree of which ``release`` is given is taken for it, known or not.
     """
-    current = {path: target.read(path) for path in series_paths(target, series)}
+    paths = series_paths(target, series)
+    current = {path: target.read(path) for path in (*paths, *map(_twin, paths))}
     base = _base(current, journal)
     known = release or _known_release(base)
     candidates = sorted(RELEASES, key=minor, reverse=True)
@@ -218,6 +225,8 @@ def _changes(
     for path in files:
         after[path] = overlay(path)
         _check_replaces(path, view[path], after[path])
+        if view[path] is None and view[_twin(path)] is not None:
+            raise LookupError(f"{_twin(path)}: {IN_THE_WAY}")
     for edit in edits:
         before = after.get(edit.path, view[edit.path])
         if before is None:
@@ -255,13 +264,21 @@ def _check_replaces(path: str, before: Optional[bytes], after: bytes) -> None:
     if digest(before) in released:
         return
     if not any(released):
-        raise LookupError(f"{path}: a file of this name that is not ours is in the way")
+        raise LookupError(f"{path}: {IN_THE_WAY}")
     lost = _public_names(before) - _public_names(after)
     if lost:
         raise LookupError(
             f"{path}: the file here defines {', '.join(sorted(lost))}, which the "
             "replacement lacks"
         )
+
+
+def _twin(path: str) -> str:
+    """The other file that Python would take for the same module."""
+    package = "/__init__.py"
+    if path.endswith(package):
+        return f"{path[: -len(package)]}.py"
+    return f"{path[: -len('.py')]}{package}"
 
 
 def _public_names(source: bytes) -> set[str]:
