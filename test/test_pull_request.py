@@ -41,6 +41,8 @@ def test_branch_and_text(repository, bodies, tmp_path, topic):
         section = text.partition(f"## {heading}\n\n")[2].partition("\n## ")[0]
         assert len(section.strip()) > 40, heading
     assert all(item in text for item in patches[-1].trailers)
+    # A reviewer pastes it.
+    assert len(patches[-1].repro.strip().splitlines()) <= 15
     assert "fails without this change and passes with it, on torch 2." in text
 
     mails = tmp_path / "mails"
@@ -141,9 +143,11 @@ def test_all_branches(repository, bodies, monkeypatch, capsys):
         assert "conv-layout (3 of 4) ...\n    not made: conv-layout: conflicts" in (
             printed.out
         )
-        assert re.search(r"cache-key +7 +6 +clean +2.11.0 2.*2.15.0 +-\n", printed.out)
+        assert re.search(
+            r"cache-key +7 +6 +clean +- +2.11.0 2.*2.15.0 +-\n", printed.out
+        )
         assert re.search(r"config-solver-name +1 +- +1 new", printed.out)
-        assert re.search(r"knapsack-solvers +2 +2 +clean", printed.out)
+        assert re.search(r"knapsack-solvers +2 +2 +clean +5 +2", printed.out)
         assert "3 of 4 branches" in printed.out
         conflicts = printed.err.splitlines()
         assert len(conflicts) == 3, conflicts

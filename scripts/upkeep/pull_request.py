@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -19,6 +20,8 @@ from .upstream_checks import check, conclude, new_findings
 
 RESULTS = REPOSITORY / "results" / "releases.json"
 BODIES = REPOSITORY / "build" / "pr"
+TOPICS = tuple(patch.name for patch in SERIES)
+LISTED = ", ".join(TOPICS)
 EPILOG = """\
 exit codes:
   0  made, each within its mark and without a finding of the linters; or, with
@@ -165,7 +168,8 @@ def findings(branches: Sequence[Branch]) -> dict[str, list[str]]:
 
 
 def overview(branches: Sequence[Branch], found: dict[str, list[str]]) -> str:
-    rows = [("topic", "lines", "mark", "linters", "tested on", "needs")]
+    rows = [("topic", "lines", "mark", "linters", "models", "tested on", "needs")]
+    measured = forms.stored()
     for branch in branches:
         patch = branch.step.patch
         rows.append(
@@ -174,6 +178,7 @@ def overview(branches: Sequence[Branch], found: dict[str, list[str]]) -> str:
                 str(branch.lines),
                 "-" if patch.lines is None else str(patch.lines),
                 f"{len(found[branch.topic])} new" if found[branch.topic] else "clean",
+                str(len(measured.get(branch.topic, {}).get("models", ())) or "-"),
                 " ".join(tested_on(patch)),
                 " ".join(patch.needs) or "-",
             )
@@ -198,9 +203,6 @@ def run(options: argparse.Namespace) -> None:
         one(target, options.topic, options.check)
 
 
-TOPICS = tuple(patch.name for patch in SERIES)
-
-
 def main(arguments: Optional[list[str]] = None) -> int:
     parser = argparse.ArgumentParser(
         prog="export_pr.sh",
@@ -208,9 +210,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
         "       %(prog)s --all CHECKOUT\n"
         "       %(prog)s --status [TOPIC] CHECKOUT",
         description="Makes a branch in a PyTorch git checkout that holds one topic in "
-        "its smallest form, and the text of its pull request in build/pr/TOPIC.md. The "
+        "its smallest form,\nand the text of its pull request in build/pr/TOPIC.md. The "
         "work tree stays as it is.",
-        epilog=f"topics: {', '.join(TOPICS)}\n\n{EPILOG}",
+        epilog=f"{textwrap.fill(f'topics: {LISTED}', 80, break_on_hyphens=False)}\n\n{EPILOG}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("topic", metavar="TOPIC", nargs="?", choices=TOPICS)
@@ -226,7 +228,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
         "--all",
         action="store_true",
         help="every topic; then how many lines each adds, tests aside, beside the mark "
-        "that it must keep, where its test was run, and what upstream's linters find",
+        "that it must keep, what upstream's linters find that is new, on how many "
+        "models it was measured, and where its test was run",
     )
     mode.add_argument(
         "--status",

@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="buffer-reuse",
+    lines=60,
     subject="Keep inductor's buffer reuse and kernel order from raising the peak",
     why="""\
 Inductor's estimate of a graph's peak counts buffers that a fused kernel keeps in

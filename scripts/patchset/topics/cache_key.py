@@ -3,6 +3,7 @@ from ..patch import AUTOGRAD_CACHE, edits, Patch
 
 PATCH = Patch(
     name="cache-key",
+    lines=25,
     subject="Put the names of knapsack solver and runtime estimator in the cache key",
     why="""\
 Only a custom solver or estimator adds something to the key of AOTAutograd's cache:

@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="conv-layout",
+    lines=60,
     subject="Store what the backward of a convolution reads in one layout",
     why="""\
 Where inductor optimizes layouts, the backward of a convolution copies its arguments

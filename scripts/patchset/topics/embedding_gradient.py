@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="embedding-gradient",
+    lines=60,
     subject="Keep no wider copy of a large embedding's gradient",
     why="""\
 In half precision, inductor scatters the gradient of an embedding into a table of fp32

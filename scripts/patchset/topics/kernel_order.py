@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="kernel-order",
+    lines=60,
     subject="Let inductor run a fused kernel where the last of its nodes stood",
     why="""\
 A kernel takes the place of the first of the nodes that were fused into it, and all that

@@ -32,6 +32,7 @@ PATCH = replace(
     _ADDITION,
     minimal=replace(
         _ADDITION,
+        lines=250,
         edits=edits("""\
 @@ torch/_functorch/partitioners.py until 2.6
      ilp_knapsack,

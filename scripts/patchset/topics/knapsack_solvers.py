@@ -41,6 +41,7 @@ there. KNAPSACK_SOLVERS names the solvers that a config string may select.
     risks=_RISKS,
     minimal=Patch(
         name="knapsack-solvers",
+        lines=1,
         subject="Keep the capacity when the sliding Hirschberg solver splits it",
         why="""\
 Before its arrays are sliced, dp_knapsack_sliding_hirschberg increments the capacity

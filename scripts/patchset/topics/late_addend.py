@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="late-addend",
+    lines=60,
     subject="Let no product keep its arguments until its addend is there",
     why="""\
 Inductor makes one addmm of a product and what it is added to. Where that is computed

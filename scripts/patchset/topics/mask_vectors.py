@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="mask-vectors",
+    lines=60,
     subject="Load and store bools in vectors of bytes in inductor's CPU kernels",
     why="""\
 A compiled ReLU between frozen convolutions saves one byte per element instead of its

@@ -3,6 +3,7 @@ from ..patch import edits, PARTITIONERS, Patch
 
 PATCH = Patch(
     name="solver-by-name",
+    lines=25,
     subject="Look the knapsack solver up by name and list the known ones",
     why="""\
 The dispatch repeats one branch per solver, and the error for a misspelt name does not
