@@ -274,11 +274,12 @@ def test_a_file_of_upstreams_where_the_set_adds_one(newer, path, name):
 
 
 def test_a_file_that_upstream_has_since(root):
-    """Under an applied set, which then is neither written over nor in the way."""
+    """Or that somebody changed, under an applied set: it is not written over."""
     assert run(root).code == 0
     path = module_path("random_ops")
     rewrite(root / path, lambda text: b"def theirs(): ...\n")
-    refuses(1, f"{path}: is in the way of what the patch adds", root, tree=root)
+    words = f"{path}: is in the way of what the patch adds"
+    assert "refresh.sh --from" in refuses(1, words, root, tree=root).text
     (root / path).unlink()
     assert run(root).code == 0
 

@@ -32,7 +32,8 @@ LEFT_OUT = "left out"
 IN_THE_WAY = (
     "is in the way of what the patch adds, and is upstream's or somebody else's ("
     "git log tells whose). If it is yours, move it away; if it is upstream's, leave the "
-    "patch out with --without"
+    "patch out with --without; if it is the patch's and was changed here, "
+    "scripts/refresh.sh --from takes that into the set"
 )
 
 View = dict[str, Optional[bytes]]
