@@ -88,7 +88,7 @@ def test_round_trip(repository, checkout, project, capsys):
     for name in ("random_ops", "exact_by_default"):
         assert f"wrote scripts/patchset/topics/{name}.py\n" in said
     assert said.count("wrote ") == 3
-    assert "random-ops has that edit for 2.11 to 2.13; look at those" in said
+    assert "was changed for 2.11 to 2.13 alone; look at those for other" in said
 
     by(project, "-c", REGENERATE)
     mail = (project / f"patches/{USUAL}/0006-random-ops.patch").read_text()
@@ -127,7 +127,7 @@ def test_what_cannot_be_placed_is_listed(repository, project, capsys):
     edit(root / PARTITIONERS, "must not run twice", "runs\\\\once")
     first = "    # networkx blows up on graphs with no required backward nodes\n"
     edit(root / PARTITIONERS, first, f"{first}    # below upstream's line\n")
-    added = planner_path("mine")
+    added = planner_path("graph/mine")
     (root / added).write_text("")
     gone = planner_path("decide")
     (root / gone).unlink()

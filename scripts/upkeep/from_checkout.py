@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from patchset.commits import git
 from patchset.files import replace_file
@@ -164,6 +164,102 @@ def rewritten(changed: dict[Hunk, Hunk]) -> dict[str, bytes]:
 # ------------------------------------------------------------------- files
 
 
+class Span(NamedTuple):
+    """An edit in a file that it was applied to: its lines, and whose it is."""
+
+    first: int
+    last: int
+    patch: Patch
+    edit: Edit
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether those lines are within the edit.
+
+        Where there are none, something comes before the line ``start``. At the edit's
+        ends that is its own if the line beside it is no line of upstream's.
+        """
+        if not self.first <= start <= stop <= self.last:
+            return False
+        lines = self.edit.replacement.splitlines()
+        if start == stop == self.first:
+            return not self.edit.anchor.startswith(lines[0])
+        if start == stop == self.last:
+            end = self.edit.through or self.edit.anchor
+            return not end.endswith(f"{lines[-1]}\n")
+        return True
+
+    @property
+    def releases(self) -> str:
+        """Those that the edit is for, where the patch is for others too."""
+        if not self.edit.until and self.edit.since <= self.patch.since:
+            return ""
+        since = ".".join(map(str, max(self.edit.since, self.patch.since)))
+        if self.edit.until:
+            return f"{since} to {'.'.join(map(str, self.edit.until))}"
+        return f"{since} and newer"
+
+
+class Placing:
+    """Where changes go: files of the overlay, and hunks of the topics."""
+
+    def __init__(self) -> None:
+        self.known = list(hunks())
+        self.files: dict[str, bytes] = {}
+        self.changed: dict[Hunk, Hunk] = {}
+        self.faults: list[str] = []  # what cannot be placed
+        self.notes: list[str] = []  # what is to be looked at
+
+    def place(self, path: str, before: bytes, after: bytes, wanted: list[Span]) -> None:
+        """What was changed in one file of upstream's, which holds these edits."""
+        old, new = before.decode().split("\n"), after.decode().split("\n")
+        # From the end, so that the lines before a piece keep their numbers.
+        for start, stop, low, high in reversed(list(pieces(old, new, wanted))):
+            where = f"{path}:{low + 1}"
+            within = [span for span in wanted if span.holds(start, stop)]
+            if len(within) == 1:
+                self.put(where, within[0], start, stop, new[low:high])
+            else:
+                names = " and ".join(span.patch.name for span in within)
+                said = f"edits of {names}" if names else "no edit"
+                self.faults.append(f"{where}: within {said}")
+
+    def put(
+        self, where: str, span: Span, start: int, stop: int, lines: list[str]
+    ) -> None:
+        """``lines`` for those from ``start`` to ``stop``, in the edit's source."""
+        sources = [hunk for hunk in self.known if hunk.edit == span.edit]
+        if not sources:
+            said = f"{span.patch.name} does not have this edit as a diff"
+            self.faults.append(f"{where}: {said}")
+        for hunk in sources:
+            if any("\\" in line or hunk.quotes in line for line in lines):
+                said = f"{hunk.path} would have to escape this"
+                self.faults.append(f"{where}: {said}")
+            now = self.changed.get(hunk, hunk)
+            at = start - span.first, stop - span.first
+            self.changed[hunk] = now.changed(*at, lines)
+        if span.releases:
+            said = f"{span.patch.name} has an edit of {span.edit.path} that was changed"
+            others = "look at those for other releases"
+            self.notes.append(f"{said} for {span.releases} alone; {others}")
+
+
+def pieces(
+    old: list[str], new: list[str], spans: list[Span]
+) -> Iterator[tuple[int, int, int, int]]:
+    """What differs, as lines of the old and of the new text."""
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for kind, start, stop, low, high in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        if stop - start == high - low and not any(s.holds(start, stop) for s in spans):
+            # As many lines as before may be of edits side by side.
+            for at in range(stop - start):
+                yield start + at, start + at + 1, low + at, low + at + 1
+        else:
+            yield start, stop, low, high
+
+
 def placed(
     target: Target,
     journal: Journal,
@@ -172,125 +268,48 @@ def placed(
     current: dict[str, Optional[bytes]],
 ) -> tuple[dict[str, bytes], list[str]]:
     """The repository's files with the changes, and what to look at; or Conflict."""
-    new: dict[str, bytes] = {}
-    faults = list(strangers(target, journal))
+    placing = Placing()
+    placing.faults += strangers(target, journal)
     ours = {path for patch in SERIES for path in patch.files}
-    known = list(hunks())
-    changed: dict[Hunk, Hunk] = {}
-    notes: list[str] = []
     for path, before in written.items():
         after = current.get(path, before)
-        if after == before:
-            continue
         if after is None:
-            faults.append(f"{path}: deleted; take it out of its topic")
-        elif path in ours:
-            new[str((OVERLAY / path).relative_to(REPOSITORY))] = after
-        else:
-            wanted = [
-                (step.patch, edit)
-                for step in applied.patches
-                for edit in step.patch.edits_for(applied.release)
-                if step.changes and edit.path == path
-            ]
-            faults += place_hunks(path, before, after, wanted, known, changed, notes)
-    if faults:
-        listed = "".join(f"\n    {fault}" for fault in faults)
+            placing.faults.append(f"{path}: deleted; take it out of its topic")
+        elif after != before and path in ours:
+            placing.files[str((OVERLAY / path).relative_to(REPOSITORY))] = after
+        elif after != before:
+            text = before.decode()
+            wanted = []
+            for step in applied.patches:
+                edits_here = (
+                    step.patch.edits_for(applied.release) if step.changes else []
+                )
+                for edit in (edit for edit in edits_here if edit.path == path):
+                    first = text.count("\n", 0, text.index(edit.replacement))
+                    last = first + edit.replacement.count("\n")
+                    wanted.append(Span(first, last, step.patch, edit))
+            placing.place(path, before, after, wanted)
+    if placing.faults:
+        listed = "".join(f"\n    {fault}" for fault in placing.faults)
         raise Conflict(f"cannot be placed, so nothing was written:{listed}")
-    return {**new, **rewritten(changed)}, notes
+    return {**placing.files, **rewritten(placing.changed)}, placing.notes
 
 
 def strangers(target: Target, journal: Journal) -> Iterator[str]:
-    """What was changed in files that the set does not have."""
-    for folder in journal.folders:
-        for place in sorted((target.root / folder).rglob("*.py")):
-            path = str(place.relative_to(target.root))
-            if path not in journal.files:
-                yield f"{path}: a new file; name it in a topic, and put it into the overlay"
+    """What is new in the set's folders, or was changed in files that are not the set's."""
+    new = {
+        str(place.relative_to(target.root))
+        for folder in journal.folders
+        if folder.startswith("torch/")
+        for place in (target.root / folder).rglob("*.py")
+    }
+    for path in sorted(new - journal.files.keys()):
+        yield f"{path}: a new file; name it in a topic, and put it into the overlay"
     if target.git_dir is not None:
         names = git(target, "diff", "--name-only", "HEAD", "--", "torch", "test")
         for path in names.decode().splitlines():
             if path not in journal.files:
                 yield f"{path}: no topic edits this file; make it an edit of one"
-
-
-def place_hunks(
-    path: str,
-    before: bytes,
-    after: bytes,
-    wanted: list[tuple[Patch, Edit]],
-    known: list[Hunk],
-    changed: dict[Hunk, Hunk],
-    notes: list[str],
-) -> Iterator[str]:
-    """Change the hunks of one file; what is yielded cannot be placed."""
-    text = before.decode()
-    old, new = text.split("\n"), after.decode().split("\n")
-    spans = []
-    for patch, edit in wanted:
-        first = text.count("\n", 0, text.index(edit.replacement))
-        spans.append((first, first + edit.replacement.count("\n"), patch, edit))
-
-    def around(start: int, stop: int) -> list[tuple[int, Patch, Edit]]:
-        """The edits that those lines are within, each with its first line."""
-        return [
-            (first, patch, edit)
-            for first, last, patch, edit in spans
-            if first <= start
-            and stop <= last
-            and (start < stop or belongs(edit, start - first, last - first))
-        ]
-
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    pieces: list[tuple[int, int, int, int]] = []
-    for kind, start, stop, low, high in matcher.get_opcodes():
-        if kind == "equal":
-            continue
-        if stop - start == high - low and not around(start, stop):
-            # As many lines as before may be of edits side by side.
-            singles = zip(range(start, stop), range(low, high))
-            pieces += ((one, one + 1, other, other + 1) for one, other in singles)
-        else:
-            pieces.append((start, stop, low, high))
-    # From the end, so that the lines before a piece keep their numbers.
-    for start, stop, low, high in reversed(pieces):
-        where = f"{path}:{low + 1}"
-        within = around(start, stop)
-        if len(within) != 1:
-            names = " and ".join(patch.name for _, patch, _ in within)
-            yield f"{where}: within {f'edits of {names}' if names else 'no edit'}"
-            continue
-        first, patch, edit = within[0]
-        sources = [hunk for hunk in known if hunk.edit == edit]
-        if not sources:
-            yield f"{where}: {patch.name} does not have this edit as a diff"
-        lines = new[low:high]
-        for hunk in sources:
-            if any("\\" in line or hunk.quotes in line for line in lines):
-                yield f"{where}: {hunk.path} would have to escape this"
-            now = changed.get(hunk, hunk)
-            changed[hunk] = now.changed(start - first, stop - first, lines)
-        if edit.until or edit.since > patch.since:
-            since = ".".join(map(str, max(edit.since, patch.since)))
-            until = edit.until and ".".join(map(str, edit.until))
-            span = f"{since} to {until}" if until else f"{since} and newer"
-            notes.append(
-                f"{path}: {patch.name} has that edit for {span}; look at those for "
-                "other releases"
-            )
-
-
-def belongs(edit: Edit, at: int, length: int) -> bool:
-    """Whether lines that come before the new text's line ``at`` are the edit's own.
-
-    At its ends they are where the line beside them is no line of upstream's.
-    """
-    lines = edit.replacement.splitlines()
-    if at == 0:
-        return not edit.anchor.startswith(lines[0])
-    if at == length:
-        return not (edit.through or edit.anchor).endswith(f"{lines[-1]}\n")
-    return True
 
 
 # ------------------------------------------------------------------- proof
