@@ -85,6 +85,13 @@ def test_a_branch_that_cannot_be_made_is_refused(repository, bodies, capsys):
     git(repository, "switch", "--quiet", "-")
     assert pull_request.main(call) == 1
     assert f"branch {branch} exists and holds" in capsys.readouterr().err
+    git(repository, "worktree", "add", "--quiet", "../other", branch)
+    assert pull_request.main([*call, "--force"]) == 1
+    assert f"branch {branch} is checked out in" in capsys.readouterr().err
+    git(repository, "worktree", "remove", "../other")
+    assert pull_request.main([*call, "--force"]) == 0
+    subject = FORMS["knapsack-exact"].subject
+    assert git(repository, "log", "-1", "--format=%s", branch) == f"{subject}\n"
     (repository / KNAPSACK).unlink()
     (repository / KNAPSACK).write_text("def mine(): ...\n")
     assert pull_request.main(["knapsack-solvers", str(repository)]) == 1
@@ -168,6 +175,7 @@ def test_all_branches(repository, bodies, monkeypatch, capsys):
         ([], "name a TOPIC, --all or --status"),
         (["--all", "cache-key"], "name a TOPIC, or --all"),
         (["--all", "--status"], "not allowed with"),
+        (["--status", "--force"], "nothing to force"),
         (["cache-ke"], "invalid choice: 'cache-ke'"),
     ],
 )

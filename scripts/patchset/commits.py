@@ -75,10 +75,13 @@ def commit_on_head(target: Target, steps: Sequence[Step]) -> list[str]:
     return made
 
 
-def commit_on_branch(target: Target, branch: str, steps: Sequence[Step]) -> list[str]:
-    """One commit per step on top of HEAD, as a new branch that is not checked out.
+def commit_on_branch(
+    target: Target, branch: str, steps: Sequence[Step], force: bool = False
+) -> list[str]:
+    """One commit per step on top of HEAD, as a branch that is not checked out.
 
     Returns a line per commit; none where the branch is there, with these files and words.
+    Conflict where it holds something else, unless that is to go by ``force``.
     """
     reference = f"refs/heads/{branch}"
     before = git(target, "rev-parse", "HEAD").decode().strip()
@@ -87,14 +90,20 @@ def commit_on_branch(target: Target, branch: str, steps: Sequence[Step]) -> list
     def held(by: str) -> list[bytes]:
         return git(target, "log", "--format=%T %B", f"{before}..{by}").split()
 
-    if git(target, "for-each-ref", reference):
-        if held(reference) == held(head):
-            return []
+    form = "--format=%(objectname) %(worktreepath)"
+    there, _, open_in = (
+        git(target, "for-each-ref", form, reference).decode().partition(" ")
+    )
+    if there and held(reference) == held(head):
+        return []
+    if there and not force:
         raise Conflict(
-            f"branch {branch} exists and holds something else: git branch -D {branch}, "
-            "or rename it"
+            f"branch {branch} exists and holds something else: rename it, or let it go "
+            "with --force"
         )
-    _move(target, reference, "", head)
+    if open_in.strip():
+        raise Conflict(f"branch {branch} is checked out in {open_in.strip()}")
+    _move(target, reference, there, head)
     return made
 
 

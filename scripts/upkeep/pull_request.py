@@ -89,7 +89,7 @@ def body(patch: Patch, below: list[Patch]) -> str:
     )
 
 
-def make(target: Target, topic: str) -> Branch:
+def make(target: Target, topic: str, force: bool) -> Branch:
     """Make the branch and the text; Conflict where that cannot be."""
     branch = f"ac-budget/{topic}"
     patches = stack(FORMS[exported(topic)])
@@ -103,7 +103,7 @@ def make(target: Target, topic: str) -> Branch:
         raise Conflict(f"{topic}: {result.patches[-1].state}")
     check_committable(target, result.changes)
     commits = [(message(step.patch), step.changes) for step in steps]
-    made = commit_on_branch(target, branch, commits)
+    made = commit_on_branch(target, branch, commits, force)
     BODIES.mkdir(parents=True, exist_ok=True)
     (BODIES / f"{topic}.md").write_text(text)
     counted = ("diff", "--numstat", f"{branch}^", branch, "--", ".", ":(exclude)test")
@@ -111,9 +111,9 @@ def make(target: Target, topic: str) -> Branch:
     return Branch(branch, steps[-1], made, sum(map(int, added)))
 
 
-def one(target: Target, topic: str, checked: bool) -> None:
+def one(target: Target, topic: str, force: bool, checked: bool) -> None:
     """Make it, and check it where that is asked."""
-    branch = make(target, topic)
+    branch = make(target, topic, force)
     print(
         *(f"commit {line}" for line in branch.made),
         sep="\n",
@@ -126,13 +126,13 @@ def one(target: Target, topic: str, checked: bool) -> None:
         conclude(check(target, branch.name, branch.step.patch))
 
 
-def all_of_them(target: Target) -> None:
+def all_of_them(target: Target, force: bool) -> None:
     """Make every branch that can be made, and say how each stands."""
     branches, faults = [], []
     for number, patch in enumerate(SERIES, 1):
         print(f"{patch.name} ({number} of {len(SERIES)}) ...", flush=True)
         try:
-            branches.append(make(target, patch.name))
+            branches.append(make(target, patch.name, force))
         except Conflict as error:
             print(f"    not made: {error}", flush=True)
             faults.append(f"{patch.name}: not made: {error}")
@@ -198,16 +198,16 @@ def run(options: argparse.Namespace) -> None:
     if target.git_dir is None:
         raise BadCall(f"{target.root} is not a git checkout")
     if options.all:
-        all_of_them(target)
+        all_of_them(target, options.force)
     else:
-        one(target, options.topic, options.check)
+        one(target, options.topic, options.force, options.check)
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
     parser = argparse.ArgumentParser(
         prog="export_pr.sh",
-        usage="%(prog)s TOPIC CHECKOUT [--check]\n"
-        "       %(prog)s --all CHECKOUT\n"
+        usage="%(prog)s TOPIC CHECKOUT [--force] [--check]\n"
+        "       %(prog)s --all CHECKOUT [--force]\n"
         "       %(prog)s --status [TOPIC] CHECKOUT",
         description="Makes a branch in a PyTorch git checkout that holds one topic in "
         "its smallest form,\nand the text of its pull request in build/pr/TOPIC.md. The "
@@ -237,9 +237,16 @@ def main(arguments: Optional[list[str]] = None) -> int:
         help="make nothing: say which topics have landed there, by running their tests "
         "on the checkout as it is",
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="make a branch of that name that holds something else anew",
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.all and options.topic:
         parser.error("name a TOPIC, or --all")
+    if options.status and options.force:
+        parser.error("--status makes no branch, so there is nothing to force")
     if not (options.all or options.status or options.topic):
         parser.error("name a TOPIC, --all or --status")
     return exit_status(lambda: run(options))
