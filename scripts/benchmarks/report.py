@@ -2,8 +2,8 @@
 
 ``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and
 ``<!-- report end -->`` and is made from ``results/NAME.json`` by the benchmark of that
-name, as it prints it; the README's ``headline`` from a quickstart on a larger net, and
-the RFC's from those of the peak and of the step. A figure stands beside its result.
+name, as it prints it; the README's ``headline`` from a quickstart on a larger net. The
+RFC's table and picture are those of `proposal`. A figure stands beside its result.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from typing import Any, Optional
 from patchset.patch import REPOSITORY
 from patchset.series import FORMS
 
-from benchmarks import bounds, quickstart, schedule
-from benchmarks.pages import markdown, marks_table
+from benchmarks import bounds, proposal, quickstart, schedule
+from benchmarks.pages import markdown
 
 
 PAGES = (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md")))
@@ -53,19 +53,21 @@ def releases(data: dict[str, Any]) -> str:
     )
 
 
-def summary(data: dict[str, Any]) -> str:
-    return marks_table(data["rows"])
-
-
-FIGURES = ("peak", "step", "blocks")
+# Each by the result that it is drawn from, and how.
+FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
+    **{name: (name, bounds.plot) for name in ("peak", "step", "blocks")},
+    "rfc": ("peak", proposal.plot),
+}
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", quickstart.headline),
     "techniques": ("techniques", quickstart.page),
-    "peak_summary": ("peak", summary),
-    "step_summary": ("step", summary),
     "releases": ("releases", releases),
-    **{name: (name, schedule.page) for name in (*FIGURES, "schedule_cpu", "gpu")},
+    "forms": ("forms", proposal.page),
+    **{
+        name: (name, schedule.page)
+        for name in ("peak", "step", "blocks", "schedule_cpu", "gpu")
+    },
 }
 
 
@@ -109,10 +111,10 @@ def main(arguments: Optional[list[str]] = None) -> int:
         after = rendered(before)
         if before != after:
             stale[page] = after
-    for name in FIGURES:
+    for name, (source, plot) in FIGURES.items():
         stored = RESULTS / f"{name}.svg"
         with tempfile.TemporaryDirectory() as folder:
-            bounds.plot(load(name), Path(folder, f"{name}.json"))
+            plot(load(source), Path(folder, stored.name))
             drawn = Path(folder, stored.name).read_text()
         if not stored.exists() or drawn != stored.read_text():
             stale[stored] = drawn

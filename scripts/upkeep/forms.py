@@ -5,6 +5,7 @@ that is the newest release's, as it came out and with the pull request's branch.
 """
 
 import argparse
+import difflib
 import hashlib
 import json
 import sys
@@ -18,6 +19,7 @@ from patchset.images import APPLIES, FAULTY, survey
 from patchset.patch import RELEASES, REPOSITORY
 from patchset.series import exported, FORMS, stack
 from patchset.target import Conflict, find
+from patchset.transaction import Change
 
 from .refresh import clone, environment, lay, read
 from .upstream_checks import run_test
@@ -33,8 +35,8 @@ not be measured, or with --check is not as stored; 2 bad call, or the release ca
 had
 """
 
-# What is stored of a form: what is measured, on which release, and by model before and
-# after; a digest of the files that decide it.
+# What is stored of a form: what is measured, on which release, the lines that it adds,
+# and by model before and after; a digest of the files that decide it.
 Entry = dict[str, Any]
 
 
@@ -105,15 +107,29 @@ def measure(topic: str, checkout: Path, release: str, python: str) -> Entry:
     before = run(topic, checkout, python)
     with clone(checkout) as root:
         series = stack(FORMS[exported(topic)])
-        steps = survey(find(str(root)), series=series, release=release).patches
-        lay(root, (change for step in steps for change in step.changes))
+        *below, own = survey(find(str(root)), series=series, release=release).patches
+        lay(root, (change for step in (*below, own) for change in step.changes))
         after = run(topic, root, python)
     models = {name: [value] for name, value in before["models"].items()}
     if models.keys() != after["models"].keys():
         raise Conflict("before and after are of different models")
     for name, value in after["models"].items():
         models[name].append(value)
-    return {"what": before["what"], "torch": release, "models": models}
+    what = {"what": before["what"], "torch": release, "lines": added(own.changes)}
+    return {**what, "models": models}
+
+
+def added(changes: Sequence[Change]) -> int:
+    """How many lines they add, those of tests aside."""
+    count = 0
+    for change in changes:
+        if not change.path.startswith("test/"):
+            texts = (text or b"" for text in (change.before, change.after))
+            old, new = (text.decode().splitlines() for text in texts)
+            # Its first lines are the headings.
+            diff = [*difflib.unified_diff(old, new)][2:]
+            count += sum(line.startswith("+") for line in diff)
+    return count
 
 
 def measure_all(wanted: Sequence[str], release: str, again: bool, check: bool) -> int:
