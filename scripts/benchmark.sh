@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|chunks|planning|compiles|fits|opinfo|harm|gpu|forms [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|chunks|compiles|fits|opinfo|harm|gpu|forms [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | loops | schedule | chunks | planning | compiles | fits | opinfo | harm) ;;
+  solvers | kept | frozen | loops | schedule | chunks | compiles | fits | opinfo | harm) ;;
   fuzz-loops)
     # SEED and COUNT may be given without their options' names.
     words=()
@@ -52,9 +52,8 @@ $usage
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   chunks       large heads in as many chunks as a bound needs, beside inductor's own chunker
                (an hour)
-  planning     the time that the partitioner takes, beside upstream's (minutes)
-  compiles     the time to compile a graph with a peak asked, kernels included, likewise
-               (half an hour)
+  compiles     the time to compile a graph with a peak asked, kernels included, beside
+               upstream's (half an hour)
   harm         what holds or takes more than with the untouched wheel although nothing is asked:
                peaks, times and compiles (hours)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)

@@ -377,7 +377,6 @@ NETS: dict[str, Net] = {
         *LARGE_HEADS,
         *SMALL_HEADS,
         *WHOLE,
-        language("llama3-70b", LLAMA3_70B, BF16),
         language("llama-4", Shape()),
     )
 }
