@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|frozen|peak|step|loops|fuzz-loops|schedule|chunks|compiles|fits|opinfo|harm|gpu|forms [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|kept|peak|step|loops|fuzz-loops|schedule|chunks|compiles|fits|opinfo|harm|gpu|forms [OPTIONS]"
 case ${1:-} in
-  solvers | kept | frozen | loops | schedule | chunks | compiles | fits | opinfo | harm) ;;
+  solvers | kept | loops | schedule | chunks | compiles | fits | opinfo | harm) ;;
   fuzz-loops)
     # SEED and COUNT may be given without their options' names.
     words=()
@@ -37,8 +37,6 @@ $usage
                with upstream's from the untouched wheel (minutes)
   kept         what plans keep for the backward and compute again, on 25 nets and models,
                beside upstream's (an hour)
-  frozen       what frozen layers save for the backward, beside eager mode and torch.compile
-               as it was
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
                gradients (hours)
   step         a budget for the whole training step where blocks are compiled one by one, beside
