@@ -30,9 +30,9 @@ from benchmarks.replay import GPUS
 
 SETS = {"project": "Nets of the project", "second": "Second set of nets"}
 THEIRS = (*ON_THE_WHEEL, *CHECKPOINTS)
-OURS = ("graph", "blocks", "whole")
-BOUND = (*OURS, "one graph", "held", "bytes")
-STEP_KINDS = ("blocks", "whole", "held")
+OURS = ("graph", "blocks")
+BOUND = (*OURS, "held", "bytes")
+STEP_KINDS = ("blocks", "held")
 # bf16 rounds to three digits.
 ROUNDING = {"cuda": 0.05, "inductor": TOLERANCE}
 SHOWN = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
@@ -67,7 +67,7 @@ def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each set of nets and device, by what they are called."""
     found: dict[str, list[Row]] = {}
     for row in good(rows):
-        if row["kind"] in (*THEIRS, *BOUND, "guard"):
+        if row["kind"] in (*THEIRS, *BOUND):
             device = "CPU" if row["device"] == "cpu" else row["device"]
             if device in GPUS:
                 device = GPUS[device].name
@@ -123,9 +123,6 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         f"off by {{:.3%}} at most ({{}}), {len(apart)} plans",
         enforced=exact and not good(rows, kind="blocks"),
     )
-    if not exact:
-        yield from compile_times(rows)
-        yield from cost_of_guard(rows)
     for kind in OURS:
         yield from pages.at_most(
             f"peak / at the next larger budget, {kind}",
@@ -138,7 +135,6 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     for theirs in THEIRS:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
-    yield from judged_as_one_graph(rows)
 
 
 def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -168,52 +164,6 @@ def told_scratch(rows: Sequence[Row]) -> Iterator[Mark]:
     for more, at in sorted(found)[-1:]:
         what = "scratch of operators, beyond the peaks"
         yield Mark(what, f"{more:.1%} at most ({at})", "", True, False)
-
-
-def cost_of_guard(rows: Sequence[Row]) -> Iterator[Mark]:
-    """What the limit for fusions does to a plan: to its time, and its peak."""
-    times, peaks = (
-        [
-            (step[entry] / step["with_all"][entry], at)
-            for at, step in every(rows, "guard")
-        ]
-        for entry in ("seconds", "peak")
-    )
-    means = (
-        statistics.fmean(ratio for ratio, _ in found or [(1, "")])
-        for found in (times, peaks)
-    )
-    shown = "{:.3f} on average, {{:.3f}} at most ({{}}); peaks {:.3f}; {} plans"
-    yield from pages.at_most(
-        *("roofline time with fusions limited / without, same plan", times, 1.03),
-        show=shown.format(*means, len(times)),
-    )
-
-
-def compile_times(rows: Sequence[Row]) -> Iterator[Mark]:
-    """Of graphs at budgets below 1, where the process has compiled before."""
-    theirs = {
-        (row["net"], budget): step["compile_s"]
-        for row in good(rows, kind="upstream")
-        for step in row["steps"]
-        for budget in asked(step)
-        if "compile_s" in step
-    }
-    for which, again, limit in (("kept", False, 1.15), ("replaced", True, 2.2)):
-        ratios = [
-            (step["compile_s"] / theirs[row["net"], step["budget"]], told(row, step))
-            for row in good(rows, kind="graph")
-            for step in row["steps"]
-            if "compile_s" in step and (step.get("compiled", 1) > 1) == again
-            if step["budget"] < 1 and (row["net"], step["budget"]) in theirs
-        ]
-        median = statistics.median([ratio for ratio, _ in ratios] or [0])
-        what = f"compile time / upstream's at the same budget, first plan {which}"
-        shown = (
-            f"{median:.2f} in the median; {{:.2f}} at most ({{}}), {len(ratios)} plans"
-        )
-        for mark in pages.at_most(what, ratios, limit, f"{limit} in the median", shown):
-            yield mark._replace(passed=median <= limit)
 
 
 def rising(rows: Iterable[Row]) -> Iterator[pages.Named]:
@@ -291,23 +241,6 @@ def judged_beside(rows: Sequence[Row], theirs: str, ours: str) -> Iterator[Mark]
             yield mark._replace(passed=mark.passed and not fails)
 
 
-def judged_as_one_graph(rows: Sequence[Row]) -> Iterator[Mark]:
-    """Blocks beside one graph that is held to their peaks."""
-    graphs = ({**row, "kind": "blocks"} for row in good(rows, kind="one graph"))
-    wholes = dict(every(graphs, "blocks"))
-    pairs = [
-        (at, step, wholes[at]) for at, step in every(rows, "blocks") if at in wholes
-    ]
-    floors = ((step["floor"] / whole["floor"], at) for at, step, whole in pairs)
-    yield from pages.at_most("floor / the floor of one graph", floors, 1.05)
-    flops = (
-        (step["flops"] / whole["flops"], at)
-        for at, step, whole in pairs
-        if whole["peak"] <= 1.001 * step["peak"]
-    )
-    yield from pages.at_most("flops / those of one graph at the same peak", flops, 1.03)
-
-
 # ------------------------------------------------------------------- report
 
 
@@ -334,7 +267,7 @@ def by_budget(
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Those to show, by net, and then by kind."""
     order = list(dict.fromkeys(row["net"] for row in rows))
-    kinds = (*THEIRS, *OURS, "one graph", "bytes")
+    kinds = (*THEIRS, *OURS, "bytes")
     return sorted(
         (row for row in rows if row["kind"] in kinds and row["steps"]),
         key=lambda row: (order.index(row["net"]), kinds.index(row["kind"])),
@@ -390,12 +323,11 @@ likewise, if it was measured: each kernel takes the GPU's time for its flops or 
 bytes, the longer. In bold how far a peak is over what is allowed, and w where a warning
 says so. Plans: upstream, those of the untouched wheel; saved, each block by itself so;
 graph, one graph's by target "peak", at budget 1 upstream's but for what the set changes in
-inductor; one graph, at the peaks of blocks; blocks and whole, a StepBudget's for blocks
-that are compiled by themselves, and for one graph; bytes, one graph's by a limit in bytes:
-the peaks of upstream's plans that cost less than graph's at no higher peak, as no budget
-between was asked for. lowest: at which budget, out of how many, without plans that give
-wrong gradients. ours, no higher: the cheapest of graph and bytes, or of blocks, at no higher
-peak than that.
+inductor; blocks, a StepBudget's for blocks that are compiled by themselves; bytes, one
+graph's by a limit in bytes: the peaks of upstream's plans that cost less than graph's at no
+higher peak, as no budget between was asked for. lowest: at which budget, out of how many,
+without plans that give wrong gradients. ours, no higher: the cheapest of graph and bytes,
+or of blocks, at no higher peak than that.
 """
 
 

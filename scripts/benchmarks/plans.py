@@ -13,9 +13,8 @@ else is there when a step starts.
     checkpoint              around each block; a selective one saves attention and every
                             second product
     graph                   a graph by target "peak"
-    blocks, whole           by a StepBudget: the blocks by themselves, or all as one graph
-    held                    blocks by a StepBudget, at the peaks of other ways
-    one graph               a graph, at the peaks of ``blocks``
+    blocks                  by a StepBudget, each block by itself
+    held                    likewise, at the peaks of other ways
     bytes                   a graph, at those peaks of ``upstream`` where no budget of
                             ``graph`` is as cheap
 """
@@ -35,8 +34,6 @@ import torch._functorch.config as config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._functorch import partitioners
-from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -74,7 +71,7 @@ ON_THE_WHEEL = ("upstream", "saved")
 CHECKPOINTS = ("checkpoint", "selective checkpoint")
 IN_BLOCKS = ("saved", *CHECKPOINTS, "blocks", "held")
 # Whose peaks they are held to.
-HELD = {"held": ("saved", *CHECKPOINTS), "one graph": ("blocks",)}
+HELD = ("saved", *CHECKPOINTS)
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -106,7 +103,7 @@ def tasks(
             steps = [
                 {name: step[name] for name in ("share", "peak") if name in step}
                 for row in others
-                if row["kind"] in HELD.get(kind, ())
+                if kind == "held" and row["kind"] in HELD
                 for step in right(row["steps"])
                 if step.get("share") != 1
             ]
@@ -140,9 +137,7 @@ def measure(
             steps = [plans.checkpointed(is_selective=" " in kind)]
         elif kind == "graph":
             steps = [plans.by_peak(budget) for budget in budgets]
-        elif kind == "guard":
-            steps = [plans.guarded(budget) for budget in budgets]
-        elif kind in ("one graph", "bytes"):
+        elif kind == "bytes":
             held = task["_steps"]
             steps = [{**asked, **plans.within(asked["peak"])} for asked in held]
         elif kind == "held":
@@ -239,26 +234,9 @@ class Plans:
             return {"budget": budget, **self.measured(self.training(**ways))}
 
     def by_peak(self, budget: float) -> Row:
-        # Each plan that is compiled until one is within the peak is a decision.
-        decide = mock.Mock(wraps=vars(partitioners)["decide"])
-        patched = mock.patch.object(partitioners, "decide", decide)
-        with budgeted(budget, "peak"), patched:
+        with budgeted(budget, "peak"):
             row = {"budget": budget, **self.measured(self.graph())}
-        return {**row, **bound(), "compiled": decide.call_count}
-
-    def guarded(self, budget: float) -> Row:
-        """The plan that is tried first, without the fusions that raise a peak.
-
-        And what it holds and takes ``with_all`` of them.
-        """
-        with mock.patch.object(
-            overlay("memory_planner.compile.compiled_peak"), "TRIES", 1
-        ):
-            fused = self.by_peak(budget)
-            with inductor_config.patch(overlay("memory_planner.compile.told").GUARD):
-                row = self.by_peak(budget)
-        with_all = {entry: fused[entry] for entry in ("peak", "seconds", "flops")}
-        return {**row, "with_all": with_all}
+        return {**row, **bound()}
 
     def within(self, nbytes: int) -> Row:
         with config.patch(activation_memory_peak_bytes=nbytes):
@@ -280,14 +258,11 @@ class Plans:
                 plan = self.within if by_bytes else self.by_peak
                 yield {**each, **plan(*each.values())}
             return
-        is_whole = kind == "whole"
-        if not is_whole:
-            try:
-                blocks_of(self.net.fake()[1], self.net.blocks)
-            except ValueError:
-                return
-        way = compiled(self.backend, fullgraph=is_whole)
-        ways = {"whole" if is_whole else "blocks": way}
+        try:
+            blocks_of(self.net.fake()[1], self.net.blocks)
+        except ValueError:
+            return
+        ways = {"blocks": compiled(self.backend)}
         if not self.fake:
             # Gradients have to be those without a StepBudget.
             self.found(self.training(**ways).warmed())

@@ -24,16 +24,15 @@ fetched. Peaks are the allocator's, times medians of several steps, and gradient
 compared with those of budget 1.
 
 Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
-target "peak"), blocks and whole (a StepBudget, each block or the net compiled by itself),
-and bytes (limits in bytes, at upstream's peaks). The exit status is 1 if a plan is over what
-is allowed without a warning.
+target "peak"), blocks (a StepBudget, each block compiled by itself), and bytes (limits in
+bytes, at upstream's peaks). The exit status is 1 if a plan is over what is allowed without a
+warning.
 
 Of whole steps each block is compiled by itself, at real size also the loss. Beside the
 StepBudget's plans stand each block's own budgets, which are upstream's; checkpoints around
-each block, full ones, and selective ones that save attention and every second product; and
-one graph that is held to the same peak. The last net at real size is trained as torchtitan
-trains it: FSDP2 over 8 ranks, of which one is looked at, bf16 where it computes, AdamW,
-2 x 8,192 tokens.
+each block, full ones, and selective ones that save attention and every second product. The
+last net at real size is trained as torchtitan trains it: FSDP2 over 8 ranks, of which one is
+looked at, bf16 where it computes, AdamW, 2 x 8,192 tokens.
 """
 
 import sys
@@ -65,10 +64,8 @@ SCHEDULED: Kinds = {
     "upstream": sorted({*BUDGETS, *SWEEP[::2]}, reverse=True),
     "graph": BUDGETS,
     "blocks": SHARES,
-    "whole": SHARES,
     "bytes": (),
 }
-GUARDED: Kinds = {"guard": (0.5, 0.2, 0.0)}
 IN_STEPS: Kinds = {"saved": SWEEP, CHECKPOINTS[0]: (), "blocks": FINE, "held": ()}
 ON_DEVICE: Kinds = {
     "upstream": (1.0, 0.75, 0.5, 0.25, 0.125, 0.0),
@@ -93,7 +90,7 @@ def planned(device: str, steps: bool) -> tuple[Sequence[str], Kinds]:
     if device in plans.DEVICES:
         return ON_GPU if device == "cuda" else ON_CPU, ON_DEVICE
     if steps and device == RUN:
-        return STEPPED, {**IN_STEPS, "one graph": ()}
+        return STEPPED, IN_STEPS
     if steps:
         whole = [net.name for net in nets.WHOLE]
         return whole, {**IN_STEPS, CHECKPOINTS[1]: ()}
@@ -101,9 +98,7 @@ def planned(device: str, steps: bool) -> tuple[Sequence[str], Kinds]:
     if device == RUN:
         return small, GRAPHS
     project = small if device == "cpu" else [net.name for net in nets.AT_SIZE]
-    every_net = [*project, *(net.name for net in second_set.NETS)]
-    # Releases that schedule for a GPU here have a guard.
-    return every_net, SCHEDULED if device == "cpu" else {**SCHEDULED, **GUARDED}
+    return [*project, *(net.name for net in second_set.NETS)], SCHEDULED
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
