@@ -29,7 +29,7 @@ TARGET = "activation_memory_budget_target"
 # A patch of its own brings the target "peak".
 PLANS = [{"activation_memory_budget": budget} for budget in (0, 0.3, 0.7, 1)]
 if hasattr(config, TARGET):
-    PLANS += [{**plan, TARGET: "peak"} for plan in PLANS[:3]]
+    PLANS += [{**plan, TARGET: "peak"} for plan in PLANS[2::-1]]
 
 
 def leaving_writes(**options):

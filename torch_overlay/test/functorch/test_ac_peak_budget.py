@@ -23,10 +23,8 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
-from torch._functorch.compilers import nop
 from torch._functorch.memory_planner import decide as planning, last_plan, plans
 from torch._functorch.memory_planner.graph.joint import Planner
 from torch._functorch.memory_planner.report import saved_values as saved_report
@@ -48,13 +46,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 AOT = "aot_eager_decomp_partition"
 LOGS = "torch._functorch"
-# Leaves an input that is overwritten to the forward's graph, as inductor does.
-AOT_KEEPING = aot_autograd(
-    fw_compiler=nop,
-    partition_fn=partitioners.min_cut_rematerialization_partition,
-    keep_inference_input_mutations=True,
-)
-
 
 # An operator's numbers are tensors of eight bytes while it runs, which no plan counts.
 NUMBERS = 2 * 8
@@ -348,22 +339,6 @@ RETURNING = (
 
 def residual(x, w):
     return x + F.gelu(x @ w) @ w.t()
-
-
-def overwritten_after(x, w, buffer):
-    y = (x @ w).sin() * buffer.exp()
-    buffer.add_(1)
-    return (y.tanh() @ w).tanh().square().mean()
-
-
-def overwritten_statistics(x, w, buffer):
-    # Eager mode needs no statistics for a gradient here, a repeated node would.
-    y = F.batch_norm(x.detach().tanh(), buffer, buffer.exp(), training=False)
-    buffer.add_(1)
-    return ((y * w[0]).sin() @ w * x).tanh().square().mean()
-
-
-OVERWRITTEN = (overwritten_after, overwritten_statistics)
 
 
 def with_branch(x, w):
@@ -816,21 +791,6 @@ class PeakBudgetTest(TestCase):
         self.assertEqual(kept(CheckpointPolicy.MUST_SAVE), {"aten.mm.default": "user"})
         self.assertIn("fixed:      2 values, ", last_plan().format())
         self.assertNotIn("aten.mm.default", kept(CheckpointPolicy.MUST_RECOMPUTE))
-
-    @parametrize("function", OVERWRITTEN)
-    @parametrize("backend", [AOT, AOT_KEEPING])
-    def test_overwritten_inputs(self, function, backend):
-        x, w = square(8, 8), square(8, 8)
-
-        def run(function):
-            x.grad = w.grad = None
-            buffer = torch.linspace(0, 1, 8, dtype=torch.double)
-            function(x, w, buffer).backward()
-            return x.grad, w.grad, buffer
-
-        expected = run(function)
-        with configured(0):
-            self.assertEqual(run(torch.compile(function, backend=backend)), expected)
 
     def test_graph_breaks(self):
         def broken(x, *weights):
