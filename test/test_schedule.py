@@ -64,6 +64,7 @@ def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
         ("graph", "peak", 49, []),
         ("graph", "peak", 101, ["peak / allowed", "plans", "peak / at", "lowest"]),
         ("graph", "allowed", 49.9, ["plans within"]),
+        ("graph", "off_budget_1", 1e-12, ["gradients against"]),
         ("blocks", "predicted", 52, ["predicted"]),
         ("bytes", "allowed", 49, ["peak / allowed", "plans within"]),
         ("upstream", "peak", 49, ["lowest peak"] * 2),
