@@ -144,20 +144,6 @@ def times() -> Iterator[Mark]:
     slowest = f"{1 / worst:.1f}x ({where})"
     yield Mark("dp / exact, worst case", slowest, "1.0x", worst <= 1, False)
 
-    solve = overlay("_activation_checkpointing.knapsack_exact").solve_knapsack_budgets
-    grid = [percent / 100 for percent in range(1, 100)]
-    parts = []
-    for net in instances():
-        items = net.sizes, net.runtimes
-        capacities = list(map(net.capacity, grid))
-        exact = partial(solve, *items, capacities)
-        dp = partial(upstream.dp_knapsack, net.memory, net.runtimes, 0.5)
-        parts.append(repeated(exact, dp))
-    median = statistics.median(parts)
-    text = f"{median:.2f} (worst {max(parts):.1f})"
-    what = "99 budgets / one dp at 0.5, median"
-    yield Mark(what, text, "2.0", median <= 2, False)
-
 
 def peak_bytes(call: Call) -> int:
     """Peak of what Python allocates, and of what torch does."""
