@@ -7,14 +7,10 @@ usage="usage: scripts/benchmark.sh solvers|kept|peak|step|loops|fuzz-loops|sched
 case ${1:-} in
   solvers | kept | loops | schedule | chunks | compiles | fits | opinfo | harm) ;;
   fuzz-loops)
-    # SEED and COUNT may be given without their options' names.
-    words=()
-    for option in --seed --count; do
-      [[ ${2:-} =~ ^[0-9]+$ ]] || break
-      words+=("$option" "$2")
-      set -- "$1" "${@:3}"
-    done
-    set -- fuzz_loops "${words[@]}" "${@:2}"
+    # A test draws them.
+    FUZZ=${3:-300} exec "$REPO/scripts/run_tests.sh" "$REPO/test/test_fuzz_loops.py" \
+      -n 0 -k drawn --hypothesis-seed "${2:-0}" --hypothesis-show-statistics \
+      --timeout 0 --show-capture=no
     ;;
   forms)
     ensure_environment
@@ -44,8 +40,8 @@ $usage
   loops        such a budget in training loops whose steps differ: what is learned again,
                exceeded, recomputed and warned of (hours)
   fuzz-loops SEED COUNT
-               loops drawn at random: the same bits as without a budget, peaks within what
-               is allowed, or a warning; faults are shrunk (an hour for 300)
+               loops that a test draws at random: the same bits as without a budget, peaks
+               within what is allowed, or a warning; a fault is shrunk (an hour for 300)
   schedule     what plans hold and take under inductor, on a CPU or for a GPU at real size,
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   chunks       large heads in as many chunks as a bound needs, beside inductor's own chunker
@@ -63,7 +59,7 @@ $usage
                out and with the pull request's branch; stored in results/forms.json (minutes
                for each)
 
-Each has --help; --json FILE, to store what it prints (but for forms); and --check, for the
+All but fuzz-loops have --help; --json FILE, to store what they print; and --check, for the
 counts that must hold.
 EOF2
     exit

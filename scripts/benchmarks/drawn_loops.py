@@ -1,4 +1,4 @@
-"""Training loops that are drawn at random, described, and made simpler.
+"""Training loops, described: what `fuzz_loops` runs, and a test draws at random.
 
 A `Loop` is a description: it can be printed in one line of JSON and read again. Blocks
 take and return (rows, length, `WIDTH`); the sizes are such that what blocks save for
@@ -6,9 +6,8 @@ the backward is most of what a step holds.
 """
 
 import json
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, MISSING, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 import torch
@@ -25,8 +24,6 @@ CODES = 16
 
 
 class Mlp(nn.Module):
-    """What other blocks are replaced by where a fault stays without them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -205,8 +202,7 @@ class Program:
 class Turn:
     """A step of a program: ``batches`` of rows and a length.
 
-    ``what`` it does instead of training, one of `KINDS_OF_TURNS`. Programs are counted
-    round and round, as a loop that is made simpler may have fewer.
+    ``what`` it does instead of training, one of `KINDS_OF_TURNS`.
     """
 
     size: tuple[int, int]
@@ -263,101 +259,3 @@ def read(text: str) -> Loop:
     )
     turns = (Turn(**{**each, "size": tuple(each["size"])}) for each in found["turns"])
     return Loop(**{**found, "programs": tuple(programs), "turns": tuple(turns)})
-
-
-# --------------------------------------------------------------------- drawn
-
-
-SHARES = (0.0, 0.2, 0.5, 0.9)
-PARTS = (0.5, 0.7, 0.9)
-
-
-def drawn(seed: int, most: int = 6) -> Loop:
-    """The loop of a seed; a program has at most so many blocks."""
-    rng = random.Random(seed)
-    count = 2 if rng.random() < 0.25 else 1
-    programs = tuple(_program(rng, most) for _ in range(count))
-    dynamic = rng.choice((False, False, True, None, None))
-    # Each size is compiled for if they are static.
-    sizes = 1 if rng.random() < 0.4 else 2 if dynamic is False else 4
-    drawn_sizes = [
-        (rng.randrange(4, 13), 32 * rng.randrange(1, 4)) for _ in range(sizes)
-    ]
-    return Loop(
-        programs,
-        tuple(_turns(rng, count, drawn_sizes)),
-        **_budget(rng),
-        dynamic=dynamic,
-        zero_grad=rng.choice(("first", "last", "outside")),
-        optimizer=rng.choice(("sgd", "adamw")),
-        dropout=rng.choice((0.0, 0.0, 0.1)),
-        changes=rng.random() < 0.2,
-    )
-
-
-def _program(rng: random.Random, most: int) -> Program:
-    # A few kinds, which come again, as in real nets.
-    names = [name for name in BLOCKS if name != "mlp"]
-    kinds = rng.sample(names, rng.choice((1, 1, 2, 3)))
-    # Small ones more often, since each block has to be compiled.
-    blocks = [rng.choice(kinds) for _ in range(rng.randint(1, rng.randint(1, most)))]
-    count = min(len(blocks), rng.choice((1, 1, 1, 2, 3)))
-    cuts = sorted(rng.sample(range(1, len(blocks)), count - 1))
-    ends = zip([0, *cuts], [*cuts, len(blocks)])
-    return Program(
-        tuple(tuple(blocks[start:end]) for start, end in ends),
-        whole=rng.random() < 0.5,
-        # A codebook that is overwritten again by a checkpoint is an error in itself.
-        checkpoints="codebook" not in blocks and rng.random() < 0.15,
-        outputs=rng.choice(("loss", "loss", "dropped", "flat", "held", "kept")),
-    )
-
-
-def _budget(rng: random.Random) -> dict[str, Any]:
-    if rng.random() < 0.7:
-        return {"share": rng.choice(SHARES)}
-    return {"part": rng.choice(PARTS)}
-
-
-def _turns(
-    rng: random.Random, programs: int, sizes: list[tuple[int, int]]
-) -> Iterator[Turn]:
-    count = rng.randint(8, 12)
-    most_batches = rng.choice((1, 1, 2, 4))
-    # One step each, or several.
-    length = rng.choice((1, 1, 3))
-    others = rng.sample(KINDS_OF_TURNS, 2) if rng.random() < 0.5 else ()
-    for at in range(count):
-        what = rng.choice(others) if others and rng.random() < 0.2 else ""
-        program = at // length % programs
-        yield Turn(rng.choice(sizes), program, rng.randint(1, most_batches), what)
-
-
-# ---------------------------------------------------------------- made simpler
-
-
-def simpler(of: Any) -> Iterator[Any]:
-    """What lacks one thing that a loop has, or a part of one, the largest first."""
-    if isinstance(of, tuple):
-        if len(of) > 4:
-            yield of[: max(4, len(of) // 2)]
-        for at in reversed(range(len(of) if len(of) > 1 else 0)):
-            yield of[:at] + of[at + 1 :]
-        for at, part in enumerate(of):
-            for other in simpler(part):
-                yield (*of[:at], other, *of[at + 1 :])
-    elif isinstance(of, str):
-        if of in BLOCKS and of != "mlp":
-            yield "mlp"
-    elif isinstance(of, (Loop, Program, Turn)):
-        for each in fields(of):
-            value = getattr(of, each.name)
-            if each.default not in (MISSING, value):
-                yield replace(of, **{each.name: each.default})
-            # Sizes depend on each other.
-            for other in simpler(value) if each.name != "size" else ():
-                yield replace(of, **{each.name: other})
-        if isinstance(of, Loop):
-            turns = tuple(replace(turn, size=of.turns[0].size) for turn in of.turns)
-            if turns != of.turns:
-                yield replace(of, turns=turns)

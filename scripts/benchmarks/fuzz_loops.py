@@ -1,23 +1,15 @@
-"""Tries a StepBudget in training loops that are drawn at random.
+"""Training loops without a StepBudget and with one, and what is wrong where they differ.
 
-    scripts/benchmark.sh fuzz-loops SEED COUNT          the loops of so many seeds
-    scripts/benchmark.sh fuzz-loops --replay '{...}'    one that was printed
-    scripts/benchmark.sh fuzz-loops --check             a few, as CI does
-
-Each loop trains small nets on a CPU, operator by operator, without a budget and with one.
-It has a fault where
+Each trains small nets on a CPU, operator by operator. It has a fault where
 
     differs     a loss or a gradient is not the same, bit for bit
     raises      a step raises, and does not without a budget
     exceeds     the allocator's peak is above what the budget allows, from the fourth
                 step on, and no warning was logged before
     no plan     there is none by then, after two steps that trained, and no warning
-
-A fault is shrunk: what the loop can lack without losing it goes, one thing at a time.
 """
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Optional
@@ -29,36 +21,14 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import fresh, pages
-from benchmarks.drawn_loops import (
-    BLOCKS,
-    CLASSES,
-    drawn,
-    Loop,
-    Program,
-    read,
-    simpler,
-    Turn,
-    WIDTH,
-)
+from benchmarks.drawn_loops import BLOCKS, CLASSES, Loop, Program, Turn, WIDTH
 from benchmarks.meters import allocations, digest
-from benchmarks.pages import good, Mark, Row
+from benchmarks.pages import Row
 from benchmarks.plans import warnings_noted
 from benchmarks.tracing import overlay
 from benchmarks.ways import OPERATORS
 
 
-# Of the harness; there are no nets to choose from.
-NETS: tuple[str, ...] = ()
-OPTIONS: dict[str, dict[str, Any]] = {
-    "seed": {"type": int, "default": 0, "help": "the first of the loops"},
-    "count": {"type": int, "default": 300, "help": "how many loops"},
-    "blocks": {"type": int, "default": 6, "help": "of a program, at most"},
-    "tries": {"type": int, "default": 60, "help": "runs to shrink a fault, at most"},
-    "replay": {"metavar": "JSON", "help": "this loop alone, as it was printed"},
-}
-# How many loops a process runs.
-CHUNK = 10
 # Peaks count from this step on, and may be above what is allowed by so much.
 SETTLED = 3
 ROOM = 1.005
@@ -171,7 +141,7 @@ def run(loop: Loop, budget: Any = None) -> Iterator[Row]:
     programs = [Trained(program, loop) for program in loop.programs]
     for at, turn in enumerate(loop.turns):
         row: Row = {"computed": [], "said": []}
-        program = programs[turn.program % len(programs)]
+        program = programs[turn.program]
         step = _step(loop, turn, at, program, budget, row["computed"])
         gc.collect()
         with warnings_noted() as row["said"]:
@@ -212,11 +182,6 @@ class Fault(NamedTuple):
     detail: str
     step: int
 
-    def like(self) -> tuple[str, str]:
-        """What faults have in common: their kind, and the type of an error."""
-        error = self.detail.split(":")[0] if self.kind == "raises" else ""
-        return self.kind, error
-
 
 class Outcome(NamedTuple):
     """What became of a loop: an ``error`` is one that it has without a budget, too."""
@@ -224,7 +189,6 @@ class Outcome(NamedTuple):
     fault: Optional[Fault] = None
     error: str = ""
     said: Sequence[str] = ()
-    is_planned: bool = False
 
 
 def tried(loop: Loop) -> Outcome:
@@ -272,7 +236,7 @@ def budgeted(loop: Loop, plain: Sequence[Row]) -> Outcome:
             if fault is not None:
                 return Outcome(Fault("exceeds", fault, at))
         trained += not turn.what
-    return Outcome(said=said, is_planned=budget.plan is not None)
+    return Outcome(said=said)
 
 
 def exceeds(loop: Loop, turn: Turn, peak: int, plan: Any) -> Optional[str]:
@@ -282,7 +246,7 @@ def exceeds(loop: Loop, turn: Turn, peak: int, plan: Any) -> Optional[str]:
     states = 0
     if loop.dropout:
         # Docs say that these do not count.
-        program = loop.programs[turn.program % len(loop.programs)]
+        program = loop.programs[turn.program]
         blocks = sum(map(len, program.models))
         states = GENERATOR * 2 * blocks * turn.batches
     if peak <= ROOM * plan.allowed + states:
@@ -291,86 +255,3 @@ def exceeds(loop: Loop, turn: Turn, peak: int, plan: Any) -> Optional[str]:
         f"{peak / plan.allowed:.3f} times {plan.allowed}; predicted "
         f"{plan.predicted_peak}, floor {plan.floor}, no budget {plan.unbudgeted}"
     )
-
-
-def shrunk(loop: Loop, fault: Fault, tries: int) -> tuple[Loop, Fault]:
-    """A loop with a fault of that kind that has little else."""
-    while True:
-        for other in simpler(loop):
-            if not tries:
-                return loop, fault
-            tries -= 1
-            found = tried(other).fault
-            if found is not None and found.like() == fault.like():
-                loop, fault = other, found
-                break
-        else:
-            return loop, fault
-
-
-# --------------------------------------------------------------- the harness
-
-
-def tasks(asked: Any, rows: list[Row]) -> Iterator[fresh.Task]:
-    if asked.replay is not None:
-        yield {"loop": str(read(asked.replay)), "tries": 0}
-        return
-    end = asked.seed + (3 if asked.check else asked.count)
-    for first in range(asked.seed, end, CHUNK):
-        last = min(first + CHUNK, end)
-        limits = {"tries": asked.tries, "blocks": asked.blocks}
-        yield {"loop": f"seeds {first} to {last - 1}", **limits}
-        if "error" in rows[-1]:
-            # Each by itself, to know which it is.
-            yield from (
-                {"loop": f"seeds {n} to {n}", **limits} for n in range(first, last)
-            )
-
-
-def measure(task: fresh.Task) -> Row:
-    name, tries = task["loop"], task["tries"]
-    if not name.startswith("seeds"):
-        return summed_up([("replayed", read(name))], tries)
-    first, last = name.split()[1::2]
-    seeds = range(int(first), int(last) + 1)
-    return summed_up([(str(n), drawn(n, task["blocks"])) for n in seeds], tries)
-
-
-def summed_up(loops: Sequence[tuple[str, Loop]], tries: int) -> Row:
-    row: Row = {"tried": 0, "invalid": [], "warned": [], "planned": 0, "faults": []}
-    for seed, loop in loops:
-        print(seed, loop, flush=True)
-        outcome = tried(loop)
-        row["tried"] += 1
-        row["planned"] += outcome.is_planned
-        if outcome.error:
-            row["invalid"].append([seed, outcome.error])
-        if outcome.said:
-            row["warned"].append([seed, *dict.fromkeys(outcome.said)])
-        if outcome.fault is not None:
-            least, fault = shrunk(loop, outcome.fault, tries)
-            found = {"seed": seed, **fault._asdict(), "shrunk": str(least)}
-            row["faults"].append(found)
-            print(json.dumps(found), flush=True)
-    return row
-
-
-def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    found = [each for row in good(rows) for each in row["faults"]]
-    count = sum(row["tried"] for row in good(rows))
-    yield Mark("faults", f"{len(found)} in {count} loops", "0", not found)
-    for what in "warned", "invalid":
-        number = sum(len(row[what]) for row in good(rows))
-        yield Mark(f"loops {what}", str(number), "", True)
-
-
-def page(data: dict[str, Any]) -> str:
-    lines = [pages.marks_table(data["rows"])]
-    for row in good(data["measured"]):
-        for fault in row["faults"]:
-            lines.append(
-                f"Seed {fault['seed']}, {fault['kind']} in step {fault['step'] + 1}: "
-                f"{fault['detail']}\n\n    scripts/benchmark.sh fuzz-loops --replay "
-                f"'{fault['shrunk']}'\n"
-            )
-    return "\n".join(lines)
