@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._library.effects import EffectType
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -49,41 +48,15 @@ def number(*words: object) -> int:
 
 # ---------------------------------------------------------------- operators
 
-_calls = 0
-
-
-@torch.library.custom_op("benchmarks::counted", mutates_args=())
-def counted(x: Tensor) -> Tensor:
-    """An operator with an effect: what it returns tells how often it has run."""
-    global _calls
-    _calls += 1
-    return x + _calls
-
-
-counted.register_fake(torch.empty_like)
-counted.register_autograd(lambda ctx, gradient: gradient)
-counted.register_effect(EffectType.ORDERED)
-
 
 def database() -> dict[str, Any]:
     """Every operator by its name, and how to call it."""
     from torch.testing._internal import hop_db
-    from torch.testing._internal.common_dtype import _dispatch_dtypes
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.custom_op_db import custom_op_db
-    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-    def samples(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield SampleInput(torch.ones(3, 4, requires_grad=True))
-
-    effect = OpInfo(
-        "counted",
-        op=lambda x: counted(counted(x).sin()),
-        dtypes=_dispatch_dtypes((torch.float32,)),
-        sample_inputs_func=samples,
-    )
     found: dict[str, Any] = {}
-    for info in (*op_db, *hop_db.hop_db, *custom_op_db, effect):
+    for info in (*op_db, *hop_db.hop_db, *custom_op_db):
         name = info.formatted_name
         # Some are there twice.
         while name in found:
@@ -305,9 +278,7 @@ class Program:
 
     def step(self, function: Optional[Callable[[Any], Any]] = None) -> Step:
         """The loss, what each case adds to it, and the gradients."""
-        global _calls
         torch.manual_seed(SEED)
-        _calls = 0
         loss, numbers = (function or self)(self.inputs)
         gradients = torch.autograd.grad(loss, self.leaves, allow_unused=True)
         nothing = torch.empty(0)
