@@ -48,8 +48,8 @@ $usage
                (an hour)
   compiles     the time to compile a graph with a peak asked, kernels included, beside
                upstream's (half an hour)
-  harm         what holds or takes more than with the untouched wheel although nothing is asked:
-               peaks, times and compiles (hours)
+  harm         what holds or takes more than with the untouched wheel although nothing is asked
+               (hours)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
   opinfo       that no operator of torch's OpInfo databases computes anything else under a
                budget, operator by operator and by inductor (hours)

@@ -152,7 +152,7 @@ def test_wrong_options_are_refused(arguments, message, capsys):
 
 
 def test_a_net_that_holds_more_than_with_the_wheel_is_harmed():
-    stock = {"peak": 1000, "compile_s": [2.0, 4.0], "bits": "same"}
+    stock = {"peak": 1000, "bits": "same"}
     row = {"net": "mine", "set": "project", "device": plans.RUN, "kind": "training"}
 
     def failing(**other):
@@ -170,4 +170,3 @@ def test_a_net_that_holds_more_than_with_the_wheel_is_harmed():
     assert failing(peak=1000) == failing(peak=600) == []
     assert failing(peak=1002) == [("training", True)]
     assert failing(bits="other") == [("losses and gradients the same bits", True)]
-    assert failing(compile_s=[2.1, 4.2]) == [("time of a compile / stock's", False)]
