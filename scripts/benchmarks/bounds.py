@@ -131,7 +131,6 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
             enforced=exact,
         )
     yield from judged_gradients(rows)
-    yield from told_scratch(rows)
     for theirs in THEIRS:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
@@ -152,18 +151,6 @@ def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:
     limit = ROUNDING.get(rows[0]["device"], 0.0)
     shown = "", "{:.1e} ({})"
     yield from pages.at_most("gradients, by other kernels", found, limit, *shown)
-
-
-def told_scratch(rows: Sequence[Row]) -> Iterator[Mark]:
-    """What operators take for themselves, which is no plan's."""
-    found = [
-        (step["allocated"] / step["peak"] - 1, at)
-        for at, step in every(rows, *BOUND)
-        if "allocated" in step
-    ]
-    for more, at in sorted(found)[-1:]:
-        what = "scratch of operators, beyond the peaks"
-        yield Mark(what, f"{more:.1%} at most ({at})", "", True, False)
 
 
 def rising(rows: Iterable[Row]) -> Iterator[pages.Named]:

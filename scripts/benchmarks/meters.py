@@ -164,14 +164,14 @@ def allocations(call: Callable[[], Any], scratch: bool = True) -> tuple[Any, int
     return result, max(live), live[-1]
 
 
-def device_peak(call: Callable[[], Any], device: str, scratch: bool = True) -> int:
+def device_peak(call: Callable[[], Any], device: str) -> int:
     """The most bytes that a call takes of a device's allocator beyond what was there.
 
-    On a CPU, that may be without the ``scratch`` of its operators.
+    On a CPU, without what operators take for themselves, of which no plan knows.
     """
     gc.collect()
     if device == "cpu":
-        return allocations(call, scratch)[1]
+        return allocations(call, scratch=False)[1]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()

@@ -211,10 +211,7 @@ class Plans:
     def run(self, training: Training, device: str) -> Row:
         """By inductor's kernels; the time is one thread's of the CPU, or the GPU's."""
         times = [training.seconds(device) for _ in range(RUNS)]
-        row: Row = {"peak": device_peak(training.step, device, scratch=False)}
-        if device == "cpu":
-            # With oneDNN's scratch, say, of which no plan knows.
-            row["allocated"] = device_peak(training.step, device)
+        row: Row = {"peak": device_peak(training.step, device)}
         torch.manual_seed(nets.SEED)
         with training.within:
             training.loss().backward()
