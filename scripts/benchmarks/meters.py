@@ -216,37 +216,25 @@ def record_step(
     parameters: Iterable[Tensor],
     inputs: Iterable[Any] = (),
     optimizer: Optional[torch.optim.Optimizer] = None,
-    allocator: bool = False,
 ) -> Step:
     """Run one training step and record it; ``forward`` returns the scalar loss.
 
     What the step may compile must be compiled before. The gradients are taken away
-    from the parameters. ``allocator`` records by `allocations`, and no flops.
+    from the parameters.
     """
     parameters = list(parameters)
     state = list(optimizer.state.values()) if optimizer is not None else []
     there = tree_leaves([parameters, inputs, [p.grad for p in parameters], state])
-    found: list[Tensor] = []
-
-    def finish(loss: Tensor) -> None:
+    gc.collect()
+    with CountedStorages(there) as recorder:
+        loss = forward()
+        saved = recorder.risen - loss.untyped_storage().nbytes()
+        forward_flops = recorder.flops
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-        found.extend(gradients(parameters))
-
-    gc.collect()
-    if allocator:
-        loss, forward_peak, kept = allocations(forward)
-        peak = max(forward_peak, kept + allocations(lambda: finish(loss))[1])
-        given = sum({s._cdata: s.nbytes() for s in storages(there)}.values())
-        forward_flops = flops = 0
-    else:
-        with CountedStorages(there) as recorder:
-            loss = forward()
-            kept, forward_flops = recorder.risen, recorder.flops
-            finish(loss)
-        given, peak, flops = recorder.given, recorder.peak, recorder.flops
-    saved = kept - loss.untyped_storage().nbytes()
+        found = gradients(parameters)
+    given, peak, flops = recorder.given, recorder.peak, recorder.flops
     return Step(saved, given, peak, forward_flops, flops, found)
 
 

@@ -123,15 +123,13 @@ class Training:
             self.step()
         return self
 
-    def measured(self, allocator: bool = False) -> Step:
+    def measured(self) -> Step:
         """One more step."""
         torch.manual_seed(SEED)
         there = [*self.inputs, *self.module.buffers()]
         with self.mode, self.within:
             # Inductor's kernels make their buffers out of the dispatcher's sight.
-            return record_step(
-                self.loss, self.parameters, there, self.optimizer, allocator
-            )
+            return record_step(self.loss, self.parameters, there, self.optimizer)
 
     def seconds(self, device: str = "cpu") -> float:
         """Of a step: a GPU's, or CPU seconds of one thread."""
