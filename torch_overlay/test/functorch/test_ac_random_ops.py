@@ -375,7 +375,6 @@ class RandomOpsTest(TestCase):
             (True, call(higher_order.run_and_save_rng_state, aten.rand.default, [4])),
             (False, call(flash, x, x, x)),
             (False, call(efficient, x, x, x, None, True)),
-            (False, call(aten.native_dropout.default, x, 0.5, False)),
             (False, call(torch.ops.prims.inductor_lookup_seed.default, x, 0)),
             (False, call(torch.ops.rngprims.philox_rand.default, [4], x, x)),
             (False, call(higher_order.run_with_rng_state, x, aten.rand.default, [4])),

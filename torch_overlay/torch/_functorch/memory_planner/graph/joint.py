@@ -16,13 +16,8 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
-from torch.utils.checkpoint import CheckpointPolicy
 
-from ..._activation_checkpointing.random_ops import (
-    must_run_once,
-    NEVER,
-    recomputable_nodes,
-)
+from ..._activation_checkpointing.random_ops import is_kept, must_run_once, NEVER
 from ..ask import Ask, BANS
 from ..decision import Decision, Range
 from ..solve.ties import upstreams_table
@@ -144,7 +139,7 @@ class Planner:
             and (
                 get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
             )
-            and node.meta.get("recompute") != CheckpointPolicy.MUST_SAVE
+            and not is_kept(node)
         ]
 
     @functools.cached_property
@@ -206,7 +201,9 @@ class Planner:
 
     def least(self) -> list[fx.Node]:
         """What budget 0 saves: the inputs, and what must not be computed twice."""
-        again = recomputable_nodes(self.joint)
+        from torch._functorch.partitioners import get_recomputable_nodes
+
+        again = get_recomputable_nodes(self.joint)
         if again is None:
             return self.info.inputs
         cut, _ = self.cut((), again)

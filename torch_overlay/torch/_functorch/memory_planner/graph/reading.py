@@ -9,9 +9,8 @@ import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy
 
-from ..._activation_checkpointing.random_ops import is_replayed, must_run_once
+from ..._activation_checkpointing.random_ops import is_kept, must_run_once
 from .liveness import BackwardStep, Program
 from .recompute_cost import concrete
 from .storages import device_of, Operator, Storages
@@ -148,22 +147,24 @@ def _choose_what_to_save(
     storages: Storages, backward: set[fx.Node], producer: list[int]
 ) -> tuple[list[Optional[fx.Node]], set[int]]:
     """The node to save for each storage, and the storages that checkpoints keep."""
+    from torch._functorch.partitioners import must_recompute
+
     saved_as: list[Optional[fx.Node]] = [None] * len(producer)
     always_saved: set[int] = set()
     replayed: set[int] = set()
     for each in storages.calls:
         node = each.node
-        if is_replayed(node):
+        if must_recompute(node):
             # Neither this nor a view of it may be saved.
             replayed.update(each.writes)
         elif node not in backward and isinstance(node.meta.get("val"), torch.Tensor):
             (s,) = storages.values[node]
             # The exception is what one checkpoint hands to the next.
-            is_kept = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-            if is_kept:
+            is_always_saved = is_kept(node)
+            if is_always_saved:
                 always_saved.add(s)
             # An input is live anyway.
-            if producer[s] >= 0 and (is_kept or s not in replayed):
+            if producer[s] >= 0 and (is_always_saved or s not in replayed):
                 saved_as[s] = saved_as[s] or node
     return saved_as, always_saved
 
@@ -182,7 +183,7 @@ def _prefer_small_results(program: Program) -> None:
         users = {user for s in each.writes for user in readers[s]}
         if (
             program.repeatable[op]
-            or each.node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+            or is_kept(each.node)
             or not needed.isdisjoint(each.writes)
             or len(users) != 1
         ):

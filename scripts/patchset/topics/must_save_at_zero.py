@@ -1,0 +1,56 @@
+from ..patch import edits, PARTITIONERS, Patch
+
+
+PATCH = Patch(
+    name="must-save-at-zero",
+    subject="Keep what must be saved at activation memory budget 0",
+    why="""\
+With activation_memory_budget = 0 the partitioner saves the graph's inputs and nothing
+else. A MUST_SAVE tag is ignored there, so a matmul or a collective that a selective
+checkpoint wants kept is run again, and an effectful op has its effect twice. At other
+budgets the tags hold, but not for effects: force_save_effectful_ops tags the parts of
+an effectful op's result, and the min cut reads the tag of the op itself.
+
+The op itself is now tagged as well. At budget 0, if a tagged op would run again, one
+min cut decides what to save, in which all other ops may be recomputed.
+""",
+    repro="""\
+""",
+    beyond="""\
+Random ops and others that are not tagged are still recomputed at budget 0.
+""",
+    trailers=("See also: #190758",),
+    test="test/functorch/test_ac_must_save_at_zero.py",
+    edits=edits("""\
+@@ torch/_functorch/partitioners.py force_save_effectful_ops since 2.15
+         mark_getitem_outputs(node)
++        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+@@ torch/_functorch/partitioners.py force_save_effectful_ops until 2.14
+             mark_getitem_outputs(node)
++            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+@@ torch/_functorch/partitioners.py
++def get_recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
++    \"""All that may run again, or None where the inputs are all there is to save.\"""
++    computed = [node for node in joint_graph.nodes if node.op == "call_function"]
++    again = OrderedSet(
++        node
++        for node in computed
++        if node.meta.get("recompute") != CheckpointPolicy.MUST_SAVE
++    )
++    runs_twice = (0 < n.dist_from_bw < int(1e9) for n in computed if n not in again)
++    return again if any(runs_twice) else None
++
++
+ def choose_saved_values_set(
+@@ torch/_functorch/partitioners.py choose_saved_values_set
+             ban_if_not_in_allowlist=False,
+         )
++    if memory_budget == 0 and (again := get_recomputable_nodes(joint_graph)):
++        return solve_min_cut(joint_graph, node_info, min_cut_options, again)[0]
+"""),
+    landed=((PARTITIONERS, "get_recomputable_nodes("),),
+    risks="""\
+Graphs without such tags keep the plan that they had. With them, budget 0 holds more
+than the inputs, as was asked for, and costs one min cut.
+""",
+)

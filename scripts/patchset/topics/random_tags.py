@@ -1,0 +1,105 @@
+from ..patch import edits, PARTITIONERS, Patch
+
+
+PATCH = Patch(
+    name="random-tags",
+    subject="Do not recompute random ops under an activation memory budget",
+    why="""\
+With an activation_memory_budget between 0 and 1, and with aggressive_recomputation at
+every budget, the backward may run a random op again and draws other numbers than the
+forward did. The gradients of a net with dropout are then off by as much as their own
+norm, and nothing says so.
+
+The ban on recomputing random ops covers native_dropout, rand_like and randn_like, but
+decompositions and inductor's passes make rand, bernoulli, prims.inductor_seeds and
+others of them. Nor does the ban last: whatever is banned becomes an item that the
+knapsack may choose to recompute.
+
+Random ops are now known by their tag, as functionalize_rng_ops knows them, and marked
+MUST_SAVE before the cut, as collectives and effectful ops are. To the min cut that
+means "not twice": it is free to save a dropout's boolean mask, or inductor's seed, in
+place of the numbers. Ops that a checkpoint tags for recomputation are left alone, as
+functionalize_rng_ops replays the generator's state for them.
+""",
+    repro="""\
+import torch
+import torch._functorch.config as config
+from torch.nn.functional import dropout
+
+config.activation_memory_budget = 0.1
+
+@torch.compile(backend="aot_eager_decomp_partition")
+def net(x, w):
+    return dropout((x @ w).sin(), 0.5).cos().sum()
+
+x = torch.randn(64, 64)
+w = torch.randn(64, 64, requires_grad=True)
+given = torch.randn(64, 64, requires_grad=True)
+net(given, w).backward()
+# Where an element was dropped, no gradient comes back.
+""",
+    beyond="""\
+- At budget 0 nothing but inputs is saved, whatever its tag. That is a separate change.
+- A random op within the subgraph of a higher-order op (nested_compile_region, cond) has
+  no tag outside of it.
+- Nothing is replayed: a mask is saved. #191684 would replay the generator's state
+  instead, and save less. If it lands, the test here still holds.
+""",
+    trailers=("See also: #190758", "See also: #190717"),
+    test="test/functorch/test_ac_random_tags.py",
+    edits=edits("""\
+@@ torch/_functorch/partitioners.py since 2.14
++def draws_anew(node: fx.Node) -> bool:
++    \"""Whether each run draws other numbers; philox_rand is handed the state.\"""
++    return is_rng_op(node) and getattr(node.target, "namespace", "") != "rngprims"
++
++
+ def has_recomputable_ops(fx_g: fx.GraphModule) -> bool:
+@@ torch/_functorch/partitioners.py until 2.13
++def draws_anew(node: fx.Node) -> bool:
++    \"""Whether each run draws other numbers; philox_rand is handed the state.\"""
++    op = node.target
++    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "rngprims":
++        return False
++    for place, parameter in enumerate(op._schema.arguments):
++        if parameter.name == "dropout_p":
++            given = node.kwargs.get("dropout_p", parameter.default_value)
++            given = node.args[place] if place < len(node.args) else given
++            # A probability that was traced is a node or a symbol.
++            return not isinstance(given, (int, float)) or given != 0
++    return torch.Tag.nondeterministic_seeded in op.tags
++
++
+ def has_recomputable_ops(fx_g: fx.GraphModule) -> bool:
+@@ torch/_functorch/partitioners.py
++def force_save_random_ops(joint_module: fx.GraphModule) -> None:
++    \"""
++    Keep every random op out of the backward, where it would draw other numbers.
++
++    The cut may save what is made of the numbers instead, such as a dropout's mask.
++    \"""
++    for node in joint_module.graph.nodes:
++        if draws_anew(node) and not must_recompute(node):
++            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
++
++
+ def is_getitem_of_multi_output(node: fx.Node) -> bool:
+@@ torch/_functorch/partitioners.py min_cut_rematerialization_partition
+         joint_module = cleanup_recompute_tags(joint_module, is_default_partition=False)
++    force_save_random_ops(joint_module)
+@@ torch/_functorch/partitioners.py choose_saved_values_set until 2.13
+-        return node_info.inputs + must_save_nodes
++        if must_save_nodes:
++            return aggressive_recomputation_saved_values
++        return node_info.inputs
+"""),
+    landed=((PARTITIONERS, "force_save_random_ops("),),
+    lacking="below budget 1, dropout gets wrong gradients there, as without the set "
+    "(pytorch/pytorch#190758)",
+    risks="""\
+Below budget 1, plans of nets with random ops keep a mask or a seed where numbers used
+to be drawn again, so the same budget recomputes a little more of the rest. Budget 1 and
+nets without random ops are untouched. An op that is tagged nondeterministic_seeded but
+happens to draw nothing is saved too, unless its dropout_p is known to be 0.
+""",
+)

@@ -1,0 +1,84 @@
+from ..patch import edits, PARTITIONERS, Patch
+
+
+PATCH = Patch(
+    name="routing",
+    subject="Do not recompute what decides which elements are read",
+    why="""\
+""",
+    repro="""\
+""",
+    beyond="""\
+""",
+    trailers=("See also: #186572",),
+    test="test/functorch/test_ac_routing.py",
+    edits=edits("""\
+@@ torch/_functorch/partitioners.py
++# Their integer results are positions, whatever reads them.
++SELECTIONS = (
++    "argmax argmin bucketize cummax cummin kthvalue max median min mode nanmedian "
++    "nonzero searchsorted sort topk"
++)
++
++
++def is_exact(node: fx.Node) -> bool:
++    \"""Whether a tensor holds masks or positions; smaller integers may be quantized.\"""
++    dtypes = torch.bool, torch.int16, torch.int32, torch.int64
++    return getattr(node.meta.get("val"), "dtype", None) in dtypes
++
++
++def find_decisions(
++    graph: fx.Graph, exact: OrderedSet[fx.Node], backward: OrderedSet[fx.Node]
++) -> OrderedSet[fx.Node]:
++    \"""
++    Find the forward ops that decide which elements are read, such as a router's topk.
++
++    They make exact values of others that may be rounded. What they make is positions,
++    or becomes an index, a mask that selects rows, a size or a branch's predicate. The
++    mask of a ReLU is none: where it may flip, both of its choices are about the same.
++    \"""
++    decisions, read_by = OrderedSet[fx.Node](), OrderedSet[fx.Node]()
++    for node in reversed(graph.nodes):
++        if node.op != "call_function" or node in backward:
++            continue
++        inputs, tags = node.all_input_nodes, getattr(node.target, "tags", ())
++        tensors = [x for x in inputs if isinstance(x.meta.get("val"), torch.Tensor)]
++        rounded = any(x not in exact for x in tensors)
++        parts = [x for x in node.users if x.target is operator.getitem]
++        selects = getattr(node.target, "_opname", "") in SELECTIONS.split()
++        if node in read_by and node.target is operator.getitem:
++            read_by.update(inputs)
++        elif node in read_by or (selects and any(map(is_exact, parts or [node]))):
++            read_by.update(x for x in tensors if x in exact)
++            if rounded:
++                decisions.add(node)
++        if (
++            (rounded and torch.Tag.pointwise not in tags)
++            or torch.Tag.data_dependent_output in tags
++            or torch.Tag.dynamic_output_shape in tags
++        ):
++            read_by.update(filter(is_exact, tensors))
++    return decisions
++
++
++def force_save(nodes: OrderedSet[fx.Node]) -> None:
++    for node in nodes:
++        if node.meta.get("recompute") != CheckpointPolicy.MUST_RECOMPUTE:
++            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
++            # A tuple cannot be saved: its parts must not be recomputed either.
++            for part in filter(must_recompute, node.users):
++                if part.target is operator.getitem:
++                    del part.meta["recompute"]
++
++
+ def solve_min_cut(
+@@ torch/_functorch/partitioners.py min_cut_rematerialization_partition
++    exact = OrderedSet(filter(is_exact, joint_graph.nodes))
++    force_save(find_decisions(joint_graph, exact, node_info.tangents_closure))
++
+     # networkx blows up on graphs with no required backward nodes
+"""),
+    landed=((PARTITIONERS, "find_decisions("),),
+    risks="""\
+""",
+)
