@@ -1,7 +1,7 @@
 """How many tokens the backward sends to another expert than the forward did.
 
-Inductor stores a value in bfloat16 where another kernel reads it, and keeps its digits
-where one kernel makes and reads it. A recomputed router may see the one or the other.
+A forward kernel routes by a gate that has all of its digits, and stores that in
+bfloat16. If only the gate is saved, the backward routes again, by what was stored.
 """
 
 from collections.abc import Callable
@@ -14,36 +14,27 @@ from torch import Tensor
 
 BUDGET, TOKENS, WIDTH, EXPERTS = 0.5, 4096, 64, 8
 WHAT = f"of {TOKENS} tokens, sent elsewhere by the backward at budget {BUDGET}"
-# What the router's scores become: for each token, the number of an expert.
-ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "top 1": lambda scores: scores.topk(1).indices.squeeze(1),
-    "second choice": lambda scores: scores.topk(2).indices[:, 1],
-    "argmax": lambda scores: scores.argmax(-1),
-    "bits of comparisons": lambda scores: (
-        (scores[:, 0] > scores[:, 1]).long() + 2 * (scores[:, 2] > scores[:, 3]).long()
+# What the gates of each token become: the number of its expert.
+ROUTERS: dict[str, Callable[..., Tensor]] = {
+    "threshold": lambda a, b, c: (a > 0.5).long(),
+    "the larger of two": lambda a, b, c: (a > b).long(),
+    "signs of three": lambda a, b, c: (
+        (a > 0.5).long() + 2 * (b > 0.5).long() + 4 * (c > 0.5).long()
     ),
-    "the experts' ranking": lambda scores: scores.argsort(-1)[:, 0],
+    "ranges": lambda a, b, c: (a * EXPERTS).long(),
+    "the next free expert": lambda a, b, c: (a > 0.5).long().cumsum(0) % EXPERTS,
 }
 
 
-def flipped(route: Callable[[Tensor], Tensor]) -> float:
-    def net(
-        x: Tensor, first: Tensor, router: Tensor, second: Tensor, experts: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        y = x @ first
-        x = torch.tanh(y) * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
-        scores = (x.unsqueeze(-1) * router).sum(1).softmax(-1)
-        return experts[route(scores)], (torch.sigmoid(x @ second) * x).sum()
+def flipped(route: Callable[..., Tensor]) -> float:
+    def net(x: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        found = [(x * gate).sum(-1).sigmoid() for gate in gates.unbind()]
+        return experts[route(*found)], sum(each.square().sum() for each in found)
 
     torch.manual_seed(0)
     torch._dynamo.reset()
-    shapes = (TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, EXPERTS), (WIDTH, WIDTH)
-    x, *weights = (
-        (torch.randn(*shape) * scale).bfloat16()
-        for shape, scale in zip(shapes, (1, 0.2, 1, 0.1))
-    )
-    for weight in weights:
-        weight.requires_grad_()
+    x = torch.randn(TOKENS, WIDTH).bfloat16()
+    gates = (torch.randn(3, WIDTH) * 0.02).bfloat16().requires_grad_()
     # What is read of an expert is its number, and its gradient counts its tokens.
     experts = torch.arange(EXPERTS).float().requires_grad_()
     with (
@@ -51,7 +42,7 @@ def flipped(route: Callable[[Tensor], Tensor]) -> float:
         # Plain loops compile fastest.
         inductor_config.patch({"cpp.simdlen": 1}),
     ):
-        went, loss = torch.compile(net)(x, *weights, experts)
+        went, loss = torch.compile(net)(x, gates, experts)
         (went.sum() + loss).backward()
     sent = torch.bincount(went.long(), minlength=EXPERTS)
     assert experts.grad is not None

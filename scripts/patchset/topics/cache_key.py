@@ -13,6 +13,24 @@ hit and runs the plan of "dp".
 The names are now in the key as well, in a field of their own, so that no uuid can be
 mistaken for a name.
 """,
+    repro="""\
+import torch
+import torch._functorch.config as config
+from torch._dynamo.utils import counters
+
+config.activation_memory_budget = 0.5
+for solver in "dp", "greedy":
+    config.activation_memory_budget_solver = solver
+    torch._dynamo.reset()
+    x = torch.randn(64, 64, requires_grad=True)
+    torch.compile(lambda x: (x @ x).sin() @ x)(x).sum().backward()
+    print(solver, dict(counters["aot_autograd"]))  # "greedy" must not be a hit.
+""",
+    beyond="""\
+- A new name for the same solver is a miss, as nothing knows that both are the same.
+- Code behind a name is not in the key: a change of it comes with another torch, whose
+  version is.
+""",
     trailers=("Upstream-PR: pytorch/pytorch#160914",),
     test="test/functorch/test_ac_cache_key.py",
     edits=edits("""\

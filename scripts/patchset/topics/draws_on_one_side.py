@@ -5,10 +5,38 @@ PATCH = Patch(
     name="draws-on-one-side",
     subject="Draw a random number that only the backward needs on one side of the cut",
     why="""\
+The forward of a custom autograd function may draw random numbers that only its backward
+reads: the matrix of a random projection that stands in for an activation, or noise for
+a gradient. No forward output needs such an op, so the ban on recomputing random ops does
+not hold for it, and the cut may divide its users. If it saves a small value made of the
+numbers, and the backward needs the numbers as well, both graphs draw, each its own. The
+gradients are wrong at every budget, with none set as well.
+
+An op that depends on such numbers now gets an edge to what it depends on, which keeps it
+out of the forward unless the numbers are drawn there. The min cut then puts all of them
+on the side where less has to be saved.
 """,
     repro="""\
+import torch
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w, torch.rand(4, 4))
+        return x @ w
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, noise = ctx.saved_tensors
+        return grad * ((x @ w).sin() * noise).sum(), grad * noise
+
+x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+torch.compile(Noisy.apply, backend="aot_eager_decomp_partition")(x, w).sum().backward()
+print(x.grad[0, 0].item(), "should be", ((x @ w).sin() * w.grad).sum().item())
 """,
     beyond="""\
+- It does not decide on which side the numbers are drawn, so with the same seed the
+  numbers may be others than eager mode's, as they may be today.
+- Random ops that a forward output needs are as they were: see #190758.
 """,
     trailers=("See also: #190717",),
     test="test/functorch/test_ac_draws_on_one_side.py",
@@ -61,5 +89,7 @@ PATCH = Patch(
 """),
     landed=((PARTITIONERS, "keep_on_one_side("),),
     risks="""\
+Graphs in which every random op is needed by a forward output are untouched: no edge is
+added. Elsewhere the backward may keep more, as it cannot draw the numbers again.
 """,
 )

@@ -51,6 +51,22 @@ real joint graphs up to 24 %.
 
 The right half now gets what the left half leaves of the true capacity.
 """,
+        repro="""\
+from torch._functorch._activation_checkpointing.knapsack import (
+    dp_knapsack_sliding_hirschberg,
+)
+
+# Two items of the three are saved, where one fits.
+print(dp_knapsack_sliding_hirschberg([1e-4] * 3, [1.0] * 3, 1e-4))
+
+_, saved, _ = dp_knapsack_sliding_hirschberg([1 / 5000] * 5000, [1.0] * 5000, 0.5)
+print(f"{len(saved) / 5000:.0%} of the bytes saved, 50% allowed")
+""",
+        beyond="""\
+- Sizes are rounded to 1/10000 of the range, as dp rounds them too, so that the true
+  sizes of many small items may still add up to more than the budget.
+- It is no faster and takes no less memory.
+""",
         trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
         test="test/functorch/test_ac_knapsack_hirschberg.py",
         risks=_RISKS,

@@ -6,18 +6,33 @@ PATCH = Patch(
     subject="Keep what must be saved at activation memory budget 0",
     why="""\
 With activation_memory_budget = 0 the partitioner saves the graph's inputs and nothing
-else. A MUST_SAVE tag is ignored there, so a matmul or a collective that a selective
-checkpoint wants kept is run again, and an effectful op has its effect twice. At other
-budgets the tags hold, but not for effects: force_save_effectful_ops tags the parts of
-an effectful op's result, and the min cut reads the tag of the op itself.
+else, and ignores MUST_SAVE tags. A matmul or a collective that a selective checkpoint
+wants kept is run again, and an effectful op has its effect twice. The latter happens at
+every budget below 1: force_save_effectful_ops tags the parts of the result, but the min
+cut asks for the tag of the op itself.
 
-The op itself is now tagged as well. At budget 0, if a tagged op would run again, one
+The effectful op is now tagged as well. At budget 0, if a tagged op would run again, one
 min cut decides what to save, in which all other ops may be recomputed.
 """,
     repro="""\
+import functools, torch
+import torch._functorch.config as config
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+config.activation_memory_budget = 0
+kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+layer = lambda x, w: (x @ w).sin().exp()
+net = lambda x, w: checkpoint(layer, x, w, use_reentrant=False, context_fn=kept)
+x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+loss = torch.compile(net, backend="aot_eager_decomp_partition")(x, w).sum()
+with torch.profiler.profile() as trace:
+    loss.backward()
+# Two of the gradients; the third is the product that was to be saved.
+print([event.count for event in trace.key_averages() if event.key == "aten::mm"])
 """,
     beyond="""\
-Random ops and others that are not tagged are still recomputed at budget 0.
+- Random ops are not tagged, so budget 0 still recomputes them: a separate change.
+- An effectful op that a checkpoint tags for recomputation is left as it is.
 """,
     trailers=("See also: #190758",),
     test="test/functorch/test_ac_must_save_at_zero.py",
@@ -51,6 +66,6 @@ Random ops and others that are not tagged are still recomputed at budget 0.
     landed=((PARTITIONERS, "get_recomputable_nodes("),),
     risks="""\
 Graphs without such tags keep the plan that they had. With them, budget 0 holds more
-than the inputs, as was asked for, and costs one min cut.
+than the inputs, as was asked for, and takes one min cut, as budget 1 does.
 """,
 )

@@ -5,10 +5,42 @@ PATCH = Patch(
     name="routing",
     subject="Do not recompute what decides which elements are read",
     why="""\
+Inductor stores a value in bfloat16 for the backward, while the kernel that computed it
+goes on with all of its digits. If the backward recomputes a router from what was stored,
+a gate of 0.5001 is 0.5, and the token goes to another expert than in the forward. The
+gradients then belong to another forward: an expert gets those of tokens that it never
+saw. It happens under a memory budget and within checkpoints.
+
+Ops that decide what is read are now found and marked MUST_SAVE. These are ops that make
+integers or booleans of values that may be rounded, if the result is positions (topk,
+sort, argmax) or becomes an index, a mask that selects rows, a size or a branch's
+predicate. The positions are kept, or the numbers of the experts: some bytes per token.
 """,
     repro="""\
+import torch
+import torch._functorch.config as config
+
+config.activation_memory_budget = 0.5
+
+@torch.compile
+def net(x, gate, experts):
+    gate = (x * gate).sum(-1).sigmoid()
+    return experts[(gate > 0.5).long()], gate.square().sum()
+
+x = torch.randn(4096, 64).bfloat16()
+gate = (torch.randn(64) * 0.02).bfloat16().requires_grad_()
+experts = torch.arange(2.0, requires_grad=True)
+went, loss = net(x, gate, experts)
+(went.sum() + loss).backward()
+print("forward", went.long().bincount().tolist(), "backward", experts.grad.tolist())
 """,
     beyond="""\
+- A position that is counted or rounded in floating point is kept only where it becomes
+  an integer. A weight made of the rounded value may still differ.
+- Decisions inside of a higher-order op are not seen.
+- Where the forward of an eager checkpoint differs from its recomputation, it still does.
+- The mask of a ReLU or a where is recomputed as before: near the threshold both of its
+  choices are about the same.
 """,
     trailers=("See also: #186572",),
     test="test/functorch/test_ac_routing.py",
@@ -80,5 +112,8 @@ PATCH = Patch(
 """),
     landed=((PARTITIONERS, "find_decisions("),),
     risks="""\
+Plans of nets that route, sort or index by what they compute keep the positions, at every
+budget, and plain checkpoints keep them too, unless a MUST_RECOMPUTE tag insists. Other
+plans do not change. The list of ops that return positions has to grow with new ones.
 """,
 )

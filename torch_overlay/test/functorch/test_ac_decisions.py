@@ -6,9 +6,8 @@ operator that decides, and must keep no more than what was decided.
 """
 
 import itertools
-import unittest
 
-from test_ac_random_ops import checkpointed, configured, PARTITIONS, plans
+from test_ac_random_ops import checkpointed, PARTITIONS, plans
 
 import torch
 import torch._functorch.config as functorch_config
@@ -19,7 +18,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.utils.checkpoint import CheckpointPolicy
 
 
@@ -128,16 +126,6 @@ UNDECIDED = {
 }
 
 
-def rounded(x, first, router, second, experts):
-    """The expert of each row, and what makes a kernel store what the router reads."""
-    y = x @ first
-    x = torch.tanh(y) * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
-    scores = (x.unsqueeze(-1) * router).sum(1).softmax(-1)
-    chosen = scores.topk(1).indices.squeeze(1)
-    y = x @ second
-    return experts[chosen], (torch.sigmoid(y) * x).sum()
-
-
 def is_topk(op):
     return op is aten.topk.default
 
@@ -188,25 +176,6 @@ class DecisionsTest(TestCase):
     def test_what_decides_nothing_is_not_kept(self, name):
         (plan,) = plans(*net(UNDECIDED[name]), SETTINGS[:1])
         self.assertEqual(plan.saved_bytes(), 0)
-
-    @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
-    def test_inductor(self):
-        """Kernels that round a value in one graph, and keep its digits in another."""
-        with configured(0.5, False):
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            shapes = (4096, 64), (64, 64), (64, 8), (64, 64)
-            given = [
-                (torch.randn(*shape) * scale).bfloat16()
-                for shape, scale in zip(shapes, (1, 0.2, 1, 0.1))
-            ]
-            for weight in given[1:]:
-                weight.requires_grad_()
-            experts = torch.arange(8).float().requires_grad_()
-            went, loss = torch.compile(rounded)(*given, experts)
-            (went.sum() + loss).backward()
-            expected = torch.bincount(went.long(), minlength=8)
-            self.assertEqual(experts.grad, expected.float())
 
 
 instantiate_parametrized_tests(DecisionsTest)
