@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmarks import operators, opinfo
 from benchmarks.opinfo import Plan, Sweep
-from torch._functorch import partitioners
+from torch._functorch.memory_planner.graph import joint
 
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -34,7 +34,7 @@ def test_a_sample_of_operators(part):
 
 def test_what_differs_is_seen(monkeypatch):
     """Without the rule that what is random runs once, it runs twice."""
-    monkeypatch.setattr(partitioners, "get_recomputable_nodes", lambda graph: None)
+    monkeypatch.setattr(joint, "recomputable_nodes", lambda graph: None)
     found = sweep("randn_like", "cos", only=("plain",))
     (wrong,) = found.differs
     assert wrong.startswith("randn_like (plain), saved 0: other bits: gradient")

@@ -1,6 +1,7 @@
 """How often the compile cache serves a plan that another solver or estimator made."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._functorch.config as config
@@ -29,7 +30,13 @@ CHOICES = (
     {SOLVER: "dp", ESTIMATOR: "testing"},
 )
 WHAT = f"cache hits for other solvers and estimators, of {len(CHOICES) - 1}"
-SIZES = {"width": 16, "mlp": 32, "layers": 1, "vocabulary": 32, "batch": 2}
+SIZES: dict[str, Any] = {
+    "width": 16,
+    "mlp": 32,
+    "layers": 1,
+    "vocabulary": 32,
+    "batch": 2,
+}
 
 
 def classic(tokens: int = 8) -> ClassicShape:

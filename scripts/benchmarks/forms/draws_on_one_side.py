@@ -56,8 +56,8 @@ class ProjectedLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = Projected.apply(x.flatten(0, -2), self.weight)
-        y = found.unflatten(0, x.shape[:-1])
+        apply: Any = Projected.apply
+        y: Tensor = apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 

@@ -5,6 +5,7 @@ to be those of budget 1.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._functorch.config as config
@@ -17,7 +18,13 @@ from benchmarks.ways import OPERATORS
 
 BUDGET = 0.5
 WHAT = f"gradients' relative error at budget {BUDGET}"
-SMALL = {"width": 32, "mlp": 64, "layers": 2, "vocabulary": 64, "batch": 4}
+SMALL: dict[str, Any] = {
+    "width": 32,
+    "mlp": 64,
+    "layers": 2,
+    "vocabulary": 64,
+    "batch": 4,
+}
 
 
 class Autoencoder(nn.Module):
@@ -36,10 +43,11 @@ class Autoencoder(nn.Module):
         mean, spread = self.mean(y), self.spread(y)
         code = mean + torch.exp(spread / 2) * torch.randn_like(mean)
         divergence = (mean.square() + spread.exp() - spread).mean()
-        return (self.decoder(code) - x).square().mean() + divergence
+        loss: Tensor = (self.decoder(code) - x).square().mean() + divergence
+        return loss
 
 
-def language(**options: object) -> Built:
+def language(**options: Any) -> Built:
     shape = ClassicShape(**SMALL, tokens=32, dropout=0.1, **options)
     return Language(shape), tokens(64, 4, 32)
 
@@ -62,7 +70,8 @@ def gradients(build: Callable[[], Built], budget: float) -> Tensor:
     model, inputs = build()
     with config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
         torch.compile(model, backend=OPERATORS)(*inputs).backward()
-    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    found: list[Any] = [weight.grad for weight in model.parameters()]
+    return torch.cat([each.flatten() for each in found])
 
 
 def error(build: Callable[[], Built]) -> float:

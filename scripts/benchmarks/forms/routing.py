@@ -29,7 +29,7 @@ ROUTERS: dict[str, Callable[..., Tensor]] = {
 def flipped(route: Callable[..., Tensor]) -> float:
     def net(x: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         found = [(x * gate).sum(-1).sigmoid() for gate in gates.unbind()]
-        return experts[route(*found)], sum(each.square().sum() for each in found)
+        return experts[route(*found)], torch.stack(found).square().sum()
 
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -38,6 +38,7 @@ __all__ = [
     "mark_what_runs_once",
     "may_differ",
     "must_run_once",
+    "recomputable_nodes",
     "subgraphs",
 ]
 
@@ -64,9 +65,10 @@ _INTEGERS_STAY = _packets(
 
 def is_random(node: fx.Node) -> bool:
     """Whether running ``node`` twice on the same arguments may give two results."""
-    from torch._functorch.partitioners import draws_anew
-
-    return _runs_random(node) if _is_higher_order(node) else draws_anew(node)
+    if _is_higher_order(node):
+        return _runs_random(node)
+    draws: bool = _partitioners().draws_anew(node)
+    return draws
 
 
 def is_decision(node: fx.Node) -> bool:
@@ -106,14 +108,20 @@ def must_run_once(node: fx.Node) -> bool:
     )
 
 
+def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
+    """Every node that may run again, or None where saving the inputs is enough."""
+    nodes: OrderedSet[fx.Node] | None
+    nodes = _partitioners().get_recomputable_nodes(joint_graph)
+    return nodes
+
+
 def mark_what_runs_once(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> None:
     """Mark what the partitioner's own rules leave out, and correct what they marked.
 
     No node of the ``backward`` decides.  O(nodes + edges), those of the graphs that
     higher-order operators run included.
     """
-    from torch._functorch.partitioners import find_decisions, force_save
-
+    theirs = _partitioners()
     decisions = _decisions(graph, backward)
     regions: OrderedSet[fx.Node] = OrderedSet()
     for node in graph.nodes:
@@ -124,21 +132,20 @@ def mark_what_runs_once(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> None:
             # Nothing can replay it, whatever its tag.
             node.meta.pop("recompute", None)
             regions.add(node)
-    force_save(decisions | regions)
-    for node in find_decisions(graph, _exact(graph), backward) - decisions:
+    theirs.force_save(decisions | regions)
+    for node in theirs.find_decisions(graph, _exact(graph), backward) - decisions:
         # An integer that is made of what has been rounded.
         node.meta.pop("recompute", None)
 
 
 def _decisions(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> OrderedSet[fx.Node]:
     """What decides in a graph, or in one that a node of it runs."""
-    from torch._functorch.partitioners import find_decisions
-
     exact = _exact(graph)
     for node in graph.nodes:
         if _is_rounded(node, exact):
             exact.add(node)
-    decisions = find_decisions(graph, exact, backward)
+    decisions: OrderedSet[fx.Node]
+    decisions = _partitioners().find_decisions(graph, exact, backward)
     for node in graph.nodes:
         inner = subgraphs(node) if _is_higher_order(node) else []
         if node not in backward and any(_decisions(g, OrderedSet()) for g in inner):
@@ -147,9 +154,14 @@ def _decisions(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> OrderedSet[fx.
 
 
 def _exact(graph: fx.Graph) -> OrderedSet[fx.Node]:
-    from torch._functorch.partitioners import is_exact
+    return OrderedSet(filter(_partitioners().is_exact, graph.nodes))
 
-    return OrderedSet(filter(is_exact, graph.nodes))
+
+def _partitioners() -> Any:
+    """The module that imports this one; it is complete when a graph is split."""
+    from torch._functorch import partitioners
+
+    return partitioners
 
 
 def _is_rounded(node: fx.Node, exact: Container[fx.Node]) -> bool:

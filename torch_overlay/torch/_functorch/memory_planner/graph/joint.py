@@ -17,7 +17,12 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
-from ..._activation_checkpointing.random_ops import is_kept, must_run_once, NEVER
+from ..._activation_checkpointing.random_ops import (
+    is_kept,
+    must_run_once,
+    NEVER,
+    recomputable_nodes,
+)
 from ..ask import Ask, BANS
 from ..decision import Decision, Range
 from ..solve.ties import upstreams_table
@@ -201,9 +206,7 @@ class Planner:
 
     def least(self) -> list[fx.Node]:
         """What budget 0 saves: the inputs, and what must not be computed twice."""
-        from torch._functorch.partitioners import get_recomputable_nodes
-
-        again = get_recomputable_nodes(self.joint)
+        again = recomputable_nodes(self.joint)
         if again is None:
             return self.info.inputs
         cut, _ = self.cut((), again)
