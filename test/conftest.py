@@ -31,6 +31,8 @@ TRIED = (RELEASES[0], USUAL, RELEASES[-1])
 
 FOLDER = "torch/_functorch"
 PATHS = sorted({path for patch in SERIES for path in patch.paths()})
+# What tests a smallest form fails where the set does the same in another way.
+OF_SMALLEST_FORMS = {p.minimal.test for p in SERIES if p.minimal} - {*PATHS}
 
 
 def pytest_addoption(parser):
@@ -43,11 +45,16 @@ def pytest_addoption(parser):
 
 
 class FewerToCollect:
-    """What there is before a test stays; its many collections need not look at that."""
+    """No test of a smallest form alone, which scripts/refresh.sh runs; and what there is
+    before a test stays: its many collections need not look at that."""
 
     def pytest_runtest_setup(self):
         gc.collect()
         gc.freeze()
+
+    def pytest_ignore_collect(self, collection_path):
+        place = collection_path.as_posix()
+        return place.endswith(tuple(OF_SMALLEST_FORMS)) or None
 
 
 def pytest_configure(config):
