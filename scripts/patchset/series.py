@@ -26,6 +26,8 @@ TOPICS = (
     "frozen_layers",
     "mask_vectors",
     "buffer_reuse",
+    "input_sizes",
+    "overwritten_arguments",
     "kernel_order",
     "conv_layout",
     "embedding_gradient",

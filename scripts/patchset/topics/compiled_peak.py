@@ -30,7 +30,7 @@ plan is kept, so a plan that is replaced costs the lowering of a graph and no ke
         "torch/_inductor/deferred_kernels.py",
         "torch/_inductor/wrapper_memory.py",
     ),
-    needs=("peak-budget", "buffer-reuse"),
+    needs=("peak-budget", "buffer-reuse", "input-sizes", "overwritten-arguments"),
     edits=edits("""\
 @@ torch/_inductor/config.py
 +# The device whose live bytes compiled graphs tell (CompiledFxGraph.memory), None: none.
@@ -247,7 +247,10 @@ nor what an allocator loses to fragmentation.
  import dataclasses
 +import json
  import logging
-@@ torch/_inductor/output_code.py
+@@ torch/_inductor/output_code.py until 2.13
++from torch._logging import trace_structured
+ from torch._opaque_base import OpaqueBase
+@@ torch/_inductor/output_code.py since 2.14
      set_tracing_context_output_strides,
  )
 +from torch._logging import trace_structured

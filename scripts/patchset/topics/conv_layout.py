@@ -15,6 +15,27 @@ recomputes most of the forward peaks at 3,690 MB by inductor's schedule for an H
 The layout is now left open, as it is for the convolution itself, unless layouts are not
 optimized. One channels-last argument then serves all.
 """,
+    repro="""\
+import torch
+from torch._inductor.utils import run_and_get_code
+
+aten, conv = torch.ops.aten, ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+def repeats(x, w, grad):
+    x = torch.relu(x)
+    grad = grad * aten.convolution(x, w, None, *conv)
+    return aten.convolution_backward(grad, x, w, None, *conv, [True, True, False])[:2]
+
+shapes = (4, 16, 32, 32), (16, 16, 3, 3), (4, 16, 32, 32)
+with torch.no_grad():
+    inputs = [torch.randn(shape).double() for shape in shapes]
+    _, (code,) = run_and_get_code(torch.compile(repeats), *inputs)
+print(code.count("= empty_strided_cpu((4, 16, 32, 32),"))  # 2, with this change 1
+""",
+    beyond="""\
+The backward of a net without a budget, or without checkpoints, hardly changes: what its
+convolutions read was stored by the forward. The cost of layouts is not compared.
+""",
     test="test/inductor/test_conv_layout.py",
     edits=edits("""\
 @@ torch/_inductor/graph.py run_node

@@ -13,6 +13,26 @@ peak of a step: 5,948 MB for four layers of a Llama-3-8B, 3,152 of them the two 
 Where the table has more rows than there are indices, CUDA devices now get ATen's
 operator: it sorts the indices, sums in fp32, and writes half precision.
 """,
+    repro="""\
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+def gradient(indices, grad):
+    return torch.ops.aten.embedding_dense_backward(grad, indices, 128256, -1, False)
+
+with FakeTensorMode():
+    indices = torch.zeros(4096, dtype=torch.long, device="cuda")
+    grad = torch.zeros(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    graph = make_fx(gradient, select_decomp_table())(indices, grad).graph
+values = [node.meta["val"] for node in graph.nodes if node.op == "call_function"]
+print({v.dtype for v in values if v.shape[:1] == (128256,)})  # with bf16 also fp32
+""",
+    beyond="""\
+CPUs, whose kernel sums in the type of the table, dynamic shapes, and tables with no more
+rows than there are indices keep the decomposition. So do embedding bags.
+""",
     test="test/inductor/test_embedding_gradient.py",
     edits=edits("""\
 @@ torch/_inductor/decomposition.py _embedding_dense_backward

@@ -19,6 +19,27 @@ the first of the graph's results needs it: a product that only a kernel at the e
 backward reads, as for the gradient of a tied embedding, then does not add its result to
 a peak at the start.
 """,
+    repro="""\
+import torch
+from torch._inductor import config, memory
+
+def backward_like(x, condition, *weights):
+    first, grad = condition.sin() @ condition, x
+    for w in weights:
+        grad = ((grad @ w) * torch.relu(x @ w)) @ w.t()
+    return first, condition.sin() * grad[:64]
+
+inner = memory.PeakMemoryResult
+memory.PeakMemoryResult = lambda *args: print(*args[1:]) or inner(*args)
+with torch.no_grad(), config.patch(reorder_for_locality=False):
+    given = [torch.ones(shape) for shape in [(512, 64), (64, 64), *[(64, 256)] * 6]]
+    torch.compile(backward_like)(*given)
+""",
+    beyond="""\
+It is no search: two more orders are compared, and fusion is taken as it is. Where a graph
+has several kernels that go a long way, each is placed by itself. #196848 proposes another
+order; the two do not exclude each other.
+""",
     test="test/inductor/test_kernel_order.py",
     edits=edits('''\
 @@ torch/_inductor/memory.py
@@ -57,7 +78,8 @@ a peak at the start.
 +        topological_sort_lazy,
      ],
 '''),
-    needs=("buffer-reuse",),
+    trailers=("See also: #196848",),
+    needs=("buffer-reuse", "overwritten-arguments"),
     landed=(("torch/_inductor/memory.py", "topological_sort_lazy,"),),
     risks="""\
 Two more orders are estimated for each graph. One is taken only where its estimated peak

@@ -15,6 +15,25 @@ Such a product stays one by itself, if what it alone reads is larger than its re
 sum is then a kernel of its own, or part of one, and the order of kernels decides when the
 product is computed.
 """,
+    repro="""\
+import torch
+from torch._inductor.utils import run_and_get_code
+
+def tied(logits, hidden, grad):
+    by_head = logits.exp().t() @ hidden
+    for _ in range(2):
+        grad = grad @ grad
+    return by_head + grad.cos()
+
+given = [torch.randn(rows, 16) / 16 for rows in (256, 256, 16)]
+with torch.no_grad():
+    _, (code,) = run_and_get_code(torch.compile(tied), *given)
+print("addmm" in code)  # True: it waits for both products; False with this change
+""",
+    beyond="""\
+Only a product and an addend of which both are computed in the graph are looked at. Whether
+the sum could be fused elsewhere for less is not asked, nor what else is live meanwhile.
+""",
     test="test/inductor/test_late_addend.py",
     edits=edits('''\
 @@ torch/_inductor/fx_passes/post_grad.py
@@ -42,8 +61,8 @@ product is computed.
     landed=(("torch/_inductor/fx_passes/post_grad.py", "_would_wait(product, inp)"),),
     risks="""\
 One more kernel for each such sum. Computed at once, the product adds its own bytes to a
-peak at the start of a backward (an encoder's 842 MB become 910); an order that lets it
-wait is among those that kernel-order compares, by the estimate of buffer-reuse. Biases and residual streams are there before their
-product, and do not change.
+peak at the start of a backward (an encoder's 842 MB become 910); the order that lets
+it wait is among those that are compared by their estimated peaks. Biases and residual
+streams are there before their product, and do not change.
 """,
 )
