@@ -1,19 +1,29 @@
 """What frozen convolutional nets save while something before them is trained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch._functorch.config as config
 from torch import nn
 
 from benchmarks.architectures import ResNet, UNet
-from benchmarks.frozen import freeze
 from benchmarks.nets import Built, images, LossOf, Net
 from benchmarks.ways import compiled, OPERATORS, Training
 
 
 WHAT = "MB saved for the backward"
 SETTINGS = {"drop_unread_arguments": True}
+
+
+def freeze(module: nn.Module, trainable: Sequence[str]) -> nn.Module:
+    """Freezes all parameters but those whose names begin so; norms that have none of
+    those use their fixed statistics."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name.startswith(tuple(trainable)))
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.eval()
+    return module
 
 
 def vgg(widths: tuple[int, ...], activation: type[nn.Module]) -> nn.Module:

@@ -83,6 +83,7 @@ to compile when both are lowered, and cached graphs do not bundle their Triton k
 """,
     minimal=Patch(
         name="compiled-peak",
+        lines=120,
         subject="Tell what a compiled graph allocates, and what is live at its peak",
         why="""\
 Whoever looks for the peak of a compiled model has the allocator's snapshots of a run, on

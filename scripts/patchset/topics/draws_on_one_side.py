@@ -3,6 +3,7 @@ from ..patch import edits, PARTITIONERS, Patch
 
 PATCH = Patch(
     name="draws-on-one-side",
+    lines=60,
     subject="Draw a random number that only the backward needs on one side of the cut",
     why="""\
 The forward of a custom autograd function may draw random numbers that only its backward

@@ -40,6 +40,7 @@ CUDA. Other devices are left alone, and config.drop_unread_arguments turns it of
 """,
     minimal=Patch(
         name="frozen-layers",
+        lines=60,
         subject="Do not save the input of a frozen convolution",
         why="""\
 Training often runs through frozen convolutions: the stem or the norms of a backbone are

@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="input-sizes",
+    lines=60,
     subject="Count a graph's inputs by their storage in inductor's peak estimate",
     why="""\
 Inductor compares orders of kernels by an estimate of the peak, in which inputs that the

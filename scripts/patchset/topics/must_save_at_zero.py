@@ -3,6 +3,7 @@ from ..patch import edits, PARTITIONERS, Patch
 
 PATCH = Patch(
     name="must-save-at-zero",
+    lines=15,
     subject="Keep what must be saved at activation memory budget 0",
     why="""\
 With activation_memory_budget = 0 the partitioner saves the graph's inputs and nothing

@@ -3,6 +3,7 @@ from ..patch import edits, Patch
 
 PATCH = Patch(
     name="overwritten-arguments",
+    lines=60,
     subject="Compare inductor's kernel orders with results written over arguments",
     why="""\
 Inductor estimates the peak of several orders of a graph's kernels and takes the lowest.

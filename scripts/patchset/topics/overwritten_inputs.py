@@ -3,6 +3,7 @@ from ..patch import edits, module_path, PARTITIONERS, Patch
 
 PATCH = Patch(
     name="overwritten-inputs",
+    lines=30,
     subject="Do not let the backward read an input that the forward overwrites",
     why="""\
 A net may read a buffer and overwrite it later in its forward: a codebook, a queue of

@@ -3,6 +3,7 @@ from ..patch import edits, PARTITIONERS, Patch
 
 PATCH = Patch(
     name="random-tags",
+    lines=20,
     subject="Do not recompute random ops under an activation memory budget",
     why="""\
 With an activation_memory_budget between 0 and 1, and with aggressive_recomputation at

@@ -3,6 +3,7 @@ from ..patch import edits, PARTITIONERS, Patch
 
 PATCH = Patch(
     name="routing",
+    lines=60,
     subject="Do not recompute what decides which elements are read",
     why="""\
 Inductor stores a value in bfloat16 for the backward, while the kernel that computed it

@@ -82,6 +82,7 @@ op, else estimates. Workspaces and fragmentation are not counted.
 """,
     minimal=Patch(
         name="step-budget",
+        lines=60,
         subject="Let a library compile a joint graph again, saving other values",
         why="""\
 What a compiled graph should save for its backward depends on what else a training step
