@@ -73,8 +73,7 @@ print(f"{len(saved) / 5000:.0%} of the bytes saved, 50% allowed")
         edits=edits("""\
 @@ torch/_functorch/_activation_checkpointing/knapsack.py dp_knapsack_sliding_hirschberg
 -        right_capacity = capacity - best_split
-+        # The slices hold one cell more than the capacity.
-+        right_capacity = capacity - 1 - best_split
++        right_capacity = capacity - 1 - best_split  # The slices have a cell more.
 """),
     ),
 )
