@@ -82,10 +82,14 @@ def body(patch: Patch, below: list[Patch]) -> str:
         "What it does not do": patch.beyond,
         "Risks": patch.risks,
     }
-    return f"# {patch.subject}\n\n{items}\n" + "".join(
-        f"\n## {heading}\n\n{text.strip()}\n"
-        for heading, text in sections.items()
-        if text
+    return (
+        f"# {patch.subject}\n"
+        + (f"\n{items}\n" if items else "")
+        + "".join(
+            f"\n## {heading}\n\n{text.strip()}\n"
+            for heading, text in sections.items()
+            if text
+        )
     )
 
 
