@@ -34,10 +34,10 @@ def excess(net: nets.Net) -> float:
     return max(share - budget for budget, share in shares.items())
 
 
-def kept(joint: Joint, budget: float) -> int:
+def kept(joint: Joint, budget: float, solver: str = "dp") -> int:
     """The bytes that only the forward's saved values keep, whole storages once each."""
     with config.patch(
-        activation_memory_budget=budget, activation_memory_budget_solver="dp"
+        activation_memory_budget=budget, activation_memory_budget_solver=solver
     ):
         forward, _ = joint.partition(min_cut_rematerialization_partition)
     (output,) = forward.graph.find_nodes(op="output")

@@ -26,12 +26,12 @@ def compile_chain(solver):
 
 class TestSolverByName(TestCase):
     def test_a_name_reaches_its_solver(self):
-        for name, solver in list(KNAPSACK_SOLVERS.items()):
+        for name in list(KNAPSACK_SOLVERS):
             asked = []
 
-            def spy(*args, name=name, solver=solver, asked=asked):
+            def spy(memory, *_, name=name, asked=asked):
                 asked.append(name)
-                return solver(*args)
+                return 0.0, [], list(range(len(memory)))
 
             with patch.dict(KNAPSACK_SOLVERS, {name: spy}):
                 compile_chain(name)
