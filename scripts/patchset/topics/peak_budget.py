@@ -9,6 +9,7 @@ Whoever lowers activation_memory_budget to fit a model can get a higher peak for
 #197838 reports of a Llama-like net. What is saved goes down with the budget, but where
 little is saved, the backward begins by recomputing a long part of the forward, and all of
 that is live until the backward has passed it.
+
 A Llama-like net of 8 layers, as the issue's, in MB at the peak (and GFLOP of a step):
 
 | budget | before | after |
@@ -35,7 +36,6 @@ ranks could get different plans.
     test="test/functorch/test_ac_lower_peak.py",
     sources=(module_path("lower_peak"),),
     trailers=("Fixes: #197838",),
-    since=(2, 14),
     repro="""\
 import torch, torch._functorch.config as config
 
@@ -68,7 +68,7 @@ second longer, a 32-layer one some three seconds.
 @@ torch/_functorch/partitioners.py
  from ._activation_checkpointing.knapsack_evaluator import KnapsackEvaluator
 +from ._activation_checkpointing.lower_peak import with_lower_peak
-@@ torch/_functorch/partitioners.py choose_saved_values_set
+@@ torch/_functorch/partitioners.py choose_saved_values_set since 2.14
 -    return get_saved_values_knapsack(
 -        memory_budget=memory_budget, node_info=node_info, joint_graph=joint_graph
 -    )[0]
@@ -79,6 +79,19 @@ second longer, a 32-layer one some three seconds.
 +        return saved_values
 +    runtimes = dict(zip(all_recomputable_banned_nodes, runtimes_banned_nodes))
 +    must_save = must_save_nodes + [i for i in recomputable_banned_nodes if is_rng_op(i)]
++    return with_lower_peak(joint_graph, node_info, saved_values, must_save, runtimes)
+@@ torch/_functorch/partitioners.py choose_saved_values_set until 2.13
+-    return get_saved_values_knapsack(
+-        memory_budget=memory_budget, node_info=node_info, joint_graph=joint_graph
+-    )[0]
++    saved_values, _ = get_saved_values_knapsack(
++        memory_budget=memory_budget, node_info=node_info, joint_graph=joint_graph
++    )
++    if not isinstance(config.activation_memory_budget_solver, str):
++        return saved_values
++    runtimes = dict(zip(all_recomputable_banned_nodes, runtimes_banned_nodes))
++    is_random = get_default_op_list().is_random
++    must_save = must_save_nodes + [i for i in recomputable_banned_nodes if is_random(i)]
 +    return with_lower_peak(joint_graph, node_info, saved_values, must_save, runtimes)
 """),
 )
