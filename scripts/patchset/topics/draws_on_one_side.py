@@ -72,7 +72,7 @@ print(x.grad[0, 0].item(), "should be", ((x @ w).sin() * w.grad).sum().item())
 +            dependent.add(node)
 +
 +
- def solve_min_cut(
+ def cleanup_recompute_tags(
 @@ torch/_functorch/partitioners.py solve_min_cut since 2.14
 +    keep_on_one_side(is_rng_op, joint_graph, node_info, nx_graph)
 +
