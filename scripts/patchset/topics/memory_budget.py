@@ -5,6 +5,7 @@ _TEST = "test/functorch/test_ac_budget_is_kept.py"
 
 _ITEMS_ONLY = Patch(
     name="memory-budget",
+    lines=50,
     subject="Save the knapsack's choice alone where the min cut is over the budget",
     why="""\
 Whoever lowers activation_memory_budget until a model fits gets plans that keep more than

@@ -3,6 +3,7 @@ from ..patch import edits, module_path, Patch, planner_path
 
 _TIE_BREAK = Patch(
     name="peak-budget",
+    lines=120,
     subject="Of plans that recompute about as much, take the one with the lower peak",
     why="""\
 Whoever lowers activation_memory_budget to fit a model can get a higher peak for it, as
