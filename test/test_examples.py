@@ -95,7 +95,7 @@ for batch in data:
 
 def test_there_are_loops() -> None:
     files = {name.partition("-")[0] for name in loops()}
-    assert {"README.md", "step.md", "rfc.md", "budget.py"} <= files
+    assert {"README.md", "step.md", "budget.py"} <= files
 
 
 @pytest.mark.parametrize("name", loops())

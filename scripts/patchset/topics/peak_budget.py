@@ -11,7 +11,7 @@ Whoever lowers activation_memory_budget to fit a model can get a higher peak for
 little is saved, the backward begins by recomputing a long part of the forward, and all of
 that is live until the backward has passed it.
 
-A Llama-like net of 8 layers, as the issue's, in MB at the peak (and GFLOP of a step):
+A Llama-like net of 8 layers, in MB at the peak (and GFLOP of a step):
 
 | budget | before | after |
 | --- | --- | --- |
@@ -36,7 +36,7 @@ ranks could get different plans.
 """,
     test="test/functorch/test_ac_lower_peak.py",
     sources=(module_path("lower_peak"),),
-    trailers=("Fixes: #197838",),
+    trailers=("See also: #197838",),
     repro="""\
 import torch, torch._functorch.config as config
 

@@ -18,8 +18,7 @@ sort, argmax) or becomes an index, a mask that selects rows, a size or a branch'
 predicate. The positions are kept, or the numbers of the experts: some bytes per token.
 """,
     repro="""\
-import torch
-import torch._functorch.config as config
+import torch, torch._functorch.config as config
 
 config.activation_memory_budget = 0.5
 

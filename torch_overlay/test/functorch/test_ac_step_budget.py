@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import itertools
+import json
 import logging
 import math
 import multiprocessing
@@ -462,8 +463,19 @@ def in_process(function, *arguments):
         return pool.apply_async(function, arguments).get(timeout=300)
 
 
-def steps_by_file(path, share, blocks, dropout, backend):
-    """Of each step whether it is recorded, compiles, and its peak; then what is left."""
+def steps_by_file(path, backend, share=0.2, blocks=4, dropout=0.1, held=0, more=False):
+    """Of each step whether it is recorded, compiles, and its peak; then what is left.
+
+    Eager code has ``held`` bytes meanwhile, and ``more`` is compiled before.
+    """
+
+    def train(model, x):
+        beside = torch.empty(held, dtype=torch.uint8)
+        model(x).backward()
+        return beside
+
+    if more:
+        train(Net(blocks=1, backend=backend), batch())
     model = Net(blocks=blocks, dropout=dropout, backend=backend)
     budget = StepBudget(share=share, plan=path)
     found = []
@@ -471,13 +483,13 @@ def steps_by_file(path, share, blocks, dropout, backend):
         mock.patch.object(partitioners, "decide", wraps=partitioners.decide) as decide,
         recordings() as recorded,
     ):
-        for _ in range(4):
+        for _ in range(5):
             before = recorded(), decide.call_count
-            peak = measured(budget, model, batch())
+            peak = measured(budget, model, batch(), train=train)
             changes = recorded() > before[0], decide.call_count > before[1]
             found.append((*changes, peak))
     gradients = [p.grad.clone() for p in model.parameters()]
-    return found, gradients, str(budget), budget.reasons
+    return found, gradients, budget.plan, budget.reasons
 
 
 class StepBudgetTest(TestCase):
@@ -1479,34 +1491,62 @@ class StepBudgetTest(TestCase):
     @parametrize("backend", (AOT, "inductor") if HAS_CPU else (AOT,))
     def test_another_process_begins_with_the_plan_of_a_file(self, backend):
         with tempfile.TemporaryDirectory() as folder:
-            program = os.path.join(folder, "run.json"), 0.2, 4, 0.1, backend
-            first, wanted, said, _ = in_process(steps_by_file, *program)
-            again, gradients, said_again, reasons = in_process(steps_by_file, *program)
+            program = os.path.join(folder, "run.json"), backend
+            first, wanted, plan, _ = in_process(steps_by_file, *program)
+            again, gradients, plan_again, reasons = in_process(steps_by_file, *program)
         self.assertEqual(first[0][:2], (True, True))
-        # The first step compiles by the plan, and nothing is recorded.
-        self.assertEqual(again[0][:2], (False, True))
+        # Recorded is the first step alone, which compiles by the plan.
+        self.assertEqual(again[0][:2], (True, True))
         self.assertTrue(all(step[:2] == (False, False) for step in again[1:]))
         peaks = {peak for *_, peak in (*first[2:], *again[1:])}
         self.assertEqual(len(peaks), 1)
         self.assertLessEqual(again[0][2], 1.005 * max(peaks))
         self.assertEqual(gradients, wanted, rtol=0, atol=0)
-        self.assertEqual((said_again, reasons), (said, []))
+        self.assertEqual((plan_again, reasons), (plan, []))
 
-    def test_a_file_of_another_program_is_not_used(self):
+    @parametrize(
+        "changed, said",
+        (
+            ({"dropout": 0.0}, "differs from the graph that it has plans for"),
+            ({"blocks": 2}, "other calls, or eager code held more"),
+            ({"held": 2**21}, "other calls, or eager code held more"),
+            ({"more": True}, "other calls, or eager code held more"),
+            ({"share": 0.5}, "{'share': 0.2}, not {'share': 0.5}"),
+        ),
+        name_fn=lambda changed, said: next(iter(changed)),
+    )
+    def test_a_file_of_another_program_is_not_used(self, changed, said):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "run.json")
-            in_process(steps_by_file, path, 0.2, 4, 0.0, AOT)
-            with self.assertLogs("torch._functorch", "WARNING") as logs:
-                StepBudget(share=0.5, plan=path)
-            self.assertIn("{'share': 0.2}, not {'share': 0.5}", logs.output[0])
-            program = path, 0.2, 4, 0.1, AOT
-            found, *_, reasons = in_process(steps_by_file, *program)
-            self.assertEqual(len(reasons), 1)
-            self.assertIn("differs from the graph that it has plans for", reasons[0])
-            # Planned for anew, and stored.
+            in_process(steps_by_file, path, AOT)
+            other = functools.partial(steps_by_file, **changed)
+            found, _, plan, reasons = in_process(other, path, AOT)
+            self.assertIn(said, " ".join(reasons))
+            # Planned for anew, as without a file, and stored.
+            new = os.path.join(folder, "new.json")
+            self.assertEqual(plan, in_process(other, new, AOT)[2])
             self.assertEqual(found[-1][:2], (False, False))
-            found, *_, reasons = in_process(steps_by_file, *program)
-            self.assertEqual((found[0][:2], reasons), ((False, True), []))
+            *_, reasons = in_process(other, path, AOT)
+            self.assertEqual(reasons, [])
+
+    def test_a_damaged_file_is_not_used(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "run.json")
+            steps(StepBudget(share=0.2, plan=path), Net(), batch(), count=3)
+            with open(path) as file:
+                stored = json.load(file)
+            self.assertEqual(os.listdir(folder), ["run.json"])
+            for entry, value in (
+                ("step", None),
+                ("step", ["StoredStep", []]),
+                ("step", ["Unknown", []]),
+                ("version", 2),
+            ):
+                with open(path, "w") as file:
+                    json.dump({**stored, entry: value}, file)
+                with self.assertLogs("torch._functorch", "WARNING") as logs:
+                    StepBudget(share=0.2, plan=path)
+                self.assertIn("run.json is not used: it ", logs.output[0])
 
     def test_a_file_that_is_no_plan_is_not_overwritten(self):
         with tempfile.TemporaryDirectory() as folder:

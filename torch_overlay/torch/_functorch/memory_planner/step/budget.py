@@ -80,8 +80,9 @@ class StepBudget(Warns):
             warning that it may be.
         plan: the path of a file for the plans.  Each time that some are made, they are
             written to it; another process that trains by the same program reads it, and
-            runs its first step by them.  Where the program or the bound differs, a
-            warning says so, and plans are made anew.  Not written where sizes vary.
+            runs its first step by them.  That step is recorded, too: where the program
+            or the bound differs, a warning says so, and plans are made anew.  Not
+            written where sizes vary.
 
     ``plan`` is the :class:`StepSummary` of the steps from the second on, None before.
     ``measured_peak`` is what the device counted in the last of them, as the plan's
@@ -106,7 +107,7 @@ class StepBudget(Warns):
         self._arguments = {**asked, "strict": True} if strict else asked
         self._file = None
         if plan is not None:
-            self._file = PlanFile(os.fspath(plan), self._arguments)
+            self._file = PlanFile(os.fspath(plan), asked)
             self._arguments = {**self._arguments, "plan": os.fspath(plan)}
         asked = asked or {"device_bytes": _memory_of(accelerator)}
         ((name, value),) = asked.items()
@@ -133,7 +134,7 @@ class StepBudget(Warns):
         if self._file is not None:
             stored, why_not = self._file.read()
             if why_not:
-                self._warn_of_file(why_not, is_risk=False)
+                self._warn_of_file(why_not)
             self._begin(stored)
 
     def _begin(self, stored: Optional[StoredStep] = None) -> None:
@@ -149,7 +150,8 @@ class StepBudget(Warns):
         self._choices.clear()
         if stored is not None:
             self._learned = Learned(stored.states, stored.programs)
-            self._recording.left, self._recording.expects_new = 0, False
+            # Eager code may have changed: each program is compared with a step.
+            self._recording.left = min(len(stored.programs), MOST_RECORDED)
             self._present, self._spare = stored.present, stored.spare
             self.plan, self._stored = stored.summary, stored.graphs
 
@@ -304,15 +306,24 @@ class StepBudget(Warns):
         trains, recording = is_trained(states), self._recording
         leaves_much = timeline.live > NEW * timeline.made
         is_first = trains and recording.begin_training(recorder.reduces, leaves_much)
+        program = step_program_of(recorder, states, timeline)
+        least = NEW * self.plan.predicted_peak if self.plan is not None else 0
+        if self._stored and not self._learned.has(program, least):
+            if is_first and leaves_much:
+                # What it made for good may be all the difference to the next one.
+                return
+            self._begin()
+            self._warn_of_file("a step had other calls, or eager code held more in it")
+            recording = self._recording
+            recording.left = 0
+            is_first = trains and recording.begin_training(
+                recorder.reduces, leaves_much
+            )
         if trains and recording.left and not is_trained(self._learned.states):
             recording.expects_new = True
             return
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
-        peak = self.plan.predicted_peak if self.plan is not None else 0
-        if (
-            self._learned.add(step_program_of(recorder, states, timeline), NEW * peak)
-            or is_dropped
-        ):
+        if self._learned.add(program, least) or is_dropped:
             self._is_new = is_trained(self._learned.states)
             if trains:
                 recording.after_program(is_first)
@@ -321,7 +332,9 @@ class StepBudget(Warns):
             recorder.parameter_bytes(),
             recorder.optimizer_bytes(),
         )
-        self._present = Present(*map(max, self._present, seen))
+        before, self._present = self._present, Present(*map(max, self._present, seen))
+        if self._stored and self.device_bytes is not None:
+            self._is_new |= self._present.given > before.given + least
 
     def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
@@ -354,8 +367,7 @@ class StepBudget(Warns):
         found = self._stored.get(number)
         if found is not None and found.key != key:
             self._begin()
-            what = f"{name} differs from the graph that it has plans for; delete it"
-            self._warn_of_file(what, is_risk=True)
+            self._warn_of_file(f"{name} differs from the graph that it has plans for")
         return self._stored.get(number)
 
     def _write(self, file: PlanFile, choices: Mapping[int, tuple[int, ...]]) -> None:
@@ -367,9 +379,9 @@ class StepBudget(Warns):
         learned = self._learned.states, self._learned.figures()
         file.write(StoredStep(*learned, self._present, self.plan, self._spare, stored))
 
-    def _warn_of_file(self, reason: str, is_risk: bool) -> None:
+    def _warn_of_file(self, reason: str) -> None:
         path = self._arguments["plan"]
-        self.warn(f"{path} is not used: {reason}", "file", is_risk)
+        self.warn(f"{path} is not used: {reason}", "file", is_risk=False)
 
     def _measure(self, step: Step) -> None:
         """Compare what the device counted in a step with what was predicted."""

@@ -1,7 +1,7 @@
 """The file of a StepBudget: what it learned and planned, for later processes.
 
-A process that trains by the same program runs its first step by the stored plans. It
-neither records it nor compiles what is then replaced.
+A process that trains by the same program runs its first step by the stored plans, and
+compiles none that is then replaced.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..._activation_checkpointing.random_ops import subgraphs
 from ..decision import Head
 from ..graph.inputs_outputs import Missing
 from ..peak.curve import Held
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanFile", "StoredGraph", "StoredStep", "key_of"]
 
-_FORMAT = "plan of a StepBudget, 1"
+_FORMAT = "plan of a StepBudget"
+_VERSION = 1
 
 
 class StoredGraph(NamedTuple):
@@ -92,15 +95,19 @@ class StoredStep:
 
 
 class PlanFile:
-    """A file for the plans that a StepBudget makes with these ``arguments``.
+    """A file for the plans that a StepBudget makes for this ``bound``.
 
     Raises FileNotFoundError if its folder does not exist, and ValueError if it has
     something else in it, which is not overwritten.
     """
 
-    def __init__(self, path: str, arguments: Mapping[str, Any]) -> None:
-        self.path = Path(path)
-        self._origin = {"arguments": {**arguments}, "torch": torch.__version__}
+    def __init__(self, path: str, bound: Mapping[str, Any]) -> None:
+        self.path = Path(path).resolve()
+        self._origin = {
+            "version": _VERSION,
+            "bound": {**bound},
+            "torch": torch.__version__,
+        }
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"no such folder: {self.path.parent}")
         if self.path.exists() and self._content() is None:
@@ -112,21 +119,37 @@ class PlanFile:
         if content is None:
             return None, ""
         for what, value in self._origin.items():
-            if content[what] != value:
-                return None, f"it was made with {what} {content[what]}, not {value}"
-        return _decoded(content["step"]), ""
+            if content.get(what) != value:
+                made = content.get(what)
+                return None, f"it was made with {what} {made}, not {value}"
+        try:
+            step = _decoded(content["step"])
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+            return None, f"it is damaged: {type(error).__name__}: {error}"
+        if not isinstance(step, StoredStep):
+            return None, "it is damaged: it has no step"
+        return step, ""
 
     def write(self, step: StoredStep) -> None:
         """Replace the file, at once: several ranks may share it."""
         content = {"format": _FORMAT, **self._origin, "step": _encoded(step)}
-        new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        new.write_text(json.dumps(content))
-        new.replace(self.path)
+        folder, name = self.path.parent, f"{self.path.name}."
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, prefix=name, delete=False
+        ) as file:
+            new = Path(file.name)
+            try:
+                json.dump(content, file)
+                file.close()
+                new.replace(self.path)
+            finally:
+                with suppress(FileNotFoundError):
+                    new.unlink()
 
     def _content(self) -> Optional[dict[str, Any]]:
         try:
             found = json.loads(self.path.read_text())
-        except ValueError:
+        except (ValueError, IsADirectoryError, RecursionError):
             return None
         is_ours = isinstance(found, dict) and found.get("format") == _FORMAT
         return found if is_ours else None
@@ -141,9 +164,17 @@ def key_of(joint: Planner) -> str:
     for chunks, each in joint.variants.items():
         told = chunks, each.fused, each.budget, each.num_fwd_outputs, each.ask.estimator
         digest.update(repr(told).encode())
-        for node in each.joint.nodes:
+        for node in _nodes(each.joint):
             digest.update(f"{node.format_node()} {[*_metas(node)]}\n".encode())
     return digest.hexdigest()
+
+
+def _nodes(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """Those of the graph, each followed by those of the graphs that it runs."""
+    for node in graph.nodes:
+        yield node
+        for body in subgraphs(node):
+            yield from _nodes(body)
 
 
 def _metas(node: torch.fx.Node) -> Iterator[str]:

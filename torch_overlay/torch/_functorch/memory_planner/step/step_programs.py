@@ -95,6 +95,11 @@ class Learned:
         """By graph number, the most calls in each slot."""
         return _most_calls(program.calls for program in self.programs)
 
+    def has(self, program: StepProgram, least: float) -> bool:
+        """Whether a program is known that had the same events, and ``least`` no more."""
+        same = [each for each in self.programs if each.states == program.states]
+        return bool(same) and not same[0].add(program, least)
+
     def figures(self) -> list[tuple[Any, ...]]:
         """The programs, by what can be stored."""
         return [(p.states, p.moments, p.calls, p.scales) for p in self.programs]
