@@ -1,23 +1,23 @@
-"""Sizes and runtimes of a knapsack: checked, made exact, and put in order."""
+"""Sizes and runtimes of a knapsack: checked, and put in order."""
 
 from __future__ import annotations
 
 import math
 import sys
-from fractions import Fraction
-
 from typing import TYPE_CHECKING
+
+from .knapsack_search import exact_integers, integer_capacity
+
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
 
 __all__ = [
     "by_density",
     "check_budget",
     "check_items",
-    "exact_integers",
     "fill",
-    "integer_capacity",
     "total",
 ]
 
@@ -50,25 +50,6 @@ def total(values: Sequence[float], indices: Iterable[int]) -> float:
     return math.fsum(values[index] for index in indices)
 
 
-def exact_integers(numbers: Sequence[float]) -> tuple[list[int], Fraction]:
-    """Integers and a unit, so that exactly ``numbers[i] == integers[i] * unit``."""
-    ratios = [number.as_integer_ratio() for number in numbers]
-    denominator = max((d for _, d in ratios), default=1)
-    integers = [n * (denominator // d) for n, d in ratios]
-    factor = math.gcd(*integers) or 1
-    return [n // factor for n in integers], Fraction(factor, denominator)
-
-
-def integer_capacity(max_memory: float, unit: Fraction) -> int:
-    """How many units fit a finite ``max_memory``, as ``math.fsum`` rounds their sum."""
-    if unit.denominator == 1:
-        return int(max_memory) // unit.numerator
-    half_an_ulp = Fraction(math.ulp(max_memory)) / 2
-    capacity: int = math.floor((Fraction(max_memory) + half_an_ulp) / unit)
-    # Halfway between two floats, the sum rounds to the even one.
-    return capacity if float(capacity * unit) <= max_memory else capacity - 1
-
-
 def by_density(memory: Sequence[float], runtimes: Sequence[float]) -> list[int]:
     """Items with runtime by falling runtime per size, ties by index."""
     density = [
@@ -83,7 +64,7 @@ def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> li
     if max_memory == math.inf:
         return list(order)
     # Sums of floats would drift.
-    sizes, unit = exact_integers(memory)
+    sizes, unit = exact_integers([*memory])
     room = integer_capacity(max_memory, unit)
     taken = []
     for index in order:
