@@ -29,8 +29,9 @@ def excess(net: Instance) -> float:
     else:
         found = importlib.import_module(f"{FOLDER}.knapsack").dp_knapsack
     _, saved, _ = found(net.memory, list(map(float, net.runtimes)), BUDGET)
-    used = sum(net.sizes[i] for i in saved)
-    return max(0, 100 * (used / (BUDGET * net.range) - 1))
+    used: int = sum(net.sizes[i] for i in saved)
+    over = 100 * (used / (BUDGET * net.range) - 1)
+    return max(0.0, float(over))
 
 
 def measured() -> dict[str, float]:
