@@ -76,10 +76,14 @@ def page(data: dict[str, Any]) -> str:
         ]
         what, lines, cells = "-", "-", ["-", "-"]
         if found is not None:
-            models = found["models"].items()
-            model, both = max(models, key=lambda each: abs(each[1][0] - each[1][1]))
-            what = f"{found['what']} ({model}, of {len(models)} models)"
-            lines, cells = str(found["lines"]), [f"{value:.3g}" for value in both]
+            # Times of compiles are noise.
+            models = [
+                each for each in found["models"].items() if "compile" not in each[0]
+            ]
+            model, both = max(models, key=lambda each: changed(*each[1]))
+            what = f"{found['what']} ({model})"
+            lines = str(found["lines"])
+            cells = [f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in both]
         needs = f"; builds on {', '.join(form.needs)}" if form.needs else ""
         rows.append(
             [
@@ -91,6 +95,11 @@ def page(data: dict[str, Any]) -> str:
             ]
         )
     return markdown(heading, rows)
+
+
+def changed(before: float, after: float) -> float:
+    """By which share of the larger one they differ."""
+    return abs(before - after) / (max(abs(before), abs(after)) or 1)
 
 
 def link(item: str) -> str:
