@@ -11,21 +11,6 @@ WHAT = "gradients' relative error, inductor, no budget set"
 WIDTH, ROWS = 32, 64
 
 
-def codebook(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
-    codes = buffer.clone()
-    nearest = (h - codes[torch.cdist(h, codes).argmin(-1)]).square().mean()
-    # The commitment to all codes, by their distance.
-    loss = nearest + (h @ codes.t()).softmax(-1).square().mean()
-    buffer.lerp_(h.detach()[:WIDTH], 0.1)
-    return loss
-
-
-def queue_of_keys(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
-    scores = h @ buffer.clone().t()
-    buffer.copy_(torch.cat([h.detach()[:8], buffer[:-8]]))
-    return scores.logsumexp(-1).mean()
-
-
 def running_mean(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
     scale = buffer[0].clone()
     y = ((h * scale) @ w).tanh()
@@ -33,24 +18,31 @@ def running_mean(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def power_iteration(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
-    u = buffer[0].clone()
-    v = nn.functional.normalize(u @ w.detach(), dim=0)
-    loss = (h @ w / (u @ w @ v)).tanh().square().mean()
-    buffer[0] = nn.functional.normalize(w.detach() @ v, dim=0)
-    return loss
+def whitening(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
+    scale, mean = buffer[0].clone(), buffer[1].clone()
+    y = ((h - mean) * scale.abs()) @ w
+    buffer[0].lerp_(h.detach().var(0), 0.1)
+    buffer[1].lerp_(h.detach().mean(0), 0.1)
+    return y.tanh().square().mean()
 
 
-def recurrent_memory(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
-    state = (h[:WIDTH] + buffer.clone() @ w).tanh()
-    buffer.copy_(state.detach())
-    return (h @ state.t()).square().mean()
+def gates(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
+    y = (h * buffer[:1].clone()) @ w
+    buffer.mul_(0.9).add_(h.detach()[:WIDTH], alpha=0.1)
+    return y.tanh().square().mean()
 
 
-def averaged_teacher(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
-    target = h @ buffer.clone()
-    buffer.lerp_(w.detach(), 0.1)
-    return (h @ w - target).square().mean()
+def centred_teacher(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
+    found = h @ w
+    shares = (found * buffer[0].clone()).softmax(-1)
+    buffer[0].lerp_(found.detach().mean(0), 0.1)
+    return (shares * (shares + 1e-6).log()).sum(-1).mean()
+
+
+def queue_of_scales(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
+    y = (h * buffer[2].clone()).tanh() * buffer[3].clone()
+    buffer.copy_(buffer.roll(1, 0))
+    return (y @ w).square().mean()
 
 
 class Net(nn.Module):
@@ -69,12 +61,11 @@ class Net(nn.Module):
 
 
 MODELS = {
-    "codebook": codebook,
-    "queue of keys": queue_of_keys,
     "running mean": running_mean,
-    "power iteration": power_iteration,
-    "recurrent memory": recurrent_memory,
-    "averaged teacher": averaged_teacher,
+    "whitening": whitening,
+    "gates": gates,
+    "centred teacher": centred_teacher,
+    "queue of scales": queue_of_scales,
 }
 
 

@@ -11,7 +11,7 @@ reads: the matrix of a random projection that stands in for an activation, or no
 a gradient. No forward output needs such an op, so the ban on recomputing random ops does
 not hold for it, and the cut may divide its users. If it saves a small value made of the
 numbers, and the backward needs the numbers as well, both graphs draw, each its own. The
-gradients are wrong at every budget, with none set as well.
+gradients are wrong at every budget above 0, and with none set.
 
 An op that depends on such numbers now gets an edge to what it depends on, which keeps it
 out of the forward unless the numbers are drawn there. The min cut then puts all of them

@@ -43,8 +43,9 @@ CUDA. Other devices are left alone, and config.drop_unread_arguments turns it of
         lines=60,
         subject="Do not save the input of a frozen convolution",
         why="""\
-Training often runs through frozen convolutions: the stem or the norms of a backbone are
-tuned, or a perceptual loss or a discriminator passes a gradient on to an image. The
+Training often runs through frozen convolutions: of a backbone, the stem or the norms
+alone are trained, or a perceptual loss or a discriminator passes a gradient on to an
+image. The
 gradient of such a convolution's input is computed from grad_output and the weight alone.
 But convolution_backward takes the input as an argument, whatever its output mask, and the
 partitioner saves what is an argument: a frozen network keeps as many bytes for its

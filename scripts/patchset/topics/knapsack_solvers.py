@@ -46,8 +46,8 @@ there. KNAPSACK_SOLVERS names the solvers that a config string may select.
         why="""\
 Before its arrays are sliced, dp_knapsack_sliding_hirschberg increments the capacity
 of a segment, and then it subtracts the left half's share from the incremented value.
-Every split hands out one quantum that is not there: 5,000 equal items end up 20 % over,
-real joint graphs up to 24 %.
+Every split hands out one quantum that is not there: 5,000 equal items end up 23 % over at
+budget 0.5, real joint graphs by as much as the table says.
 
 The right half now gets what the left half leaves of the true capacity.
 """,

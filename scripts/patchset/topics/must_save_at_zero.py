@@ -33,7 +33,9 @@ print([event.count for event in trace.key_averages() if event.key == "aten::mm"]
 """,
     beyond="""\
 - Random ops are not tagged, so budget 0 still recomputes them: a separate change.
-- An effectful op that a checkpoint tags for recomputation is left as it is.
+- A checkpoint that tags an effectful op for recomputation still raises.
+- Collectives are tagged as well, so that with tensor parallelism or FSDP budget 0 now saves
+  what they return. How much that is was not measured.
 """,
     trailers=("See also: #190758",),
     test="test/functorch/test_ac_must_save_at_zero.py",
