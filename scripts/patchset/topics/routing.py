@@ -113,7 +113,7 @@ print("forward", went.long().bincount().tolist(), "backward", experts.grad.tolis
     landed=((PARTITIONERS, "find_decisions("),),
     risks="""\
 Plans of nets that route, sort or index by what they compute keep the positions, at every
-budget, and plain checkpoints keep them too, unless a MUST_RECOMPUTE tag insists. Other
-plans do not change. The list of ops that return positions has to grow with new ones.
+budget above 0, and plain checkpoints keep them too, unless a MUST_RECOMPUTE tag
+insists. Other plans do not change. The list of ops that return positions has to grow with new ones.
 """,
 )
