@@ -212,10 +212,9 @@ class CompiledPeakTest(TestCase):
                     self.assertEqual(found, wanted)
                 compiled = glob(f"{cache_dir()}/**/*.main.so", recursive=True)
             asked = [re.findall(KERNEL, code, re.DOTALL) for code in codes]
-            # A forward and a backward of each plan.
-            of_plans = [len({*f, *b}) for f, b in zip(asked[::2], asked[1::2])]
-            self.assertGreater(len({*chain.from_iterable(asked)}), max(of_plans))
-            self.assertIn(len(compiled), of_plans)
+            kept = {*asked[-2], *asked[-1]}
+            self.assertGreater(len({*chain.from_iterable(asked)}), len(kept))
+            self.assertEqual(len(compiled), len(kept))
 
     def test_plans_of_other_threads_stay(self):
         plan, *_ = planned(0.5)
@@ -307,9 +306,9 @@ class CompiledPeakTest(TestCase):
                 self.assertNoLogs(decision.log, "WARNING"),
             ):
                 gradients(torch.compile(layers), given())
-            # One of them is guarded, too, and what is kept is not compiled again.
+            # What is kept is compiled again, unless it was the last.
             self.assertGreater(told.call_count, 2)
-            self.assertLessEqual(told.call_count, compiled_peak.TRIES + 1)
+            self.assertLessEqual(told.call_count, compiled_peak.TRIES + 2)
             peaks.append(saved_report.last_plan().peak)
         # A share is of what compiles told, and so allows what budget 0 holds.
         lowest, half = peaks

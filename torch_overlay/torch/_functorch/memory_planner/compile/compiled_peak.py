@@ -5,8 +5,7 @@ from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`
 that exceeds the peak asked for, the joint graph is split and compiled again before
 anything runs: by the same plan without the fusions that raise a graph's peak, then by
 other plans, chosen by estimates that are corrected by what was told.  If all ``TRIES``
-plans exceed the peak, the lowest is kept, and a warning has both numbers.  If that is
-not the last one, the graph is split by it once more, into what was compiled then.
+plans exceed the peak, the lowest is kept, and a warning has both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.  But kernels
 wait until a plan is kept (:mod:`torch._inductor.deferred_kernels`).
@@ -23,7 +22,6 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._guards import TracingContext
-from torch._inductor.utils import set_tracing_context_output_strides
 
 from ...._inductor.deferred_kernels import DeferredKernels
 
@@ -124,25 +122,16 @@ class _Try(NamedTuple):
     is_guarded: bool = False
 
 
-class _Compiled(NamedTuple):
-    """The graphs that a try compiled, all but their kernels."""
-
-    forward: Any
-    backward: Any
-    kernels: DeferredKernels
-
-
 class _Compiles:
     """Compiles a joint graph by one plan after the other."""
 
     def __init__(self, asked: PeakBytes) -> None:
         self.asked = asked
-        self.trying = _Try(0)
+        self.trying, self.is_last = _Try(0), False
         # None as long as no plans have been searched for.
         self.menu: Optional[Menu] = None
         # For each compiled plan, whether it holds less with guarded fusions.
         self._guards: dict[int, bool] = {}
-        self._compiled: dict[_Try, _Compiled] = {}
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         """Try one plan.  Raises `_Over` where another one is to be tried."""
@@ -155,39 +144,21 @@ class _Compiles:
         self.peaks = CompiledPeaks(*compilers, kernels=kernels)
         self.peaks.guarded = self.trying.is_guarded
 
-        forward: Any = None
-
-        def compile_forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            nonlocal forward
-            known = self._compiled.get(self.trying)
-            if known is None:
-                forward = self.peaks.forward(module, inputs)
-                return forward
-            # As compiling it did.
-            set_tracing_context_output_strides(inputs, known.forward)
-            return known.forward
-
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            known = self._compiled.get(self.trying)
-            if known is not None:
-                self._keep(logged_plan(state.fw_metadata), state.fw_metadata)
-                return known.backward
-            backward = self.peaks.backward(module, inputs)
+            compiled = self.peaks.backward(module, inputs)
             # Checked before it is cached.
             if self.menu is not None and self.peaks.told is not None:
-                self._compiled[self.trying] = _Compiled(forward, backward, kernels)
                 self._check(self.menu, self.peaks.told, state.fw_metadata)
-            return backward
+            return compiled
 
         compiled = compile_graph(
             state,
             capture,
             partition_by(partition, self),
-            _like(compilers[0], compile_forward),
+            _like(compilers[0], self.peaks.forward),
             _like(compilers[1], compile_backward),
         )
-        known = self._compiled.get(self.trying)
-        (kernels if known is None else known.kernels).compile()
+        kernels.compile()
         return compiled
 
     def decide(self, graph: Planner) -> Decision:
@@ -230,26 +201,23 @@ class _Compiles:
         """Keep what was compiled, or raise `_Over`."""
         # Not `last_plan`, which may be another thread's.
         report: Any = logged_plan(metadata)
-        plan, is_guarded = self.trying
-        alone = self.peaks.told_alone
-        if menu.record(plan, told, alone, only_if_less=is_guarded):
-            self._guards[plan] = is_guarded
-        self.trying = self._next(menu)
-        if self.trying != (plan, is_guarded):
-            replace_plan(report, None)
-            log.info(
-                "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
-                "it is compiled again",
-                get_aot_graph_name(),
-                report.peak.predicted,
-                max(told.forward, told.backward),
-                report.peak.allowed,
-            )
-            raise _Over
-        self._keep(report, metadata)
-
-    def _keep(self, report: Any, metadata: Any) -> None:
-        """Tell what the plan that is kept holds."""
+        if not self.is_last:
+            plan, is_guarded = self.trying
+            alone = self.peaks.told_alone
+            if menu.record(plan, told, alone, only_if_less=is_guarded):
+                self._guards[plan] = is_guarded
+            self.trying = self._next(menu)
+            if self.trying != (plan, is_guarded):
+                replace_plan(report, None)
+                log.info(
+                    "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
+                    "it is compiled again",
+                    get_aot_graph_name(),
+                    report.peak.predicted,
+                    max(told.forward, told.backward),
+                    report.peak.allowed,
+                )
+                raise _Over
         allowed, floor, kept = self._kept()
         fastest = report.peak.fastest
         peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
@@ -268,6 +236,7 @@ class _Compiles:
         if following is not None:
             # Guarded if the plan compiled last holds less that way.
             return _Try(following.only, self._guards[plan])
+        self.is_last = True
         *_, kept = self._kept()
         return _Try(kept.only, self._guards.get(kept.only, False))
 
