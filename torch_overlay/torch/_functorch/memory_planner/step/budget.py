@@ -149,7 +149,7 @@ class StepBudget(Warns):
         self._stored: dict[int, StoredGraph] = {}
         self._choices.clear()
         if stored is not None:
-            self._learned = Learned(stored.states, stored.programs)
+            self._learned = Learned(stored.programs)
             # Eager code may have changed: each program is compared with a step.
             self._recording.left = min(len(stored.programs), MOST_RECORDED)
             self._present, self._spare = stored.present, stored.spare
@@ -376,8 +376,8 @@ class StepBudget(Warns):
         if self.plan is None or any(graph.sizes_vary for graph in graphs.values()):
             return
         stored = {n: StoredGraph.of(graph, choices[n]) for n, graph in graphs.items()}
-        learned = self._learned.states, self._learned.figures()
-        file.write(StoredStep(*learned, self._present, self.plan, self._spare, stored))
+        planned = self._present, self.plan, self._spare
+        file.write(StoredStep(self._learned.figures(), *planned, stored))
 
     def _warn_of_file(self, reason: str) -> None:
         path = self._arguments["plan"]

@@ -86,7 +86,6 @@ class StoredStep:
     ``programs`` are the figures of each :class:`.StepProgram`.
     """
 
-    states: set[State]
     programs: list[tuple[Any, ...]]
     present: Present
     summary: StepSummary

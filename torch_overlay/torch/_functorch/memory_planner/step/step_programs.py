@@ -84,11 +84,9 @@ class StepProgram:
 class Learned:
     """The programs that recorded steps ran, and the calls that later ones may make."""
 
-    def __init__(
-        self, states: Iterable[State] = (), figures: Iterable[tuple[Any, ...]] = ()
-    ) -> None:
+    def __init__(self, figures: Iterable[tuple[Any, ...]] = ()) -> None:
         self.programs = [StepProgram(*each) for each in figures]
-        self.states = {*states}
+        self.states: set[State] = set().union(*(p.states for p in self.programs))
 
     @property
     def calls(self) -> dict[int, list[int]]:
