@@ -108,6 +108,14 @@ class Joint:
         """What a partitioner makes of a copy: forward and backward."""
         return split(copy.deepcopy(self.graph), self.inputs, **self.options)
 
+    def run_by_both(self, chosen: Callable[[torch.fx.Node], bool]) -> int:
+        """How many of the chosen nodes both forward and backward run."""
+        forward, backward = (
+            {node.name for node in half.graph.nodes if chosen(node)}
+            for half in self.partition(partitioners.min_cut_rematerialization_partition)
+        )
+        return len(forward & backward)
+
 
 class CUDAAttention(TorchFunctionMode):
     """Fake tensors get the fused attention operators that CUDA tensors would.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch._functorch.config as config
 from torch import nn, Tensor
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from benchmarks.architectures import (
     ClassicShape,
@@ -89,18 +88,11 @@ MODELS: dict[str, Callable[[], Built]] = {
 
 
 def drawn_twice(build: Callable[[], Built]) -> int:
-    joint = Joint(*Net("", build).fake())
+    seeded = torch.Tag.nondeterministic_seeded
     with config.patch(activation_memory_budget=1):
-        halves = joint.partition(min_cut_rematerialization_partition)
-    forward, backward = (
-        {
-            node.name
-            for node in half.graph.nodes
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        }
-        for half in halves
-    )
-    return len(forward & backward)
+        return Joint(*Net("", build).fake()).run_by_both(
+            lambda node: seeded in getattr(node.target, "tags", ())
+        )
 
 
 def measured() -> dict[str, float]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch._functorch.config as config
 from torch import nn, Tensor
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
@@ -80,19 +79,13 @@ MODELS: dict[str, Callable[[], Built]] = {
 
 
 def run_twice(build: Callable[[], Built]) -> int:
-    joint = Joint(*Net("", build).fake())
     with config.patch(activation_memory_budget=0):
-        halves = joint.partition(min_cut_rematerialization_partition)
-    forward, backward = (
-        {
-            node.name
-            for node in half.graph.nodes
-            if node.op == "call_function"
-            and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-        }
-        for half in halves
-    )
-    return len(forward & backward)
+        return Joint(*Net("", build).fake()).run_by_both(
+            lambda node: (
+                node.op == "call_function"
+                and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+            )
+        )
 
 
 def measured() -> dict[str, float]:
