@@ -31,6 +31,7 @@ compiled(*given)
 with torch.profiler.profile(profile_memory=True) as run:
     compiled(*given)
 events = sorted(run.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+# On a CPU 7438336, with this change 6389760:
 print(max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]")))
 """,
     beyond="""\

@@ -17,14 +17,16 @@ mistaken for a name.
 import torch
 import torch._functorch.config as config
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 config.activation_memory_budget = 0.5
-for solver in "dp", "greedy":
-    config.activation_memory_budget_solver = solver
-    torch._dynamo.reset()
-    x = torch.randn(64, 64, requires_grad=True)
-    torch.compile(lambda x: (x @ x).sin() @ x)(x).sum().backward()
-    print(solver, dict(counters["aot_autograd"]))  # "greedy" must not be a hit.
+with fresh_cache():
+    for solver in "dp", "greedy":
+        config.activation_memory_budget_solver = solver
+        torch._dynamo.reset()
+        x = torch.randn(64, 64, requires_grad=True)
+        torch.compile(lambda x: (x @ x).sin() @ x)(x).sum().backward()
+        print(solver, dict(counters["aot_autograd"]))  # "greedy" must not be a hit.
 """,
     beyond="""\
 - A new name for the same solver is a miss, as nothing knows that both are the same.

@@ -267,8 +267,9 @@ nor what an allocator loses to fragmentation.
 '''),
         landed=(("torch/_inductor/output_code.py", "self.memory = graph_memory("),),
         risks="""\
-It runs for every graph: a pass over the lines of the wrapper. What it does not know of,
-such as a line of another backend's wrapper, it does not tell, and no compile fails.
+It runs for every graph, and adds up what is live at each line of the wrapper. An error in
+it is caught, so that no compile fails by it. A line of a kind that it does not know is
+passed over, and what it allocates is missing from what is told. Several GPUs are summed.
 """,
     ),
 )

@@ -14,8 +14,8 @@ numbers, and the backward needs the numbers as well, both graphs draw, each its 
 gradients are wrong at every budget above 0, and with none set.
 
 An op that depends on such numbers now gets an edge to what it depends on, which keeps it
-out of the forward unless the numbers are drawn there. The min cut then puts all of them
-on the side where less has to be saved.
+out of the forward unless the numbers are drawn there. So the min cut leaves all of them
+on one side.
 """,
     repro="""\
 import torch

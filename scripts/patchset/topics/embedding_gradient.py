@@ -11,7 +11,7 @@ and casts that, while all other gradients are there. With a large vocabulary thi
 peak of a step: 5,948 MB for four layers of a Llama-3-8B, 3,152 of them the two tables.
 
 Where the table has more rows than there are indices, CUDA devices now get ATen's
-operator: it sorts the indices, sums in fp32, and writes half precision.
+operator, which sums in fp32 and writes half precision.
 """,
     repro="""\
 import torch
@@ -58,7 +58,7 @@ rows than there are indices keep the decomposition. So do embedding bags.
         ),
     ),
     risks="""\
-Times were not measured on a GPU. Sums have another order than before, that of eager
-mode. Dynamic shapes keep the decomposition.
+Nothing was run on a GPU: neither times nor what the operator takes for itself are known.
+Sums have another order than before, that of eager mode.
 """,
 )

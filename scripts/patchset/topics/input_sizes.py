@@ -13,7 +13,7 @@ times, or several inputs are views of one storage, as more than all of it. By th
 model gets an order that holds 6 MB of 808 more.
 
 An input now counts as it is stored. Those that are parts of one storage have equal shares
-of it, since they are usually freed together.
+of it.
 """,
     trailers=("See also: #192578",),
     repro="""\

@@ -11,9 +11,9 @@ later, the product waits for it, and its arguments stay with it. In a model whos
 tied to its embedding, the gradient of the logits waits from the start of the backward
 nearly to its end: 825 of 1,403 MB at the peak of an encoder with 50,368 words.
 
-Such a product is not fused into an addmm if what it alone reads is larger than
-its result. The sum is then a kernel of its own, or part of one, and the order of kernels decides when the
-product is computed.
+Such a product is not fused into an addmm if what it alone reads is larger than its
+result. The sum is then a kernel of its own, or part of one, and the order of kernels
+decides when the product is computed. What is later is told by the order of the graph.
 """,
     repro="""\
 import torch

@@ -7,7 +7,7 @@ PATCH = Patch(
     subject="Load and store bools in vectors of bytes in inductor's CPU kernels",
     why="""\
 A compiled ReLU between frozen convolutions saves one byte per element instead of its
-input, and becomes slower: the store of a vector's mask takes twenty times as long as
+input, and becomes slower: the store of a vector's mask takes many times as long as
 the rest of the kernel, as at::vec handles bools one by one. Loading them is nearly as
 slow. The same holds for every mask that a kernel writes or reads, dropout's included.
 

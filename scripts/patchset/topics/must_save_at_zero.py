@@ -33,9 +33,10 @@ print([event.count for event in trace.key_averages() if event.key == "aten::mm"]
 """,
     beyond="""\
 - Random ops are not tagged, so budget 0 still recomputes them: a separate change.
-- A checkpoint that tags an effectful op for recomputation still raises.
-- Collectives are tagged as well, so that with tensor parallelism or FSDP budget 0 now saves
-  what they return. How much that is was not measured.
+- A checkpoint that tags an effectful op MUST_RECOMPUTE still raises; PREFER_RECOMPUTE is
+  not heeded for such an op.
+- Collectives are tagged as well: with tensor parallelism or FSDP budget 0 now saves what
+  they return. How much that is was not measured.
 """,
     trailers=("See also: #190758",),
     test="test/functorch/test_ac_must_save_at_zero.py",

@@ -17,10 +17,10 @@ bernoulli or prims.inductor_seeds. And a ban does not last: whatever is banned b
 an item that the knapsack may choose to recompute.
 
 Random ops are now known by their tag, as in functionalize_rng_ops, and are marked
-MUST_SAVE before the cut, as collectives and effectful ops are. To the min cut that
-means "not twice": it may save a dropout's boolean mask, or inductor's seed, in place of
-the numbers. Ops that a checkpoint tags for recomputation are left alone, because
-functionalize_rng_ops replays the generator's state for them.
+MUST_SAVE before the cut, those of the backward too, to which it means nothing. To the
+min cut that means "not twice": it may save a dropout's boolean mask, or inductor's
+seed, in place of the numbers. Ops that a checkpoint tags for recomputation are left
+alone, because functionalize_rng_ops replays the generator's state for them.
 """,
     repro="""\
 import torch

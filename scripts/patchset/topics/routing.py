@@ -112,8 +112,9 @@ print("forward", went.long().bincount().tolist(), "backward", experts.grad.tolis
 """),
     landed=((PARTITIONERS, "find_decisions("),),
     risks="""\
-Plans of nets that route, sort or index by what they compute keep the positions, at every
-budget above 0, and plain checkpoints keep them too, unless a MUST_RECOMPUTE tag
-insists. Other plans do not change. The list of ops that return positions has to grow with new ones.
+Plans of nets that route, sort or index by what they compute keep the positions, at
+every budget above 0, and plain checkpoints keep them too, unless a MUST_RECOMPUTE tag
+insists. Other plans do not change. The list of ops that return positions has to grow
+with new ones.
 """,
 )
