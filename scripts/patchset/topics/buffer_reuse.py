@@ -77,6 +77,8 @@ beside it, and an input by what a kernel reads of it: each is a change of its ow
     landed=(("torch/_inductor/memory.py", "_count_what_is_stored("),),
     risks="""\
 Fewer buffers are kept for long, so a graph may allocate more often. Kernels may run in
-another order; they and their arguments stay the same.
+another order; they and their arguments stay the same. Three others read the
+timeline: inductor's own checks of what is live, and the rules by which combo kernels and
+fusions may not raise the peak. They count what is stored, too.
 """,
 )

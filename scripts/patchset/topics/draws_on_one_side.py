@@ -39,7 +39,6 @@ print(x.grad[0, 0].item(), "should be", ((x @ w).sin() * w.grad).sum().item())
   numbers may be others than eager mode's, as they may be today.
 - Random ops that a forward output needs are as they were: see #190758.
 """,
-    trailers=("See also: #190717",),
     test="test/functorch/test_ac_draws_on_one_side.py",
     edits=edits("""\
 @@ torch/_functorch/partitioners.py

@@ -38,7 +38,7 @@ print([event.count for event in trace.key_averages() if event.key == "aten::mm"]
 - Collectives are tagged as well: with tensor parallelism or FSDP budget 0 now saves what
   they return. How much that is was not measured.
 """,
-    trailers=("See also: #190758",),
+    trailers=("See also: #190717", "See also: #190758"),
     test="test/functorch/test_ac_must_save_at_zero.py",
     edits=edits("""\
 @@ torch/_functorch/partitioners.py force_save_effectful_ops since 2.15

@@ -38,13 +38,14 @@ y.sum().backward()
 print("dropped, but with a gradient:", ((y == 0) & (x.grad != 0)).sum().item())
 """,
     beyond="""\
-- At budget 0 nothing but inputs is saved, whatever its tag. That is a separate change.
+- At budget 0 nothing but inputs is saved, whatever its tag (#190717). That is a separate
+  change.
 - A random op inside of a higher-order op (nested_compile_region, cond) cannot be seen
   from the outer graph, and is recomputed as before.
 - The generator's state is not replayed, so a mask is kept where #191684 would keep a
   state. The test here holds for either.
 """,
-    trailers=("See also: #190758", "See also: #190717"),
+    trailers=("See also: #190758",),
     test="test/functorch/test_ac_random_tags.py",
     edits=edits("""\
 @@ torch/_functorch/partitioners.py since 2.14

@@ -35,6 +35,8 @@ went, loss = net(x, gate, experts)
 print("forward", went.long().bincount().tolist(), "backward", experts.grad.tolist())
 """,
     beyond="""\
+- config.emulate_precision_casts_on_saved_tensors, on by default, does not help: it rounds
+  what pointwise kernels save, and routers end in a reduction or a product, as here.
 - A position that is counted or rounded in floating point is kept only where it becomes
   an integer. A weight made of the rounded value may still differ.
 - Decisions inside of a higher-order op are not seen.

@@ -114,7 +114,10 @@ for over_limit in (False, True):
     print(sum(saved.values()) - x.nbytes - w.nbytes)  # 2097152, then 0
 """,
         beyond="""\
-It plans nothing: what to save, and when, is the library's. Graphs for inference and nested
+It plans nothing: what to save, and when, is the library's. aot_export_joint_with_descriptors
+captures a joint graph and compiles it later, too, but of an nn.Module that is exported
+before; the graphs that torch.compile makes of a user's loop never come there. Sizes that
+vary are not tested. Graphs for inference and nested
 compiled regions do not come to the hook, and only backends that partition by
 min_cut_rematerialization_partition take other values. Graphs are not in AOTAutograd's
 cache where there is a hook.
