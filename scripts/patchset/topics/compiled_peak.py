@@ -17,6 +17,10 @@ and backward of a plan hold more than was asked for, the estimates are corrected
 and the joint graph is compiled by another plan, before anything has run. After three
 plans the lowest is kept, with a warning.
 
+A backward is then compiled with its forward, before anyone knows whether the graph will
+be retained. One that writes over saved values (donated buffers) gets copies of them where
+it is, in place of an error.
+
 A wrapper is known before its kernels are compiled. They wait (DeferredKernels) until the
 plan is kept, so a plan that is replaced costs the lowering of a graph and no kernel.
 """,
@@ -66,6 +70,24 @@ plan is kept, so a plan that is replaced costs the lowering of a graph and no ke
 @@ torch/_inductor/codegen/triton.py
 +from ..deferred_kernels import deferring
  from ..ops_handler import DefaultHandler
+@@ torch/_functorch/_aot_autograd/runtime_wrappers.py _backward_impl
+-                    torch._check(
+-                        False,
+-                        lambda: (
+-                            "This backward function was compiled with non-empty donated "
+-                            "buffers which requires create_graph=False and retain_graph=False. "
+-                            "Please keep backward(create_graph=False, retain_graph=False) "
+-                            "across all backward() function calls, or set "
+-                            "torch._functorch.config.donated_buffer=False to disable "
+-                            "donated buffer."
+-                        ),
+-                    )
++                    # It was compiled before anyone could know that the graph is retained.
++                    for idx in fw_metadata.bw_donated_idxs or ():
++                        all_args[idx] = clone_preserve_strides(all_args[idx])
+@@ torch/_functorch/_aot_autograd/runtime_wrappers.py
+-from torch._prims_common import CUDARngStateHelper
++from torch._prims_common import clone_preserve_strides, CUDARngStateHelper
 @@ torch/_functorch/_aot_autograd/graph_compile.py
 +from ..memory_planner.compile.compiled_peak import within_peak
  from .aot_autograd_result import GenericAOTAutogradResult, serialize_graph_module

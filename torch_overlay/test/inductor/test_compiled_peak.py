@@ -406,6 +406,17 @@ class CompiledPeakTest(TestCase):
         hasattr(torch.autograd.graph, "region_activation_memory_budget"),
         "this torch has no budget for a region",
     )
+    def test_a_backward_may_run_again(self):
+        inputs = given()
+        with budgeted(0):
+            compiled = torch.compile(layers)
+            expected = gradients(compiled, inputs)
+            loss, _ = compiled(*inputs)
+            for is_retained in (True, True, False):
+                # It writes over what was saved, which the next one reads.
+                found = torch.autograd.grad(loss, inputs[1:], retain_graph=is_retained)
+                self.assertEqual(found, expected, rtol=0, atol=0)
+
     def test_a_region_keeps_its_budget(self):
         def inside(*inputs):
             with torch.autograd.graph.region_activation_memory_budget(0.3):
