@@ -1,4 +1,4 @@
-"""The messages that docs/symptoms.md quotes are those of the code."""
+"""The messages that the pages on trouble quote are those of the code."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 
 REPOSITORY = Path(__file__).parents[1]
+PAGES = ("symptoms", "warnings", "out_of_memory", "ignored", "differs", "install")
 SOURCES = ("torch_overlay/torch/**/*.py", "scripts/patchset/*.py")
 # Three words or more: names, commands and code have fewer, or other characters.
 QUOTED = re.compile(r"`([a-z][a-z', :-]+ [a-z']+ [a-z', :-]+)`")
@@ -21,7 +22,8 @@ def strings():
 
 
 def test_quoted_messages_exist():
-    page = " ".join((REPOSITORY / "docs/symptoms.md").read_text().split())
-    quoted, known = set(QUOTED.findall(page)), [*strings()]
+    pages = [(REPOSITORY / f"docs/{page}.md").read_text() for page in PAGES]
+    quoted = {text for page in pages for text in QUOTED.findall(" ".join(page.split()))}
+    known = [*strings()]
     assert len(quoted) > 20
     assert [each for each in quoted if not any(each in text for text in known)] == []
