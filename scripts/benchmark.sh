@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh solvers|kept|peak|step|loops|fuzz-loops|schedule|chunks|compiles|fits|opinfo|harm|gpu|forms [OPTIONS]"
+usage="usage: scripts/benchmark.sh solvers|saved|peak|step|loops|fuzz-loops|schedule|chunks|cost|fits|opinfo|unasked|gpu|forms [OPTIONS]"
 case ${1:-} in
-  solvers | kept | loops | schedule | chunks | compiles | fits | opinfo | harm) ;;
+  solvers | saved | loops | schedule | chunks | cost | fits | opinfo | unasked) ;;
   fuzz-loops)
     # A test draws them.
     FUZZ=${3:-300} exec "$REPO/scripts/run_tests.sh" "$REPO/test/test_fuzz_loops.py" \
@@ -31,7 +31,7 @@ $usage
 
   solvers      the knapsack solvers against the marks they have to reach, side by side
                with upstream's from the untouched wheel (minutes)
-  kept         what plans keep for the backward and compute again, on 25 nets and models,
+  saved        what plans keep for the backward and compute again, on 25 nets and models,
                beside upstream's (an hour)
   peak         the budget that means peak memory, beside upstream's: peaks, recomputed flops,
                gradients (hours)
@@ -46,9 +46,9 @@ $usage
                beside upstream's; needs no GPU, but for one a torch built with CUDA (hours)
   chunks       large heads in as many chunks as a bound needs, beside inductor's own chunker
                (an hour)
-  compiles     the time to compile a graph with a peak asked, kernels included, beside
+  cost         the time to compile a graph with a peak asked, kernels included, beside
                upstream's (half an hour)
-  harm         what holds or takes more than with the untouched wheel although nothing is asked
+  unasked      what holds or takes more than with the untouched wheel although nothing is asked
                (hours)
   fits         what what_fits.sh tells, beside torch's allocator and published figures (an hour)
   opinfo       that no operator of torch's OpInfo databases computes anything else under a

@@ -1,7 +1,7 @@
 """Measures what it takes to compile a graph with a peak asked, beside upstream's.
 
-    scripts/benchmark.sh compiles --json results/compiles.json      (half an hour)
-    scripts/benchmark.sh compiles --net opt-small --budgets 0.2
+    scripts/benchmark.sh cost --json results/cost.json      (half an hour)
+    scripts/benchmark.sh cost --net opt-small --budgets 0.2
 
 Small nets in float32, compiled for a CPU with their kernels, forward and backward: by the
 untouched wheel at a budget, and by the target "peak" at the same one, in turn. Each has a

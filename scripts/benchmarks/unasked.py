@@ -1,9 +1,9 @@
 """Whether the set makes anything worse where nothing is asked of it, beside the wheel.
 
-    TORCH_VERSION=2.15.0 scripts/benchmark.sh harm    by the schedule for a GPU (hours)
-    scripts/benchmark.sh harm --device cpu            small nets by that for a CPU
-    scripts/benchmark.sh harm --device operators      and operator by operator
-    scripts/benchmark.sh harm --check                 one small net so, as CI does
+    TORCH_VERSION=2.15.0 scripts/benchmark.sh unasked    by the schedule for a GPU (hours)
+    scripts/benchmark.sh unasked --device cpu            small nets by that for a CPU
+    scripts/benchmark.sh unasked --device operators      and operator by operator
+    scripts/benchmark.sh unasked --check                 one small net so, as CI does
 
 No option is set, so budgets are 1. Every net is compiled as one graph by the untouched
 wheel and by the patched torch, each in a process of its own: for a training step, and for

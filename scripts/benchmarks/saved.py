@@ -1,8 +1,8 @@
 """Measures what plans keep for the backward and compute again, beside upstream's.
 
-    scripts/benchmark.sh kept                       all nets and models (an hour)
-    scripts/benchmark.sh kept --check               one of them, as CI does
-    scripts/benchmark.sh kept --json results/kept.json
+    scripts/benchmark.sh saved                       all nets and models (an hour)
+    scripts/benchmark.sh saved --check               one of them, as CI does
+    scripts/benchmark.sh saved --json results/saved.json
 
 Every net is traced once, of fake tensors, as for a GPU, and its joint graph is split
 at each budget by the partitioner and by the untouched wheel's, with its own solver.
