@@ -3,7 +3,7 @@
     scripts/benchmark.sh opinfo                         all (hours)
     scripts/benchmark.sh opinfo --check                 a few of them, as CI does
     scripts/benchmark.sh opinfo --ops sort nn_functional_dropout --kind operators
-    scripts/benchmark.sh opinfo --kind inductor --part 3 --json results/opinfo.json
+    scripts/benchmark.sh opinfo --kind inductor --part 3
 
 Each operator is called in several ways: by dtype, in place, through views, through fp8,
 with sparse tensors. The ways that work without a budget make a program, whose outputs,
@@ -79,15 +79,6 @@ NOT_PLANNED = "CannotPlan"
 # How a row's error begins if its process was ended.
 KILLED = ("ended with status -", "took more than")
 MOST_LETTERS = 100
-OPTIONS = {
-    "ops": {"nargs": "+", "metavar": "NAME", "help": "these operators alone"},
-    "sample": {
-        "type": int,
-        "metavar": "N",
-        "help": "so many operators, always the same",
-    },
-    "part": {"type": int, "nargs": "+", "help": f"of {PARTS}; others stay in FILE"},
-}
 
 
 class Stopped(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, Optional
 from patchset.patch import REPOSITORY
 from patchset.series import FORMS
 
-from benchmarks import bounds, cost, proposal, quickstart, saved, schedule, unasked
+from benchmarks import bounds, cost, kernels, proposal, quickstart, saved, unasked
 from benchmarks.pages import markdown
 
 
@@ -68,8 +68,8 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "compiles": ("compiles", cost.page),
     "harm": ("harm", unasked.page),
     **{
-        name: (name, schedule.page)
-        for name in ("peak", "step", "blocks", "schedule_cpu", "gpu")
+        name: (name, kernels.page)
+        for name in ("peak", "step", "blocks", "schedule", "schedule_cpu", "gpu")
     },
 }
 
