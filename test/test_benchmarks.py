@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import fresh, harm, plans, quickstart
+from benchmarks import fresh, plans, quickstart, unasked
 from benchmarks.meters import relative_error, TOLERANCE
 from torch import nn
 
@@ -148,7 +148,7 @@ def test_wrong_options_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- harm
+# ---------------------------------------------------------------------- unasked
 
 
 def test_a_net_that_holds_more_than_with_the_wheel_is_harmed():
@@ -157,8 +157,8 @@ def test_a_net_that_holds_more_than_with_the_wheel_is_harmed():
 
     def failing(**other):
         rows = [{**row, "stock": stock, "installed": {**stock, **other}}]
-        marks = [mark for mark in harm.judged(rows) if not mark.passed]
-        assert "mine" in harm.page(
+        marks = [mark for mark in unasked.judged(rows) if not mark.passed]
+        assert "mine" in unasked.page(
             {
                 "measured": rows,
                 "rows": [],

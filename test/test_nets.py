@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from benchmarks import catalogue, nets, second_set
+from benchmarks import catalogue, held_out, nets
 from benchmarks.tracing import Joint, overlay
 from benchmarks.ways import budgeted, compiled, OPERATORS, Training
 
 
 def test_small_nets_give_each_parameter_a_gradient():
     for net in nets.SMALL:
-        if net.name == "llama-32":
-            continue  # llama-8 has its layers.
         mode, module, inputs = net.fake()
         with mode:
             module(*inputs).backward()
@@ -90,10 +88,13 @@ def test_a_users_model_of_a_library_is_traced(tmp_path, monkeypatch):
     assert ends[0].weight is ends[1].weight
 
 
-def test_the_second_set_is_found_by_name_and_was_held_out():
-    names = [net.name for net in second_set.NETS]
-    assert len({*names}) == len(names) >= 16
-    assert not {*names} & {*nets.NETS}
-    every = *second_set.NETS, *second_set.SMALL
+def test_held_out_nets_are_found_by_name_and_are_none_of_the_projects():
+    every = *held_out.AT_SIZE, *held_out.SMALL
+    names = {net.name for net in every}
+    assert len(names) == len(every) == 24
+    assert not names & {*nets.NETS}
     assert all(catalogue.find(net.name) is net and net.held_out for net in every)
     assert not any(net.held_out for net in nets.NETS.values())
+    assert [f"{net.name}-small" for net in held_out.AT_SIZE] == [
+        net.name for net in held_out.SMALL
+    ]

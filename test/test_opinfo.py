@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from benchmarks import operators, opinfo
+from benchmarks import opinfo, opinfo_programs
 from benchmarks.opinfo import Plan, Sweep
 from torch._functorch.memory_planner.graph import joint
 
@@ -16,7 +16,7 @@ OPERATORS, PARTS = 40, 4
 
 
 def sweep(*names, plans=LEAST, only=("plain", "in place", "int64")):
-    known = operators.database()
+    known = opinfo_programs.database()
     found = Sweep("operators", plans, only)
     for name in names:
         found.compare(name, known[name])
@@ -25,7 +25,7 @@ def sweep(*names, plans=LEAST, only=("plain", "in place", "int64")):
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_sample_of_operators(part):
-    names = opinfo.sample([*operators.database()], OPERATORS)[part::PARTS]
+    names = opinfo.sample([*opinfo_programs.database()], OPERATORS)[part::PARTS]
     found = sweep(*names)
     assert found.differs == found.raises == found.unplanned == []
     assert found.counts["operators compared"] > 0.8 * len(names)
@@ -69,7 +69,7 @@ def test_what_ends_its_process_is_left_out():
     rows.append({"kind": "operators", "part": 0, "error": "ended with status -11: "})
     task = next(tasks)
     found = Sweep("operators", LEAST, stopped=task["_stopped"])
-    found.compare("cos", operators.database()["cos"])
+    found.compare("cos", opinfo_programs.database()["cos"])
     (wrong,) = found.raises
     assert wrong == "cos (together), saved 0: RuntimeError: ended with status -11:"
     # What was together is compared one by one.

@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import bounds, nets, plans, replay, schedule
+from benchmarks import bounds, kernels, nets, plans, replay
 from benchmarks.architectures import Shape
 from benchmarks.ways import compiled, Training
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def failed(rows):
-    return [mark.what for mark in schedule.judged(rows) if not mark.passed]
+    return [mark.what for mark in kernels.judged(rows) if not mark.passed]
 
 
 def test_the_roofline_of_kernels_and_operators():
@@ -35,7 +35,7 @@ def small(monkeypatch, kind, *budgets, device="cpu"):
     net = nets.language("x", Shape(layers=1, tokens=32))
     monkeypatch.setitem(nets.NETS, net.name, net)
     task = {"net": net.name, "kind": kind, "device": device, "budgets": budgets}
-    return schedule.measure(task)["steps"]
+    return kernels.measure(task)["steps"]
 
 
 def test_upstreams_budgets_are_scheduled_once_for_each_plan(monkeypatch):
@@ -106,15 +106,15 @@ def test_limits_are_upstreams_peaks_where_budgets_plans_cost_more():
     assert bounds.cheaper(rows, net="x", device="h100") == [held]
     # Where no plan of upstream's costs less, there is none to measure.
     asked = argparse.Namespace(device="cpu", check=False, steps=False, nets=["vit"])
-    assert "bytes" not in {task["kind"] for task in schedule.tasks(asked, rows)}
+    assert "bytes" not in {task["kind"] for task in kernels.tasks(asked, rows)}
 
 
 def test_without_cuda(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SystemExit):
-        command.main("schedule", "--device", "h100")
+        command.main("kernels", "--device", "h100")
     assert (
-        "TORCH_VERSION=2.15.0 scripts/benchmark.sh schedule" in capsys.readouterr().err
+        "TORCH_VERSION=2.15.0 scripts/benchmark.sh kernels" in capsys.readouterr().err
     )
     with pytest.raises(RuntimeError, match="built without CUDA"):
         replay.compiled_for(replay.GPUS["h100"]).__enter__()
@@ -125,11 +125,11 @@ def test_a_step_of_sharded_blocks(monkeypatch):
     small = nets.language(nets.SHARDED.name, Shape(layers=2, tokens=512))
     monkeypatch.setitem(nets.NETS, small.name, small)
     task = {"net": small.name, "kind": "blocks", "device": "cpu", "budgets": (0.0,)}
-    (found,) = schedule.measure(task)["steps"]
+    (found,) = kernels.measure(task)["steps"]
     assert found["predicted"] == pytest.approx(found["peak"], rel=0.05)
-    with plans.fake_ranks(schedule.RANKS):
+    with plans.fake_ranks(kernels.RANKS):
         way = compiled("aot_eager")
         training = plans.sharded(Training(small, blocks=way, fake=True))
         given = sum(each.to_local().nbytes for each in training.parameters)
     whole = sum(each.nbytes for each in small.make()[0].parameters())
-    assert given == pytest.approx(whole / schedule.RANKS, rel=0.01)
+    assert given == pytest.approx(whole / kernels.RANKS, rel=0.01)

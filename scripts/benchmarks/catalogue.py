@@ -3,14 +3,32 @@
 import functools
 import importlib
 import inspect
-import itertools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks import second_set
-from benchmarks.nets import Built, LossOf, Net, NETS, with_inputs
+from benchmarks import held_out, nets
+from benchmarks.nets import Built, LossOf, Net, with_inputs
+from benchmarks.options import SETS
+
+
+PROJECT, HELD_OUT = SETS
+# Eight kinds of nets, and twelve others, as `Net.held_out` says: each at real size, and
+# small. What is asked of a part of them says so.
+AT_SIZE: dict[str, tuple[Net, ...]] = {
+    PROJECT: nets.AT_SIZE,
+    HELD_OUT: held_out.AT_SIZE,
+}
+SMALL: dict[str, tuple[Net, ...]] = {PROJECT: nets.SMALL, HELD_OUT: held_out.SMALL}
+
+
+def names(of: Iterable[Net]) -> tuple[str, ...]:
+    return tuple(net.name for net in of)
+
+
+def set_of(name: str) -> str:
+    return HELD_OUT if find(name).held_out else PROJECT
 
 
 def find(spec: str, *sizes: int, **settings: Any) -> Net:
@@ -22,10 +40,10 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     that library, its configuration's defaults overridden by ``settings``. ValueError says
     what is wrong with a spec.
     """
-    of = second_set
-    sets = of.NETS, of.LATER, of.LARGE_HEADS, of.SMALL_HEADS, of.SMALL
-    held_out = itertools.chain.from_iterable(sets)
-    known: dict[str, Net] = {**NETS, **{net.name: net for net in held_out}}
+    known = {
+        **nets.NETS,
+        **{net.name: net for net in (*held_out.AT_SIZE, *held_out.SMALL)},
+    }
     if spec in known:
         if sizes:
             raise ValueError(f"{spec} has a batch of its own")

@@ -1,11 +1,11 @@
 """Large heads in as many chunks as a bound needs, beside inductor's own chunker.
 
-    TORCH_VERSION=2.15.0 scripts/benchmark.sh chunks                (an hour)
+    TORCH_VERSION=2.15.0 scripts/benchmark.sh chunks
     TORCH_VERSION=2.15.0 scripts/benchmark.sh chunks --net towers --kind number graph
     scripts/benchmark.sh chunks --kind kernels                      real kernels on a CPU
 
 Nets of one or two layers with large vocabularies, and two towers whose pairs are scored
-with each other; bfloat16, 8,192 tokens or 16,384 pairs. By inductor's schedule for an H100
+with each other; bfloat16, the project's with 8,192 tokens or 16,384 pairs. By inductor's schedule for an H100
 no kernel runs: peaks are bytes beyond parameters and inputs, gradients included, and time
 is that of the GPU's roofline.
 
@@ -33,18 +33,28 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
 
-from benchmarks import catalogue, fresh, nets, pages, plans, second_set
+from benchmarks import catalogue, fresh, nets, pages, plans
+from benchmarks.catalogue import HELD_OUT, names, PROJECT, set_of
 from benchmarks.meters import gradients
 from benchmarks.pages import good, Mark, megabytes, Row
 from benchmarks.tracing import overlay
 
 
 DEVICE = "h100"
-NETS = tuple(net.name for net in (*nets.LARGE_HEADS, *second_set.LARGE_HEADS))
-ALONE = ("gpt2-xl-head", "towers", "qwen2", "ernie")
-NUMBERS = (2, 4, 8, 16, 32, 64)
-BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.0)
-SMALL = tuple(net.name for net in (*nets.SMALL_HEADS, *second_set.SMALL_HEADS))
+AT_SIZE = {
+    PROJECT: names(nets.LARGE_HEADS),
+    HELD_OUT: ("seed-oss", "deberta", "m2m100", "falcon-h1"),
+}
+# The project's run on a CPU, too.
+SMALL = names(nets.SMALL_HEADS)
+NETS = {
+    PROJECT: (*AT_SIZE[PROJECT], *SMALL),
+    HELD_OUT: AT_SIZE[HELD_OUT],
+    "check": SMALL[:1],
+}
+ALONE = ("gpt2-xl-head", "towers", "deberta")
+NUMBERS = (2, 4, 8, 16, 32)
+BUDGETS = (1.0, 0.5, 0.2, 0.0)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # How much farther gradients may be off in chunks: what rounding does varies.
 ROUNDING = 2.0
@@ -59,8 +69,7 @@ KINDS = {
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    small = SMALL[:1] if asked.check else SMALL
-    for net in asked.nets or small:
+    for net in asked.nets:
         for dtype in DTYPES if net in SMALL else ():
             task = {"net": net, "device": "inductor", "part": dtype, "torch": "patched"}
             yield {"set": set_of(net), "kind": "kernels", **task}
@@ -70,7 +79,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     if torch.version.cuda is None:
         # Of a GPU there are schedules only where torch has what it needs for them.
         return
-    for net in asked.nets or NETS:
+    for net in asked.nets:
         if net in SMALL:
             continue
         for kind, numbers in KINDS.items():
@@ -85,10 +94,6 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
                 middle = peaks[len(peaks) // 2 : len(peaks) // 2 + 1]
                 task["_peaks"] = peaks if kind == "bytes" else middle
             yield {"set": set_of(net), **task}
-
-
-def set_of(net: str) -> str:
-    return "second" if catalogue.find(net).held_out else "project"
 
 
 # -------------------------------------------------------------- in a process

@@ -20,15 +20,20 @@ from what_fits import __main__ as command
 from what_fits import page as fits
 from what_fits.page import total
 
-from benchmarks import fresh, nets, pages, plans
+from benchmarks import catalogue, fresh, nets, pages, plans
 from benchmarks.architectures import Transformer
+from benchmarks.catalogue import HELD_OUT, PROJECT
 from benchmarks.meters import allocations
 from benchmarks.pages import good, Mark, Row
 from benchmarks.ways import Training
 
 
-NETS = ("llama-8", "vit", "bert")
 LLAMA = "benchmarks.fits:llama3_8b"
+NETS = {
+    PROJECT: ("llama-8", "vit", "bert", LLAMA),
+    HELD_OUT: ("deberta-small", "hiera-small", "w2v-bert-small"),
+    "check": ("vit",),
+}
 PUBLISHED = {"checkpoint": 32.07, "saving products": 52.44}
 GIB = 2**30
 HOW = """
@@ -44,14 +49,16 @@ def llama3_8b(batch: int, length: int) -> tuple[nn.Module, nets.Inputs]:
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    for net in asked.nets or (("vit",) if asked.check else NETS):
-        for kind in ("graph", "blocks"):
-            yield {"net": net, "kind": kind, "batch": None, "torch": "patched"}
-    if asked.nets or asked.check or torch.version.cuda is None:
-        return
-    for kind in (*PUBLISHED, fits.OURS, fits.UPSTREAM):
-        wheel = fresh.UNTOUCHED if kind == fits.UPSTREAM else "patched"
-        yield {"net": LLAMA, "kind": kind, "batch": 1, "torch": wheel}
+    for net in asked.nets:
+        of_set = PROJECT if net == LLAMA else catalogue.set_of(net)
+        of = {"set": of_set, "net": net}
+        if net != LLAMA:
+            for kind in ("graph", "blocks"):
+                yield {**of, "kind": kind, "batch": None, "torch": "patched"}
+        elif torch.version.cuda is not None:
+            for kind in (*PUBLISHED, fits.OURS, fits.UPSTREAM):
+                wheel = fresh.UNTOUCHED if kind == fits.UPSTREAM else "patched"
+                yield {**of, "kind": kind, "batch": 1, "torch": wheel}
 
 
 # -------------------------------------------------------------- in a process

@@ -25,7 +25,9 @@ from benchmarks.pages import Row
 UNTOUCHED = "untouched"
 Task = dict[str, Any]
 # What a task may take; what takes more becomes a row that says so.
-SECONDS = 7200.0
+SECONDS = 1800.0
+# The process groups that run now.
+_running: set[int] = set()
 
 
 def environment(patched: bool, cache: Path) -> dict[str, str]:
@@ -42,8 +44,29 @@ def environment(patched: bool, cache: Path) -> dict[str, str]:
     }
 
 
-def measure_in_child(module: str, task: Task, seconds: float) -> Row:
-    """The row of one task, or a row whose ``error`` says why there is none."""
+def stop_all() -> None:
+    """Every process that runs a task, with all that it started."""
+    for group in [*_running]:
+        stop(group)
+
+
+def stop(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def told(task: Task) -> Task:
+    """The entries by which tasks differ, without those for ``measure`` alone."""
+    return {name: v for name, v in task.items() if not name.startswith("_")}
+
+
+def measure_in_child(
+    module: str, task: Task, seconds: float, is_group: bool = True
+) -> Row:
+    """The row of one task, or a row whose ``error`` says why there is none.
+
+    A child of a child stays in the group of its parent, and ends with it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         target, log = Path(folder, "row.json"), Path(folder, "log")
         patched = task.get("torch") != UNTOUCHED
@@ -55,16 +78,20 @@ def measure_in_child(module: str, task: Task, seconds: float) -> Row:
                 env=environment(patched, Path(folder, "cache")),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=is_group,
             )
+            if is_group:
+                _running.add(child.pid)
             try:
                 child.wait(seconds)
             except subprocess.TimeoutExpired:
                 return {"error": f"took more than {seconds:g} s"}
             finally:
-                # With all that it started.
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                if is_group:
+                    # With all that it started.
+                    stop(child.pid)
+                    _running.discard(child.pid)
+                child.kill()
                 child.wait()
         if target.exists():
             row: Row = json.loads(target.read_text())
@@ -78,14 +105,11 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    # The entries by which a benchmark's tasks differ.
-    told = (v for name, v in task.items() if not name.startswith("_"))
-    words = (v for v in told if isinstance(v, (str, int, float)))
-    print(*words, "...", file=sys.stderr, flush=True)
-    row = {**task, **measure_in_child(module, task, seconds)}
+    row = {**told(task), **measure_in_child(module, task, seconds)}
     if "error" in row:
-        print(row["error"], file=sys.stderr)
-    return {name: v for name, v in row.items() if not name.startswith("_")}
+        words = (v for v in told(task).values() if isinstance(v, (str, int, float)))
+        print(*words, "failed:", row["error"], file=sys.stderr)
+    return row
 
 
 def main(module: str, task: str, target: str) -> int:

@@ -1,6 +1,6 @@
 """Measures a StepBudget in training loops whose steps differ.
 
-    scripts/benchmark.sh loops                      all nets (hours)
+    scripts/benchmark.sh loops
     scripts/benchmark.sh loops --check              one loop of one net, as CI does
     scripts/benchmark.sh loops --net llama-4 --kind evaluation "last batch"
     scripts/benchmark.sh loops --json results/loops.json
@@ -11,7 +11,7 @@ R, it was recorded; C, plans were compiled; w, it warned. Peaks are bytes beyond
 that are there when a step starts, over what the budget says is allowed.
 
     lengths             forty steps of eight sizes, by graphs for all sizes from the start
-                        (dynamic), once a second size is seen (automatic), or for each
+                        once a second size is seen (automatic), or for each
                         size (buckets)
     last batch          a smaller one ends each epoch
     evaluation          between steps
@@ -21,9 +21,8 @@ that are there when a step starts, over what the budget says is allowed.
     logits              a model that returns them, too: they are dropped before the backward
     cost, memory        of a step, and of a thousand
 
-Held out are five nets. Programs that have their own loops are Hugging Face's Trainer, in
-several settings, and DDP, FSDP2, tensor parallelism and a pipeline, by gloo. "first
-steps" are those of nets with few and many layers, at the lowest peak that can be found.
+Programs that have their own loops are Hugging Face's Trainer, in several settings, and DDP,
+FSDP2, tensor parallelism and a pipeline, by gloo.
 """
 
 import operator
@@ -40,8 +39,9 @@ from torch import nn, Tensor
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config
 
-from benchmarks import catalogue, fresh, nets, pages, second_set
+from benchmarks import catalogue, fresh, nets, pages
 from benchmarks.architectures import ClassicShape
+from benchmarks.catalogue import HELD_OUT, PROJECT
 from benchmarks.meters import gradients
 from benchmarks.pages import good, Mark, Row
 from benchmarks.tracing import cpu_attention_counted
@@ -86,7 +86,6 @@ LARGEST = Turn(SIZES[-1])
 ACCUMULATED = [Turn(batches=count) for count in (2, 4, 1, 3)]
 # Each with whether sizes are known to vary, as torch.compile has it.
 LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
-    "lengths, dynamic": (lengths(), True),
     "lengths, automatic": (lengths(), None),
     "lengths, buckets": (lengths(), False),
     "last batch": ([LARGEST, LARGEST, LARGEST, Turn()] * 4, None),
@@ -96,8 +95,6 @@ LOOPS: dict[str, tuple[list[Turn], Optional[bool]]] = {
     "gan": ([Turn(), Turn(trained="partner")] * 8, None),
     "curriculum": (([Turn()] * 4 + [LARGEST] * 4) * 2, False),
 }
-PROJECT = ("llama-4", "bert", "vit")
-HELD_OUT = tuple(net.name for net in second_set.SMALL)
 WAYS = ("blocks", "whole")
 
 
@@ -249,40 +246,40 @@ def memory(net: nets.Net, way: str) -> Row:
 MEASURED = {"logits": logits, "cost": cost, "memory": memory}
 # With their loops, each in these ways.
 TRAINER = ("plain", "bf16", "accumulation", "evaluation", "checkpointing", "peft")
-LAYERS = ("4 layers", "8 layers", "12 layers", "24 layers", "48 layers")
-LORA = ("LoRA, 4 layers", "LoRA, 12 layers", "LoRA, 24 layers")
 PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "first steps": {
-        **dict.fromkeys((*LAYERS, *LORA, "encoder, decoder"), WAYS[:1]),
-        "4 micro-batches": WAYS,
-        "8 layers": (*WAYS, "one function"),
+    "hf-trainer": {
+        **dict.fromkeys(TRAINER, ("blocks",)),
+        "last batch": ("blocks", "regional", "whole"),
     },
-    "hf-trainer": dict.fromkeys(
-        (*TRAINER, "last batch"), ("blocks", "regional", "whole")
-    ),
     "two ranks": {
         "ddp": WAYS,
         **dict.fromkeys(("fsdp2", "tensor parallel", "pipeline"), WAYS[:1]),
     },
 }
-NETS = (*PROJECT, *HELD_OUT, *PROGRAMS)
+NETS = {
+    PROJECT: ("llama-4", "bert", "vit", *PROGRAMS),
+    HELD_OUT: ("deberta-small", "hiera-small", "m2m100-small"),
+    "check": ("llama-4",),
+}
+# The net that a thousand steps are taken with.
+LONG = "llama-4"
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    for net in asked.nets or (NETS[:1] if asked.check else NETS):
-        share = 0.0 if net == "first steps" else SHARE
-        task = {"net": net, "share": share, "held_out": net in HELD_OUT}
+    for net in asked.nets:
+        of = PROJECT if net in PROGRAMS else catalogue.set_of(net)
+        task = {"set": of, "net": net, "share": SHARE, "held_out": of == HELD_OUT}
         for loop, ways in PROGRAMS.get(net, {}).items():
             yield from ({**task, "way": way, "loop": loop} for way in ways)
         for way in () if net in PROGRAMS else WAYS[:1] if asked.check else WAYS:
             for loop in ("last batch",) if asked.check else (*LOOPS, "cost"):
                 yield {**task, "way": way, "loop": loop}
-                if loop.startswith("lengths"):
+                if loop == "lengths, automatic":
                     yield {**task, "way": way, "loop": loop, "share": 1.0}
         if not asked.check and net not in PROGRAMS:
             yield {**task, "way": "whole", "loop": "logits"}
-            if net in (PROJECT[0], HELD_OUT[0]):
-                yield {**task, "way": "blocks", "loop": "memory"}
+        if not asked.check and net == LONG:
+            yield {**task, "way": "blocks", "loop": "memory"}
 
 
 def measure(task: fresh.Task) -> Row:

@@ -1,8 +1,9 @@
 """The nets that are measured: models with random weights, and a batch for each.
 
-`NETS` has those that the planner was developed with, each by its name. Small ones run on
-a CPU in seconds; those at real size are for fake tensors (`Net.fake`), which have sizes
-but no memory.
+`NETS` has those that the planner was developed with, each by its name; those held out
+are in `held_out`. `SMALL` and `AT_SIZE` are the same eight kinds: small ones run on a CPU
+in seconds, those at real size are for fake tensors (`Net.fake`), which have sizes but no
+memory.
 """
 
 import functools
@@ -245,49 +246,25 @@ SMALL_LLAMA: dict[str, Any] = {
     "rotary": True,
 }
 LLAMA_8 = Shape(layers=8, batch=8, tokens=512, **SMALL_LLAMA)
+T5: Any = {"decoder_start_token_id": 0, "num_layers": 2}
+in_float = functools.partial(hugging_face, dtype=torch.float32)
 SMALL = (
     language("llama-8", LLAMA_8),
-    language("llama-32", Shape(layers=32, batch=4, tokens=1024, **SMALL_LLAMA)),
     language("gpt2", ClassicShape(causal=True, joined=True, gelu="tanh")),
+    language("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
     language(
         "bert", ClassicShape(tokens=128, batch=32, norm_first=False, written_out=True)
     ),
+    Net("vit", lambda: (ViT(ClassicShape(tokens=64), 16), images(16, 128, 512))),
     Net("resnet50", lambda: (ResNet((3, 4, 6, 3), 32, 512), images(16, 128, 512))),
     Net("unet", lambda: (UNet(16, 4, 8), images(4, 128, 8, (128, 128)))),
-    language("moe", Shape(layers=4, batch=8, tokens=256, experts=8, **SMALL_LLAMA)),
-    Net("vit", lambda: (ViT(ClassicShape(tokens=64), 16), images(16, 128, 512))),
-    Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
-    Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
-)
-LLAMA: Any = {**sized(2048, 8192, 4, 32), "num_key_value_heads": 8, "vocab_size": 32000}
-T5: Any = {"decoder_start_token_id": 0, "num_layers": 2}
-WHISPER: Any = {"encoder_layers": 2, "decoder_layers": 2}
-MIXTRAL: Any = {**sized(1024, 3584, 2, 16), "num_key_value_heads": 4}
-in_float = functools.partial(hugging_face, dtype=torch.float32)
-# Few layers, most of them at the widths of a published model.
-HUGGING_FACE = (
-    hugging_face("hf-llama", "LlamaForCausalLM", 2, 1024, **LLAMA),
-    hugging_face(*("hf-lora", "LlamaForCausalLM", 2, 1024), adapted=with_lora, **LLAMA),
-    in_float("hf-gpt2", "GPT2LMHeadModel", 4, 512, n_layer=4),
-    in_float("hf-bert", "BertForMaskedLM", 8, 256, num_hidden_layers=4),
-    in_float("hf-t5", "T5ForConditionalGeneration", 4, 256, **T5),
-    in_float("hf-whisper", "WhisperForConditionalGeneration", 2, 128, **WHISPER),
-    hugging_face(
-        *("hf-mixtral", "MixtralForCausalLM", 2, 512),
-        experts_implementation="grouped_mm",
-        **MIXTRAL,
-    ),
-    in_float("hf-mamba", "MambaForCausalLM", 2, 16, num_hidden_layers=2),
-    in_float("hf-convnext", "ConvNextForImageClassification", 8, num_labels=100),
+    # With all its 32,128 ids the loss would need more than the blocks.
     in_float(
-        *("hf-swin", "SwinForImageClassification", 8),
-        num_labels=100,
-        depths=[2, 2, 2, 2],
+        *("hf-t5_small", "T5ForConditionalGeneration", 8, 256), vocab_size=512, **T5
     ),
 )
 
 LLAMA3_8B = Shape(4096, 32, 8, 14336, 32, 128256, batch=2, tokens=4096, rotary=True)
-LLAMA3_70B = Shape(8192, 64, 8, 28672, 80, 128256, batch=1, tokens=8192, rotary=True)
 LLAMA_2048 = Shape(2048, 16, 16, 5504, 16, 32000, 4, 2048, rotary=True)
 QWEN_MOE = Shape(2048, 16, 4, 1408, 4, 32000, 2, 2048, True, 16, 4)
 GPT2_XL = ClassicShape(
@@ -303,36 +280,41 @@ BERT_LARGE = ClassicShape(
 VIT_LARGE = ClassicShape(1024, 16, 16, 4096, 24, 1000, 64, 196)
 T5_LARGE: Any = {**T5, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
 T5_24: Any = {**T5_LARGE, "num_layers": 24, "dropout_rate": 0}
-# Four layers each, but for what has no like layers, and one of sixteen.
+
+
+def transformers_of(layers: int) -> tuple[Net, ...]:
+    """So many layers of each, at its size."""
+    sights = replace(VIT_LARGE, layers=layers)
+    return (
+        language(
+            f"llama3-8b-{layers}", replace(LLAMA3_8B, layers=layers, batch=1), BF16
+        ),
+        language(f"gpt2-xl-{layers}", replace(GPT2_XL, layers=layers), BF16),
+        language(f"qwen-moe-{layers}", replace(QWEN_MOE, layers=layers), BF16),
+        language(f"bert-large-{layers}", replace(BERT_LARGE, layers=layers), BF16),
+        Net(f"vit-l-{layers}", lambda: (ViT(sights, 16), images(64, 224, 1000)), BF16),
+    )
+
+
+def residual(name: str, depths: tuple[int, ...]) -> Net:
+    return Net(name, lambda: (ResNet(depths, 64, 1000), images(64, 224, 1000)), BF16)
+
+
 AT_SIZE = (
-    language("llama3-8b-4", replace(LLAMA3_8B, layers=4, batch=1), BF16),
-    language("llama3-70b-4", replace(LLAMA3_70B, layers=4, tokens=4096), BF16),
-    language("llama-2048-16", LLAMA_2048, BF16),
-    language("gpt2-xl-4", replace(GPT2_XL, layers=4), BF16),
-    language("qwen-moe-4", QWEN_MOE, BF16),
-    Net(
-        "vit-l-4",
-        lambda: (ViT(replace(VIT_LARGE, layers=4), 16), images(64, 224, 1000)),
-        BF16,
-    ),
-    language("bert-large-4", replace(BERT_LARGE, layers=4), BF16),
-    Net(
-        "resnet50-224",
-        lambda: (ResNet((3, 4, 6, 3), 64, 1000), images(64, 224, 1000)),
-        BF16,
-    ),
+    *transformers_of(2),
+    residual("resnet-224", (1, 2, 1, 1)),
     Net("unet-256", lambda: (UNet(64, 4, 21), images(8, 256, 21, (256, 256))), BF16),
     hugging_face("hf-t5_large", "T5ForConditionalGeneration", 8, 512, **T5_LARGE),
 )
 # One or two layers and a large head, for what runs that in chunks.
 PAIRS = 16384, 256
 LARGE_HEADS = (
-    language("llama3-8b-head", replace(LLAMA3_8B, layers=1), BF16),
     language("gpt2-xl-head", replace(GPT2_XL, layers=2), BF16),
-    hugging_face("hf-bert-head", "BertForMaskedLM", 16, 512, num_hidden_layers=2),
     hugging_face(
         *("hf-llama-head", "LlamaForCausalLM", 2, 4096),
-        **{**LLAMA, "num_hidden_layers": 2, "vocab_size": 128256},
+        **sized(2048, 8192, 2, 32),
+        num_key_value_heads=8,
+        vocab_size=128256,
     ),
     Net(
         "towers",
@@ -344,10 +326,6 @@ LARGE_HEADS = (
 WORDS = 8192
 SMALL_HEADS = (
     language("llama-words", Shape(vocabulary=WORDS, layers=2)),
-    language(
-        "gpt2-words",
-        ClassicShape(128, 4, 4, 512, 2, WORDS, 4, 128, causal=True, joined=True),
-    ),
     Net(
         "towers-small",
         lambda: (Towers(64, 256), (torch.randn(2048, 64), torch.randn(2048, 64))),
@@ -362,21 +340,22 @@ WHOLE = (
     hugging_face("hf-t5_24", "T5ForConditionalGeneration", 8, 512, **T5_24),
     SHARDED,
 )
+# What only tests and the models of pull requests need.
+OTHERS = (
+    language("llama-4", Shape()),
+    *transformers_of(4),
+    residual("resnet50-224", (3, 4, 6, 3)),
+    Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),
+    Net("lstm", lambda: (LSTM(128, 2, 512), features((32, 32, 128), 512))),
+    hugging_face(
+        *("hf-mixtral", "MixtralForCausalLM", 2, 512),
+        **sized(1024, 3584, 2, 16),
+        num_key_value_heads=4,
+        experts_implementation="grouped_mm",
+    ),
+    in_float("hf-convnext", "ConvNextForImageClassification", 8, num_labels=100),
+)
 NETS: dict[str, Net] = {
     net.name: net
-    for net in (
-        *SMALL,
-        *HUGGING_FACE,
-        # With all its 32,128 ids the loss would need more than the blocks.
-        in_float(
-            *("hf-t5_small", "T5ForConditionalGeneration", 8, 256),
-            vocab_size=512,
-            **T5,
-        ),
-        *AT_SIZE,
-        *LARGE_HEADS,
-        *SMALL_HEADS,
-        *WHOLE,
-        language("llama-4", Shape()),
-    )
+    for net in (*SMALL, *AT_SIZE, *LARGE_HEADS, *SMALL_HEADS, *WHOLE, *OTHERS)
 }

@@ -3,7 +3,7 @@
     scripts/benchmark.sh opinfo                         all (hours)
     scripts/benchmark.sh opinfo --check                 a few of them, as CI does
     scripts/benchmark.sh opinfo --ops sort nn_functional_dropout --kind operators
-    scripts/benchmark.sh opinfo --kind inductor --part 3 --json results/opinfo.json
+    scripts/benchmark.sh opinfo --kind inductor --part 3
 
 Each operator is called in several ways: by dtype, in place, through views, through fp8,
 with sparse tensors. The ways that work without a budget make a program, whose outputs,
@@ -31,8 +31,8 @@ from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import config as inductor_config
 
-from benchmarks import fresh, operators, pages
-from benchmarks.operators import Case, number, Program, Step
+from benchmarks import fresh, opinfo_programs, pages
+from benchmarks.opinfo_programs import Case, number, Program, Step
 from benchmarks.pages import good, Mark, Row
 from benchmarks.plans import warnings_noted
 from benchmarks.tracing import overlay
@@ -68,7 +68,7 @@ CHECKED = 8
 # The cases to try, all if there are none: kernels take long to compile.
 ONLY: dict[str, tuple[str, ...]] = {
     "operators": (),
-    "inductor": (operators.PLAIN, "int64", "bool"),
+    "inductor": (opinfo_programs.PLAIN, "int64", "bool"),
 }
 # What kernels may differ by, relative to 1 and to the largest element.
 TOLERANCE = 1e-4
@@ -79,15 +79,6 @@ NOT_PLANNED = "CannotPlan"
 # How a row's error begins if its process was ended.
 KILLED = ("ended with status -", "took more than")
 MOST_LETTERS = 100
-OPTIONS = {
-    "ops": {"nargs": "+", "metavar": "NAME", "help": "these operators alone"},
-    "sample": {
-        "type": int,
-        "metavar": "N",
-        "help": "so many operators, always the same",
-    },
-    "part": {"type": int, "nargs": "+", "help": f"of {PARTS}; others stay in FILE"},
-}
 
 
 class Stopped(NamedTuple):
@@ -103,7 +94,7 @@ class Stopped(NamedTuple):
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    names = [*operators.database()]
+    names = [*opinfo_programs.database()]
     if asked.ops:
         unknown = {*asked.ops} - {*names}
         if unknown:
@@ -152,7 +143,7 @@ def measure(task: fresh.Task) -> Row:
     kind = task["kind"]
     sweep = Sweep(kind, PLANS[kind], ONLY[kind], Path(task["_note"]))
     sweep.stopped = [Stopped(*each) for each in task["_stopped"]]
-    known = operators.database()
+    known = opinfo_programs.database()
     # What is there stays, and need not be looked at by each collection.
     gc.freeze()
     # Plain loops compile fastest. Where a cut fails, upstream draws it where it is.
@@ -265,7 +256,7 @@ class Sweep:
         self.counts["operators"] += 1
         before = self.counts["cases compared"]
         is_unwritten = "empty" in name or "resize" in name
-        with operators.unseeded(), filled() if is_unwritten else nullcontext():
+        with opinfo_programs.unseeded(), filled() if is_unwritten else nullcontext():
             found = [*self.working(name, info)]
             if len(found) < 2 or not self.equal(name, found):
                 for case in found:
@@ -274,7 +265,7 @@ class Sweep:
 
     def working(self, name: str, info: Any) -> Iterator[Case]:
         """The cases that eager mode can train."""
-        for label, make in operators.cases(name, info):
+        for label, make in opinfo_programs.cases(name, info):
             if self.only and label not in self.only:
                 continue
             self.counts["cases"] += 1

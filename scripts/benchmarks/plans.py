@@ -78,6 +78,8 @@ ATTENTION = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 )
 
+# Of how many other plans the peaks are asked for.
+MOST_HELD = 6
 # Upstream's budgets.
 SWEEP = tuple(n / 32 for n in range(32, -1, -1))
 # Gradients of the same operators differ by less.
@@ -98,16 +100,24 @@ def tasks(
     for net in names:
         for kind, budgets in kinds.items():
             wheel = fresh.UNTOUCHED if kind in ON_THE_WHEEL else "patched"
-            task = {"net": net, "kind": kind, "device": device, "torch": wheel}
-            others = good(rows, net=net, device=device)
-            steps = [
-                {name: step[name] for name in ("share", "peak") if name in step}
-                for row in others
-                if kind == "held" and row["kind"] in HELD
-                for step in right(row["steps"])
-                if step.get("share") != 1
-            ]
-            yield {**task, "budgets": budgets, "_steps": steps}
+            task: fresh.Task = {"net": net, "kind": kind, "device": device}
+            task.update(torch=wheel, budgets=budgets)
+            if kind == "held":
+                others = good(rows, net=net, device=device)
+                task["_steps"] = thinned(
+                    {"peak": step["peak"]}
+                    for row in others
+                    if row["kind"] in HELD
+                    for step in right(row["steps"])
+                )
+            yield task
+
+
+def thinned(steps: Iterable[Row]) -> list[Row]:
+    """At most `MOST_HELD` of them, evenly by their peaks, with the lowest and highest."""
+    in_order = sorted(steps, key=lambda step: step["peak"], reverse=True)
+    last, most = len(in_order) - 1, min(MOST_HELD, len(in_order)) - 1
+    return [in_order[at * last // max(most, 1)] for at in range(most + 1)]
 
 
 # -------------------------------------------------------------- in a process

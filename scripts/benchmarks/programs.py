@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -214,64 +213,6 @@ PARALLEL: dict[str, Callable[[Training, int, str], Step]] = {
     "tensor parallel": split_by_columns,
     "pipeline": piped,
 }
-# -------------------------------------------------------------- first steps
 
 
-def of_layers(count: int) -> nets.Net:
-    shape = replace(SHAPE, layers=count, batch=ROWS // 2)
-    return nets.language(f"{count} layers", shape)
-
-
-def adapted(count: int) -> nets.Net:
-    sizes = nets.sized(128, 512, count, 4)
-    return nets.hugging_face(
-        *(f"LoRA, {count} layers", "LlamaForCausalLM", 4, 128),
-        dtype=torch.float32,
-        adapted=nets.with_lora,
-        vocab_size=512,
-        **sizes,
-    )
-
-
-def beside_decoder() -> nets.Net:
-    kind, sizes = "T5ForConditionalGeneration", {**nets.T5, "vocab_size": 512}
-    return nets.in_float("encoder, decoder", kind, 4, 128, **sizes)
-
-
-# Each with its micro-batches.
-FIRST: dict[str, tuple[nets.Net, int]] = {
-    **{f"{count} layers": (of_layers(count), 1) for count in (4, 8, 12, 24, 48)},
-    **{f"LoRA, {count} layers": (adapted(count), 1) for count in (4, 12, 24)},
-    "encoder, decoder": (beside_decoder(), 1),
-    "4 micro-batches": (of_layers(8), 4),
-}
-
-
-def first_steps(loop: str, way: str) -> Row:
-    """The first three of a net's steps, at its lowest peak."""
-    net, batches = FIRST[loop]
-    ways: Any = {} if way == "one function" else {way: compiled(OPERATORS)}
-    training = Training(net, **ways)
-
-    def step() -> None:
-        for _ in range(batches):
-            training.loss().backward()
-
-    if way == "one function":
-        step = compiled(OPERATORS)(step)
-    trained = [each for each in training.parameters if each.requires_grad]
-    budget, found = budget_of(0.0), []
-    there = [*training.parameters, *training.module.buffers(), *training.inputs]
-    for _ in range(3):
-        with watched(budget, there) as row:
-            step()
-        gradients(trained)
-        found.append(row)
-    return summed_up(found)
-
-
-MEASURED = {
-    "first steps": first_steps,
-    "hf-trainer": trained,
-    "two ranks": in_ranks,
-}
+MEASURED = {"hf-trainer": trained, "two ranks": in_ranks}

@@ -19,7 +19,7 @@ from typing import Any, Optional
 from patchset.patch import REPOSITORY
 from patchset.series import FORMS
 
-from benchmarks import bounds, proposal, quickstart, schedule
+from benchmarks import bounds, cost, kernels, proposal, quickstart, saved, unasked
 from benchmarks.pages import markdown
 
 
@@ -64,9 +64,12 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "techniques": ("techniques", quickstart.page),
     "releases": ("releases", releases),
     "forms": ("forms", proposal.page),
+    "kept": ("kept", saved.page),
+    "compiles": ("compiles", cost.page),
+    "harm": ("harm", unasked.page),
     **{
-        name: (name, schedule.page)
-        for name in ("peak", "step", "blocks", "schedule_cpu", "gpu")
+        name: (name, kernels.page)
+        for name in ("peak", "step", "blocks", "schedule", "schedule_cpu", "gpu")
     },
 }
 

@@ -1,8 +1,8 @@
 """Measures what plans keep for the backward and compute again, beside upstream's.
 
-    scripts/benchmark.sh kept                       all nets and models (an hour)
-    scripts/benchmark.sh kept --check               one of them, as CI does
-    scripts/benchmark.sh kept --json results/kept.json
+    scripts/benchmark.sh saved                       every net at real size
+    scripts/benchmark.sh saved --check               one of them, as CI does
+    scripts/benchmark.sh saved --json results/saved.json
 
 Every net is traced once, of fake tensors, as for a GPU, and its joint graph is split
 at each budget by the partitioner and by the untouched wheel's, with its own solver.
@@ -21,22 +21,23 @@ import torch._functorch.config as config
 from torch._functorch import partitioners
 from torch._guards import detect_fake_mode
 
-from benchmarks import bounds, catalogue, fresh, nets, pages, second_set
+from benchmarks import bounds, catalogue, fresh, pages
+from benchmarks.catalogue import AT_SIZE, names
 from benchmarks.meters import CountedStorages, storages
 from benchmarks.pages import good, Mark, Row
 from benchmarks.tracing import Joint, overlay, untouched_partitioners
 
 
-HELD_OUT = tuple(net.name for net in second_set.SMALL)
-NETS = (*(net.name for net in (*nets.SMALL, *nets.HUGGING_FACE)), *HELD_OUT)
+NETS = {**{of: names(AT_SIZE[of]) for of in AT_SIZE}, "check": ("hf-convnext",)}
 # Peaks as high as another, but for noise.
 SAME = 0.999
-BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
+BUDGETS = (0.8, 0.5, 0.2, 0.1, 0.0)
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    for name in asked.nets or (("hf-lora",) if asked.check else NETS):
-        yield {"net": name, "budgets": (0.5, 0.1) if asked.check else BUDGETS}
+    for net in asked.nets:
+        budgets = (0.5, 0.1) if asked.check else BUDGETS
+        yield {"set": catalogue.set_of(net), "net": net, "budgets": budgets}
 
 
 def measure(task: fresh.Task) -> Row:
@@ -69,7 +70,6 @@ def measure(task: fresh.Task) -> Row:
         )
     once = overlay("_activation_checkpointing.random_ops").must_run_once
     return {
-        "set": "second" if task["net"] in HELD_OUT else "project",
         "draws": any(map(once, joint.graph.graph.nodes)),
         "low": low,
         "high": high,

@@ -1,7 +1,7 @@
 """Measures what it takes to compile a graph with a peak asked, beside upstream's.
 
-    scripts/benchmark.sh compiles --json results/compiles.json      (half an hour)
-    scripts/benchmark.sh compiles --net opt-small --budgets 0.2
+    scripts/benchmark.sh cost
+    scripts/benchmark.sh cost --net gpt2 --budgets 0.5
 
 Small nets in float32, compiled for a CPU with their kernels, forward and backward: by the
 untouched wheel at a budget, and by the target "peak" at the same one, in turn. Each has a
@@ -9,7 +9,8 @@ process and a cache of its own, in which something else was compiled before. CPU
 those of the C++ compiler included, as its processes run beside Python.
 
 Then by blocks, three steps without a budget and with a StepBudget ("step"): how often a
-graph is lowered once there is a plan for the step.
+graph is lowered once there is a plan for the step. And the first three steps of nets with few
+and many layers ("first steps"), operator by operator, at the lowest peak that can be found.
 """
 
 import os
@@ -25,40 +26,47 @@ import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 
-from benchmarks import catalogue, fresh, nets, pages, plans, second_set, ways
+from benchmarks import catalogue, first_steps, fresh, nets, pages, plans, ways
+from benchmarks.catalogue import HELD_OUT, PROJECT
 from benchmarks.meters import compile_seconds
 from benchmarks.pages import good, Mark, Row
 from benchmarks.watched import budget_of
 from benchmarks.ways import budgeted
 
 
-NETS = (
-    "vit",
-    *(net.name for net in second_set.SMALL if net.name != "wan-small"),
-    *(net.name for net in second_set.SMALL_HEADS if net.name != "electra-words"),
-)
-BUDGETS = (0.5, 0.0)
-WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched", "step": "patched"}
-OPTIONS = {
-    "budgets": {"nargs": "+", "type": float, "default": BUDGETS, "help": "from 0 to 1"}
+FIRST = "first steps"
+NETS = {
+    PROJECT: ("vit", "bert", "gpt2", "hf-t5_small", FIRST),
+    HELD_OUT: ("albert-small", "hiera-small", "seed-oss-small", "siglip-small"),
+    "check": ("vit",),
 }
+BUDGETS = (0.2, 0.0)
+WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched", "step": "patched"}
 # The source of a kernel in the code that inductor generates.
 KERNEL = re.compile(r"cpp_pybinding\(.*?'''(.*?)'''", re.DOTALL)
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    for net in asked.nets or (NETS[:1] if asked.check else NETS):
-        held_out = catalogue.find(net).held_out
-        of = {"net": net, "set": "second" if held_out else "project"}
-        for budget in asked.budgets[:1] if asked.check else asked.budgets:
+    budgets = asked.budgets or BUDGETS
+    for net in asked.nets:
+        if net == FIRST:
+            for loop, way in first_steps.STEPS:
+                of = {"set": PROJECT, "net": net, "share": 0.0}
+                yield {**of, "kind": FIRST, "way": way, "loop": loop}
+            continue
+        of = {"set": catalogue.set_of(net), "net": net}
+        for at, budget in enumerate(budgets[: 1 if asked.check else None]):
             for target, wheel in WAYS.items():
-                yield {**of, "share": budget, "kind": target, "torch": wheel}
+                if target != "step" or at == 0:
+                    yield {**of, "share": budget, "kind": target, "torch": wheel}
 
 
 # -------------------------------------------------------------- in a process
 
 
 def measure(task: fresh.Task) -> Row:
+    if task["kind"] == FIRST:
+        return first_steps.measured(task["loop"], task["way"])
     return of_step(task) if task["kind"] == "step" else of_graph(task)
 
 

@@ -1,15 +1,14 @@
 """Whether the set makes anything worse where nothing is asked of it, beside the wheel.
 
-    TORCH_VERSION=2.15.0 scripts/benchmark.sh harm    by the schedule for a GPU (hours)
-    scripts/benchmark.sh harm --device cpu            small nets by that for a CPU
-    scripts/benchmark.sh harm --device operators      and operator by operator
-    scripts/benchmark.sh harm --check                 one small net so, as CI does
+    TORCH_VERSION=2.15.0 scripts/benchmark.sh unasked
+    scripts/benchmark.sh unasked --check             one small net, as CI does
+    scripts/benchmark.sh unasked --net my_module:my_function --device operators
 
 No option is set, so budgets are 1. Every net is compiled as one graph by the untouched
 wheel and by the patched torch, each in a process of its own: for a training step, and for
-its loss alone, without gradients and in eval mode. By a schedule no kernel runs (see
-schedule --help); operator by operator they do, and losses and gradients have to be the same
-bits. Peaks are bytes beyond parameters and inputs, times those of the GPU's roofline. The
+its loss alone, without gradients and in eval mode. At real size, by inductor's schedule for
+an H100, no kernel runs (see kernels --help); four small nets run operator by operator, and
+their losses and gradients have to be the same bits. Peaks are bytes beyond parameters and inputs, times those of the GPU's roofline. The
 exit status is 1 where the patched torch holds or takes more than 0.1 % above the wheel, or
 computes something else.
 """
@@ -21,7 +20,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from benchmarks import catalogue, fresh, nets, pages, second_set
+from benchmarks import catalogue, fresh, nets, pages
+from benchmarks.catalogue import AT_SIZE, HELD_OUT, names, PROJECT
+from benchmarks.kernels import DEVICE
 from benchmarks.meters import digest, gradients
 from benchmarks.pages import at_most, good, Mark, Row
 from benchmarks.plans import backend_of, RUN
@@ -29,30 +30,29 @@ from benchmarks.replay import GPUS, replay
 from benchmarks.ways import compiled, Training
 
 
-AT_SIZE = (*nets.AT_SIZE, *second_set.NETS, *second_set.LATER)
-SMALL = (*nets.SMALL, *second_set.SMALL)
-NETS = tuple(net.name for net in (*AT_SIZE, *SMALL))
+# What runs does so with dropout, too.
+SMALL = {
+    PROJECT: ("bert", "gpt2", "hf-t5_small", "unet"),
+    HELD_OUT: ("falcon-h1-small", "hiera-small", "mobilenet-small", "w2v-bert-small"),
+}
+NETS = {
+    **{of: (*names(AT_SIZE[of]), *SMALL[of]) for of in SMALL},
+    "check": ("llama-4",),
+}
 KINDS = ("training", "inference")
 WAYS = {"stock": fresh.UNTOUCHED, "installed": "patched"}
-OPTIONS = {
-    "device": {
-        "choices": (RUN, "cpu", *sorted(GPUS)),
-        "default": "h100" if torch.version.cuda else "cpu",
-        "help": "by its schedule; operators run",
-    },
-}
 # What held more at first, and was mended.
-TUNED_ON = ("hf-t5_large", "mpnet", "modernbert")
+TUNED_ON = ("hf-t5_large",)
 SAME = 1.001
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    device = RUN if asked.check else asked.device
-    names = [net.name for net in (AT_SIZE if device in GPUS else SMALL)]
-    for name in asked.nets or (("llama-4",) if asked.check else names):
-        held_out = catalogue.find(name).held_out and name not in TUNED_ON
+    run = {net for some in SMALL.values() for net in some}
+    for net in asked.nets:
+        is_run = asked.check or (net in run and asked.device is None)
+        device = RUN if is_run else asked.device or DEVICE
         for kind in KINDS:
-            task = {"set": "second" if held_out else "project", "net": name}
+            task = {"set": catalogue.set_of(net), "net": net}
             yield {**task, "kind": kind, "device": device}
 
 
@@ -66,7 +66,7 @@ def measure(task: fresh.Task) -> Row:
     found: Row = {}
     for way, wheel in WAYS.items():
         part = {**task, "way": way, "torch": wheel}
-        found[way] = fresh.measure_in_child(__name__, part, fresh.SECONDS / 3)
+        found[way] = fresh.measure_in_child(__name__, part, fresh.SECONDS / 3, False)
         if "error" in found[way]:
             return {"error": f"{way}: {found[way]['error']}"}
     return found

@@ -1,0 +1,106 @@
+"""Which code a stored row is of, and whether that is the code as it is now.
+
+What decides a figure is the overlay and what is applied of the patches to that release of
+torch. A row has a digest of these (``code``) that comments, docstrings and layout leave as
+it is, so that it can be compared where there is no history, and the commit that changed
+them last.
+"""
+
+import ast
+import functools
+import hashlib
+import subprocess
+from collections.abc import Iterable
+from typing import Any
+
+from patchset.patch import REPOSITORY
+
+
+Row = dict[str, Any]
+OVERLAY = REPOSITORY / "torch_overlay" / "torch"
+PATCHES = REPOSITORY / "patches"
+
+
+def release_of(version: str) -> str:
+    """The release whose patches this torch has."""
+    return version.partition("+")[0]
+
+
+@functools.cache
+def fingerprint(release: str) -> str:
+    digest = hashlib.sha256()
+    for place in sorted(OVERLAY.rglob("*.py")):
+        digest.update(f"{place.relative_to(OVERLAY)}\n".encode())
+        digest.update(meaning(place.read_text()).encode())
+    for place in sorted((PATCHES / release).glob("*.patch")):
+        digest.update("\n".join(changes(place.read_text())).encode())
+    return digest.hexdigest()[:12]
+
+
+def meaning(text: str) -> str:
+    """A module without its comments and docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not is_text(each)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def is_text(statement: ast.AST) -> bool:
+    value = getattr(statement, "value", None)
+    is_constant = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return isinstance(statement, ast.Expr) and is_constant
+
+
+def changes(patch: str) -> Iterable[str]:
+    """The lines that come and go, and in which files; none that are comments."""
+    for line in patch.splitlines():
+        is_change = line.startswith(("+", "-", "diff --git "))
+        if is_change and line[1:].strip() and not line[1:].lstrip().startswith("#"):
+            yield line
+
+
+@functools.cache
+def commit() -> str:
+    """The last one that changed what decides a figure; with a + what is not committed."""
+    places = [str(place) for place in (OVERLAY, PATCHES)]
+    last = git("log", "-1", "--format=%h", "--", *places)
+    return last + ("+" if last and git("status", "--porcelain", "--", *places) else "")
+
+
+def git(*words: str) -> str:
+    command = ["git", "-C", str(REPOSITORY), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def here() -> Row:
+    """What a row that is measured by this process's torch says of its code."""
+    import torch  # Not needed to compare.
+
+    release = release_of(torch.__version__)
+    return {
+        "release": release,
+        "commit": commit(),
+        "code": fingerprint(release),
+    }
+
+
+def complaints(name: str, rows: Iterable[Row]) -> list[str]:
+    """What is wrong with the rows of a table: of several codes, or not of this one."""
+    rows, again = list(rows), f"run scripts/benchmark.sh all --only {name}"
+    found = {row.get("code", ""): row for row in rows}
+    wrong = []
+    if "" in found:
+        count = sum("code" not in row for row in rows)
+        wrong.append(f"{name}: {count} rows do not say which code they are of; {again}")
+    if len(found) > 1:
+        commits = ", ".join(row.get("commit", "unknown") for row in found.values())
+        wrong.append(f"{name}: the rows are of several codes ({commits}); {again}")
+    for code, row in found.items():
+        if code and code != fingerprint(row["release"]):
+            wrong.append(f"{name}: the code has changed since {row['commit']}; {again}")
+    return wrong

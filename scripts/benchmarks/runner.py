@@ -1,0 +1,190 @@
+"""Runs what a benchmark asks, two tasks at a time, and stores every row when it is there.
+
+Tasks of one net come one after the other, since some are held to what others found. What is
+stored of the same task and the same code is not measured again.
+"""
+
+import copy
+import json
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Optional
+
+from benchmarks import fresh, provenance
+from benchmarks.everything import AT_A_TIME, minutes
+from benchmarks.pages import Row, store
+
+
+# What --kind chooses by, and what tells rows apart.
+KINDS = ("kind", "loop", "part")
+KEY = (*KINDS, "net", "device", "way", "share")
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in KEY)
+
+
+def put(rows: list[Row], new: Row) -> None:
+    """In the place of the row of its key, or at the end."""
+    for at, row in enumerate(rows):
+        if key(row) == key(new):
+            rows[at] = new
+            return
+    rows.append(new)
+
+
+def nets_of(benchmark: Any, asked: Any) -> Sequence[str]:
+    """Those that were asked for, or that the benchmark has for the set."""
+    nets = benchmark.NETS
+    if isinstance(nets, dict):
+        nets = nets["check" if asked.check else asked.set]
+    found: Sequence[str] = asked.nets or nets
+    return found
+
+
+class Runner:
+    """The tasks of a benchmark; ``finish`` makes what is stored of the rows."""
+
+    def __init__(
+        self, benchmark: Any, asked: Any, finish: Callable[[list[Row]], Row]
+    ) -> None:
+        self.benchmark, self.asked, self.finish = benchmark, asked, finish
+        self.path: Optional[Path] = asked.json
+        self.stored: Row = {"measured": []}
+        if self.path is not None and self.path.exists():
+            self.stored = json.loads(self.path.read_text())
+        self.rows: list[Row] = list(self.stored["measured"])
+        self.took = {key(r): r["took"] for r in self.rows if "took" in r}
+        # A question as a whole leaves no rows of its set behind that it does not have.
+        chosen = ("nets", "kind", "part", "check")
+        self.is_whole = not any(getattr(asked, name, None) for name in chosen)
+        self.code = provenance.here()
+        self.lock = threading.Lock()
+        self.started, self.done, self.measured = time.monotonic(), 0, list[float]()
+        self.todo: list[fresh.Task] = []
+
+    # ------------------------------------------------------------------ tasks
+
+    def groups(self) -> list[Any]:
+        """What was asked, net by net; the longest first, so that both end together."""
+        names = nets_of(self.benchmark, self.asked)
+        if not names:
+            return [self.asked]
+        asked = [Namespace(**{**vars(self.asked), "nets": [name]}) for name in names]
+        return sorted(asked, key=self.seconds_of, reverse=True)
+
+    def seconds_of(self, asked: Any) -> float:
+        rows = (row for row in self.rows if row["net"] in asked.nets)
+        return sum(float(row.get("took", 0)) for row in rows)
+
+    def tasks(self, asked: Any, rows: list[Row]) -> Iterator[fresh.Task]:
+        for task in self.benchmark.tasks(asked, rows):
+            kinds = {str(task.get(kind)) for kind in KINDS}
+            if not self.asked.kind or kinds & {*self.asked.kind}:
+                yield task
+
+    def is_stored(self, task: fresh.Task) -> Optional[Row]:
+        """Its row, where it has been measured by this code."""
+        wanted = json.loads(json.dumps({**fresh.told(task), **self.code}))
+        for row in self.stored["measured"]:
+            same = all(row.get(k) == v for k, v in wanted.items() if k != "commit")
+            if same and "error" not in row:
+                return dict(row)
+        return None
+
+    # -------------------------------------------------------------------- run
+
+    def run(self) -> list[Row]:
+        groups = self.groups()
+        self.todo = [t for asked in groups for t in self.expected(asked)]
+        pool = ThreadPoolExecutor(AT_A_TIME)
+        found: list[list[Row]] = []
+        try:
+            futures = [pool.submit(self.run_group, asked) for asked in groups]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            found = [future.result() for future in futures if future.done()]
+        except BaseException:
+            fresh.stop_all()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if self.is_whole:
+            self.rows = self.in_order(found)
+        self.save(self.finish(self.rows))
+        return self.rows
+
+    def expected(self, asked: Any) -> Iterator[fresh.Task]:
+        """What is likely to be measured: how many tasks there are rows may decide."""
+        if self.benchmark.NETS:
+            tasks = self.tasks(asked, copy.deepcopy(self.rows))
+            yield from (task for task in tasks if self.is_stored(task) is None)
+
+    def run_group(self, asked: Any) -> list[Row]:
+        rows = [] if self.is_whole else list(self.rows)
+        mine, is_new = list[Row](), False
+        for task in self.tasks(asked, rows):
+            # What depends on others' rows is of no use once those have changed.
+            is_held = any(name.startswith("_") for name in task)
+            row = None if is_new and is_held else self.is_stored(task)
+            if row is None:
+                row, is_new = self.measure(task), True
+            put(rows, row)
+            put(mine, row)
+        return mine
+
+    def measure(self, task: fresh.Task) -> Row:
+        self.tell(task)
+        before = time.monotonic()
+        row = fresh.measured(self.benchmark.__name__, task)
+        took = round(time.monotonic() - before, 1)
+        row = {**row, "took": took, **self.code}
+        with self.lock:
+            self.done += 1
+            self.measured.append(took)
+            put(self.rows, row)
+            # Marks are found once all rows are there.
+            self.save({**self.stored, "measured": self.rows})
+        return row
+
+    def in_order(self, found: Sequence[Sequence[Row]]) -> list[Row]:
+        """Nets as the benchmark has them, beside what is stored of the other set."""
+        mine = [row for rows in found for row in rows]
+        names = [*nets_of(self.benchmark, self.asked)]
+        if names:
+            mine.sort(key=lambda row: names.index(row["net"]))
+        of = self.asked.set
+        others = [row for row in self.rows if row.get("set", of) != of]
+        return others + mine if of == "held-out" else mine + others
+
+    def save(self, data: Row) -> None:
+        if self.path is not None:
+            store(self.path, data)
+
+    # --------------------------------------------------------------- progress
+
+    def tell(self, task: fresh.Task) -> None:
+        with self.lock:
+            elapsed = time.monotonic() - self.started
+            if task in self.todo:
+                self.todo.remove(task)
+            count = self.done + 1
+            most = max(count, self.done + 1 + len(self.todo))
+            told = (v for v in fresh.told(task).values() if isinstance(v, (str, float)))
+            name = self.benchmark.__name__.rpartition(".")[2]
+            text = f"{name}: task {count} of {most} ({' '.join(map(str, told))})"
+            print(f"{text}, {minutes(elapsed)}{self.left(task)}", file=sys.stderr)
+
+    def left(self, task: fresh.Task) -> str:
+        """By how long each took last time, or else the mean of this time."""
+        mean = fmean(self.measured) if self.measured else None
+        every = [self.took.get(key(t), mean) for t in (task, *self.todo)]
+        known = [seconds for seconds in every if seconds is not None]
+        if len(known) < len(every):
+            return ""
+        return f", about {minutes(sum(known) / AT_A_TIME)} left"
