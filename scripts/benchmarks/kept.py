@@ -192,14 +192,14 @@ def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
     ]
     if peaks:
         worst, place = max(above, default=(1.0, "none"))
+        text = f"{len(above)} of {len(peaks)}, at most {worst:.2f} times it ({place})"
+        stock = f"Stock is lower at {', '.join(lower)}." if lower else "So is stock."
         yield Mark(
             f"{nets_of}: plans above the peak without a budget, each with a warning",
-            f"{len(above)} of {len(peaks)}, at most {worst:.4f} ({place})",
-            "none that upstream has lower",
-            not lower,
+            *(text, "none", not above),
             enforced=False,
-            limit="Above the peak without a budget, where stock is lower: "
-            f"{', '.join(lower)}.",
+            limit=f"{nets_of}: {text} peak above a step without a budget; a warning says "
+            f"so. {stock}",
         )
 
 
@@ -242,7 +242,11 @@ def brief(data: Row) -> str:
     lines = []
     for name, part in pages.by_set(data["measured"]).items():
         steps = [step for row in part for step in row["steps"]]
-        more = [s["recomputed_at_upstreams"] - s["upstream_recomputed"] for s in steps]
+        more = [
+            s["recomputed_at_upstreams"] - s["upstream_recomputed"]
+            for s in steps
+            if s["peak_at_upstreams"] >= SAME * s["upstream_peak"]
+        ]
         theirs = [s["upstream_share"] - s["budget"] for s in steps if over(s)]
         ours = sum(s["share"] > s["budget"] + 1e-3 for s in steps)
         lines.append(
@@ -250,12 +254,13 @@ def brief(data: Row) -> str:
                 f"{name} ({len(part)})",
                 f"{ours} of {len(steps)}",
                 f"{len(theirs)} of {len(steps)}, by {max(theirs, default=0):.1%} at most",
-                f"{statistics.fmean(more):+.1%}; {max(more):+.1%} at most",
+                f"{statistics.fmean(more or [0]):+.1%}; {max(more, default=0):+.1%} at most",
             ]
         )
     heading = ("nets", "plans over the budget", "stock's", "recomputed, beside stock")
     return (
         f"{pages.markdown(heading, lines)}\nBudgets are shares of the bytes saved; what is "
-        "recomputed is a share of the forward's compute, for as many bytes as stock saves. "
+        "recomputed is a share of the forward's compute, for as many bytes as stock saves "
+        "and no lower peak. "
         + pages.measured_on(data["environment"], pages.PLANNED, data["measured"])
     )

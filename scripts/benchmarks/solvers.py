@@ -27,8 +27,8 @@ from typing import Any
 
 from torch._functorch._activation_checkpointing import knapsack
 
-from benchmarks.meters import allocations, cpu_seconds
 from benchmarks import fresh, pages
+from benchmarks.meters import allocations, cpu_seconds
 from benchmarks.pages import Mark, Row, stored_marks
 from benchmarks.tracing import overlay, untouched_knapsack
 
