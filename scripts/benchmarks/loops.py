@@ -440,7 +440,9 @@ def page(data: Row) -> str:
 
 def brief(data: Row) -> str:
     def most(entry: str) -> Callable[..., str]:
-        return lambda name, rows: max(worst(row, entry) for row in rows)
+        return lambda name, rows: "{:.3f}".format(
+            max(row["worst"][entry][0] for row in rows if entry in row["worst"])
+        )
 
     cells: dict[str, Any] = {
         "loops of": lambda name, rows: f"{name} ({len(rows)})",
