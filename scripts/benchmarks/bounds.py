@@ -75,7 +75,8 @@ def view(device: str) -> tuple[str, str]:
     if device in GPUS or device == "cpu":
         name = f"an {GPUS[device].name}" if device in GPUS else "a CPU"
         dtype = "bfloat16" if device in GPUS else "float32"
-        return f"by inductor's schedule for {name}", f"{pages.SIMULATED}, {dtype},"
+        schedule = f"by inductor's schedule for {name}"
+        return schedule, f"{pages.SIMULATED}, {dtype}, {schedule},"
     return {
         OPERATORS: ("operator by operator", "Run operator by operator, float32,"),
         "inductor": ("run by inductor", "Run by inductor's kernels, float32,"),

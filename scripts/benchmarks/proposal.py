@@ -11,20 +11,20 @@ from benchmarks.pages import markdown
 
 
 LEGEND = """Each pull request in its smallest form, on five models or more: what was measured without it
-("before") and with it ("after"), on top of the pull requests that it needs. "What" says which
-figure it is, and how it was found; compile times are noise.
-
+("before") and with it ("after"), on top of the pull requests that it needs. Times of compiles
+are noise.
 """
 
 
 def page(data: dict[str, Any]) -> str:
-    lines = (
-        [f"`{name}`", found["what"], model, *shown(both), found["torch"]]
-        for name, found in data.items()
-        for model, both in found["models"].items()
-    )
-    heading = ("pull request", "what", "model", "before", "after", "torch")
-    return LEGEND + markdown(heading, lines)
+    text = LEGEND
+    for name, found in data.items():
+        lines = ([model, *shown(both)] for model, both in found["models"].items())
+        text += (
+            f"\n## {name}\n\n{found['what'].capitalize()}; torch {found['torch']}.\n\n"
+        )
+        text += markdown(("model", "before", "after"), lines)
+    return text
 
 
 def shown(both: list[float]) -> Iterator[str]:
