@@ -34,6 +34,8 @@ STEP_KINDS = ("blocks", "held")
 ROUNDING = {"cuda": 0.05, "inductor": TOLERANCE}
 SHOWN = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 RISES = 1.0005
+# What else a plan may cost.
+DEARER = 1.01
 COSTS = {"flops": "compute", "seconds": "roofline time"}
 # As a reader knows the kinds.
 NAMES = {
@@ -122,13 +124,15 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
         enforced=True,
         limit="No warning says that the peak is {0:.1%} above what was asked ({1}).",
     )
-    over = sorted((each for each in bound if each[0] > 0 and each[2]), reverse=True)
+    over = sorted((each for each in bound if each[0] >= 0.0005), reverse=True)
     if over:
-        listed = ", ".join(f"{at} by {more:.1%}" for more, at, _ in over)
-        text = f"{len(over)} of {len(bound)}; {over[0][0]:+.2%} at most ({over[0][1]})"
+        listed = ", ".join(
+            f"{at} by {more:.1%}" + ", without a warning" * (not is_told)
+            for more, at, is_told in over
+        )
         limit = f"Over what was asked, and a warning says so: {listed}."
-        what = "plans over what was asked, with a warning"
-        yield Mark(what, text, "none", False, enforced=False, limit=limit)
+        what = "plans over what was asked"
+        yield Mark(what, f"{len(over)} of {len(bound)}", "none", False, False, limit)
     # Of inductor's graphs plans are chosen by estimates: only a StepBudget predicts.
     is_simulated = not exact and rows[0]["device"] not in DEVICES
     apart = [
@@ -247,18 +251,15 @@ def judged_beside(rows: Sequence[Row], theirs: str, ours: str) -> Iterator[Mark]
     named = f"{NAMES[ours]} / {NAMES[theirs]}"
     least = lowest_peaks(rows, theirs, ours)
     yield from pages.at_most(
-        *(f"lowest peak, {named}", least, RISES, "at most 1"),
-        f"{{:.3f}} at most ({{}}), {len(least)} nets",
+        *(f"lowest peak, {named}", least, RISES),
         enforced=exact and ours == "graph",
         limit=f"{NAMES[theirs].capitalize()} goes lower than this set's {NAMES[ours]}, "
         "whose lowest peak is {2:.1%} higher ({1}).",
     )
     for cost, what in COSTS.items():
         ratios = costs_beside(rows, theirs, ours, cost)
-        mean = statistics.geometric_mean([ratio for ratio, _ in ratios] or [1])
         yield from pages.at_most(
-            *(f"{what} at no higher peak, {named}", ratios, RISES, "at most 1"),
-            f"{mean:.3f} on average; {{:.3f}} at most ({{}}), {len(ratios)} plans",
+            *(f"{what} at no higher peak, {named}", ratios, DEARER),
             limit=f"At no higher peak, this set's {NAMES[ours]} takes up to {{2:.1%}} "
             f"more {what} than {NAMES[theirs]} ({{1}}).",
         )
@@ -356,62 +357,55 @@ This set's are: one graph by the target "peak"; a StepBudget, each block compile
 and one graph by a number of bytes, those of stock's plans for which no budget between was
 tried. In what was found, "a / b" divides the one by the other, and "at no higher peak"
 compares with each plan of b the cheapest of a.
-
 """
 # What is compared on guides, in the order of what matters.
 COMPARED = (("upstream", "graph"), ("saved", "blocks"), ("checkpoint", "blocks"))
 
 
 def page(*files: Row) -> str:
-    marks, text = list[Mark](), ""
+    lines, examples, tables = list[list[str]](), "", dict[str, str]()
+    origins = dict[str, None]()
     for data in files:
         for name, part in parts(data["measured"]).items():
-            found = [*judged_part(part)]
-            marks += found
-            text += f"## {name}\n\n{pages.found(found)}{table(part)}"
+            marks = [*judged_part(part)]
+            limits = "".join(f"- {limit}\n" for limit in pages.limits(marks))
+            limits = f"\n{pages.LIMITS}:\n\n{limits}" if limits else ""
             none = [row["net"] for row in part if not row["steps"]]
-            if none:
-                text += f"\nWithout blocks that repeat: {', '.join(none)}.\n"
-            _, how = view(part[0]["device"])
-            text += f"\n{pages.measured_on(data['environment'], how, part)}\n"
-    rows = [row for data in files for row in data["measured"]]
-    return HOW + pages.limits(marks, rows) + text
-
-
-def brief(*files: Row) -> str:
-    """The lowest peaks beside those of other ways, and all of them of three nets."""
-    lines, examples, hows = list[list[str]](), "", dict[str, None]()
-    found = [
-        (name, part, data["environment"])
-        for data in files
-        for name, part in parts(data["measured"]).items()
-    ]
-    for name, part, environment in found:
-        for theirs, ours in COMPARED:
-            ratios = sorted(lowest_peaks(part, theirs, ours))
-            if len(ratios) < 2:
-                continue
-            costs = [costs_beside(part, theirs, ours, cost) for cost in COSTS]
-            peaks, *more = (
-                f"{statistics.geometric_mean([ratio for ratio, _ in each]):.2f}"
-                for each in (ratios, *costs)
-                if each
+            without = (
+                f"\nWithout blocks that repeat: {', '.join(none)}.\n" if none else ""
             )
-            worst = "{:.2f} ({})".format(*ratios[-1])
-            named = f"{NAMES[ours]} / {NAMES[theirs]}"
-            lines.append(
-                [f"{name} ({len(ratios)})", named, peaks, worst, " / ".join(more)]
-            )
-            nets = [ratios[at][1] for at in (0, len(ratios) // 2, -1)]
-            examples = examples or examples_of(part, nets, theirs, ours)
             _, how = view(part[0]["device"])
-            hows[pages.measured_on(environment, how, part)] = None
+            origins[pages.measured_on(data["environment"], how, part)] = None
+            tables[name] = f"{pages.found(marks)}{limits}\n{table(part)}{without}"
+            for theirs, ours in COMPARED:
+                ratios = sorted(lowest_peaks(part, theirs, ours))
+                if len(ratios) > 1:
+                    lines.append([name, *compared(part, ratios, theirs, ours)])
+                    nets = [ratios[at][1] for at in (0, len(ratios) // 2, -1)]
+                    examples = examples or examples_of(part, nets, theirs, ours)
     heading = ("nets", "what", "lowest peak, mean", "worst", "compute / time, mean")
-    return (
-        f"{pages.markdown(heading, lines)}\nMeans are geometric; compute, and time by "
-        f"the GPU's roofline, are those at no higher peak.\n\n{examples}\nPeaks are beyond parameters and inputs. "
-        f"{''.join(hows)}"
+    short = f"{pages.markdown(heading, lines)}\n{examples}\n{IN_SHORT}"
+    broken = pages.limits((), [row for data in files for row in data["measured"]])
+    return pages.page(HOW, "".join(origins), short, broken, tables)
+
+
+IN_SHORT = """Means are geometric. Compute, and time by the GPU's roofline, are those at no higher peak.
+Peaks are beyond parameters and inputs.
+"""
+
+
+def compared(
+    rows: Sequence[Row], ratios: Sequence[pages.Named], theirs: str, ours: str
+) -> Iterator[str]:
+    """What there is to say of two kinds in a line; ``ratios`` are of their lowest peaks."""
+    costs = [costs_beside(rows, theirs, ours, cost) for cost in COSTS]
+    peaks, *more = (
+        f"{statistics.geometric_mean([ratio for ratio, _ in each]):.2f}"
+        for each in (ratios, *costs)
+        if each
     )
+    yield f"{NAMES[ours]} / {NAMES[theirs]}, {len(ratios)} nets"
+    yield from (peaks, "{:.2f} ({})".format(*ratios[-1]), " / ".join(more))
 
 
 def examples_of(rows: Sequence[Row], nets: Iterable[str], *kinds: str) -> str:

@@ -203,11 +203,8 @@ def lowest_peaks(rows: Sequence[Row], theirs: str) -> list[pages.Named]:
 def of_peaks(rows: Sequence[Row]) -> Iterator[Mark]:
     """The lowest peaks, beside upstream's without chunks and with them."""
     for theirs, name in NAMES.items():
-        found = lowest_peaks(rows, theirs)
-        mean = statistics.geometric_mean([ratio for ratio, _ in found] or [1])
         yield from pages.at_most(
-            *(f"lowest peak / that of {name}", found, 1.0),
-            show=f"{mean:.3f} in the geometric mean; {{:.3f}} at most ({{}})",
+            *(f"lowest peak / that of {name}", lowest_peaks(rows, theirs), 1.0),
             limit=f"The lowest peak is {{2:.1%}} above that of {name} ({{1}}).",
         )
 
@@ -222,10 +219,8 @@ def of_times(rows: Sequence[Row]) -> Iterator[Mark]:
             if times:
                 name = f"{net}, {step['number']} chunks"
                 found.append((min(times) / step["seconds"], name))
-    mean = statistics.fmean([ratio for ratio, _ in found] or [1])
     yield from pages.at_most(
         *(f"roofline time at no higher peak / that of {NAMES['number']}", found, 1.0),
-        show=f"{mean:.3f} in the mean; {{:.3f}} at most ({{}})",
         limit=f"At no higher peak, a step takes up to {{2:.1%}} more roofline time than by "
         f"{NAMES['number']} ({{1}}).",
     )
@@ -308,7 +303,6 @@ Inductor's own chunker was asked for 2 to 64 chunks, as the wheel has it, which 
 these nets, and as the patch auto-chunker mends it. Then the target "peak" of this set at its
 lowest, in how many chunks that is, and its time by the GPU's roofline beside its fastest
 plan's.
-
 """
 
 
@@ -343,30 +337,10 @@ def table(rows: Sequence[Row], nets_shown: Sequence[str]) -> str:
 def page(data: Row) -> str:
     rows = data["measured"]
     marks = [*judged(rows)]
-    text = LEGEND + pages.limits(marks, rows) + pages.found(marks)
-    for name, part in pages.by_set(rows).items():
-        if nets_of(part):
-            text += f"## {name}\n\n{table(part, nets_of(part))}\n"
-    return text + pages.measured_on(data["environment"], HOW, rows)
-
-
-HOW = f"{pages.SIMULATED}, bfloat16, by inductor's schedule for an H100,"
-
-
-def brief(data: Row) -> str:
-    rows = good(data["measured"])
-    lines = []
-    for name, part in pages.by_set(rows).items():
-        for theirs, named in NAMES.items():
-            ratios = lowest_peaks(part, theirs)
-            if ratios:
-                mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
-                worst = "{:.2f} ({})".format(*max(ratios))
-                lines.append([f"{name} ({len(ratios)})", named, f"{mean:.2f}", worst])
-    ranked = [net for _, net in sorted(lowest_peaks(rows, "upstream"))]
-    examples = [ranked[at] for at in (0, len(ranked) // 2, -1)] if ranked else []
-    heading = ("nets", "lowest peak / that of", "geometric mean", "worst")
-    return (
-        f"{pages.markdown(heading, lines)}\n{table(rows, examples)}\nPeaks in MB, beyond "
-        "parameters and inputs. " + pages.measured_on(data["environment"], HOW, rows)
-    )
+    short = pages.found(mark for mark in marks if "peak" in mark.what)
+    tables = {
+        name: table(part, nets_of(part)) for name, part in pages.by_set(rows).items()
+    }
+    how = f"{pages.SIMULATED}, bfloat16, by inductor's schedule for an H100,"
+    origin = pages.measured_on(data["environment"], how, rows)
+    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

@@ -14,7 +14,6 @@ graph is lowered once there is a plan for the step.
 
 import os
 import re
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -181,26 +180,21 @@ LIMITS = {
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
+    kernels = "kernels compiled / the most of one plan"
     for of, part in pages.by_set(rows).items():
         for what, found in measures(part).items():
-            most, limit = LIMITS[what]
-            show = told(found).replace("{", "{{")
-            yield from pages.at_most(
-                f"{of}: {what}", found, most, show=show, limit=limit
-            )
-
-
-def told(found: Sequence[pages.Named]) -> str:
-    value, where = max(found)
-    median = statistics.median(each for each, _ in found)
-    return f"{median:.2f}; {value:.2f} at most ({where}); {len(found)} in all"
+            if what != kernels:
+                most, limit = LIMITS[what]
+                yield from pages.at_most(f"{of}: {what}", found, most, limit=limit)
+    most, limit = LIMITS[kernels]
+    found = measures(rows).get(kernels, [])
+    yield from pages.at_most(kernels, found, most, limit=limit)
 
 
 def named(row: Row) -> str:
     return f"{row['net']} at {row['share']:g}"
 
 
-HOW = "Compiled for a CPU, float32,"
 LEGEND = """Compile time is in CPU seconds, those of the C++ compiler included. Each compile has a process
 and a cache of its own, in which something else was compiled before: small nets in float32,
 for a CPU, with their kernels. Stock is the untouched wheel at the same budget. "Plans
@@ -208,7 +202,6 @@ lowered": how many plans inductor generated code for; kernels are compiled for t
 A StepBudget compiles every graph again after the first step, for each of its plans; asked
 for a share, also for the ends of its range. "First step" has the peak of the first step under
 a StepBudget at its lowest peak, beside the lowest that can be held, run operator by operator.
-
 """
 
 
@@ -218,9 +211,7 @@ def first_steps(rows: Sequence[Row]) -> list[Row]:
 
 
 def page(data: Row, loops: Optional[Row] = None) -> str:
-    rows = data["measured"]
-    marks = [*judged(rows)]
-    text = LEGEND + pages.limits(marks, rows) + pages.found(marks)
+    rows, tables = data["measured"], dict[str, str]()
     for name, part in pages.by_set(rows).items():
         both = {
             "net": lambda ours, theirs: ours["net"],
@@ -230,7 +221,6 @@ def page(data: Row, loops: Optional[Row] = None) -> str:
             "ratio": lambda o, theirs: f"{o['compile_s'] / theirs['compile_s']:.2f}",
             "plans lowered": lambda ours, theirs: str(ours["plans"]),
         }
-        text += f"## {name}\n\n{pages.columns(pairs(part), both)}\n"
         steps: dict[str, Any] = {
             "net, in blocks": lambda row: row["net"],
             "share": lambda row: f"{row['share']:g}",
@@ -239,36 +229,22 @@ def page(data: Row, loops: Optional[Row] = None) -> str:
             steps[f"plans after the first, {asked} asked"] = partial(
                 lambda row, entry: f"{row[entry]:.2f}", entry=entry
             )
-        text += f"{pages.columns(good(part, kind='step'), steps)}\n"
-    text += pages.measured_on(data["environment"], HOW, rows)
-    if loops is None or not first_steps(loops["measured"]):
-        return text
-    firsts = {
-        "first step": lambda row: row["loop"],
-        "compiled": lambda row: row["way"],
-        "peak / lowest": lambda row: f"{row['worst']['first'][0]:.3f}",
-    }
-    found = first_steps(loops["measured"])
-    how = pages.measured_on(
-        loops["environment"], "Run operator by operator, float32,", found
+        of_steps = pages.columns(good(part, kind="step"), steps)
+        tables[name] = f"{pages.columns(pairs(part), both)}\n{of_steps}"
+    found = first_steps(loops["measured"]) if loops is not None else []
+    if loops is not None and found:
+        firsts = {
+            "first step": lambda row: row["loop"],
+            "compiled": lambda row: row["way"],
+            "peak / lowest": lambda row: f"{row['worst']['first'][0]:.3f}",
+        }
+        how = "Run operator by operator, float32,"
+        how = pages.measured_on(loops["environment"], how, found)
+        tables["First steps"] = f"{pages.columns(found, firsts)}\n{how}"
+    marks = [*judged(rows)]
+    origin = pages.measured_on(
+        data["environment"], "Compiled for a CPU, float32,", rows
     )
-    return f"{text}\n## First steps\n\n{pages.columns(found, firsts)}\n{how}"
-
-
-def brief(data: Row, loops: Optional[Row] = None) -> str:
-    sets = {k: measures(v) for k, v in pages.by_set(data["measured"]).items()}
-    lines = [
-        [
-            what,
-            *(told(found[what]) if what in found else "-" for found in sets.values()),
-        ]
-        for what in LIMITS
-    ]
-    first = first_steps(loops["measured"]) if loops is not None else []
-    if first:
-        found = [(row["worst"]["first"][0], row["loop"]) for row in first]
-        nothing = ["-"] * (len(sets) - 1)
-        lines.append(["first step's peak / the lowest", told(found), *nothing])
-    return f"{pages.markdown(('in the median', *sets), lines)}\n" + pages.measured_on(
-        data["environment"], HOW, data["measured"]
-    )
+    # Without kernels.
+    short = pages.found(marks[:10])
+    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

@@ -41,7 +41,6 @@ share of the budget, or for a number of bytes half way. "graph" is one graph by 
 A Llama of 8B parameters, as torchtitan trains it: FSDP2 over 8 H100s, 8,192 tokens on each,
 bfloat16 where it computes; simulated. "published" is what torchtitan measured for the same
 ways, with a batch that it does not give.
-
 """
 
 
@@ -182,15 +181,10 @@ def page(data: Row) -> str:
     for asked in dict.fromkeys(s["asked"] for row in small for s in row["steps"]):
         cells[f"{asked}"] = partial(pair, asked=asked)
     marks = [*judged(rows)]
-    text = LEGEND + pages.limits(marks, rows) + pages.found(marks)
-    text += f"## Small nets\n\n{pages.columns(small, cells)}\n"
-    text += f"## A Llama of 8B\n\n{of_llama(rows)}\n"
-    return text + pages.measured_on(data["environment"], pages.SIMULATED, rows)
-
-
-def brief(data: Row) -> str:
-    rows = data["measured"]
-    told = ". ".join(f"{mark.what}: {mark.measured}" for mark in judged(rows))
-    table = of_llama(rows, ("1.0", "0.2", "0.0"))
-    source = pages.measured_on(data["environment"], pages.SIMULATED, rows)
-    return f"{table}\nFixed: what is there whatever is planned. {told}. {source}"
+    short = f"{pages.found(marks)}\n{of_llama(rows, ('1.0', '0.2', '0.0'))}"
+    tables = {
+        "Small nets": pages.columns(small, cells),
+        "A Llama of 8B": of_llama(rows),
+    }
+    origin = pages.measured_on(data["environment"], pages.SIMULATED, rows)
+    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

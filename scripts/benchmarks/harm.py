@@ -14,7 +14,7 @@ exit status is 1 where the patched torch holds or takes more than 0.1 % above th
 computes something else.
 """
 
-import statistics
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -117,16 +117,15 @@ MEASURED = {"peak": "peak", "seconds": "roofline time"}
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     rows = good(rows)
-    for kind in KINDS:
-        those = good(rows, kind=kind)
-        for what, name in MEASURED.items():
-            ratios = [
-                (ratio(row, what), row["net"]) for row in those if what in row["stock"]
-            ]
+    for nets_of, part in pages.by_set(rows).items():
+        for kind, (what, name) in itertools.product(KINDS, MEASURED.items()):
+            those = [row for row in good(part, kind=kind) if what in row["stock"]]
             yield from at_most(
-                *(f"{kind}: {name} / stock's, {len(ratios)} nets", ratios),
-                *(SAME, "at most 1", "{:.4f} at most ({})", True),
-                f"In {kind}, {{1}} has a {name} {{2:.1%}} above stock's.",
+                f"{kind}: {name} / stock's, {nets_of.lower()}",
+                [(ratio(row, what), row["net"]) for row in those],
+                *(SAME, "at most 1"),
+                enforced=True,
+                limit=f"In {kind}, {{1}} has a {name} {{2:.1%}} above stock's.",
             )
     bitwise = [row for row in rows if "bits" in row["stock"]]
     other = [
@@ -146,14 +145,7 @@ set installed. Figures are the set's divided by the wheel's: 1 is the same, less
 bold what is above 1. Training is a step of it, inference the loss alone. Peaks are beyond
 parameters and inputs, time is by the GPU's roofline: each kernel takes the time of its flops
 or of its bytes, the longer. Three nets were worse at first and were mended ("tuned on").
-
 """
-
-
-def views(rows: Sequence[Row]) -> str:
-    ran = all(row["device"] == RUN for row in rows)
-    dtype = "bfloat16" if any(row["device"] in GPUS for row in rows) else "float32"
-    return f"{pages.RUN if ran else pages.SIMULATED}, {dtype},"
 
 
 def page(data: Row) -> str:
@@ -164,37 +156,20 @@ def page(data: Row) -> str:
         text = "".join(f"{each:.3f}" for each in found[:1]) or "-"
         return f"**{text}**" if found and found[0] > SAME else text
 
-    marks = [*judged(rows)]
-    text = LEGEND + pages.limits(marks, rows) + pages.found(marks)
+    tables = {}
     for name, part in pages.by_set(rows).items():
         cells: dict[str, Callable[..., str]] = {
             "net": lambda net: f"{net}, tuned on" if net in TUNED_ON else net
         }
-        for title, what in (("peak", "peak"), ("time", "seconds")):
+        for what, kind in itertools.product(MEASURED, KINDS):
             of = [row for row in part if what in row["stock"]]
-            for kind in KINDS:
-                cells[f"{title}, {kind}"] = partial(cell, part=of, kind=kind, what=what)
-        nets_of = dict.fromkeys(row["net"] for row in part)
-        text += f"## {name}\n\n{pages.columns(nets_of, cells)}\n"
-    return text + pages.measured_on(data["environment"], views(rows), rows)
-
-
-def brief(data: Row) -> str:
-    rows = good(data["measured"])
-    lines = []
-    for name, part in pages.by_set(rows).items():
-        for kind in KINDS:
-            cells = [f"{name}, {kind} ({len(good(part, kind=kind))})"]
-            for what in MEASURED:
-                of = [row for row in good(part, kind=kind) if what in row["stock"]]
-                ratios = [(ratio(row, what), row["net"]) for row in of]
-                mean = statistics.geometric_mean([each for each, _ in ratios] or [1])
-                worst = "{:.3f} ({})".format(*max(ratios)) if ratios else "-"
-                cells += [f"{mean:.3f}", worst]
-            lines.append(cells)
-    heading = ("nets", "peak, mean", "worst", "time, mean", "worst")
-    return (
-        f"{pages.markdown(heading, lines)}\nWith the set installed and no option set, divided "
-        "by stock's; means are geometric. "
-        + pages.measured_on(data["environment"], views(rows), rows)
-    )
+            title = f"{MEASURED[what]}, {kind}"
+            cells[title] = partial(cell, part=of, kind=kind, what=what)
+        tables[name] = pages.columns(dict.fromkeys(row["net"] for row in part), cells)
+    ran = all(row["device"] == RUN for row in good(rows))
+    dtype = "bfloat16" if any(row["device"] in GPUS for row in rows) else "float32"
+    how = f"{pages.RUN if ran else pages.SIMULATED}, {dtype},"
+    origin = pages.measured_on(data["environment"], how, rows)
+    marks = [*judged(rows)]
+    limits = pages.limits(marks, rows)
+    return pages.page(LEGEND, origin, pages.found(marks), limits, tables)

@@ -13,7 +13,6 @@ the forward's. The peak is that of both halves, one operator after the other, be
 parameters and inputs, beside upstream's at the same budget and at budget 1.
 """
 
-import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -132,7 +131,7 @@ def plans_of(rows: Sequence[Row]) -> list[tuple[Row, Row, str]]:
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     rows = good(rows)
     plans = plans_of(rows)
-    show = "{:+.4f} ({})"
+    show = "{mean:+.4f} on average, {0:+.4f} at most ({1})"
     yield from pages.at_most(
         f"share saved - share asked, {len(plans)} plans of {len(rows)} nets",
         ((step["share"] - step["budget"], where) for _, step, where in plans),
@@ -192,14 +191,14 @@ def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
     ]
     if peaks:
         worst, place = max(above, default=(1.0, "none"))
-        text = f"{len(above)} of {len(peaks)}, at most {worst:.2f} times it ({place})"
-        stock = f"Stock is lower at {', '.join(lower)}." if lower else "So is stock."
+        text = f"{len(above)} of {len(peaks)}, up to {worst:.2f} times it ({place})"
+        stock = f"Stock is lower at {', '.join(lower)}." if lower else ""
         yield Mark(
             f"{nets_of}: plans above the peak without a budget, each with a warning",
             *(text, "none", not above),
             enforced=False,
-            limit=f"{nets_of}: {text} peak above a step without a budget; a warning says "
-            f"so. {stock}",
+            limit=f"{nets_of}: of {len(peaks)} plans {len(above)} peak above a step without a "
+            f"budget, up to {worst:.2f} times as high ({place}); a warning says so. {stock}".strip(),
         )
 
 
@@ -209,9 +208,8 @@ then stock. Shares are of the way from what budget 0 saves to what budget 1 save
 in bold where stock saves more than was asked, by more than 0.001. What is recomputed is a
 share of the forward's compute, where this set may save what stock's plan saves plus masks of
 dropout: stock draws these again, so its gradients are wrong.
-
 """
-CELLS = {"Share saved": "share", "Share of the forward recomputed": "recomputed"}
+CELLS = {"share saved": "share", "share of the forward recomputed": "recomputed"}
 
 
 def cell(row: Row, step: Row, what: str) -> str:
@@ -230,37 +228,21 @@ def over(step: Row) -> bool:
 def page(data: Row) -> str:
     rows = data["measured"]
     marks = [*judged(rows)]
-    text = LEGEND + pages.limits(marks, rows) + pages.found(marks)
-    for name, part in pages.by_set(rows).items():
-        for heading, what in CELLS.items():
-            table = bounds.by_budget(part, partial(cell, what=what), BUDGETS)
-            text += f"## {name}: {heading.lower()}\n\n{table}\n"
-    return text + pages.measured_on(data["environment"], pages.PLANNED, rows)
-
-
-def brief(data: Row) -> str:
-    lines = []
-    for name, part in pages.by_set(data["measured"]).items():
-        steps = [step for row in part for step in row["steps"]]
-        more = [
-            s["recomputed_at_upstreams"] - s["upstream_recomputed"]
-            for s in steps
-            if s["peak_at_upstreams"] >= SAME * s["upstream_peak"]
-        ]
-        theirs = [s["upstream_share"] - s["budget"] for s in steps if over(s)]
-        ours = sum(s["share"] > s["budget"] + 1e-3 for s in steps)
-        lines.append(
-            [
-                f"{name} ({len(part)})",
-                f"{ours} of {len(steps)}",
-                f"{len(theirs)} of {len(steps)}, by {max(theirs, default=0):.1%} at most",
-                f"{statistics.fmean(more or [0]):+.1%}; {max(more, default=0):+.1%} at most",
-            ]
+    over_by = [
+        (step["upstream_share"] - step["budget"], f"{row['net']}, {step['budget']:g}")
+        for row in good(rows)
+        for step in row["steps"]
+        if over(step)
+    ]
+    short = pages.found(marks)
+    if over_by:
+        short += "\nOf stock's plans {} are over, by {:.1%} of the range at most ({}).\n".format(
+            len(over_by), *max(over_by)
         )
-    heading = ("nets", "plans over the budget", "stock's", "recomputed, beside stock")
-    return (
-        f"{pages.markdown(heading, lines)}\nBudgets are shares of the bytes saved; what is "
-        "recomputed is a share of the forward's compute, for as many bytes as stock saves "
-        "and no lower peak. "
-        + pages.measured_on(data["environment"], pages.PLANNED, data["measured"])
-    )
+    tables = {
+        f"{name}: {heading}": bounds.by_budget(part, partial(cell, what=what), BUDGETS)
+        for name, part in pages.by_set(rows).items()
+        for heading, what in CELLS.items()
+    }
+    origin = pages.measured_on(data["environment"], pages.PLANNED, rows)
+    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

@@ -336,15 +336,16 @@ LIMITS = {
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """The held-out nets by themselves."""
-    for name, part in pages.by_set(rows).items():
-        planned = [row for row in part if "worst" in row]
-        for mark in (*judged_set(planned), *judged_others(part)):
-            yield mark._replace(what=f"{name}: {mark.what}")
+    for judge in (judged_set, judged_others):
+        for name, part in pages.by_set(rows).items():
+            for mark in judge(part):
+                yield mark._replace(what=f"{name}: {mark.what}")
 
 
 def judged_set(rows: Sequence[Row]) -> Iterator[Mark]:
+    planned = [row for row in rows if "worst" in row]
     for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
-        found = [(row[entry], told(row)) for row in rows if entry in row]
+        found = [(row[entry], told(row)) for row in planned if entry in row]
         show = "", "{:.0f} ({})"
         yield from pages.at_most(what, found, 0, *show, limit=LIMITS[entry])
     for what, entry, limit in (
@@ -354,7 +355,7 @@ def judged_set(rows: Sequence[Row]) -> Iterator[Mark]:
     ):
         pairs = [
             (row["worst"][entry][0], f"{told(row)}, {row['worst'][entry][1]}")
-            for row in rows
+            for row in planned
             if entry in row["worst"]
         ]
         yield from pages.at_most(
@@ -396,9 +397,7 @@ a second size is seen (automatic), or by one for each size (buckets). A smaller 
 each epoch. Accumulation is over one to four micro-batches. Skipped are a batch without a
 backward, and a step without a batch. In gan and curriculum two models, or two sizes, take
 turns.
-
 """
-HOW = "Run operator by operator, float32,"
 
 
 def by_program(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -432,25 +431,12 @@ def page(data: Row) -> str:
     }
     rows = [row for row in data["measured"] if row["net"] != "first steps"]
     marks = [*judged(rows)]
-    text = LEGEND + pages.limits(marks, rows) + pages.found(marks)
-    for name, part in by_program(rows).items():
-        text += f"## {name}\n\n{pages.columns(part, cells)}\n"
-    return text + pages.measured_on(data["environment"], HOW, rows)
-
-
-def brief(data: Row) -> str:
-    def most(entry: str) -> Callable[..., str]:
-        return lambda name, rows: "{:.3f}".format(
-            max(row["worst"][entry][0] for row in rows if entry in row["worst"])
-        )
-
-    cells: dict[str, Any] = {
-        "loops of": lambda name, rows: f"{name} ({len(rows)})",
-        "worst peak / allowed": most("bound"),
-        "worst first step / floor": most("first"),
-        "steps planned again": lambda name, of: str(sum(r.get("again", 0) for r in of)),
-        "warnings": lambda name, rows: str(sum(row["warned"] for row in rows)),
+    tables = {
+        f"{name[0].upper()}{name[1:]}": pages.columns(part, cells)
+        for name, part in by_program(rows).items()
     }
-    rows = [row for row in data["measured"] if row["net"] != "first steps"]
-    table = pages.columns(by_program(rows).items(), cells)
-    return f"{table}\n{pages.measured_on(data['environment'], HOW, rows)}"
+    how = "Run operator by operator, float32,"
+    origin = pages.measured_on(data["environment"], how, rows)
+    # Those of peaks and plans.
+    short = pages.found(marks[:10])
+    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

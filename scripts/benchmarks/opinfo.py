@@ -452,7 +452,6 @@ LEGEND = """Each operator of torch's OpInfo databases is trained in small progra
 under budgets by the targets "saved" and "peak". A case is a way to call an operator; those
 that do not work without a budget are left out. Operator by operator every bit has to be the
 same, under inductor all but rounding.
-
 """
 
 
@@ -476,11 +475,7 @@ def table(rows: Sequence[Row]) -> str:
 def page(data: Row) -> str:
     rows = data["measured"]
     marks = [*judged(rows)]
-    source = pages.measured_on(data["environment"], pages.RUN, rows)
-    text = LEGEND + pages.limits(marks, rows) + pages.found(marks)
-    return f"{text}{table(rows)}\n{source}"
-
-
-def brief(data: Row) -> str:
-    source = pages.measured_on(data["environment"], pages.RUN, data["measured"])
-    return f"{pages.found(judged(data['measured']))}{source}"
+    origin = pages.measured_on(data["environment"], pages.RUN, rows)
+    tables = {"All": table(rows)}
+    limits = pages.limits(marks, rows)
+    return pages.page(LEGEND, origin, pages.found(marks), limits, tables)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,18 +96,22 @@ def at_most(
     found: Iterable[Named],
     most: float,
     mark: str = "",
-    show: str = "{:.4f} ({})",
+    show: str = "{mean:.3f} on average, {0:.3f} at most ({1}); {count} in all",
     enforced: bool = False,
     limit: str = "",
 ) -> Iterator[Mark]:
     """The largest of what was found has to be at most ``most``; none where none was.
 
-    ``limit`` is formatted with it, with where it was found, and with it minus 1.
+    ``show`` and ``limit`` are formatted with it, where it was found, and it minus 1.
     """
     found = list(found)
     if found:
-        value, where = max(found)
-        shown, told = show.format(value, where), limit.format(value, where, value - 1)
+        value, place = max(found)
+        mean = statistics.fmean(each for each, _ in found)
+        shown, told = (
+            text.format(value, place, value - 1, mean=mean, count=len(found))
+            for text in (show, limit)
+        )
         mark = mark or f"at most {most:g}"
         yield Mark(what, shown, mark, value <= most, enforced, told)
 
@@ -140,23 +145,47 @@ def columns(items: Iterable[Any], cells: Mapping[str, Callable[..., str]]) -> st
 
 def found(marks: Iterable[Mark]) -> str:
     """What was measured, whatever the marks are."""
-    return markdown(("what", "found"), ((m.what, m.measured) for m in marks)) + "\n"
+    return markdown(("what", "found"), ((m.what, m.measured) for m in marks))
 
 
-def limits(marks: Iterable[Mark], rows: Iterable[Row] = ()) -> str:
-    """A sentence for each mark that was missed, and for what could not be measured."""
-    lines = [
+def limits(marks: Iterable[Mark], rows: Iterable[Row] = ()) -> list[str]:
+    """What a user meets where a mark was missed, and what could not be measured."""
+    missed = [
         mark.limit or f"{mark.what}: {mark.measured}, not {mark.mark}."
         for mark in marks
         if not mark.passed
     ]
-    lines += [
+    broken = [
         f"{row.get('net', 'A row')} could not be measured: {row['error']}."
         for row in rows
         if "error" in row
     ]
-    text = "".join(f"- {line}\n" for line in dict.fromkeys(lines))
-    return f"## Limits\n\n{text}\n" if text else ""
+    return [*dict.fromkeys(missed + broken)]
+
+
+SHORT, LIMITS = "In short", "Limits"
+
+
+def page(
+    legend: str,
+    origin: str,
+    short: str,
+    limits: Iterable[str],
+    tables: Mapping[str, str],
+) -> str:
+    """How it was measured, and sections with all tables last; guides have what is in short."""
+    lines = "".join(f"- {line}\n" for line in limits)
+    sections = {SHORT: short, **({LIMITS: lines} if lines else {}), **tables}
+    text = "".join(f"\n## {name}\n\n{told}" for name, told in sections.items())
+    return f"{legend}\n{origin}{text}"
+
+
+def brief(page: str) -> str:
+    """What a guide has of a page: what is in short, and how it was measured."""
+    before, _, after = page.partition(f"\n## {SHORT}\n\n")
+    origin = before.rpartition("\n\n")[2]
+    short, _, _ = after.partition("\n## ")
+    return f"{short}\n{origin}" if after else before
 
 
 def megabytes(nbytes: float) -> str:

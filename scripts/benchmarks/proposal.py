@@ -8,6 +8,7 @@ from patchset.patch import REPOSITORY
 from patchset.series import exported, FORMS, SERIES
 
 from benchmarks.pages import markdown
+from benchmarks.pages import page as page_of
 
 
 LEGEND = """Each pull request in its smallest form, on five models or more: what was measured without it
@@ -17,22 +18,22 @@ are noise.
 
 
 def page(data: dict[str, Any]) -> str:
-    text = LEGEND
+    tables = {}
     for name, found in data.items():
         lines = ([model, *shown(both)] for model, both in found["models"].items())
-        text += (
-            f"\n## {name}\n\n{found['what'].capitalize()}; torch {found['torch']}.\n\n"
-        )
-        text += markdown(("model", "before", "after"), lines)
-    return text
+        table = markdown(("model", "before", "after"), lines)
+        how = f"{found['what'].capitalize()}; torch {found['torch']}."
+        tables[name] = f"{how}\n\n{table}"
+    origin = "Each was run without the pull request and with it, by the torch that it names.\n"
+    return page_of(LEGEND, origin, summary(data), (), tables)
 
 
 def shown(both: list[float]) -> Iterator[str]:
     return (f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in both)
 
 
-def brief(data: dict[str, Any]) -> str:
-    """The pull requests, each with the model that it changes most."""
+def summary(data: dict[str, Any]) -> str:
+    """Each with the model that it changes most."""
     ticks = json.loads((REPOSITORY / "results" / "releases.json").read_text())
     heading = (
         "pull request",

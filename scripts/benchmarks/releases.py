@@ -5,6 +5,7 @@ from typing import Any, Optional
 from patchset.series import FORMS
 
 from benchmarks.pages import markdown
+from benchmarks.pages import page as page_of
 
 
 SHORT = {
@@ -15,7 +16,6 @@ SHORT = {
 LEGEND = """Applies: the edits fit and the result compiles. ✓: the patch's own tests were run on a CPU by
 that release's torch, fail without it and pass with it; ✗: they fail with it. Faulty: upstream
 has it, but with the bug. -: not for this release. The last line has the oldest of the tests.
-
 """
 
 
@@ -29,6 +29,17 @@ def oldest(row: dict[str, Any]) -> str:
     return min({found["date"] for found in row.values()} - {None}, default="-")
 
 
+def summary(data: dict[str, Any]) -> str:
+    lines = []
+    for release, row in data.items():
+        found = [each for each in row.values() if SHORT.get(each["state"]) != "-"]
+        passed, failed = (sum(tested(e) is x for e in found) for x in (True, False))
+        cells = (len(found), passed, failed)
+        lines.append([release, *map(str, cells), oldest(row)])
+    heading = ("torch", "forms of patches for it", "tests pass", "fail", "oldest test")
+    return markdown(heading, lines)
+
+
 def page(data: dict[str, Any]) -> str:
     # Of one that is new, the releases that it was tried on.
     unknown = {"state": "not tried", "without": None, "with": None}
@@ -39,15 +50,6 @@ def page(data: dict[str, Any]) -> str:
         states = (SHORT.get(each["state"], each["state"]) for each in found)
         lines.append([patch, *map("".join, zip(states, ticks))])
     lines.append(["tested", *map(oldest, data.values())])
-    return LEGEND + markdown(["patch", *data], lines)
-
-
-def brief(data: dict[str, Any]) -> str:
-    lines = []
-    for release, row in data.items():
-        found = [each for each in row.values() if SHORT.get(each["state"]) != "-"]
-        passed, failed = (sum(tested(e) is x for e in found) for x in (True, False))
-        cells = (len(found), passed, failed)
-        lines.append([release, *map(str, cells), oldest(row)])
-    heading = ("torch", "forms of patches for it", "tests pass", "fail", "oldest test")
-    return markdown(heading, lines)
+    tables = {"All patches": markdown(["patch", *data], lines)}
+    origin = "Run on a CPU by each release's own torch.\n"
+    return page_of(LEGEND, origin, summary(data), (), tables)

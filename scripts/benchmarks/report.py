@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from patchset.patch import REPOSITORY
 
 from benchmarks import quickstart
+from benchmarks.pages import brief
 from benchmarks.pictures import PICTURES
 
 
@@ -28,7 +29,7 @@ BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- report end -->)", re.DOT
 
 
 class Question(NamedTuple):
-    """What is asked, the module with its ``page`` and ``brief``, and the files they get."""
+    """What is asked, the module with its ``page``, and the files that the page gets."""
 
     asked: str
     module: str
@@ -83,12 +84,10 @@ def stored(files: tuple[str, ...]) -> list[Any]:
     return [json.loads(place.read_text()) for place in places if place.exists()]
 
 
-def text_of(name: str, which: str) -> str:
-    """The ``page`` or the ``brief`` of a question."""
+def page_of(name: str) -> str:
     question = QUESTIONS[name]
     if data := stored(question.files):
-        module = importlib.import_module(f"benchmarks.{question.module}")
-        text: str = getattr(module, which)(*data)
+        text: str = importlib.import_module(f"benchmarks.{question.module}").page(*data)
         return text
     command = f"scripts/benchmark.sh {question.files[0]}"
     return f"Nobody has run this yet: `{command} --json results/{name}.json`.\n"
@@ -107,7 +106,7 @@ def filled(guide: Path) -> str:
             raise SystemExit(f"{guide}: no report is named {name!r}; there are {known}")
         link = os.path.relpath(REPOSITORY / f"results/{name}.md", guide.parent)
         more = f"\n[All that was measured]({link}).\n"
-        return match[1] + text_of(name, "brief") + more + match[3]
+        return match[1] + brief(page_of(name)) + more + match[3]
 
     return BLOCK.sub(fill, guide.read_text())
 
@@ -122,7 +121,7 @@ def written() -> Iterator[tuple[Path, str]]:
     index += "all figures. `scripts/report.sh` writes the pages.\n\n"
     for name, question in QUESTIONS.items():
         picture = f"![{question.asked}]({name}.svg)\n\n" if name in PICTURES else ""
-        page = f"{HEAD}# {question.asked}\n\n{picture}{text_of(name, 'page')}"
+        page = f"{HEAD}# {question.asked}\n\n{picture}{page_of(name)}"
         yield RESULTS / f"{name}.md", page
         index += f"- [{question.asked}]({name}.md)\n"
     yield RESULTS / "README.md", index
@@ -145,7 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     for place, text in stale:
         if check:
-            print(f"{place.parent.name}/{place.name} is not what the stored results give")
+            print(
+                f"{place.parent.name}/{place.name} is not what the stored results give"
+            )
         else:
             place.write_text(text)
     if stale and check:

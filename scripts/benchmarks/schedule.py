@@ -140,4 +140,4 @@ def measure(task: fresh.Task) -> Row:
     return {**row, **found}
 
 
-judged, page, brief = bounds.judged, bounds.page, bounds.brief
+judged, page = bounds.judged, bounds.page

@@ -201,21 +201,16 @@ that can be saved: its bytes, and the flops that saving it spares. "dp" is upstr
 from the untouched wheel; "Hirschberg" is what answers to its name here, against upstream's
 dp. Counts should be 0, "differ" is from a proven optimum. Times are CPU seconds, medians of
 interleaved runs.
-
 """
 
 
 def page(data: Row) -> str:
     marks = judged(data["measured"])
     source = pages.measured_on(data["environment"], pages.RUN, data["measured"])
-    return LEGEND + pages.limits(marks) + pages.found(marks) + source
-
-
-def brief(data: Row) -> str:
-    # Without those of drawn sizes.
-    marks = [mark for mark in judged(data["measured"]) if "n = " not in mark.what]
-    source = pages.measured_on(data["environment"], pages.RUN, data["measured"])
-    return pages.found(marks[:10]) + source
+    drawn = [mark for mark in marks if "n = " in mark.what]
+    short = pages.found(mark for mark in marks if mark not in drawn)
+    tables = {"Sizes drawn at random": pages.found(drawn)}
+    return pages.page(LEGEND, source, short, pages.limits(marks), tables)
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
