@@ -176,7 +176,8 @@ def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:
     found = [(s["gradients_off"], at) for at, s in others if "gradients_off" in s]
     yield from pages.at_most(
         *("gradients, by other kernels", found),
-        *(ROUNDING.get(rows[0]["device"], 0.0), "", "{:.1e} ({})"),
+        most=ROUNDING.get(rows[0]["device"], 0.0),
+        show="{:.1e} ({})",
         limit="By other kernels gradients are off by {0:.1e} ({1}).",
     )
 

@@ -30,24 +30,27 @@ STYLES: dict[str, dict[str, Any]] = {
     "graph": {"color": BLUE, "marker": "o"},
     "blocks": {"color": BLUE, "marker": "o"},
 }
-FACE = {"font.size": 12, "axes.titlesize": 13, "lines.markersize": 5}
+FACE: dict[str, Any] = {"font.size": 12, "axes.titlesize": 13, "lines.markersize": 5}
 
 
 @contextmanager
-def drawn(place: Path, title: str, source: str, *size: float) -> Iterator[Figure]:
+def drawn(
+    place: Path, title: str, source: str, width: float, height: float
+) -> Iterator[Figure]:
     """A figure to draw on, which is then written, the same from the same data."""
     # Or the names of clip paths would be random.
-    with matplotlib.rc_context({**FACE, "svg.hashsalt": place.stem}):
-        figure = Figure(figsize=size, layout="constrained")
+    style: Any = {**FACE, "svg.hashsalt": place.stem}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(width, height), layout="constrained")
         # The second line is the legend's.
         figure.suptitle(f"{title}\n", fontsize=17)
         yield figure
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        above = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - 0.29 / size[1])}
-        figure.legend(handles, labels, **above, ncols=len(labels), frameon=False)
+        at = 0.5, 1 - 0.29 / height
+        how: Any = {"loc": "upper center", "bbox_to_anchor": at, "frameon": False}
+        figure.legend(handles, labels, ncols=len(labels), **how)
         figure.supxlabel(source.strip(), fontsize=9, color=GREY, x=0.01, ha="left")
-        stable = {"metadata": {"Date": None}} if place.suffix == ".svg" else {}
-        figure.savefig(place, **stable)
+        figure.savefig(place, metadata={"Date": None})
 
 
 def source_of(rows: list[Row], data: Row) -> str:

@@ -13,6 +13,7 @@ SHORT = {
     "landed upstream but still faulty": "faulty",
     "landed upstream": "landed",
 }
+TICKS = {True: " ✓", False: " ✗", None: ""}
 LEGEND = """Applies: the edits fit and the result compiles. ✓: the patch's own tests were run on a CPU by
 that release's torch, fail without it and pass with it; ✗: they fail with it. Faulty: upstream
 has it, but with the bug. -: not for this release. The last line has the oldest of the tests.
@@ -46,7 +47,7 @@ def page(data: dict[str, Any]) -> str:
     lines = []
     for patch in (name for name in FORMS if any(name in row for row in data.values())):
         found = [row.get(patch, unknown) for row in data.values()]
-        ticks = ({True: " ✓", False: " ✗"}.get(tested(each), "") for each in found)
+        ticks = (TICKS[tested(each)] for each in found)
         states = (SHORT.get(each["state"], each["state"]) for each in found)
         lines.append([patch, *map("".join, zip(states, ticks))])
     lines.append(["tested", *map(oldest, data.values())])
