@@ -104,14 +104,11 @@ def main(name: str, *words: str) -> int:
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
         )
     rows = found_by(benchmark, arguments)
-    marks = list(benchmark.judged(rows))
     data: Row = {"environment": environment(), "measured": rows}
-    # What a pull request quotes.
-    data["rows"] = [mark._asdict() for mark in marks]
     show(benchmark.page(data))
     if arguments.json is not None:
         store(arguments.json, data)
-    return int(failed(marks) or any("error" in row for row in rows))
+    return int(failed(benchmark.judged(rows)) or any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -307,20 +307,22 @@ def base_of(rows: Sequence[Row]) -> dict[str, Row]:
     return found
 
 
+def more_than(base: Row, step: Row) -> str:
+    """What a step costs beyond another."""
+    both = [cost for cost in COSTS if cost in step and cost in base]
+    more = " / ".join(f"{step[cost] / base[cost] - 1:.1%}" for cost in both)
+    return f", {more}" if more else ""
+
+
 def table(rows: Sequence[Row]) -> str:
     bases = base_of(rows)
-
-    def cost(row: Row, step: Row) -> str:
-        base = bases.get(row["net"], {})
-        both = [e for e in ("flops", "seconds") if e in step and e in base]
-        more = " / ".join(f"{step[e] / base[e] - 1:.1%}" for e in both)
-        return f", {more}" if more else ""
 
     def cell(row: Row, step: Row) -> str:
         text = f"{step['peak'] / 1e6:,.{0 if step['peak'] >= 1e9 else 1}f}"
         if step["peak"] > (step.get("allowed") or step["peak"]):
             text += f" (**{step['peak'] / step['allowed'] - 1:+.1%}**)"
-        return text + (" w" if step.get("warned") else "") + cost(row, step)
+        warned = " w" if step.get("warned") else ""
+        return text + warned + more_than(bases.get(row["net"], {}), step)
 
     def at_lowest(row: Row) -> str:
         least = lowest(row["steps"])
@@ -335,8 +337,9 @@ def table(rows: Sequence[Row]) -> str:
         kind = "blocks" if row["kind"] in IN_BLOCKS else "graph"
         peak = lowest(row["steps"])["peak"]
         low = no_higher(rows, row["net"], kind, peak)
-        # Of a real run no flops are counted.
-        cost = "flops" if all("flops" in plan for plan in low) else "seconds"
+        # Of a real run no flops are counted, and not always the time.
+        costs = (cost for cost in COSTS if all(cost in plan for plan in low))
+        cost = next(costs, "peak")
         return cell(row, min(low, key=lambda plan: plan[cost])) if low else "-"
 
     more: dict[str, Any] = {"lowest": at_lowest, "this set, no higher": ours}
@@ -385,13 +388,16 @@ def page(*files: Row) -> str:
                     nets = [ratios[at][1] for at in (0, len(ratios) // 2, -1)]
                     examples = examples or examples_of(part, nets, theirs, ours)
     heading = ("nets", "what", "lowest peak, mean", "worst", "compute / time, mean")
-    short = f"{pages.markdown(heading, lines)}\n{examples}\n{IN_SHORT}"
+    short = "Nothing to compare was measured.\n"
+    if lines:
+        short = f"{pages.markdown(heading, lines)}\n{examples}\n{IN_SHORT}"
     broken = pages.limits((), [row for data in files for row in data["measured"]])
     return pages.page(HOW, "".join(origins), short, broken, tables)
 
 
-IN_SHORT = """Means are geometric. Compute, and time by the GPU's roofline, are those at no higher peak.
-Peaks are beyond parameters and inputs.
+IN_SHORT = """Means are geometric; their compute and time are those at no higher peak. Peaks are beyond
+parameters and inputs; after them, how much more compute, and time where it is known, a step
+takes than stock's at budget 1.
 """
 
 
@@ -410,14 +416,13 @@ def compared(
 
 
 def examples_of(rows: Sequence[Row], nets: Iterable[str], *kinds: str) -> str:
-    """The peaks of some nets, with the compute beyond stock's at budget 1."""
+    """The peaks of some nets, with what they cost beyond stock's budget 1."""
     bases = base_of(rows)
 
     def cell(net: str, kind: str) -> str:
         (row,) = good(rows, net=net, kind=kind)
         step = lowest(row["steps"])
-        more = step["flops"] / bases[net]["flops"] - 1
-        return f"{pages.megabytes(step['peak'])} MB, {more:+.0%} compute"
+        return f"{pages.megabytes(step['peak'])} MB{more_than(bases[net], step)}"
 
     cells: dict[str, Any] = {"for example": str}
     cells["stock at budget 1"] = lambda net: f"{pages.megabytes(bases[net]['peak'])} MB"
