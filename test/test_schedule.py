@@ -68,8 +68,8 @@ def test_a_plan_says_what_is_replayed(monkeypatch, kind, device):
         ("blocks", "predicted", 52, ["predicted"]),
         ("bytes", "allowed", 49, ["peak, above", "plans over"]),
         ("upstream", "peak", 49, ["lowest peak"] * 2),
-        ("blocks", "seconds", 5.0, ["roofline time"]),
-        ("upstream", "seconds", 3.9, ["roofline time"] * 2),
+        ("blocks", "seconds", 5.0, ["time at no"]),
+        ("upstream", "seconds", 3.9, ["time at no"] * 2),
     ],
 )
 def test_what_is_off_is_seen(kind, entry, value, wrong):

@@ -36,7 +36,7 @@ SHOWN = (1.0, 0.5, 0.2, 0.1, 0.05, 0.0)
 RISES = 1.0005
 # What else a plan may cost.
 DEARER = 1.01
-COSTS = {"flops": "compute", "seconds": "roofline time"}
+COSTS = {"flops": "compute", "seconds": "time"}
 # As a reader knows the kinds.
 NAMES = {
     "upstream": "stock",
@@ -347,10 +347,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 HOW = """A cell has the peak of a training step in MB, then how much more compute it takes than
-stock's plan at budget 1 and, after a slash where it is known, how much more time by the
-GPU's roofline: each kernel takes the time of its flops or of its bytes, the longer. Peaks
-are beyond parameters, inputs and what else is there when the step starts. In bold: how far
-a peak is above what was asked for; w: a warning says so.
+stock's plan at budget 1 and, after a slash where it is known, how much more time. Where no
+kernel ran, that is the GPU's roofline: each kernel takes the time of its flops or of its
+bytes, the longer. Peaks are beyond parameters, inputs and what else is there when the step
+starts. In bold: how far a peak is above what was asked for; w: a warning says so.
 
 Columns are budgets, or a StepBudget's shares. "lowest" has the lowest peak, at which budget
 it was found and of how many, without plans that give wrong gradients. "this set, no higher"

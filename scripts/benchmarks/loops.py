@@ -334,6 +334,14 @@ LIMITS = {
 }
 
 
+# Of loops whose plans are not judged: what should be 1, and the most that it may be.
+OTHERS = {
+    "logits": ("peaks with logits returned / without", 1.03),
+    "cost": ("CPU time of a step / without a budget", 1.01),
+    "memory": ("host memory at the end / at a third", 1.01),
+}
+
+
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """The held-out nets by themselves."""
     for judge in (judged_set, judged_others):
@@ -364,11 +372,7 @@ def judged_set(rows: Sequence[Row]) -> Iterator[Mark]:
 
 
 def judged_others(rows: Sequence[Row]) -> Iterator[Mark]:
-    for loop, what, limit in (
-        ("logits", "peaks with logits returned / without", 1.03),
-        ("cost", "CPU time of a step / without a budget", 1.01),
-        ("memory", "host memory at the end / at a third", 1.01),
-    ):
+    for loop, (what, limit) in OTHERS.items():
         found = [(ratio_of(row), told(row)) for row in good(rows, loop=loop)]
         yield from pages.at_most(what, found, limit, limit=LIMITS[loop])
 
@@ -437,6 +441,10 @@ def page(data: Row) -> str:
     }
     how = "Run operator by operator, float32,"
     origin = pages.measured_on(data["environment"], how, rows)
-    # Those of peaks and plans.
-    short = pages.found(marks[:10])
+    others = tuple(what for what, _ in OTHERS.values())
+    of_plans = [mark for mark in marks if not mark.what.endswith(others)]
+    tables["Logits, time and host memory"] = pages.found(
+        mark for mark in marks if mark not in of_plans
+    )
+    short = pages.found(of_plans)
     return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

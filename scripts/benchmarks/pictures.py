@@ -56,7 +56,7 @@ def drawn(
 def source_of(rows: list[Row], data: Row) -> str:
     _, how = bounds.view(rows[0]["device"])
     versions = f"torch {data['environment']['torch']}"
-    return f"{how.rstrip(',')}, {versions}. Peaks beyond parameters and inputs."
+    return f"{how.rstrip(',')}, {versions}.\nPeaks beyond parameters and inputs."
 
 
 def panels(
