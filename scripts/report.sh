@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes the tables of the pages and the figures from results/; --check only compares.
+# Writes results/*.md, the pictures and the tables of guides from results/*.json; --check
+# only compares.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment

@@ -161,7 +161,6 @@ def test_a_net_that_holds_more_than_with_the_wheel_is_harmed():
         assert "mine" in unasked.page(
             {
                 "measured": rows,
-                "rows": [],
                 "environment": {"torch": "", "python": "", "system": ""},
             }
         )

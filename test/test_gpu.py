@@ -29,7 +29,7 @@ def test_what_runs_is_what_was_told(monkeypatch):
     lowest["peak"] *= 2
     assert not all(mark.passed for mark in gpu.judged(rows))
     page = gpu.page({"environment": environment(), "measured": rows})
-    assert "Run on a CPU" in page
+    assert "Run by inductor's kernels, float32, on a CPU" in page
 
 
 def test_no_gpu_is_said(capsys, monkeypatch):

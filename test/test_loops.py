@@ -35,7 +35,7 @@ def test_what_is_off_is_seen(step, change, marks):
     failed = [mark.what for mark in loops.judged([row]) if not mark.passed]
     assert len(failed) == len(marks)
     for what, begin in zip(failed, marks):
-        assert what.startswith(begin)
+        assert what.startswith(f"Nets of the project: {begin}")
 
 
 def test_a_batch_is_cut():

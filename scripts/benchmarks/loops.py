@@ -319,18 +319,40 @@ def told(row: Row) -> str:
     return f"{row['net']}, {row['loop']}, {row['way']}, share {row['share']:g}"
 
 
+LIMITS = {
+    "again": "Steps that are like earlier ones are planned again, up to {0} times ({1}).",
+    "warned": "A step warns that it is over what is allowed ({1}).",
+    "first": "The first step peaks {2:.0%} above the lowest peak ({1}).",
+    "bound": "A peak is {2:.1%} above what is allowed ({1}).",
+    "flops": "At share 1, a step computes {2:.1%} more than without a budget ({1}).",
+    "logits": "Returning logits, too, raises the peak by {2:.1%} ({1}).",
+    "cost": "A step takes {2:.1%} more CPU time than without a budget ({1}).",
+    "memory": "The process grows by {2:.1%} in the later steps of a thousand ({1}).",
+}
+
+
+# Of loops whose plans are not judged: what should be 1, and the most that it may be.
+OTHERS = {
+    "logits": ("peaks with logits returned / without", 1.03),
+    "cost": ("CPU time of a step / without a budget", 1.01),
+    "memory": ("host memory at the end / at a third", 1.01),
+}
+
+
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """The held-out nets by themselves."""
-    for is_held_out, name in (False, ""), (True, "held out: "):
-        of_set = good(rows, held_out=is_held_out)
-        yield from judged_set([row for row in of_set if "worst" in row], name)
-        yield from judged_others(of_set, name)
+    for judge in (judged_set, judged_others):
+        for name, part in pages.by_set(rows).items():
+            for mark in judge(part):
+                yield mark._replace(what=f"{name}: {mark.what}")
 
 
-def judged_set(rows: Sequence[Row], name: str) -> Iterator[Mark]:
+def judged_set(rows: Sequence[Row]) -> Iterator[Mark]:
+    planned = [row for row in rows if "worst" in row]
     for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
-        found = [(row[entry], told(row)) for row in rows if entry in row]
-        yield from pages.at_most(name + what, found, 0, "", "{:.0f} ({})")
+        found = [(row[entry], told(row)) for row in planned if entry in row]
+        show = "", "{:.0f} ({})"
+        yield from pages.at_most(what, found, 0, *show, limit=LIMITS[entry])
     for what, entry, limit in (
         ("first step's peak / floor and what stays of it", "first", 1.05),
         ("peaks / allowed", "bound", 1.005),
@@ -338,47 +360,88 @@ def judged_set(rows: Sequence[Row], name: str) -> Iterator[Mark]:
     ):
         pairs = [
             (row["worst"][entry][0], f"{told(row)}, {row['worst'][entry][1]}")
-            for row in rows
+            for row in planned
             if entry in row["worst"]
         ]
-        yield from pages.at_most(name + what, pairs, limit, enforced=entry == "bound")
+        yield from pages.at_most(
+            *(what, pairs, limit), enforced=entry == "bound", limit=LIMITS[entry]
+        )
 
 
-def judged_others(rows: Sequence[Row], name: str) -> Iterator[Mark]:
-    for loop, entries, limit in (
-        ("logits", ("real", "predicted"), 1.03),
-        ("cost", ("time",), 1.01),
-    ):
-        for entry in entries:
-            found = [(row[entry], told(row)) for row in good(rows, loop=loop)]
-            pairs = [(max(r) if isinstance(r, list) else r, n) for r, n in found]
-            yield from pages.at_most(f"{name}{loop}: {entry} / without", pairs, limit)
-    flat = [(row["end"] / row["third"], told(row)) for row in good(rows, loop="memory")]
-    yield from pages.at_most(f"{name}host memory at the end / at a third", flat, 1.01)
+def judged_others(rows: Sequence[Row]) -> Iterator[Mark]:
+    for loop, (what, limit) in OTHERS.items():
+        found = [(ratio_of(row), told(row)) for row in good(rows, loop=loop)]
+        yield from pages.at_most(what, found, limit, limit=LIMITS[loop])
+
+
+def ratio_of(row: Row) -> float:
+    """What should be 1 of a loop whose plans are not judged."""
+    if row["loop"] == "logits":
+        return float(max(*row["real"], *row["predicted"]))
+    return float(row["time"] if row["loop"] == "cost" else row["end"] / row["third"])
 
 
 # ------------------------------------------------------------------- report
 
 
-def page(data: dict[str, Any]) -> str:
-    """What came of each loop; the worst of its steps."""
+LEGEND = """Every net is trained in several loops under a StepBudget. "way" is how it is compiled: each
+block by itself, or as a whole. "first / floor" is the peak of the first step, which has no
+plan yet, beside the lowest that can be held and what the step leaves behind for good. "peaks
+/ allowed" is the worst of the later steps, "flops / needed" is what they compute at share 1
+beside steps without a budget. "learned again" counts steps that changed plans though neither
+they nor those before them were new. In "steps" a letter stands for each: R, it was recorded;
+C, plans were compiled; w, it warned; a dot, none of these. Peaks are bytes beyond those that
+are there when a step starts.
 
-    def ratio(entry: str) -> Callable[[Row], str]:
-        return lambda row: "".join(f"{r:.3f}" for r in row["worst"].get(entry, ())[:1])
+Lengths are forty steps of eight sizes, by graphs for all sizes from the start (dynamic), once
+a second size is seen (automatic), or by one for each size (buckets). A smaller last batch ends
+each epoch. Accumulation is over one to four micro-batches. Skipped are a batch without a
+backward, and a step without a batch. In gan and curriculum two models, or two sizes, take
+turns.
+"""
 
+
+def by_program(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Those with plans, of each set of nets and of programs with loops of their own."""
+    found: dict[str, list[Row]] = {}
+    for name, part in pages.by_set(rows).items():
+        for row in part:
+            if "worst" in row:
+                program = row["net"] if row["net"] in PROGRAMS else name
+                found.setdefault(program, []).append(row)
+    return found
+
+
+def worst(row: Row, entry: str) -> str:
+    return "".join(f"{ratio:.3f}" for ratio in row["worst"].get(entry, ())[:1])
+
+
+def page(data: Row) -> str:
+    """What came of each loop; the worst of its steps. What first steps cost has a page."""
     cells: dict[str, Any] = {
         "net": lambda row: row["net"],
         "loop": lambda row: row["loop"],
         "way": lambda row: row["way"],
         "share": lambda row: f"{row['share']:g}",
-        "first / floor": ratio("first"),
-        "peaks / allowed": ratio("bound"),
-        "flops / needed": ratio("flops"),
+        "first / floor": lambda row: worst(row, "first"),
+        "peaks / allowed": lambda row: worst(row, "bound"),
+        "flops / needed": lambda row: worst(row, "flops"),
         "learned again": lambda row: str(row.get("again", "")),
         "warnings": lambda row: str(row["warned"]),
         "steps": lambda row: f"`{row['trace']}`",
     }
-    taken = [row for row in good(data["measured"]) if "worst" in row]
-    table = pages.columns(taken, cells)
-    origin = pages.measured_on(data["environment"], "Run, operator by operator,")
-    return f"{pages.marks_table(data['rows'])}\n{table}\n{origin}"
+    rows = [row for row in data["measured"] if row["net"] != "first steps"]
+    marks = [*judged(rows)]
+    tables = {
+        f"{name[0].upper()}{name[1:]}": pages.columns(part, cells)
+        for name, part in by_program(rows).items()
+    }
+    how = "Run operator by operator, float32,"
+    origin = pages.measured_on(data["environment"], how, rows)
+    others = tuple(what for what, _ in OTHERS.values())
+    of_plans = [mark for mark in marks if not mark.what.endswith(others)]
+    tables["Logits, time and host memory"] = pages.found(
+        mark for mark in marks if mark not in of_plans
+    )
+    short = pages.found(of_plans)
+    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

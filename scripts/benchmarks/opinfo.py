@@ -426,10 +426,10 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             of_name = (text for row in found for text in row[name])
             wrong = [text for text in of_name if NOT_PLANNED not in text]
             measured = f"{len(wrong)} of {programs:,}"
-            if wrong:
-                measured += f" ({wrong[0]})"
+            measured += f" ({wrong[0]})" if wrong else ""
             if found:
-                yield Mark(f"{kind}: {what}", measured, "0", not wrong)
+                limit = f"{kind}: {len(wrong)} {what}, such as {''.join(wrong[:1])}."
+                yield Mark(f"{kind}: {what}", measured, "0", not wrong, limit=limit)
 
 
 def total(counts: Iterable[dict[str, int]]) -> Counter[str]:
@@ -439,10 +439,17 @@ def total(counts: Iterable[dict[str, int]]) -> Counter[str]:
     return found
 
 
-def page(data: dict[str, Any]) -> str:
+LEGEND = """Each operator of torch's OpInfo databases is trained in small programs, without a budget and
+under budgets by the targets "saved" and "peak". A case is a way to call an operator; those
+that do not work without a budget are left out. Operator by operator every bit has to be the
+same, under inductor all but rounding.
+"""
+
+
+def table(rows: Sequence[Row]) -> str:
     lines = []
     for kind in BACKENDS:
-        found = good(data["measured"], kind=kind)
+        found = good(rows, kind=kind)
         counts, compared, replanned = (
             total(row[name] for row in found)
             for name in ("counts", "compared", "replanned")
@@ -453,9 +460,13 @@ def page(data: dict[str, Any]) -> str:
         if found:
             lines.append([kind, *each, "; ".join(plans)])
     heading = ("by", "operators", "cases", "plans that save something else")
-    return (
-        pages.marks_table(data["rows"])
-        + f"\n{pages.markdown(heading, lines)}\n"
-        + "A case is a way to call an operator; the others do not work without a budget. "
-        + pages.measured_on(data["environment"])
-    )
+    return pages.markdown(heading, lines)
+
+
+def page(data: Row) -> str:
+    rows = data["measured"]
+    marks = [*judged(rows)]
+    origin = pages.measured_on(data["environment"], pages.RUN, rows)
+    tables = {"All": table(rows)}
+    limits = pages.limits(marks, rows)
+    return pages.page(LEGEND, origin, pages.found(marks), limits, tables)

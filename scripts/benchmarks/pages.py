@@ -1,9 +1,10 @@
-"""What a benchmark leaves: rows as JSON, marks, tables, figures, and where it ran."""
+"""What a benchmark leaves: rows as JSON, what has to hold of them, tables, where it ran."""
 
 import importlib.util
 import json
 import os
 import platform
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +34,15 @@ PLANNED = "No step was run: planned for fake tensors"
 SIMULATED = "Simulated, no kernel was run: scheduled for fake tensors"
 
 
-def measured_on(facts: dict[str, Any], how: str = RUN) -> str:
-    """The end of a caption: how, on what, and by which torch."""
+def measured_on(
+    facts: dict[str, Any], how: str = RUN, rows: Iterable["Row"] = ()
+) -> str:
+    """The end of a caption: how, on what, by which torch and, where rows have it, commit."""
     device = facts.get("gpu") or "a CPU, one thread"
     versions = f"torch {facts['torch']}, Python {facts['python']}, {facts['system']}"
-    return f"{how} on {device}; {versions}.\n"
+    commits = dict.fromkeys(row["commit"][:7] for row in rows if row.get("commit"))
+    code = f"; code of commit {', '.join(commits)}" if commits else ""
+    return f"{how} on {device}; {versions}{code}.\n"
 
 
 # -------------------------------------------------------------------- files
@@ -59,18 +64,28 @@ def good(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     ]
 
 
+def by_set(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of the project's nets, and of those that nothing was tuned on, if any."""
+    found: dict[str, list[Row]] = {"Nets of the project": [], "Held-out nets": []}
+    for row in good(rows):
+        held_out = row.get("held_out") or row.get("set", "project") != "project"
+        found["Held-out nets" if held_out else "Nets of the project"].append(row)
+    return {name: part for name, part in found.items() if part}
+
+
 # -------------------------------------------------------------------- marks
 
 
 class Mark(NamedTuple):
     """What was found beside the mark it has to reach; ``enforced`` ones decide the
-    exit status."""
+    exit status, and ``limit`` tells a user what a missed one means."""
 
     what: str
     measured: str
     mark: str
     passed: bool
     enforced: bool = True
+    limit: str = ""
 
 
 Named = tuple[float, str]  # a number, and where it was found
@@ -81,15 +96,24 @@ def at_most(
     found: Iterable[Named],
     most: float,
     mark: str = "",
-    show: str = "{:.4f} ({})",
+    show: str = "{mean:.3f} on average, {0:.3f} at most ({1}); {count} in all",
     enforced: bool = False,
+    limit: str = "",
 ) -> Iterator[Mark]:
-    """The largest of what was found has to be at most ``most``; none where none was."""
+    """The largest of what was found has to be at most ``most``; none where none was.
+
+    ``show`` and ``limit`` are formatted with it, where it was found, and it minus 1.
+    """
     found = list(found)
     if found:
-        value, where = max(found)
+        value, place = max(found)
+        mean = statistics.fmean(each for each, _ in found)
+        shown, told = (
+            text.format(value, place, value - 1, mean=mean, count=len(found))
+            for text in (show, limit)
+        )
         mark = mark or f"at most {most:g}"
-        yield Mark(what, show.format(value, where), mark, value <= most, enforced)
+        yield Mark(what, shown, mark, value <= most, enforced, told)
 
 
 def stored_marks(rows: Iterable[Row]) -> list[Mark]:
@@ -119,20 +143,49 @@ def columns(items: Iterable[Any], cells: Mapping[str, Callable[..., str]]) -> st
     return markdown([*cells], lines)
 
 
-def marks_table(rows: Iterable[Row]) -> str:
-    """The marks, each as its dict."""
-
-    def reached(row: Row) -> str:
-        return "yes" if row["passed"] else "**no**"
-
-    names = ("what", "measured", "mark")
-    lines = ([*(row[name] for name in names), reached(row)] for row in rows)
-    return markdown((*names, "reached"), lines)
+def found(marks: Iterable[Mark]) -> str:
+    """What was measured, whatever the marks are."""
+    return markdown(("what", "found"), ((m.what, m.measured) for m in marks))
 
 
-def marks_page(data: dict[str, Any]) -> str:
-    """Of benchmarks that have marks alone."""
-    return f"{marks_table(data['rows'])}\n{measured_on(data['environment'])}"
+def limits(marks: Iterable[Mark], rows: Iterable[Row] = ()) -> list[str]:
+    """What a user meets where a mark was missed, and what could not be measured."""
+    missed = [
+        mark.limit or f"{mark.what}: {mark.measured}, not {mark.mark}."
+        for mark in marks
+        if not mark.passed
+    ]
+    broken = [
+        f"{row.get('net', 'A row')} could not be measured: {row['error']}."
+        for row in rows
+        if "error" in row
+    ]
+    return [*dict.fromkeys(missed + broken)]
+
+
+SHORT, LIMITS = "In short", "Limits"
+
+
+def page(
+    legend: str,
+    origin: str,
+    short: str,
+    limits: Iterable[str],
+    tables: Mapping[str, str],
+) -> str:
+    """How it was measured, and sections with all tables last; guides have what is in short."""
+    lines = "".join(f"- {line}\n" for line in limits)
+    sections = {SHORT: short, **({LIMITS: lines} if lines else {}), **tables}
+    text = "".join(f"\n## {name}\n\n{told}" for name, told in sections.items())
+    return f"{legend}\n{origin}{text}"
+
+
+def brief(page: str) -> str:
+    """What a guide has of a page: what is in short, and how it was measured."""
+    before, _, after = page.partition(f"\n## {SHORT}\n\n")
+    origin = before.rpartition("\n\n")[2]
+    short, _, _ = after.partition("\n## ")
+    return f"{short}\n{origin}" if after else before
 
 
 def megabytes(nbytes: float) -> str:

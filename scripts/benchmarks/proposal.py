@@ -1,56 +1,39 @@
-"""The picture of docs/rfc.md, from what `peak` has measured, and its table."""
+"""The pull requests of docs/rfc.md: what each changes, and where it was tested."""
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from patchset.patch import REPOSITORY
 from patchset.series import exported, FORMS, SERIES
 
-from benchmarks.pages import good, markdown, Row
+from benchmarks.pages import markdown
+from benchmarks.pages import page as page_of
 
 
-NET = "llama-8"
-KINDS = {
-    "upstream": "torch.compile, by the budget as it is",
-    "graph": 'the same graph, by target "peak"',
-}
-
-
-def peaks(row: Row) -> list[tuple[float, float]]:
-    """Each budget with the peak of its plan, in MB."""
-    found = []
-    for step in row["steps"]:
-        budgets = step.get("budgets") or [step["budget"]]
-        found += [(budget, step["peak"] / 1e6) for budget in budgets]
-    return sorted(found)
-
-
-def plot(data: dict[str, Any], place: Path) -> None:
-    """Peaks by budget, of one net."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.2))
-    axes = figure.add_subplot()
-    for (kind, label), style in zip(KINDS.items(), ("C1s-", "C0o-")):
-        (row,) = good(data["measured"], net=NET, kind=kind)
-        axes.plot(*zip(*peaks(row)), style, label=label, markersize=3, linewidth=1)
-    axes.set_title("A smaller budget can need more memory", fontsize=10)
-    axes.set_xlabel("activation_memory_budget", fontsize=8)
-    axes.set_ylabel("peak of a training step, MB", fontsize=8)
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(0, 1)
-    axes.tick_params(labelsize=7)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    # Or the names of clip paths would be random.
-    with matplotlib.rc_context({"svg.hashsalt": place.stem}):
-        figure.savefig(place, metadata={"Date": None} if place.suffix == ".svg" else {})
+LEGEND = """Each pull request in its smallest form, on five models or more: what was measured without it
+("before") and with it ("after"), on top of the pull requests that it needs. Times of compiles
+are noise.
+"""
 
 
 def page(data: dict[str, Any]) -> str:
-    """The pull requests, each with the model that it changes most."""
+    tables = {}
+    for name, found in data.items():
+        lines = ([model, *shown(both)] for model, both in found["models"].items())
+        table = markdown(("model", "before", "after"), lines)
+        how = f"{found['what'].capitalize()}; torch {found['torch']}."
+        tables[name] = f"{how}\n\n{table}"
+    origin = "Each was run without the pull request and with it, by the torch that it names.\n"
+    return page_of(LEGEND, origin, summary(data), (), tables)
+
+
+def shown(both: list[float]) -> Iterator[str]:
+    return (f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in both)
+
+
+def summary(data: dict[str, Any]) -> str:
+    """Each with the model that it changes most."""
     ticks = json.loads((REPOSITORY / "results" / "releases.json").read_text())
     heading = (
         "pull request",
@@ -83,7 +66,7 @@ def page(data: dict[str, Any]) -> str:
             model, both = max(models, key=lambda each: changed(*each[1]))
             what = f"{found['what']} ({model})"
             lines = str(found["lines"])
-            cells = [f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in both]
+            cells = [*shown(both)]
         needs = f"; builds on {', '.join(form.needs)}" if form.needs else ""
         rows.append(
             [

@@ -1,131 +1,146 @@
-"""Writes the tables of the README and of docs/, and the figures, from the stored results.
+"""Writes results/*.md, what guides say in short, and the pictures, from the stored results.
 
-``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and
-``<!-- report end -->`` and is made from ``results/NAME.json`` by the benchmark of that
-name, as it prints it; the README's ``headline`` from a quickstart on a larger net. The
-RFC's table and picture are those of `proposal`. A figure stands beside its result.
+``--check`` only compares. A question has a page, results/NAME.md. What a guide says of it
+stands between ``<!-- report: NAME -->`` and ``<!-- report end -->``: a few lines, and a link
+to the page.
 """
 
 import argparse
 import importlib
 import json
+import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 from patchset.patch import REPOSITORY
-from patchset.series import FORMS
 
-from benchmarks import bounds, cost, kernels, proposal, quickstart, saved, unasked
-from benchmarks.pages import markdown
+from benchmarks import quickstart
+from benchmarks.pages import brief
+from benchmarks.pictures import PICTURES
 
 
-PAGES = (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md")))
+GUIDES = (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md")))
 RESULTS = REPOSITORY / "results"
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- report end -->)", re.DOTALL)
 
 
-def releases(data: dict[str, Any]) -> str:
-    short = {
-        "not for this release": "-",
-        "landed upstream but still faulty": "faulty",
-        "landed upstream": "landed",
-    }
-    # Of one that is new, the releases that it was tried on.
-    unknown = {"state": "not tried", "without": None, "with": None, "date": None}
-    rows = []
-    for patch in (name for name in FORMS if any(name in row for row in data.values())):
-        cells = []
-        for found in (row.get(patch, unknown) for row in data.values()):
-            outcome = (found["without"], found["with"])
-            tested = {(False, True): " ✓", (False, False): " ✗"}.get(outcome, "")
-            cells.append(short.get(found["state"], found["state"]) + tested)
-        rows.append([patch, *cells])
-    dates = [{cell["date"] for cell in row.values()} - {None} for row in data.values()]
-    rows.append(["tested", *(min(found, default="-") for found in dates)])
-    return markdown(["patch", *data], rows) + (
-        "\napplies: the edits fit and the result compiles. ✓: the patch's own tests were "
-        "run on a CPU by that release's torch, fail without it and pass with it; ✗: they fail "
-        "with it. faulty: upstream has it, but with the bug. -: not for this release.\n"
-    )
+class Question(NamedTuple):
+    """What is asked, and the module whose ``page`` gets what is stored of it."""
+
+    asked: str
+    module: str
 
 
-# Each by the result that it is drawn from, and how.
-FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
-    **{name: (name, bounds.plot) for name in ("peak", "step", "blocks")},
-    "rfc": ("peak", proposal.plot),
+QUESTIONS = {
+    "solvers": Question("How good are the solvers?", "solvers"),
+    "saved": Question("Is a budget of saved bytes kept?", "saved"),
+    "operators": Question(
+        "What does one graph hold at its peak, operator by operator?", "operators"
+    ),
+    "kernels": Question(
+        "What does one graph hold at its peak, by inductor's kernels?", "kernels"
+    ),
+    "steps": Question(
+        "What does a whole step hold at its peak, each block compiled by itself?",
+        "steps",
+    ),
+    "gpu": Question("What does a GPU hold and take?", "gpu"),
+    "loops": Question("Is a budget kept in loops whose steps differ?", "loops"),
+    "cost": Question("What does it cost to compile, and to begin?", "cost"),
+    "unasked": Question("Is anything worse where nothing is asked?", "unasked"),
+    "chunks": Question("What do large heads hold in chunks?", "chunks"),
+    "fits": Question("Does what_fits.sh tell the truth?", "fits"),
+    "forms": Question("What does each pull request change?", "proposal"),
+    "releases": Question("Which patch was tested on which release?", "releases"),
 }
-# What other tables are made from, and how.
-PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+# Of a guide alone.
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("techniques", quickstart.headline),
     "techniques": ("techniques", quickstart.page),
-    "releases": ("releases", releases),
-    "forms": ("forms", proposal.page),
-    "kept": ("kept", saved.page),
-    "compiles": ("compiles", cost.page),
-    "harm": ("harm", unasked.page),
-    **{
-        name: (name, kernels.page)
-        for name in ("peak", "step", "blocks", "schedule", "schedule_cpu", "gpu")
-    },
+    "quickstart": ("quickstart", quickstart.page),
 }
+# That of the RFC is of one net.
+DRAWN = {name: name for name in PICTURES} | {"rfc": "operators"}
+HEAD = "<!-- written by scripts/report.sh -->\n\n"
 
 
-def load(name: str) -> Any:
+def stored(name: str) -> Any:
+    """What results/NAME.json holds, None where nobody has run it."""
     place = RESULTS / f"{name}.json"
-    if not place.exists():
-        raise SystemExit(
-            f'{place} is missing; CONTRIBUTING.md, under "Store new results", has the '
-            "command that makes it"
-        )
-    return json.loads(place.read_text())
+    return json.loads(place.read_text()) if place.exists() else None
 
 
-# Needs what not every machine has.
-NOT_YET = {
-    "gpu": "Nobody has run it yet: `scripts/benchmark.sh gpu --json results/gpu.json`.\n"
-}
+def page_of(name: str) -> str:
+    if (data := stored(name)) is None:
+        command = f"scripts/benchmark.sh {name} --json results/{name}.json"
+        return f"Nobody has run this yet: `{command}`.\n"
+    module = importlib.import_module(f"benchmarks.{QUESTIONS[name].module}")
+    text: str = module.page(data)
+    return text
 
 
-def rendered(text: str) -> str:
+def filled(guide: Path) -> str:
+    """A guide with what its blocks should say."""
+
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        if name in NOT_YET and not (RESULTS / f"{name}.json").exists():
-            return match[1] + NOT_YET[name] + match[3]
-        if name in PARTS:
-            source, page = PARTS[name]
-        else:
-            source, page = name, importlib.import_module(f"benchmarks.{name}").page
-        return match[1] + page(load(source)) + match[3]
+        if name in TABLES:
+            file, table = TABLES[name]
+            return match[1] + table(stored(file)) + match[3]
+        if name not in QUESTIONS:
+            known = ", ".join((*QUESTIONS, *TABLES))
+            raise SystemExit(f"{guide}: no report is named {name!r}; there are {known}")
+        link = os.path.relpath(REPOSITORY / f"results/{name}.md", guide.parent)
+        more = f"\n[All that was measured]({link}).\n"
+        return match[1] + brief(page_of(name)) + more + match[3]
 
-    return BLOCK.sub(fill, text)
+    return BLOCK.sub(fill, guide.read_text())
 
 
-def main(arguments: Optional[list[str]] = None) -> int:
+def written() -> Iterator[tuple[Path, str]]:
+    """Each file, and what it should hold."""
+    for guide in GUIDES:
+        yield guide, filled(guide)
+    index = (
+        f"{HEAD}# What was measured\n\nOne page a question; the files beside them have "
+    )
+    index += "all figures. `scripts/report.sh` writes the pages.\n\n"
+    for name, question in QUESTIONS.items():
+        picture = f"![{question.asked}]({name}.svg)\n\n" if name in PICTURES else ""
+        page = f"{HEAD}# {question.asked}\n\n{picture}{page_of(name)}"
+        yield RESULTS / f"{name}.md", page
+        index += f"- [{question.asked}]({name}.md)\n"
+    yield RESULTS / "README.md", index
+    for name, draw in PICTURES.items():
+        if (data := stored(DRAWN[name])) is None:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder, f"{name}.svg")
+            draw(place, data)
+            yield RESULTS / place.name, place.read_text()
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="report.sh", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
-    stale = {}
-    for page in PAGES:
-        before = page.read_text()
-        after = rendered(before)
-        if before != after:
-            stale[page] = after
-    for name, (source, plot) in FIGURES.items():
-        stored = RESULTS / f"{name}.svg"
-        with tempfile.TemporaryDirectory() as folder:
-            plot(load(source), Path(folder, stored.name))
-            drawn = Path(folder, stored.name).read_text()
-        if not stored.exists() or drawn != stored.read_text():
-            stale[stored] = drawn
-    for page, text in stale.items():
+    # All of it, before anything is written.
+    stale = [
+        (place, text)
+        for place, text in [*written()]
+        if not place.exists() or place.read_text() != text
+    ]
+    for place, text in stale:
         if check:
-            print(f"{page.name} is not what results/ gives")
+            print(
+                f"{place.parent.name}/{place.name} is not what the stored results give"
+            )
         else:
-            page.write_text(text)
+            place.write_text(text)
     if stale and check:
         print("run scripts/report.sh and commit the result")
     return int(check and bool(stale))

@@ -14,6 +14,7 @@ parameters and inputs, beside upstream's at the same budget and at budget 1.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -130,15 +131,16 @@ def plans_of(rows: Sequence[Row]) -> list[tuple[Row, Row, str]]:
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     rows = good(rows)
     plans = plans_of(rows)
-    show = "{:+.4f} ({})"
+    show = "{mean:+.4f} on average, {0:+.4f} at most ({1})"
     yield from pages.at_most(
-        f"share kept - share asked, {len(plans)} plans of {len(rows)} nets",
+        f"share saved - share asked, {len(plans)} plans of {len(rows)} nets",
         ((step["share"] - step["budget"], where) for _, step, where in plans),
         *(1e-9, "at most 0", show, True),
+        "At {1}, more is saved than was asked, by {0:.1%} of the range.",
     )
     # A plan with a lower peak may keep less, and recompute more.
     yield from pages.at_most(
-        "share kept at a budget - at the next larger, where that has no lower peak",
+        "share saved at a budget - at the next larger, where that has no lower peak",
         (
             (low["share"] - high["share"], f"{row['net']}, budget {low['budget']:g}")
             for row in rows
@@ -146,18 +148,21 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             if high["peak"] >= SAME * low["peak"]
         ),
         *(1e-9, "at most 0", show, True),
+        "A smaller budget can save more, by up to {0:.1%} of the range ({1}).",
     )
     yield from pages.at_most(
-        "forwards recomputed - upstream's, where as much may be kept, at no lower peak",
+        "share of the forward recomputed - stock's, where as much may be kept, at no lower peak",
         (
             (step["recomputed_at_upstreams"] - step["upstream_recomputed"], where)
             for _, step, where in plans
             if step["peak_at_upstreams"] >= SAME * step["upstream_peak"]
         ),
         *(1e-3, "at most 0.001 (for fewer bytes)", show, True),
+        "For as many bytes, up to {0:.1%} more of the forward is recomputed than by "
+        "stock ({1}).",
     )
-    for name, text in ("project", "project's nets"), ("second", "held-out nets"):
-        yield from judged_peaks(good(rows, set=name), text)
+    for name, part in pages.by_set(rows).items():
+        yield from judged_peaks(part, name)
 
 
 def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
@@ -168,8 +173,12 @@ def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
         for row, step, where in peaks
         if not row["draws"]
     ]
-    text = f"{nets_of}: peak / upstream's at the same budget, {len(right)} plans"
-    yield from pages.at_most(f"{text} without random numbers", right, 1.001)
+    yield from pages.at_most(
+        f"{nets_of}: peak / stock's at the same budget, {len(right)} plans without random "
+        "numbers",
+        *(right, 1.001),
+        limit="The peak can be {2:.1%} above stock's at the same budget ({1}).",
+    )
     above = [
         (step["peak"] / row["unbudgeted_peak"], where)
         for row, step, where in peaks
@@ -182,31 +191,58 @@ def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
     ]
     if peaks:
         worst, place = max(above, default=(1.0, "none"))
+        text = f"{len(above)} of {len(peaks)}, up to {worst:.2f} times it ({place})"
+        stock = f"Stock is lower at {', '.join(lower)}." if lower else ""
         yield Mark(
             f"{nets_of}: plans above the peak without a budget, each with a warning",
-            f"{len(above)} of {len(peaks)}, at most {worst:.4f} ({place})",
-            "none that upstream has lower",
-            not lower,
+            *(text, "none", not above),
             enforced=False,
+            limit=f"{nets_of}: of {len(peaks)} plans {len(above)} peak above a step without a "
+            f"budget, up to {worst:.2f} times as high ({place}); a warning says so. {stock}".strip(),
         )
 
 
-def cell(row: Row, step: Row) -> str:
+LEGEND = """Every net is traced once, as for a GPU, and its joint graph is split at each budget by this
+set and by stock, whose solver is dp. Columns are budgets. In each cell this set comes first,
+then stock. Shares are of the way from what budget 0 saves to what budget 1 saves, in bytes;
+in bold where stock saves more than was asked, by more than 0.001. What is recomputed is a
+share of the forward's compute, where this set may save what stock's plan saves plus masks of
+dropout: stock draws these again, so its gradients are wrong.
+"""
+CELLS = {"share saved": "share", "share of the forward recomputed": "recomputed"}
+
+
+def cell(row: Row, step: Row, what: str) -> str:
+    if what == "recomputed":
+        again = step["recomputed_at_upstreams"], step["upstream_recomputed"]
+        return "{:.3f} / {:.3f}".format(*again)
     theirs = f"{step['upstream_share']:.3f}"
-    if step["upstream_share"] > step["budget"] + 1e-3:
-        theirs = f"**{theirs}**"
-    again = step["recomputed_at_upstreams"], step["upstream_recomputed"]
-    return f"{step['share']:.3f} / {theirs}; {again[0]:.3f} / {again[1]:.3f}"
+    return f"{step['share']:.3f} / " + (f"**{theirs}**" if over(step) else theirs)
 
 
-def page(data: dict[str, Any]) -> str:
-    return (
-        pages.marks_table(data["rows"])
-        + "\nBy the share asked: share kept, ours / upstream's (bold: over by more than "
-        "0.001); share of the forward recomputed, ours / upstream's, where ours may keep "
-        "what upstream's plan keeps plus dropout masks (upstream redraws them, so its "
-        "gradients are wrong):\n\n"
-        + bounds.by_budget(good(data["measured"]), cell, BUDGETS)
-        + "\nGraphs as for a GPU, one graph. "
-        + pages.measured_on(data["environment"], pages.PLANNED)
-    )
+def over(step: Row) -> bool:
+    """Whether stock saves more than was asked."""
+    return bool(step["upstream_share"] > step["budget"] + 1e-3)
+
+
+def page(data: Row) -> str:
+    rows = data["measured"]
+    marks = [*judged(rows)]
+    over_by = [
+        (step["upstream_share"] - step["budget"], f"{row['net']}, {step['budget']:g}")
+        for row in good(rows)
+        for step in row["steps"]
+        if over(step)
+    ]
+    short = pages.found(marks)
+    if over_by:
+        short += "\nOf stock's plans {} are over, by {:.1%} of the range at most ({}).\n".format(
+            len(over_by), *max(over_by)
+        )
+    tables = {
+        f"{name}: {heading}": bounds.by_budget(part, partial(cell, what=what), BUDGETS)
+        for name, part in pages.by_set(rows).items()
+        for heading, what in CELLS.items()
+    }
+    origin = pages.measured_on(data["environment"], pages.PLANNED, rows)
+    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)

@@ -13,8 +13,10 @@ exit status is 1 where the patched torch holds or takes more than 0.1 % above th
 computes something else.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,14 +117,16 @@ MEASURED = {"peak": "peak", "seconds": "roofline time"}
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     rows = good(rows)
-    for kind in KINDS:
-        those = good(rows, kind=kind)
-        for what, name in MEASURED.items():
-            ratios = [
-                (ratio(row, what), row["net"]) for row in those if what in row["stock"]
-            ]
-            text = f"{kind}: {name} / stock's, {len(ratios)} nets"
-            yield from at_most(text, ratios, SAME, "at most 1", enforced=True)
+    for nets_of, part in pages.by_set(rows).items():
+        for kind, (what, name) in itertools.product(KINDS, MEASURED.items()):
+            those = [row for row in good(part, kind=kind) if what in row["stock"]]
+            yield from at_most(
+                f"{kind}: {name} / stock's, {nets_of.lower()}",
+                [(ratio(row, what), row["net"]) for row in those],
+                *(SAME, "at most 1"),
+                enforced=True,
+                limit=f"In {kind}, {{1}} has a {name} {{2:.1%}} above stock's.",
+            )
     bitwise = [row for row in rows if "bits" in row["stock"]]
     other = [
         f"{row['net']}, {row['kind']}"
@@ -131,39 +135,41 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     ]
     if bitwise:
         text = f"not of {', '.join(other)}" if other else f"all {len(bitwise)}"
-        yield Mark("losses and gradients the same bits", text, "all", not other)
+        limit = f"Losses or gradients are not the same bits: {', '.join(other)}."
+        what = "losses and gradients the same bits"
+        yield Mark(what, text, "all", not other, limit=limit)
 
 
-def page(data: dict[str, Any]) -> str:
-    rows = good(data["measured"])
-    lines: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        lines.setdefault((row["device"], row["net"]), {})[row["kind"]] = row
+LEGEND = """Every net is compiled as one graph with no option set, by the untouched wheel and with this
+set installed. Figures are the set's divided by the wheel's: 1 is the same, less is better, in
+bold what is above 1. Training is a step of it, inference the loss alone. Peaks are beyond
+parameters and inputs, time is by the GPU's roofline: each kernel takes the time of its flops
+or of its bytes, the longer. Three nets were worse at first and were mended ("tuned on").
+"""
 
-    def cell(kind: str, what: str) -> Callable[[dict[str, Row]], str]:
-        def text(line: dict[str, Row]) -> str:
-            row = line.get(kind, {"stock": {}})
-            if what not in row["stock"]:
-                return "-"
-            found = ratio(row, what)
-            shown = f"{found:.3f}"
-            return f"**{shown}**" if found > SAME else shown
 
-        return text
+def page(data: Row) -> str:
+    rows = data["measured"]
 
-    def net(line: dict[str, Row]) -> str:
-        row = next(iter(line.values()))
-        told = ", held out" if row["set"] == "second" else ""
-        told = ", tuned on" if row["net"] in TUNED_ON else told
-        return f"{row['net']}{told}"
+    def cell(net: str, part: Sequence[Row], kind: str, what: str) -> str:
+        found = [ratio(row, what) for row in good(part, net=net, kind=kind)]
+        text = "".join(f"{each:.3f}" for each in found[:1]) or "-"
+        return f"**{text}**" if found and found[0] > SAME else text
 
-    cells: dict[str, Callable[..., str]] = {"net": net}
-    for name, what in (("peak", "peak"), ("time", "seconds")):
-        for kind in KINDS:
-            cells[f"{name}, {kind}"] = cell(kind, what)
-    table = pages.columns(lines.values(), cells)
-    how = pages.SIMULATED if any(row["device"] != RUN for row in rows) else pages.RUN
-    return (
-        f"{pages.marks_table(data['rows'])}\nBy net, installed / stock; in bold what is "
-        f"above 1:\n\n{table}\n{pages.measured_on(data['environment'], how)}"
-    )
+    tables = {}
+    for name, part in pages.by_set(rows).items():
+        cells: dict[str, Callable[..., str]] = {
+            "net": lambda net: f"{net}, tuned on" if net in TUNED_ON else net
+        }
+        for what, kind in itertools.product(MEASURED, KINDS):
+            of = [row for row in part if what in row["stock"]]
+            title = f"{MEASURED[what]}, {kind}"
+            cells[title] = partial(cell, part=of, kind=kind, what=what)
+        tables[name] = pages.columns(dict.fromkeys(row["net"] for row in part), cells)
+    ran = all(row["device"] == RUN for row in good(rows))
+    dtype = "bfloat16" if any(row["device"] in GPUS for row in rows) else "float32"
+    how = f"{pages.RUN if ran else pages.SIMULATED}, {dtype},"
+    origin = pages.measured_on(data["environment"], how, rows)
+    marks = [*judged(rows)]
+    limits = pages.limits(marks, rows)
+    return pages.page(LEGEND, origin, pages.found(marks), limits, tables)

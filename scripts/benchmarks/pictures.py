@@ -1,0 +1,185 @@
+"""The pictures of results/: for a talk, each drawn from what one benchmark found."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import bounds, chunks, pages
+from benchmarks.pages import good, Row
+from benchmarks.plans import lowest, right
+
+
+# Okabe and Ito's colours; shapes differ, too.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
+LABELS = {
+    "upstream": "stock torch.compile, by its budget",
+    "saved": "stock torch.compile, a budget per block",
+    "checkpoint": "checkpoint per block",
+    "graph": "this set, target peak",
+    "blocks": "this set, StepBudget",
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "upstream": {"color": ORANGE, "marker": "s", "linestyle": "--"},
+    "saved": {"color": ORANGE, "marker": "s", "linestyle": "--"},
+    "checkpoint": {"color": GREEN, "marker": "v", "linestyle": "none"},
+    "graph": {"color": BLUE, "marker": "o"},
+    "blocks": {"color": BLUE, "marker": "o"},
+}
+FACE: dict[str, Any] = {"font.size": 12, "axes.titlesize": 13, "lines.markersize": 5}
+
+
+@contextmanager
+def drawn(
+    place: Path, title: str, source: str, width: float, height: float
+) -> Iterator[Figure]:
+    """A figure to draw on, which is then written, the same from the same data."""
+    # Or the names of clip paths would be random.
+    style: Any = {**FACE, "svg.hashsalt": place.stem}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        # The second line is the legend's.
+        figure.suptitle(f"{title}\n", fontsize=17)
+        yield figure
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        at = 0.5, 1 - 0.29 / height
+        how: Any = {"loc": "upper center", "bbox_to_anchor": at, "frameon": False}
+        figure.legend(handles, labels, ncols=len(labels), **how)
+        figure.supxlabel(source.strip(), fontsize=9, color=GREY, x=0.01, ha="left")
+        figure.savefig(place, metadata={"Date": None})
+
+
+def source_of(rows: list[Row], data: Row) -> str:
+    _, how = bounds.view(rows[0]["device"])
+    versions = f"torch {data['environment']['torch']}"
+    return f"{how.rstrip(',')}, {versions}.\nPeaks beyond parameters and inputs."
+
+
+def panels(
+    figure: Figure, data: Row, draw: Callable[[Axes, list[Row]], None], most: int = 6
+) -> None:
+    """One for each of the first nets, with what is on their axes."""
+    rows = good(data["measured"])
+    nets = [*dict.fromkeys(row["net"] for row in rows)][:most]
+    for at, net in enumerate(nets):
+        axes = figure.add_subplot(-(-len(nets) // 3), min(3, len(nets)), at + 1)
+        axes.set_title(net)
+        draw(axes, good(rows, net=net))
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+
+
+def by_budget(axes: Axes, rows: list[Row]) -> None:
+    for row in rows:
+        if row["kind"] in LABELS:
+            points = sorted(
+                (b, s["peak"] / 1e6) for s in row["steps"] for b in bounds.asked(s)
+            )
+            axes.plot(*zip(*points), **STYLES[row["kind"]], label=LABELS[row["kind"]])
+    whole = bounds.base_of(rows)[rows[0]["net"]]["peak"] / 1e6
+    axes.axhline(whole, color=GREY, linestyle=":", label="stock's default, no budget")
+    axes.set(xlim=(0, 1), xlabel="budget", ylabel="peak memory, MB")
+
+
+def by_compute(axes: Axes, rows: list[Row]) -> None:
+    base = bounds.base_of(rows)[rows[0]["net"]]
+    for row in rows:
+        if row["kind"] in LABELS:
+            steps = right(row["steps"])
+            more = ((s["flops"] / base["flops"] - 1) * 100 for s in steps)
+            points = sorted(zip(more, (step["peak"] / 1e6 for step in steps)))
+            axes.plot(*zip(*points), **STYLES[row["kind"]], label=LABELS[row["kind"]])
+    axes.set(xlabel="extra compute, %", ylabel="peak memory, MB")
+    axes.set_xlim(left=-1)
+
+
+def operators(place: Path, data: Row) -> None:
+    title = "Peak memory of one training step, by budget"
+    source = source_of(good(data["measured"]), data)
+    with drawn(place, title, source, 13, 8) as figure:
+        panels(figure, data, by_budget)
+
+
+def steps(place: Path, data: Row, *others: Row) -> None:
+    title = "Peak memory of one training step, each block compiled by itself"
+    source = source_of(good(data["measured"]), data)
+    with drawn(place, title, source, 13, 8) as figure:
+        panels(figure, data, by_compute)
+
+
+def bars(
+    axes: Axes, names: Iterable[str], found: dict[str, tuple[str, list[float]]]
+) -> None:
+    """Lying bars, those of one name together."""
+    names, height = [*names], 0.8 / len(found)
+    for at, (label, (color, values)) in enumerate(found.items()):
+        places = [row + at * height for row in range(len(names))]
+        axes.barh(places, values, height, color=color, label=label)
+    middle = (len(found) - 1) * height / 2
+    axes.set_yticks([row + middle for row in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+    axes.margins(y=0.01)
+
+
+def kernels(place: Path, data: Row, *others: Row) -> None:
+    """The lowest peaks of all nets that both were measured of, beside stock's default."""
+    rows = good(data["measured"])
+    both = sorted(
+        bounds.lowest_peaks(rows, "upstream", "graph"), key=lambda each: each[0]
+    )
+    bases = bounds.base_of(rows)
+    found = {}
+    for kind, color in (("upstream", ORANGE), ("graph", BLUE)):
+        of = {row["net"]: lowest(row["steps"])["peak"] for row in good(rows, kind=kind)}
+        values = [100 * of[net] / bases[net]["peak"] for _, net in both]
+        found[f"{LABELS[kind].partition(',')[0]}, lowest"] = (color, values)
+    held_out = {row["net"] for row in pages.by_set(rows).get("Held-out nets", ())}
+    names = [f"{net} *" if net in held_out else net for _, net in both]
+    title = "Lowest peak of one training step that a budget finds"
+    source = f"{source_of(rows, data)} *: held out."
+    with drawn(place, title, source, 12, 1.5 + 0.36 * len(names)) as figure:
+        axes = figure.add_subplot()
+        bars(axes, names, found)
+        axes.set_xlabel("peak memory, % of stock's default (no budget)")
+
+
+def heads(place: Path, data: Row) -> None:
+    rows = good(data["measured"])
+    names = chunks.nets_of(rows)
+    kinds = {
+        "stock torch.compile, lowest": ("upstream", ORANGE),
+        "inductor's chunker as mended, lowest": ("number", GREEN),
+        "this set, target peak, lowest": ("graph", BLUE),
+    }
+    found = {
+        label: (color, [chunks.lowest(rows, net, kind) / 1e9 for net in names])
+        for label, (kind, color) in kinds.items()
+    }
+    title = "Peak memory of one training step with a large vocabulary"
+    with drawn(
+        place, title, source_of(rows, data), 12, 1.5 + 0.5 * len(names)
+    ) as figure:
+        axes = figure.add_subplot()
+        bars(axes, names, found)
+        axes.set_xlabel("peak memory, GB")
+
+
+def rfc(place: Path, data: Row) -> None:
+    rows = good(data["measured"], net="llama-8")
+    title = "A smaller budget can need more memory"
+    with drawn(place, title, source_of(rows, data), 9, 5) as figure:
+        panels(figure, {"measured": rows}, by_budget)
+
+
+PICTURES: dict[str, Callable[..., None]] = {
+    "operators": operators,
+    "steps": steps,
+    "kernels": kernels,
+    "chunks": heads,
+    "rfc": rfc,
+}
