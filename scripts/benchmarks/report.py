@@ -120,16 +120,19 @@ def written() -> Iterator[tuple[Path, str]]:
     )
     index += "all figures. `scripts/report.sh` writes the pages.\n\n"
     for name, question in QUESTIONS.items():
-        picture = f"![{question.asked}]({name}.svg)\n\n" if name in PICTURES else ""
+        drawn = name in PICTURES and stored(question.files)
+        picture = f"![{question.asked}]({name}.svg)\n\n" if drawn else ""
         page = f"{HEAD}# {question.asked}\n\n{picture}{page_of(name)}"
         yield RESULTS / f"{name}.md", page
         index += f"- [{question.asked}]({name}.md)\n"
     yield RESULTS / "README.md", index
     for name, draw in PICTURES.items():
+        data = stored(DRAWN[name].files)
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder, f"{name}.svg")
-            draw(place, *stored(DRAWN[name].files))
-            yield RESULTS / place.name, place.read_text()
+            if data:
+                draw(place, *data)
+                yield RESULTS / place.name, place.read_text()
 
 
 def main(arguments: list[str] | None = None) -> int:
