@@ -82,10 +82,13 @@ def test_check_sees_a_picture_a_page_and_a_result_that_changed(copies, capsys):
 
 
 def test_what_nobody_ran_is_said_with_its_command(copies):
-    (copies / "results/harm.json").unlink()
+    for name in ("harm", "chunks"):
+        (copies / f"results/{name}.json").unlink()
     report.main([])
-    page = (copies / "results/unasked.md").read_text()
-    assert "Nobody has run this yet: `scripts/benchmark.sh harm" in page
+    for page, name in (("unasked", "harm"), ("chunks", "chunks")):
+        text = (copies / f"results/{page}.md").read_text()
+        assert f"Nobody has run this yet: `scripts/benchmark.sh {name}" in text
+        assert "svg" not in text
 
 
 def test_an_unknown_block_is_refused(copies):
