@@ -19,16 +19,19 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
     test="test/inductor/test_auto_chunker_rows.py",
     sources=(
         "torch/_inductor/fx_passes/auto_chunker/flat_rows.py",
+        "torch/_inductor/fx_passes/auto_chunker/left_out_rows.py",
         "torch/_inductor/fx_passes/auto_chunker/limits.py",
     ),
     edits=edits("""\
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py
  from .core import find_amplifier_node
-+from .flat_rows import compute_on_rows
++from .flat_rows import amplified, compute_on_rows
++from .left_out_rows import leave_out_rows
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py chunk
 +    if any(node.meta["val"].dim() for node in get_tangent_nodes(graph)):
 +        raise CantChunk("Skip chunking, as a tangent is no scalar")
 +
++    amplifier_node = leave_out_rows(amplifier_node, amplified(amplifier_node))
 +    compute_on_rows(graph)
      propagate(amplifier_node)
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py

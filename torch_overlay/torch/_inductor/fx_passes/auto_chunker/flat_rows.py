@@ -7,6 +7,7 @@ and as rows again for the loss.  Chunks are of rows, and no chunk is a batch of 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from torch._inductor.fx_passes.auto_chunker.utils import (
 )
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
+from .left_out_rows import slice_of_rows
 from .limits import is_pointwise
 
 
@@ -44,7 +46,7 @@ __all__ = [
 
 
 def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
-    """The rows, the inner size and the columns of the product to divide into chunks.
+    """The rows that are read of the product to divide into chunks, its inner size and columns.
 
     None if there is none, or if sizes are symbolic, which the chunker does not take.
     """
@@ -53,8 +55,9 @@ def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
     if head is None:
         return None
     inner = head.all_input_nodes[-1].meta["val"].shape[0]
-    rows, columns = head.meta["val"].shape
-    return rows, inner, columns
+    read = slice_of_rows(amplified(head)) or head
+    *rows, columns = read.meta["val"].shape
+    return math.prod(rows), inner, columns
 
 
 def has_symbolic_sizes(graph: Graph) -> bool:
