@@ -32,7 +32,7 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +        raise CantChunk("Skip chunking, as a tangent is no scalar")
 +
 +    amplifier_node = leave_out_rows(amplifier_node, amplified(amplifier_node))
-+    compute_on_rows(graph)
++    compute_on_rows(graph, amplifier_node.meta["val"].shape[0])
      propagate(amplifier_node)
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py
  from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -146,7 +146,7 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
     landed=(
         (
             "torch/_inductor/fx_passes/auto_chunker/__init__.py",
-            "compute_on_rows(graph)",
+            "compute_on_rows(graph, ",
         ),
     ),
     risks="""\

@@ -22,6 +22,7 @@ from torch._inductor.fx_passes.auto_chunker.utils import (
     get_fake_tensor_from_node_arg,
     use_tangent,
 )
+from torch.fx import map_arg
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 from .left_out_rows import slice_of_rows
@@ -108,21 +109,25 @@ def amplified(head: Node) -> OrderedSet[Node]:
     return found
 
 
-def compute_on_rows(graph: Graph) -> None:
+def compute_on_rows(graph: Graph, number: int) -> None:
     """Replace ``op(view(rows))`` by ``view(op(rows))``, for pointwise operators.
 
+    What is [batch, tokens], with an element for each of a number of rows, gets a vector
+    of these, whatever it is computed of.
     A view back to what was viewed goes away, and so does what nothing reads any more.
     O(nodes).
     """
     for node in list(graph.nodes):
-        if node.target is aten.view.default:
-            origin = node
-            while origin.target is aten.view.default:
-                (origin,) = origin.all_input_nodes
+        if _is_for_tokens(node, number):
+            _compute_a_vector(graph, node, number)
+        elif node.target is aten.view.default:
+            origin = _viewed(node)
             if _shape(origin) == _shape(node):
                 node.replace_all_uses_with(origin)
         elif is_pointwise(node):
             _compute_on_rows(graph, node)
+        elif node.target is aten.sum.default:
+            node.update_arg(0, _viewed(node.args[0]))  # type: ignore[arg-type]
     graph.eliminate_dead_code()
 
 
@@ -149,6 +154,54 @@ def _compute_on_rows(graph: Graph, node: Node) -> None:
         again = graph.call_function(aten.view.default, (new, [*shape]))
     again.meta = node.meta
     new.meta = {**node.meta, "val": node.meta["val"].reshape(flat)}
+    node.replace_all_uses_with(again)
+
+
+def _is_for_tokens(node: Node, number: int) -> bool:
+    """Whether a node computes an element for each of so many rows, by batches of them."""
+    shape = _shape(node) or ()
+    if len(shape) < 2 or math.prod(shape) != number or shape[0] == number:
+        return False
+    if node.target is aten.expand.default:
+        return _shape(node.args[0]) == ()
+    return is_pointwise(node) and all(
+        _shape(each) in ((), shape) for each in node.all_input_nodes
+    )
+
+
+def _viewed(node: Node) -> Node:
+    while node.target is aten.view.default:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _compute_a_vector(graph: Graph, node: Node, number: int) -> None:
+    shape = _shape(node)
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        new = graph.call_function(target, args, kwargs)
+        args, kwargs = map_arg((args, kwargs), lambda each: each.meta["val"])
+        new.meta = {**node.meta, "val": target(*args, **kwargs)}
+        return new
+
+    def vector(value: Node) -> Node:
+        if _shape(value) != shape:
+            return value
+        origin = _viewed(value)
+        if _shape(origin) == (number,):
+            return origin
+        if not value.meta["val"].is_contiguous():
+            contiguous = {"memory_format": torch.contiguous_format}
+            value = call(aten.clone.default, value, **contiguous)
+        return call(aten.view.default, value, [number])
+
+    with graph.inserting_before(node):
+        if node.target is aten.expand.default:
+            new = call(node.target, node.args[0], [number])
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), vector)
+            new = call(node.target, *args, **kwargs)
+        again = call(aten.view.default, new, [*shape])
     node.replace_all_uses_with(again)
 
 
