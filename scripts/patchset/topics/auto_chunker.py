@@ -25,15 +25,20 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
     edits=edits("""\
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py
  from .core import find_amplifier_node
-+from .flat_rows import amplified, compute_on_rows
++from .flat_rows import compute_on_rows
 +from .left_out_rows import leave_out_rows
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py chunk
 +    if any(node.meta["val"].dim() for node in get_tangent_nodes(graph)):
 +        raise CantChunk("Skip chunking, as a tangent is no scalar")
 +
-+    amplifier_node = leave_out_rows(amplifier_node, amplified(amplifier_node))
++    amplifier_node = leave_out_rows(amplifier_node)
 +    compute_on_rows(graph, amplifier_node.meta["val"].shape[0])
      propagate(amplifier_node)
+@@ torch/_inductor/fx_passes/auto_chunker/__init__.py chunk
+     num_chunks = config.auto_chunker.num_chunk or decide_num_chunks(gm)
++    rows = amplifier_node.meta["val"].shape[0]
++    if -(-rows // -(-rows // num_chunks)) != num_chunks:
++        raise CantChunk(f"Skip chunking, as {rows} rows are no {num_chunks} chunks")
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py
  from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 +from torch.utils.checkpoint import CheckpointPolicy

@@ -11,19 +11,19 @@ it is padded, and what the first makes, which is much smaller, is padded afterwa
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
-from torch._inductor.fx_passes.auto_chunker.utils import get_fake_tensor_from_node_arg
 from torch.fx import map_arg, Node
 from torch.utils._ordered_set import OrderedSet
+from .flat_rows import call_like, shape_of, slice_of_rows
 from .limits import is_pointwise, positive_dims
 
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-__all__ = ["leave_out_rows", "slice_of_rows"]
+__all__ = ["leave_out_rows"]
 
 # What makes zeros of zeros, whatever the other argument of a product is.
 _LINEAR = (aten.clone.default, aten.neg.default, prims.convert_element_type.default)
@@ -31,26 +31,12 @@ _TIMES = (aten.mul.Tensor, aten.mul.Scalar)
 _OVER = (aten.div.Tensor, aten.div.Scalar)
 
 
-def slice_of_rows(large: OrderedSet[Node]) -> Optional[Node]:
-    """The slice that leaves out some of the rows of all these nodes.
-
-    They are as large as the logits.  None if they are not sliced, or in several ways.
-    """
-    slices = [
-        user for node in large for user in node.users if user.target is aten.slice.Tensor
-    ]
-    if not slices or any(each.args[1:] != slices[0].args[1:] for each in slices):
-        return None
-    sizes, left = _shape(slices[0].args[0]), _shape(slices[0])
-    return slices[0] if sizes[-1] == left[-1] else None
-
-
-def leave_out_rows(head: Node, large: OrderedSet[Node]) -> Node:
+def leave_out_rows(head: Node) -> Node:
     """The product without the rows that are left out; the same one if there are none.
 
     Where anything else reads them, the graph is left as it is.  O(nodes).
     """
-    cut = slice_of_rows(large)
+    cut = slice_of_rows(head)
     if cut is None:
         return head
     found = _Rows(head, cut)
@@ -68,8 +54,8 @@ class _Rows:
     def __init__(self, head: Node, cut: Node) -> None:
         self.head, self.graph = head, head.graph
         self.slice = cut.args[1:]
-        self.all, self.left = _shape(cut.args[0])[:-1], _shape(cut)[:-1]
-        words = _shape(head)[-1]
+        self.all, self.left = shape_of(cut.args[0])[:-1], shape_of(cut)[:-1]
+        words = shape_of(head)[-1]
         # The shape of a node's copy, by the shape of the node.
         self.shapes = {
             (*self.all, words): (*self.left, words),
@@ -103,7 +89,7 @@ class _Rows:
                 return self.take_view(node)
             if node.target is aten.slice.Tensor:
                 self.results[node] = self.short[read[0]]
-                return _shape(read[0])[:-1] == self.all and node.args[1:] == self.slice
+                return shape_of(read[0])[:-1] == self.all and node.args[1:] == self.slice
             if is_pointwise(node):
                 return self.take_pointwise(node, read)
             # All else reads the other rows, too.
@@ -115,43 +101,42 @@ class _Rows:
             if node.target is aten.sum.dim_IntList:
                 self.results[node] = self.copy(node)
                 dims = positive_dims(read[0], node.args[1])
-                return sorted(dims) == [*range(len(_shape(read[0])) - 1)]
+                return sorted(dims) == [*range(len(shape_of(read[0])) - 1)]
             return self.take_product(node)
 
     def take_head(self) -> bool:
         *bias, rows, weight = self.head.args
-        if self.head.kwargs or not all(_is_one_row(_shape(each)) for each in bias):
+        if self.head.kwargs or not all(_is_one_row(shape_of(each)) for each in bias):
             return False
         args = (*bias, self.rows_of(rows, 0, self.head), weight)
-        self.short[self.head] = self.call(self.head, self.head.target, *args)
+        self.short[self.head] = call_like(self.head, self.head.target, *args)
         return True
 
     def is_pad(self, node: Node) -> bool:
         """Whether a node is the gradient of the slice, with zeros around it."""
         if node.target is not aten.slice_scatter.default:
             return False
-        zeros, rows = node.args[:2]
-        is_zero = zeros.target is aten.full.default and zeros.args[1] == 0  # type: ignore[union-attr]
-        return is_zero and (
-            (node.args[2:], _shape(node)[:-1]) == (self.slice, self.all)
-            and _shape(rows) == self.shapes.get(_shape(node))
-        )
+        zeros: Any = node.args[0]
+        if zeros.target is not aten.full.default or zeros.args[1] != 0:
+            return False
+        is_same = (node.args[2:], shape_of(node)[:-1]) == (self.slice, self.all)
+        return is_same and shape_of(node.args[1]) == self.shapes.get(shape_of(node))
 
     def take_view(self, node: Node) -> bool:
-        shape = self.shapes.get(_shape(node))
+        shape = self.shapes.get(shape_of(node))
         if shape is None:
             return False
         (rows,) = node.all_input_nodes
-        self.short[node] = self.call(node, node.target, self.short[rows], [*shape])
+        self.short[node] = call_like(node, node.target, self.short[rows], [*shape])
         if rows in self.padded:
             self.padded.add(node)
         return True
 
     def take_pointwise(self, node: Node, read: list[Node]) -> bool:
         for each in node.all_input_nodes:
-            shape = _shape(each)
+            shape = shape_of(each)
             # What is no part of the head has to be the same for all rows.
-            is_same = shape == _shape(node) if each in read else _is_one_row(shape)
+            is_same = shape == shape_of(node) if each in read else _is_one_row(shape)
             if not is_same:
                 return False
         padded = [isinstance(a, Node) and a in self.padded for a in node.args]
@@ -169,19 +154,21 @@ class _Rows:
     def take_product(self, node: Node) -> bool:
         if node.target is not aten.mm.default:
             return False
+        left: Any
+        right: Any
         left, right = node.args
         ours = {**self.short, **self.transposed}
         if left in ours and right in ours:
             return False
         if left in self.short:
-            rows = self.call(node, node.target, self.short[left], right)
+            rows = call_like(node, node.target, self.short[left], right)
             self.results[node] = self.pad(rows, node)
         elif left in self.transposed:
             factors = self.transposed[left], self.rows_of(right, 0, node)
-            self.results[node] = self.call(node, node.target, *factors)
+            self.results[node] = call_like(node, node.target, *factors)
         elif right in self.short:
             factors = self.rows_of(left, 1, node), self.short[right]
-            self.results[node] = self.call(node, node.target, *factors)
+            self.results[node] = call_like(node, node.target, *factors)
         else:
             return False
         return True
@@ -193,43 +180,31 @@ class _Rows:
         return self.factors[value, dim]
 
     def cut_rows(self, value: Any, dim: int, like: Node) -> Node:
-        before, after = _shape(value)[:dim], _shape(value)[dim + 1 :]
+        before, after = shape_of(value)[:dim], shape_of(value)[dim + 1 :]
         which, *ends = self.slice
         which = which % (len(self.all) + 1) + dim  # type: ignore[operator]
         view, slice_, clone = aten.view.default, aten.slice.Tensor, aten.clone.default
-        batches = self.call(like, view, value, [*before, *self.all, *after])
-        left = self.call(like, slice_, batches, which, *ends)
-        left = self.call(like, clone, left, memory_format=torch.contiguous_format)
-        return self.call(like, view, left, [*before, math.prod(self.left), *after])
+        batches = call_like(like, view, value, [*before, *self.all, *after])
+        left = call_like(like, slice_, batches, which, *ends)
+        left = call_like(like, clone, left, memory_format=torch.contiguous_format)
+        return call_like(like, view, left, [*before, math.prod(self.left), *after])
 
     def pad(self, rows: Node, node: Node) -> Node:
         """What a node is, of its rows that are not zero."""
         value, view = node.meta["val"], aten.view.default
         sizes = [*self.all, value.shape[-1]]
         kind = {"dtype": value.dtype, "device": value.device}
-        zeros = self.call(node, aten.full.default, sizes, 0, **kind)
-        left = self.call(node, view, rows, [*self.left, value.shape[-1]])
-        all_ = self.call(node, aten.slice_scatter.default, zeros, left, *self.slice)
-        return self.call(node, view, all_, [*value.shape])
+        zeros = call_like(node, aten.full.default, sizes, 0, **kind)
+        left = call_like(node, view, rows, [*self.left, value.shape[-1]])
+        all_ = call_like(node, aten.slice_scatter.default, zeros, left, *self.slice)
+        return call_like(node, view, all_, [*value.shape])
 
     def copy(self, node: Node) -> Node:
         args, kwargs = map_arg(
             (node.args, node.kwargs), lambda each: self.short.get(each, each)
         )
-        return self.call(node, node.target, *args, **kwargs)
-
-    def call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node, which is where another one is."""
-        new = self.graph.call_function(target, args, kwargs)
-        args, kwargs = map_arg((args, kwargs), lambda each: each.meta["val"])
-        new.meta = {**like.meta, "val": target(*args, **kwargs)}
-        return new
+        return call_like(node, node.target, *args, **kwargs)
 
 
-def _shape(node: Any) -> tuple[Any, ...]:
-    value = get_fake_tensor_from_node_arg(node)
-    return () if value is None else tuple(value.shape)
-
-
-def _is_one_row(shape: tuple[Any, ...]) -> bool:
+def _is_one_row(shape: tuple[int, ...]) -> bool:
     return math.prod(shape[:-1]) == 1
