@@ -43,13 +43,13 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
  from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 +from torch.utils.checkpoint import CheckpointPolicy
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py
-+from .limits import accumulator_dtype, is_made_once
++from .limits import accumulator_dtype, is_made_before, is_made_once
  from .utils import get_args_of_node_type, get_fake_tensor_from_node_arg, is_tangent_node
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py is_chunking_subgraph_input
 -    return len(arg_nodes_no_meta) > 0 or node.op == "placeholder"
 +    if len(arg_nodes_no_meta) > 0 or node.op == "placeholder":
 +        return True
-+    return is_made_once(node)
++    return is_made_before(node) or is_made_once(node)
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py replace_tangent_to_one
 -            node.replace_all_uses_with(one)
 +            # What is computed outside of chunks reads the tangent itself.
@@ -71,8 +71,10 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +from .flat_rows import amplified
 +from .limits import (
 +    is_behind_chunks,
++    is_made_before,
 +    is_pointwise,
 +    is_unchunked,
++    mark_made_before,
 +    needs_sum,
 +    positive_dims,
 +)
@@ -85,6 +87,10 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 -            not is_fwd and is_tangent_node(node)
 -        ):
 +        elif node in as_large or (not is_fwd and is_tangent_node(node)):
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate
+-    propagate_scale_by(nodes_with_chunking_meta)
++    mark_made_before(nodes_with_chunking_meta, bwd_filter)
++    propagate_scale_by([n for n in nodes_with_chunking_meta if not is_made_before(n)])
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_single_node
 -    if not isinstance(target, torch._ops.OpOverload) or target not in propagate_rules:
 +    if target not in propagate_rules and not is_pointwise(node):
