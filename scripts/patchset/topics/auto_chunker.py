@@ -12,7 +12,9 @@ gives up where logits are looked at as [batch, tokens, words] while they are con
 float, which most models do.
 
 The factor that all chunks share does not count any more, and pointwise operators on
-views of rows are computed on the rows. Of several products, the largest that no other
+views of rows are computed on the rows. Rows that logits[:, :-1] leaves out are left out
+before the product. Values for each token are vectors of rows, and what does not depend
+on the logits is made before the chunks, not by each of its own rows. Of several products, the largest that no other
 product reads is divided: that of a low-rank adapter is larger than what it reads, too. What a chunk computes is marked as run in the
 forward, as the backward would otherwise repeat whole heads to save a hidden state.
 """,
