@@ -193,7 +193,8 @@ def _without_rows(graph: Graph, node: Node, number: int) -> None:
         return
     for argument in node.all_input_nodes:
         first, *sizes = shape_of(argument) or (0,)
-        if first == 1 and len(sizes) == len(shape_of(node)) - 1 and math.prod(sizes) > 1:
+        is_as_deep = len(shape_of(argument)) == len(shape_of(node))
+        if first == 1 and is_as_deep and math.prod(sizes) > 1:
             with graph.inserting_before(node):
                 new = call_like(argument, aten.view.default, argument, sizes)
             node.replace_input_with(argument, new)

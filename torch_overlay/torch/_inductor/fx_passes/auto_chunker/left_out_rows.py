@@ -89,7 +89,8 @@ class _Rows:
                 return self.take_view(node)
             if node.target is aten.slice.Tensor:
                 self.results[node] = self.short[read[0]]
-                return shape_of(read[0])[:-1] == self.all and node.args[1:] == self.slice
+                is_same = shape_of(read[0])[:-1] == self.all
+                return is_same and node.args[1:] == self.slice
             if is_pointwise(node):
                 return self.take_pointwise(node, read)
             # All else reads the other rows, too.
