@@ -52,14 +52,6 @@ def masked(hidden, weight, words):
     return (losses * mask).sum() / mask.sum()
 
 
-def shared_out(hidden, weight, words):
-    """A sum over all tokens is read in the head alone."""
-    logits, words = F.linear(hidden, weight).flatten(0, 1), words.flatten()
-    mask = (words % 3 > 0).float()
-    losses = F.cross_entropy(logits, words, reduction="none")
-    return (losses * (mask / mask.sum())).sum()
-
-
 def by_class(hidden, weight, words):
     logits = F.linear(hidden, weight).flatten(0, 1)
     classes = torch.linspace(0, 1, WORDS)
@@ -115,9 +107,6 @@ class AutoChunkerRowsTest(TestCase):
 
     def test_losses_that_are_masked(self):
         self.check(masked, given())
-
-    def test_a_sum_over_all_tokens(self):
-        self.check(shared_out, given())
 
     def test_weights_of_classes(self):
         self.check(by_class, given())

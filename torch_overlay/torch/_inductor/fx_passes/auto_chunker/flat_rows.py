@@ -246,6 +246,5 @@ def shape_of(node: Any) -> tuple[int, ...]:
 
 def _is_batched(rows: Sequence[Any], shape: Sequence[Any]) -> bool:
     """Whether a shape has two dimensions where that of ``rows`` has its first."""
-    return len(shape) > len(rows) and (
-        tuple(shape[1 - len(rows) :]) == tuple(rows[1:])
-    )
+    is_longer = len(shape) > len(rows)
+    return is_longer and tuple(shape[1 - len(rows) :]) == tuple(rows[1:])
