@@ -12,36 +12,46 @@ gives up where logits are looked at as [batch, tokens, words] while they are con
 float, which most models do.
 
 The factor that all chunks share does not count any more, and pointwise operators on
-views of rows are computed on the rows. Of several products, the largest that no other
+views of rows are computed on the rows. Rows that logits[:, :-1] leaves out are left out
+before the product. Values for each token are vectors of rows, and what does not depend
+on the logits is made before the chunks, not by each of its own rows. Of several products, the largest that no other
 product reads is divided: that of a low-rank adapter is larger than what it reads, too. What a chunk computes is marked as run in the
 forward, as the backward would otherwise repeat whole heads to save a hidden state.
 """,
     test="test/inductor/test_auto_chunker_rows.py",
     sources=(
         "torch/_inductor/fx_passes/auto_chunker/flat_rows.py",
+        "torch/_inductor/fx_passes/auto_chunker/left_out_rows.py",
         "torch/_inductor/fx_passes/auto_chunker/limits.py",
     ),
     edits=edits("""\
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py
  from .core import find_amplifier_node
 +from .flat_rows import compute_on_rows
++from .left_out_rows import leave_out_rows
 @@ torch/_inductor/fx_passes/auto_chunker/__init__.py chunk
 +    if any(node.meta["val"].dim() for node in get_tangent_nodes(graph)):
 +        raise CantChunk("Skip chunking, as a tangent is no scalar")
 +
-+    compute_on_rows(graph)
++    amplifier_node = leave_out_rows(amplifier_node)
++    compute_on_rows(graph, amplifier_node.meta["val"].shape[0])
      propagate(amplifier_node)
+@@ torch/_inductor/fx_passes/auto_chunker/__init__.py chunk
+     num_chunks = config.auto_chunker.num_chunk or decide_num_chunks(gm)
++    rows = amplifier_node.meta["val"].shape[0]
++    if -(-rows // -(-rows // num_chunks)) != num_chunks:
++        raise CantChunk(f"Skip chunking, as {rows} rows are no {num_chunks} chunks")
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py
  from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 +from torch.utils.checkpoint import CheckpointPolicy
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py
-+from .limits import accumulator_dtype, is_made_once
++from .limits import accumulator_dtype, is_made_before, is_made_once
  from .utils import get_args_of_node_type, get_fake_tensor_from_node_arg, is_tangent_node
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py is_chunking_subgraph_input
 -    return len(arg_nodes_no_meta) > 0 or node.op == "placeholder"
 +    if len(arg_nodes_no_meta) > 0 or node.op == "placeholder":
 +        return True
-+    return is_made_once(node)
++    return is_made_before(node) or is_made_once(node)
 @@ torch/_inductor/fx_passes/auto_chunker/applier.py replace_tangent_to_one
 -            node.replace_all_uses_with(one)
 +            # What is computed outside of chunks reads the tangent itself.
@@ -63,8 +73,10 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +from .flat_rows import amplified
 +from .limits import (
 +    is_behind_chunks,
++    is_made_before,
 +    is_pointwise,
 +    is_unchunked,
++    mark_made_before,
 +    needs_sum,
 +    positive_dims,
 +)
@@ -77,6 +89,10 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 -            not is_fwd and is_tangent_node(node)
 -        ):
 +        elif node in as_large or (not is_fwd and is_tangent_node(node)):
+@@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate
+-    propagate_scale_by(nodes_with_chunking_meta)
++    mark_made_before(nodes_with_chunking_meta, bwd_filter)
++    propagate_scale_by([n for n in nodes_with_chunking_meta if not is_made_before(n)])
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_single_node
 -    if not isinstance(target, torch._ops.OpOverload) or target not in propagate_rules:
 +    if target not in propagate_rules and not is_pointwise(node):
@@ -143,7 +159,7 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
     landed=(
         (
             "torch/_inductor/fx_passes/auto_chunker/__init__.py",
-            "compute_on_rows(graph)",
+            "compute_on_rows(graph, ",
         ),
     ),
     risks="""\

@@ -53,6 +53,19 @@ class PerToken(Model):
         return F.cross_entropy(logits, targets.flatten(), reduction="none")
 
 
+class Shifted(Model):
+    """Predicts the next word, unless that is masked."""
+
+    def forward(self, words, targets):
+        logits = self.head(self.embedding(words)).float()[:, :-1]
+        targets = targets[:, 1:]
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        mask = targets % 3 > 0
+        return (losses.view_as(targets) * mask).sum() / mask.sum()
+
+
 @contextmanager
 def compiling(**options):
     torch._dynamo.reset()
@@ -162,6 +175,17 @@ class HeadChunksTest(TestCase):
         self.assertIn(f"in {plan.head.chunks} chunks", plan.format())
         # Beyond the plan's peak are the loss and what its own backward needs.
         self.assertLess(abs(measured - plan.peak.predicted), 0.02 * measured)
+
+    def test_a_masked_loss_of_shifted_logits(self):
+        for dtype, limit in ((torch.float32, 4 * MB), (torch.bfloat16, 2 * MB)):
+            found, plan = planned(
+                Shifted, dtype=dtype, activation_memory_peak_bytes=limit
+            )
+            model = Shifted().to(dtype)
+            near = {} if dtype is torch.float32 else {"rtol": 0.05, "atol": 1e-3}
+            self.assertEqual(found, gradients(model, model), **near)
+            self.assertGreater(plan.head.chunks, 1)
+            self.assertLessEqual(plan.peak.predicted, limit)
 
     def test_no_more_chunks_than_needed(self):
         """Of all plans within a bound, none is cheaper, or as cheap in fewer chunks."""

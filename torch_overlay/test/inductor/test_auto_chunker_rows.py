@@ -37,6 +37,27 @@ def capped(hidden, weight, words):
     return F.cross_entropy(logits.view(-1, WORDS), words.view(-1))
 
 
+def next_words(hidden, weight, words):
+    """Leaves out the logits of the last token."""
+    logits = 30 * torch.tanh(F.linear(hidden.tanh(), weight).float() / 30)
+    logits = logits[..., :-1, :].contiguous().view(-1, WORDS)
+    return F.cross_entropy(logits, words[..., 1:].contiguous().view(-1))
+
+
+def masked(hidden, weight, words):
+    logits = F.linear(hidden, weight)[:, :-1].flatten(0, 1)
+    words = words[:, 1:]
+    losses = F.cross_entropy(logits, words.flatten(), reduction="none").view_as(words)
+    mask = (words % 3 > 0).float()
+    return (losses * mask).sum() / mask.sum()
+
+
+def by_class(hidden, weight, words):
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    classes = torch.linspace(0, 1, WORDS)
+    return F.cross_entropy(logits, words.flatten(), weight=classes)
+
+
 @unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
 class AutoChunkerRowsTest(TestCase):
     def compiled(self, loss, inputs, budget=1.0):
@@ -75,6 +96,20 @@ class AutoChunkerRowsTest(TestCase):
 
     def test_logits_that_are_capped(self):
         self.check(capped, given())
+
+    def test_logits_that_are_left_out(self):
+        self.check(next_words, given())
+
+    def test_no_rows_are_made_that_are_left_out(self):
+        with config.patch({"auto_chunker.output_size_threshold": 0}):
+            graph = make_fx(next_words)(*given()).graph
+            self.assertEqual(flat_rows.head_of(graph)[0], BATCH * (TOKENS - 1))
+
+    def test_losses_that_are_masked(self):
+        self.check(masked, given())
+
+    def test_weights_of_classes(self):
+        self.check(by_class, given())
 
     def test_as_many_tokens_as_features(self):
         """What is as large as the logits is not part of the head for that."""
@@ -161,6 +196,20 @@ def numbered(hidden, weight, scale, words):
     return F.cross_entropy(logits * (rows / len(logits)), words.flatten())
 
 
+def of_all_and_some(hidden, weight, scale, words):
+    """Reads the logits that another term leaves out."""
+    logits = F.linear(hidden, weight) * scale
+    loss = F.cross_entropy(logits[:, 1:].flatten(0, 1), words[:, 1:].flatten())
+    return loss + 1e-4 * logits.square().sum()
+
+
+def of_two_parts(hidden, weight, scale, words):
+    logits = F.linear(hidden, weight) * scale
+    first = F.cross_entropy(logits[:, 1:].flatten(0, 1), words[:, 1:].flatten())
+    last = F.cross_entropy(logits[:, :-2].flatten(0, 1), words[:, 2:].flatten())
+    return first + last
+
+
 class Adjusted(torch.nn.Module):
     """Reads a buffer in its head, and overwrites it afterwards."""
 
@@ -204,6 +253,12 @@ class OtherLossesTest(TestCase):
     def test_the_mean_share_of_each_word(self):
         self.check(lambda: of_mean_share)
 
+    def test_rows_that_one_term_leaves_out(self):
+        self.check(lambda: of_all_and_some)
+
+    def test_two_slices(self):
+        self.check(lambda: of_two_parts)
+
     def test_rows_in_another_order(self):
         self.check(lambda: picked)
 
@@ -220,11 +275,11 @@ class OtherLossesTest(TestCase):
 class ComputeOnRowsTest(TestCase):
     def views(self, function, *inputs):
         """The views that are left in a graph, which computes the same as before."""
-        module = make_fx(function)(*inputs)
+        module = make_fx(function, tracing_mode="fake")(*inputs)
         for node in module.graph.nodes:
             if node.target is aten.reshape.default:
                 node.target = aten.view.default
-        flat_rows.compute_on_rows(module.graph)
+        flat_rows.compute_on_rows(module.graph, 6)
         module.graph.lint()
         module.recompile()
         self.assertEqual(module(*inputs), function(*inputs))
@@ -240,6 +295,13 @@ class ComputeOnRowsTest(TestCase):
             return (x.sin() * y + 1).view(6, 4)
 
         self.assertEqual(self.views(there_and_back, rows, rows), 0)
+
+    def test_one_element_for_each_row(self):
+        def weighed(x, y):
+            return (x.view(2, 3).exp() * y).view(6)
+
+        y = torch.randn(3, 2).t()
+        self.assertEqual(self.views(weighed, torch.randn(6), y), 1)
 
     def test_what_reads_batches_gets_a_view(self):
         def summed(x):

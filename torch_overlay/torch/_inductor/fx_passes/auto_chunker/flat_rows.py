@@ -7,6 +7,8 @@ and as rows again for the loss.  Chunks are of rows, and no chunk is a batch of 
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -21,6 +23,7 @@ from torch._inductor.fx_passes.auto_chunker.utils import (
     get_fake_tensor_from_node_arg,
     use_tangent,
 )
+from torch.fx import map_arg
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 from .limits import is_pointwise
@@ -35,16 +38,21 @@ aten = torch.ops.aten
 
 __all__ = [
     "amplified",
+    "call_like",
     "compute_on_rows",
     "has_symbolic_sizes",
     "head_of",
     "is_last_product",
     "is_returned",
+    "shape_of",
+    "slice_of_rows",
 ]
 
 
 def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
     """The rows, the inner size and the columns of the product to divide into chunks.
+
+    The rows are those that the loss reads.
 
     None if there is none, or if sizes are symbolic, which the chunker does not take.
     """
@@ -53,8 +61,9 @@ def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
     if head is None:
         return None
     inner = head.all_input_nodes[-1].meta["val"].shape[0]
-    rows, columns = head.meta["val"].shape
-    return rows, inner, columns
+    read = slice_of_rows(head) or head
+    *rows, columns = read.meta["val"].shape
+    return math.prod(rows), inner, columns
 
 
 def has_symbolic_sizes(graph: Graph) -> bool:
@@ -105,42 +114,59 @@ def amplified(head: Node) -> OrderedSet[Node]:
     return found
 
 
-def compute_on_rows(graph: Graph) -> None:
+def slice_of_rows(head: Node) -> Optional[Node]:
+    """The slice that leaves out some rows of a product, or of what is as large.
+
+    None if there is none, or if there are several.
+    """
+    large = amplified(head)
+    users = OrderedSet(user for node in large for user in node.users)
+    slices = [user for user in users if user.target is aten.slice.Tensor]
+    if not slices or any(each.args[1:] != slices[0].args[1:] for each in slices):
+        return None
+    *rows, words = shape_of(slices[0])
+    return slices[0] if math.prod(rows) and words == shape_of(head)[-1] else None
+
+
+def compute_on_rows(graph: Graph, number: int) -> None:
     """Replace ``op(view(rows))`` by ``view(op(rows))``, for pointwise operators.
 
+    What is [batch, tokens], with an element for each of a number of rows, gets a vector
+    of these, whatever it is computed of.
     A view back to what was viewed goes away, and so does what nothing reads any more.
     O(nodes).
     """
     for node in list(graph.nodes):
-        if node.target is aten.view.default:
-            origin = node
-            while origin.target is aten.view.default:
-                (origin,) = origin.all_input_nodes
-            if _shape(origin) == _shape(node):
+        if _is_for_tokens(node, number):
+            _compute_a_vector(graph, node, number)
+        elif node.target is aten.view.default:
+            origin = _viewed(node)
+            if shape_of(origin) == shape_of(node):
                 node.replace_all_uses_with(origin)
         elif is_pointwise(node):
+            _without_rows(graph, node, number)
             _compute_on_rows(graph, node)
+        elif node.target is aten.sum.default:
+            node.update_arg(0, _viewed(node.all_input_nodes[0]))
     graph.eliminate_dead_code()
 
 
 def _compute_on_rows(graph: Graph, node: Node) -> None:
-    shape = _shape(node) or ()
+    shape = shape_of(node)
     # By argument, the rows that it is a view of.
     rows: dict[Node, Node] = {}
     for argument in node.all_input_nodes:
-        own = _shape(argument)
-        if own is None:
-            return
+        own = shape_of(argument)
         if own == shape and argument.target is aten.view.default:
             base = argument.all_input_nodes[0]
-            if not _is_batched(_shape(base), shape):
+            if not _is_batched(shape_of(base), shape):
                 return
             rows[argument] = base
         elif own != ():
             return
-    if not rows or len({_shape(base) for base in rows.values()}) != 1:
+    if not rows or len({shape_of(base) for base in rows.values()}) != 1:
         return
-    flat = _shape(next(iter(rows.values())))
+    flat = shape_of(next(iter(rows.values())))
     with graph.inserting_before(node):
         new = graph.node_copy(node, lambda argument: rows.get(argument, argument))
         again = graph.call_function(aten.view.default, (new, [*shape]))
@@ -149,15 +175,76 @@ def _compute_on_rows(graph: Graph, node: Node) -> None:
     node.replace_all_uses_with(again)
 
 
-def _shape(node: Any) -> Optional[tuple[Any, ...]]:
-    value = get_fake_tensor_from_node_arg(node)
-    return None if value is None else tuple(value.shape)
-
-
-def _is_batched(rows: Optional[Sequence[Any]], shape: Sequence[Any]) -> bool:
-    """Whether a shape has two dimensions where that of ``rows`` has its first."""
-    return (
-        rows is not None
-        and len(shape) > len(rows)
-        and (tuple(shape[1 - len(rows) :]) == tuple(rows[1:]))
+def _is_for_tokens(node: Node, number: int) -> bool:
+    """Whether a node computes an element for each of so many rows, by batches of them."""
+    shape = shape_of(node)
+    if len(shape) < 2 or math.prod(shape) != number or shape[0] == number:
+        return False
+    if node.target is aten.expand.default:
+        return shape_of(node.args[0]) == ()
+    return is_pointwise(node) and all(
+        shape_of(each) in ((), shape) for each in node.all_input_nodes
     )
+
+
+def _without_rows(graph: Graph, node: Node, number: int) -> None:
+    """Have a node read what is the same for all rows without a dimension for these."""
+    if shape_of(node)[:1] != (number,):
+        return
+    for argument in node.all_input_nodes:
+        first, *sizes = shape_of(argument) or (0,)
+        is_as_deep = len(shape_of(argument)) == len(shape_of(node))
+        if first == 1 and is_as_deep and math.prod(sizes) > 1:
+            with graph.inserting_before(node):
+                new = call_like(argument, aten.view.default, argument, sizes)
+            node.replace_input_with(argument, new)
+
+
+def _viewed(node: Node) -> Node:
+    while node.target is aten.view.default:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _compute_a_vector(graph: Graph, node: Node, number: int) -> None:
+    shape = shape_of(node)
+    call = functools.partial(call_like, node)
+
+    def vector(value: Node) -> Node:
+        if shape_of(value) != shape:
+            return value
+        origin = _viewed(value)
+        if shape_of(origin) == (number,):
+            return origin
+        if not value.meta["val"].is_contiguous():
+            contiguous = {"memory_format": torch.contiguous_format}
+            value = call(aten.clone.default, value, **contiguous)
+        return call(aten.view.default, value, [number])
+
+    with graph.inserting_before(node):
+        if node.target is aten.expand.default:
+            new = call(node.target, node.args[0], [number])
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), vector)
+            new = call(node.target, *args, **kwargs)
+        again = call(aten.view.default, new, [*shape])
+    node.replace_all_uses_with(again)
+
+
+def call_like(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node, of the same part of the program as another one."""
+    new = like.graph.call_function(target, args, kwargs)
+    args, kwargs = map_arg((args, kwargs), lambda each: each.meta["val"])
+    new.meta = {**like.meta, "val": target(*args, **kwargs)}
+    return new
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    value = get_fake_tensor_from_node_arg(node)
+    return () if value is None else tuple(value.shape)
+
+
+def _is_batched(rows: Sequence[Any], shape: Sequence[Any]) -> bool:
+    """Whether a shape has two dimensions where that of ``rows`` has its first."""
+    is_longer = len(shape) > len(rows)
+    return is_longer and tuple(shape[1 - len(rows) :]) == tuple(rows[1:])

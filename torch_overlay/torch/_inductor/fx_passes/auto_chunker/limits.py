@@ -19,9 +19,11 @@ prims = torch.ops.prims
 __all__ = [
     "accumulator_dtype",
     "is_behind_chunks",
+    "is_made_before",
     "is_made_once",
     "is_pointwise",
     "is_unchunked",
+    "mark_made_before",
     "mutates",
     "needs_sum",
     "positive_dims",
@@ -46,6 +48,23 @@ def is_made_once(node: Node) -> bool:
     Random numbers are such a value.
     """
     return not node.all_input_nodes and node.target is not aten.full.default
+
+
+def mark_made_before(nodes: list[Node], depends: dict[Node, bool]) -> None:
+    """Mark what chunks read though it does not depend on the product, in the graph's order.
+
+    A sum over all rows may be among it, which the rows of one chunk do not give.
+    """
+    for node in reversed(nodes):
+        if node.all_input_nodes:
+            is_before = node.op == "call_function" and not depends[node]
+        else:
+            is_before = any(map(is_made_before, node.users))
+        node.meta["made_before_chunks"] = is_before
+
+
+def is_made_before(node: Node) -> bool:
+    return bool(node.meta.get("made_before_chunks"))
 
 
 def is_unchunked(meta: Optional[ChunkingMeta]) -> bool:
