@@ -12,7 +12,7 @@ import math
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional, Protocol, TYPE_CHECKING
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
@@ -28,19 +28,17 @@ from .current_step import Caller, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from types import FrameType
 
     from ..graph.joint import Planner
     from ..peak.menu import Menu
-    from .plan_file import StoredGraph
+    from .budget import StepBudget
+    from .compiled_graph import CompiledGraph
     from .recorder import Recorder
 
 
 __all__ = [
-    "Budget",
     "Call",
-    "Compiled",
     "Graph",
     "State",
     "Step",
@@ -53,52 +51,6 @@ __all__ = [
 
 # Scales that differ by a smaller factor are the same.
 _ROUNDED = 1 + 1e-6
-
-
-class Budget(Protocol):
-    """What a step needs of its :class:`.StepBudget`."""
-
-    device: torch.device
-    strict: bool
-    graphs: weakref.WeakValueDictionary[int, Graph]
-
-    @property
-    def plan(self) -> Optional[object]: ...
-
-    def make_plan(self, is_growing: bool = ...) -> None: ...
-
-    def graph_like(self, structural_key: Any) -> Optional[Graph]: ...
-
-    def stored_plans(
-        self, number: int, name: str, key: str
-    ) -> Optional[StoredGraph]: ...
-
-    def add_graph(self, graph: Graph, stored: Optional[StoredGraph]) -> None: ...
-
-    def has_room(self, nbytes: float, while_waiting: bool) -> bool: ...
-
-    def check_live(self) -> None: ...
-
-    def was_compiling(self) -> None: ...
-
-    def warn(self, reason: str, kind: str = ..., is_risk: bool = ...) -> None: ...
-
-    def warn_unplanned(self, state: State) -> None: ...
-
-    def warn_on_failure(
-        self, what: str, is_risk: bool = ...
-    ) -> AbstractContextManager[None]: ...
-
-
-class Compiled(Protocol):
-    """What a :class:`Graph` needs of a :class:`.CompiledGraph`."""
-
-    # The plans whose code was compiled with fusions guarded.
-    guarded: set[int]
-
-    def compile(self, plans: Iterable[int], budget: Budget) -> None: ...
-
-    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]: ...
 
 
 class State(NamedTuple):
@@ -173,7 +125,7 @@ class Step:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: StepBudget,
         choices: Mapping[Graph, tuple[int, ...]],
         known: set[State],
         recorder: Optional[Recorder],
@@ -196,7 +148,7 @@ class Step:
         # Gradients are made in the first round, and accumulated in later ones.
         self._is_first_round = True
         # The plans of calls that a checkpoint runs again, which must save the same.
-        self._checkpointed: dict[Compiled, int] = {}
+        self._checkpointed: dict[CompiledGraph, int] = {}
         self._context = ExitStack()
         # The step of another budget within which this one runs.
         self.outer: Optional[Step] = None
@@ -231,7 +183,7 @@ class Step:
             self._key ^= hash((graph.number, slot))
         return call
 
-    def repeated_by(self, compiled: Compiled, call: Call, plan: int) -> int:
+    def repeated_by(self, compiled: CompiledGraph, call: Call, plan: int) -> int:
         """The plan of a call: the one it had before, if a checkpoint runs it again."""
         if call.keeps_saved and compiled not in self._checkpointed:
             return plan
@@ -373,7 +325,7 @@ class Graph:
         self.structural_key = structural_key
         self.largest, self.plans = largest, plans
         self.scale = 1.0
-        self.current: Callable[[], Optional[Compiled]] = lambda: None
+        self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
 
     @functools.cached_property
     def workspace(self) -> int:

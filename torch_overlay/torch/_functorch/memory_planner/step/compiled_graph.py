@@ -31,7 +31,7 @@ from ..graph.other_sizes import times_larger
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
 from .aot_calls import boxed_call, marked, traced_name
-from .calls import Budget, Call, Graph, Step, storages_of, tensors_in
+from .calls import Call, Graph, Step, storages_of, tensors_in
 from .current_step import running_step
 from .partial_backward import Backward
 from .plan_file import key_of
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ..graph.joint import Planner
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
+    from .budget import StepBudget
 
 
 __all__ = ["CompiledGraph"]
@@ -234,7 +235,7 @@ class CompiledGraph:
             self._instead[known] = next(good, plan)
         return self._instead[known]
 
-    def compile(self, plans: Iterable[int], budget: Budget) -> None:
+    def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
         """Compile plans that have not been, and list the first one in `plans()`.
 
         All but their kernels: a plan may be replaced before it runs.
@@ -257,7 +258,7 @@ class CompiledGraph:
                     self._compile_guarded(plan)
         self._list(self._reports.get(plans[0]))
 
-    def _ready(self, plan: int, budget: Budget) -> Callable[..., Any]:
+    def _ready(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
         """The code of a plan, with its kernels; the first plan's if these fail."""
         kernels = self._kernels.pop(plan, None)
         if kernels is not None:
@@ -268,7 +269,7 @@ class CompiledGraph:
                 self._runs[plan] = run
         return self._runs[plan]
 
-    def _warn_of_failure(self, budget: Budget) -> AbstractContextManager[None]:
+    def _warn_of_failure(self, budget: StepBudget) -> AbstractContextManager[None]:
         return budget.warn_on_failure(
             f"{self.graph.name} keeps its first plan, as another failed to compile"
         )

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Optional, Protocol, TYPE_CHECKING
+from typing import NamedTuple, Optional, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    import torch
-
     from ..compile.told import CompiledPeaks
     from ..decision import Decision
     from ..graph.joint import Planner
+    from .compiled_graph import CompiledGraph
 
 __all__ = ["PlanRequest"]
-
-
-class Planned(Protocol):
-    """A graph that finds its plans when it is first partitioned."""
-
-    device: Optional[torch.device]
-    has_plans: bool
-    # Whether the plan of the first call needs fusions guarded.
-    guards_first: bool
-
-    def find_plans(self, joint: Planner) -> None: ...
-
-    def chunks_of(self, plan: Optional[int]) -> int: ...
-
-    def decide(self, joint: Planner, plan: Optional[int]) -> Decision: ...
 
 
 class PlanRequest(NamedTuple):
@@ -37,7 +21,7 @@ class PlanRequest(NamedTuple):
     ``compiled`` is told what the partitioned graph returns, and the device that counts.
     """
 
-    graph: Planned
+    graph: CompiledGraph
     plan: Optional[int]
     compiled: CompiledPeaks
 
