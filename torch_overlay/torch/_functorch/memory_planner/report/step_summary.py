@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..peak.curve import Choice, Curve, Held
     from ..peak.menu import Menu
 
-    from ..step.calls import Graph
+    from ..step.graphs import Graph
     from ..step.timeline import Bytes
 
 

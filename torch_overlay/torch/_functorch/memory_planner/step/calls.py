@@ -6,7 +6,6 @@ notes each event as a :class:`State`, by which steps are compared.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import weakref
@@ -17,12 +16,10 @@ from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 import torch
 from torch._functorch import config
 from torch._inductor import config as inductor_config
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from ..graph.inputs_outputs import Missing
-from ..graph.workspaces import workspace_of_convolutions
 from .current_step import Caller, running
 
 
@@ -30,16 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import FrameType
 
-    from ..graph.joint import Planner
-    from ..peak.menu import Menu
     from .budget import StepBudget
     from .compiled_graph import CompiledGraph
+    from .graphs import Graph
     from .recorder import Recorder
 
 
 __all__ = [
     "Call",
-    "Graph",
     "State",
     "Step",
     "is_trained",
@@ -299,58 +294,6 @@ class Step:
             "instead of a saved value is counted as if the value were kept"
         )
         return False
-
-
-class Graph:
-    """A graph that a step calls, and its plans, for the largest calls seen so far.
-
-    It may be compiled several times, for other sizes: ``current`` returns the one that
-    ran last.  ``number`` is AOTAutograd's for the first of these, ``key`` identifies that
-    one in other processes, ``structural_key`` what all have in common, and ``lean`` the
-    plan of calls until one is chosen.
-    """
-
-    lean: int
-
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        key: str,
-        structural_key: Any,
-        largest: Planner,
-        plans: Menu,
-    ) -> None:
-        self.name, self.number, self.key = name, number, key
-        self.structural_key = structural_key
-        self.largest, self.plans = largest, plans
-        self.scale = 1.0
-        self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
-
-    @functools.cached_property
-    def workspace(self) -> int:
-        """The most bytes that one of its convolutions takes for itself on a CPU."""
-        return workspace_of_convolutions(self.largest.joint.nodes)
-
-    @property
-    def sizes_vary(self) -> bool:
-        """Whether its calls have other sizes than the first, or may have."""
-        given = self.largest.joint.find_nodes(op="placeholder")
-        return self.scale != 1.0 or any(free_symbols(n.meta["val"]) for n in given)
-
-    def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
-        """Have the plans cover calls of this size, too."""
-        if scale > self.scale:
-            self.scale, self.largest = scale, joint
-            self.plans, plans = plans, self.plans
-        self.plans = self.plans.at_least(plans)
-
-    def expect(self, missing: Optional[Missing]) -> None:
-        """Make plans for calls that miss this, unless they are for those already."""
-        compiled = self.current()
-        if compiled is not None and missing != self.plans.missing:
-            plans, self.lean = compiled.plans_for(missing)
-            self.plans = plans.sized(self.largest)
 
 
 def strided(values: Iterable[Any]) -> list[torch.Tensor]:

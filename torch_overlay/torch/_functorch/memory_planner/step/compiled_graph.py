@@ -14,7 +14,6 @@ import torch
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
-from torch.utils._pytree import tree_leaves
 
 from ...._inductor.deferred_kernels import DeferredKernels
 
@@ -31,13 +30,13 @@ from ..graph.other_sizes import times_larger
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
 from .aot_calls import boxed_call, marked, traced_name
-from .calls import Call, Graph, Step, storages_of, tensors_in
+from .call_runs import await_backward, run_backward, run_forward
 from .current_step import running_step
+from .graphs import Graph
 from .partial_backward import Backward
 from .plan_file import key_of
 from .plan_request import PlanRequest
-from .recorder import Event, PLANNED
-from .single_graph_warnings import backward_of, CALL
+from .single_graph_warnings import CALL
 from .traced_graph import context_of_tracing, TracedGraph
 
 
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
     from .budget import StepBudget
+    from .calls import Call, Step
 
 
 __all__ = ["CompiledGraph"]
@@ -151,7 +151,7 @@ class CompiledGraph:
             result = run(args)
             if call is not None:
                 with step.budget.warn_on_failure(failure):
-                    self._await_backward(result, call)
+                    await_backward(call, result, self._may_miss)
             return result
         except BaseException:
             if call is not None:
@@ -175,40 +175,6 @@ class CompiledGraph:
         call.plan = step.repeated_by(self, call, plan)
         graph.current = weakref.ref(self)
         return call
-
-    def _await_backward(self, result: Any, call: Call) -> None:
-        """Attach the call to its backward's node, and end it when the node dies."""
-        step, node = call.step, backward_of(result)
-        if node is None:
-            step.end(call)
-            return
-        node.metadata.update({CALL: call, PLANNED: True})
-        if self._may_miss:
-            node.set_materialize_grads(False)
-            self._watch(tree_leaves(result), call)
-
-        def died(_: Any) -> None:
-            if step.end(call) and step.recorder is not None:
-                step.recorder.log.append(Event("x", call=call))
-
-        call.node = weakref.ref(node, died)
-
-    def _watch(self, results: Iterable[Any], call: Call) -> None:
-        """Notice when the caller drops an output."""
-        storages = (ref() if ref is not None else None for ref in call.returned)
-        places = {id(s): at for at, s in enumerate(storages) if s is not None}
-        recorder = call.step.recorder
-        for each in tensors_in(results):
-            at = places.get(id(each.untyped_storage()))
-            if at is None:
-                continue
-
-            def dropped(_: Any, at: int = at) -> None:
-                storage = call.outputs[at] if recorder is not None else None
-                if recorder is not None and storage is not None:
-                    recorder.log.append(Event("d", storage))
-
-            call.tensors[at] = weakref.ref(each, dropped)
 
     # -------------------------------------------------------------- its compiles
 
@@ -263,7 +229,7 @@ class CompiledGraph:
         kernels = self._kernels.pop(plan, None)
         if kernels is not None:
             run, self._runs[plan] = self._runs[plan], self._first_run
-            budget.was_compiling()
+            budget.watch.was_compiling()
             with self._warn_of_failure(budget):
                 kernels.compile()
                 self._runs[plan] = run
@@ -296,7 +262,7 @@ class CompiledGraph:
         """
         step = running_step()
         if step is not None:
-            step.budget.was_compiling()
+            step.budget.watch.was_compiling()
         # Splitting a graph writes into these.
         state, capture = fresh_copy(self._state, self._capture)
         # Whether another plan compiles has to be known before it runs. But where graphs
@@ -342,17 +308,7 @@ class CompiledGraph:
         call = step.call if step is not None else None
         if call is None:
             return run(args)
-        recorder = call.step.recorder
-        if recorder is None:
-            results = run(args)
-        else:
-            # No local name may keep alive what the call is to free.
-            call.inputs = recorder.numbers(tensors_in(args)[: self.plans.primals], True)
-            with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
-                results = run(args)
-            call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
-        call.returned = storages_of(results[: self._num_fwd_outputs])
-        return results
+        return run_forward(call, run, args, self.plans.primals, self._num_fwd_outputs)
 
     def _backward(self, run: Backward, args: list[Any]) -> Any:
         node: Any = torch._C._current_autograd_node()
@@ -365,16 +321,7 @@ class CompiledGraph:
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
         step.begin_backward(call, is_retained, absent)
-        recorder = step.recorder
-        if recorder is None:
-            results = run(args)
-        else:
-            tangents = recorder.numbers([args[i] for i in run.tangents])
-            inputs = call.inputs + tangents + call.outputs
-            begin = Event("B", call=call, flag=is_retained, inputs=inputs)
-            with recorder.around(begin):
-                results = run(args)
-            recorder.numbers(list(results))
+        results = run_backward(call, run, args, is_retained)
         if not is_retained:
             step.end(call, has_run=True)
             # Keeping the loss must not keep the step alive.
@@ -407,12 +354,7 @@ class CompiledGraph:
         traced = self._traced = TracedGraph(joint, self._state, self._symbols)
         self._may_miss = traced.may_miss
         step: Any = running_step()
-        structural_key = traced.structural_key
-        known = (
-            step.budget.graph_like(structural_key)
-            if structural_key is not None
-            else None
-        )
+        known = step.budget.graphs.like(traced.structural_key)
         if known is None:
             number, key = self._state.aot_config.aot_id, key_of(joint)
             stored = step.budget.stored_plans(number, self._name, key)
@@ -421,9 +363,12 @@ class CompiledGraph:
                 self.guarded |= stored.guarded
             else:
                 plans, lean = self.plans_for(None)
-            self.graph = Graph(self._name, number, key, structural_key, joint, plans)
+            same = traced.structural_key
+            self.graph = Graph(self._name, number, key, same, joint, plans)
             self.plans, self.graph.lean = plans, lean
-            step.budget.add_graph(self.graph, stored)
+            step.budget.graphs[number] = self.graph
+            if stored is not None:
+                step.budget.choices[self.graph] = stored.choice
             if not self._symbols:
                 self.scales[()] = 1.0
         else:

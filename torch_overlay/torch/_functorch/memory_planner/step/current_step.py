@@ -16,10 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from .budget import StepBudget
     from .calls import Step
 
 
-__all__ = ["Caller", "running", "running_step", "running_steps"]
+__all__ = [
+    "Caller",
+    "close_step_of",
+    "running",
+    "running_step",
+    "running_steps",
+]
 
 
 # The step that this thread runs.
@@ -44,6 +51,15 @@ def running_steps() -> Iterator[Step]:
     while step is not None:
         yield step
         step = step.outer
+
+
+def close_step_of(budget: StepBudget) -> Optional[Step]:
+    """Close the running step of a budget, and those that were begun within it."""
+    steps = [*running_steps()]
+    own = next((step for step in steps if step.budget is budget), None)
+    for step in steps[: steps.index(own) + 1] if own is not None else ():
+        step.close()
+    return own
 
 
 def _abandon(step: Step) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..peak.curve import Choice
     from ..peak.menu import Menu
-    from .calls import Graph
+    from .graphs import Graph
     from .step_programs import Learned
 
 

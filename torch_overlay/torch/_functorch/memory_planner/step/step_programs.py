@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     from ..graph.inputs_outputs import Missing
     from ..peak.curve import Held
-    from .calls import Graph, State
+    from .calls import State
+    from .graphs import Graph
     from .recorder import Recorder
 
 __all__ = ["Learned", "StepProgram", "dropped_before", "step_program_of"]
