@@ -20,7 +20,6 @@ from ...._inductor.deferred_kernels import DeferredKernels
 from ..compile.recompile import (
     calls_nested_regions,
     fresh_copy,
-    nodes_named_as,
     partition_by,
     takes_request,
 )
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
-    from ..decision import Decision
-    from ..graph.inputs_outputs import Missing
     from ..graph.joint import Planner
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
@@ -91,7 +88,7 @@ class CompiledGraph:
         # The compiled plan that runs in place of each, given what compiles told.
         self._instead: dict[Any, int] = {}
         # The plan of the first compile, and its code.
-        self._first = 0
+        self.first = 0
         self._first_run: Callable[..., Any]
         # The report of each compiled plan, and the one that `plans()` lists now.
         self._reports: dict[int, Optional[Plan]] = {}
@@ -100,7 +97,6 @@ class CompiledGraph:
         # less by that.
         self._tried_guarded: set[int] = set()
         self.guarded: set[int] = set()
-        self.guards_first = False
         self._as_traced = context_of_tracing()
         self._symbols = symbols_in(self._state.flat_args)
         # By sizes, how many times the bytes of the graph's first call a call computes.
@@ -114,7 +110,7 @@ class CompiledGraph:
     def compile_first(self) -> Any:
         """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
         run, metadata, _ = self._compiled(None)
-        self._runs[self._first] = self._first_run = run
+        self._runs[self.first] = self._first_run = run
         return boxed_call(self._call), metadata
 
     def meet(self, sizes: tuple[int, ...]) -> bool:
@@ -125,7 +121,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = self._traced.joint.of_size(size_evaluator(self._symbols, sizes))
+        joint = self.traced.joint.of_size(size_evaluator(self._symbols, sizes))
         plans = self.plans.sized(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
@@ -181,7 +177,7 @@ class CompiledGraph:
     def _renew(self) -> None:
         """Adopt the graph's plans if they are for calls that miss something else."""
         if self.plans.missing != self.graph.plans.missing:
-            self.plans = self.graph.plans.sized(self._traced.joint)
+            self.plans = self.graph.plans.sized(self.traced.joint)
             self._runs, self._kernels, self._instead = {}, {}, {}
             self._tried_guarded, self.guarded, self.scales = set(), set(), {}
 
@@ -214,7 +210,7 @@ class CompiledGraph:
                 self._runs[plan] = self._first_run
                 with self._warn_of_failure(budget), self._as_traced():
                     self._runs[plan], _, self._kernels[plan] = self._compiled(plan)
-            margin = self._traced.joint.ask.peak_margin
+            margin = self.traced.joint.ask.peak_margin
             is_guarded = plan in self._tried_guarded or not can_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
                 self._tried_guarded.add(plan)
@@ -277,6 +273,7 @@ class CompiledGraph:
         later = kernels if is_another else None
         compiled = CompiledPeaks(*self._compilers, kernels=later)
         compiled.guarded = is_guarded
+        request = PlanRequest(self, plan, compiled)
 
         def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
             missing = compiled.missing = self.plans.missing
@@ -285,21 +282,18 @@ class CompiledGraph:
                 compiled.backward, module, inputs, absent, self._as_traced
             )
             if compiled.told is not None:
-                index = self._first if plan is None else plan
                 told = compiled.told, compiled.told_alone
-                self.plans.record(index, *told, only_if_less=is_guarded)
+                self.plans.record(request.chosen, *told, only_if_less=is_guarded)
             return result
 
         run, metadata = self._compile_graph(
             state,
             capture,
-            partition_by(self._partition, PlanRequest(self, plan, compiled)),
+            partition_by(self._partition, request),
             marked(compiled.forward, self._forward),
             marked(compile_backward, self._backward),
         )
-        report = self._reports[self._first if plan is None else plan] = logged_plan(
-            metadata
-        )
+        report = self._reports[request.chosen] = logged_plan(metadata)
         self._list(report)
         return run, metadata, kernels
 
@@ -328,30 +322,10 @@ class CompiledGraph:
             node.metadata.pop(CALL, None)
         return results
 
-    # ----------------------------------------------------------------- its plans
-
-    def decide(self, joint: Planner, plan: Optional[int]) -> Decision:
-        """What to save by a plan; None is the plan of the first call.
-
-        Raises CannotPlan where the graph has no model.
-        """
-        if not self.has_plans:
-            self.find_plans(joint)
-        index = self._first if plan is None else plan
-        saved = nodes_named_as(self.plans.saved_values(index), joint.joint)
-        head = self.plans.head(index)
-        return replace(joint.saving(saved, joint.budget, "step"), head=head)
-
-    def chunks_of(self, plan: Optional[int]) -> int:
-        """The number of chunks of a plan; None is the plan of the first call."""
-        if not self.has_plans:
-            return 1
-        return self.plans.plans[self._first if plan is None else plan].chunks
-
     def find_plans(self, joint: Planner) -> None:
         """Make the graph's plans, or adopt those of the same graph of another size."""
         self._num_fwd_outputs = joint.num_fwd_outputs
-        traced = self._traced = TracedGraph(joint, self._state, self._symbols)
+        traced = self.traced = TracedGraph(joint, self._state, self._symbols)
         self._may_miss = traced.may_miss
         step: Any = running_step()
         known = step.budget.graphs.like(traced.structural_key)
@@ -362,7 +336,7 @@ class CompiledGraph:
                 plans, lean = stored.plans_of(joint), stored.lean
                 self.guarded |= stored.guarded
             else:
-                plans, lean = self.plans_for(None)
+                plans, lean = traced.plans_for(None)
             same = traced.structural_key
             self.graph = Graph(self._name, number, key, same, joint, plans)
             self.plans, self.graph.lean = plans, lean
@@ -375,11 +349,6 @@ class CompiledGraph:
             self.graph, self.plans = known, known.plans.sized(joint)
             more = times_larger(self.plans.model, known.plans.model)
             self._scale = known.scale * more
-        self._first = step.plan_of(self.graph, step.next_slot(self.graph))
-        self.guards_first = self._first in self.guarded
-        self._tried_guarded.update({self._first} & self.guarded)
+        self.first = step.plan_of(self.graph, step.next_slot(self.graph))
+        self._tried_guarded.update({self.first} & self.guarded)
         self.has_plans = True
-
-    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
-        """Plans for calls that miss this, and the index of the lean one."""
-        return self._traced.plans_for(missing)

@@ -71,7 +71,7 @@ class Graph:
         """Make plans for calls that miss this, unless they are for those already."""
         compiled = self.current()
         if compiled is not None and missing != self.plans.missing:
-            plans, self.lean = compiled.plans_for(missing)
+            plans, self.lean = compiled.traced.plans_for(missing)
             self.plans = plans.sized(self.largest)
 
 

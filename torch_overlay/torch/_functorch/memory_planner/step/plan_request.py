@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
+from ..compile.recompile import nodes_named_as
+
 
 if TYPE_CHECKING:
     from ..compile.told import CompiledPeaks
@@ -30,18 +32,29 @@ class PlanRequest(NamedTuple):
         return self.graph.has_plans
 
     @property
+    def chosen(self) -> int:
+        """The plan, once the graph has plans."""
+        return self.graph.first if self.plan is None else self.plan
+
+    @property
     def chunks(self) -> int:
-        return self.graph.chunks_of(self.plan)
+        return self.graph.plans.plans[self.chosen].chunks if self.has_begun else 1
 
     def begin(self, graph: Planner) -> None:
         device = self.graph.device
         variants = graph.in_chunks.items()
         in_chunks = {n: replace(each, device=device) for n, each in variants}
         self.graph.find_plans(replace(graph, device=device, in_chunks=in_chunks))
-        self.compiled.guarded = self.graph.guards_first
+        self.compiled.guarded = self.graph.first in self.graph.guarded
 
     def decide(self, graph: Planner) -> Decision:
+        """What to save by the plan.  Raises CannotPlan where the graph has no model."""
+        if not self.has_begun:
+            self.begin(graph)
         graph = replace(graph, device=self.graph.device)
         self.compiled.num_fwd_outputs = graph.num_fwd_outputs
         self.compiled.device = graph.counted
-        return self.graph.decide(graph, self.plan)
+        plans = self.graph.plans
+        saved = nodes_named_as(plans.saved_values(self.chosen), graph.joint)
+        decision = graph.saving(saved, graph.budget, "step")
+        return replace(decision, head=plans.head(self.chosen))
