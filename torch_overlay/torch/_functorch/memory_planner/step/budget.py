@@ -366,7 +366,7 @@ class StepBudget(Warns):
         given = self._bound, self._present, self.watch.missed
         found = plan_step(graphs, learned, *given, growth, compile_plans)
         plan = found.summary
-        if found.is_over:
+        if plan.predicted_peak > plan.allowed:
             self.warn(plan.why_over, "lowest")
         for number, choice in found.choices.items():
             self.choices[graphs[number]] = choice
