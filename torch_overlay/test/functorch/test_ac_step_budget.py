@@ -1284,8 +1284,8 @@ class StepBudgetTest(TestCase):
         "stage",
         (
             "step.compiled_graph.fresh_copy",
-            "step.compiled_graph.CompiledGraph.decide",
-            "step.compiled_graph.backward_of",
+            "step.plan_request.PlanRequest.decide",
+            "step.call_runs.backward_of",
             "step.recorder.Recorder.follow",
             "step.recorder.Recorder.bytes_at_next_start",
             "step.calls.Step.begin",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from .liveness import Program
     from .storages import Operator
 
 __all__ = ["LiveBytes"]
@@ -19,16 +20,6 @@ __all__ = ["LiveBytes"]
 _TOGETHER = 63
 # The share of the planned bytes that a tensor of plans may take: a CPU may hold both.
 _SHARE = 1 / 64
-
-
-class Counted(Protocol):
-    """What :class:`LiveBytes` needs of a program."""
-
-    @property
-    def nbytes(self) -> Sequence[int]: ...
-
-    @property
-    def freeable(self) -> Sequence[bool]: ...
 
 
 class LiveBytes:
@@ -43,7 +34,7 @@ class LiveBytes:
 
     def __init__(
         self,
-        program: Counted,
+        program: Program,
         kept: Sequence[int],
         is_forward: bool,
     ) -> None:

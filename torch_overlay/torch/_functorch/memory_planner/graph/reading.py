@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from ..._activation_checkpointing.random_ops import is_kept, must_run_once
 from .liveness import BackwardStep, Program
 from .recompute_cost import concrete
-from .storages import device_of, Operator, Storages
+from .storages import device_of, nodes_in, Operator, Storages
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch._functorch.partitioners import NodeInfo
 
@@ -45,7 +45,7 @@ def read(
     device = device_of(graph) if device is None else device
     storages = Storages(graph, required, tangents, as_int, device)
     nbytes = storages.nbytes
-    gradients = _nodes(results[num_fwd_outputs:])
+    gradients = nodes_in(results[num_fwd_outputs:])
     forward = [each for each in storages.calls if each.node not in backward]
     operators = [each for each in forward if each.writes]
     producer = _producers(operators, len(nbytes))
@@ -58,8 +58,8 @@ def read(
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
     copied = _written_back(output)
     places = [*enumerate(results[:num_fwd_outputs])]
-    returned = _nodes(node for at, node in places if at not in copied)
-    to_inputs = _nodes(node for at, node in places if at in copied)
+    returned = nodes_in(node for at, node in places if at not in copied)
+    to_inputs = nodes_in(node for at, node in places if at in copied)
     outputs = {s for s in storages.read_by(returned) if first_use[s] >= 0}
     written_back = {s for s in storages.read_by(to_inputs) if first_use[s] >= 0}
     program = Program(
@@ -193,10 +193,6 @@ def _prefer_small_results(program: Program) -> None:
         saveable = all(program.saved_as[s] is not None for s in made.writes)
         if saveable and made.nbytes <= each.nbytes:
             program.repeatable[user] = False
-
-
-def _nodes(values: Iterable[Any]) -> list[fx.Node]:
-    return [value for value in values if isinstance(value, fx.Node)]
 
 
 def _runs_once(node: fx.Node) -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "device_of",
     "has_bodies",
     "is_on",
+    "nodes_in",
 ]
 
 # Higher-order operators that run one of their bodies, once.
@@ -294,7 +295,7 @@ def body_of(
         peak = max(peak, live + each.scratch)
         touched = {*each.reads, *each.writes} - returned
         live -= storages.nbytes_of(s for s in touched if last[s] == at)
-    results = [_nodes([each]) for each in tree_leaves(output.args)]
+    results = [nodes_in([each]) for each in tree_leaves(output.args)]
     stored = [*map(storages.read_by, results)]
     return Body(
         peak,
@@ -353,5 +354,5 @@ def _peak_of_scan(body: Body, carries: int, slices: int, nbytes: int) -> int:
     return beside + 2 * each + max(body.peak, *indices)
 
 
-def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+def nodes_in(values: Iterable[Any]) -> list[fx.Node]:
     return [value for value in values if isinstance(value, torch.fx.Node)]

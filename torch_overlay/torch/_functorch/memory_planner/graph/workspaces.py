@@ -49,7 +49,7 @@ def workspace_of_convolutions(nodes: Iterable[fx.Node]) -> int:
 
 
 def _workspace(node: fx.Node) -> int:
-    values = tree_leaves(torch.fx.map_arg((node.args, node.kwargs), _value_of))
+    values = tree_leaves([each.meta.get("val") for each in node.all_input_nodes])
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not all(
         each.device.type == "cpu" and all(isinstance(n, int) for n in each.shape)
@@ -76,10 +76,6 @@ def _workspace(node: fx.Node) -> int:
         if isinstance(each, torch.Tensor)
     )
     return max(max(live) - made, 0)
-
-
-def _value_of(node: fx.Node) -> Any:
-    return node.meta.get("val")
 
 
 def _zeros_for(node: fx.Node) -> Any:

@@ -15,9 +15,10 @@ from ..graph.inputs_outputs import (
 )
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import flops
-from .menu import bytes_of, Footprint, Menu, program_of, Variant
+from .menu import bytes_of, Footprint, Menu, Variant
 from .plan_search import (
     compare_with_no_checkpoints,
+    model_of,
     of_knapsacks,
     recompute_costs,
     search,
@@ -77,7 +78,7 @@ def plan_graph(
     call keeps matters more than its own peak.
     Raises as :func:`.graph.reading.read` does.
     """
-    model = program_of(joint, missing)
+    model = model_of(joint, missing)
     plans = Plans(model, recompute_costs(model, joint))
     if is_only:
         plans.evaluate([frozenset(model.storages(saved))])

@@ -14,13 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
-from ..graph.inputs_outputs import (
-    backward_inputs,
-    Input,
-    Missing,
-    output_bytes,
-    without,
-)
+from ..graph.inputs_outputs import backward_inputs, Input, Missing, output_bytes
 from ..graph.other_sizes import calls_in
 from .plan_search import model_of
 
@@ -40,7 +34,6 @@ __all__ = [
     "Told",
     "Variant",
     "bytes_of",
-    "program_of",
 ]
 
 # The names of nodes, each with its bytes.
@@ -108,13 +101,8 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, joint: Planner, missing: Optional[Missing]) -> Variant:
         """The variant for calls that lack what is ``missing``."""
-        model = program_of(joint, missing)
+        model = model_of(joint, missing)
         return cls(model, backward_inputs(joint, model))
-
-    def sized(self, joint: Planner, missing: Optional[Missing]) -> Variant:
-        """The same for calls of the size that ``joint`` has."""
-        other = Variant.of(joint, missing)
-        return self._replace(model=other.model, inputs=other.inputs)
 
 
 @dataclass(frozen=True)
@@ -161,9 +149,9 @@ class Menu:
         where it does not come in as many chunks as a plan wants, it has fewer.
         """
         variants = {
-            n: self.variants[n].sized(each, self.missing)
+            n: Variant.of(each, self.missing)._replace(rows=own.rows, cost=own.cost)
             for n, each in joint.variants.items()
-            if n in self.variants
+            if (own := self.variants.get(n))
         }
         there = {n: calls_in(each.model)[1] for n, each in variants.items()}
         made = {n: calls_in(each.model)[1] for n, each in self.variants.items()}
@@ -366,13 +354,6 @@ def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int
         return i != index, is_other, abs(other.kept - plan.kept), i
 
     return min(told, key=distance)
-
-
-def program_of(joint: Planner, missing: Optional[Missing]) -> Program:
-    """The model of a graph whose calls lack what is ``missing``."""
-    if missing is None:
-        return model_of(joint)
-    return model_of(joint, without(missing, joint.model, joint))
 
 
 def bytes_of(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:

@@ -27,6 +27,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from ..._activation_checkpointing.knapsack_exact import solve_knapsack_budgets
 from ..._activation_checkpointing.random_ops import must_run_once
+from ..graph.inputs_outputs import Missing, without
 from ..graph.kernels import by_kernels, has_kernel
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import is_costly, recompute_cost, roofline
@@ -66,12 +67,15 @@ _WORSE = 0.01
 _ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
 
 
-def model_of(graph: Planner, operators: Optional[Program] = None) -> Program:
-    """The model of a graph: inductor's kernels, or its ``operators`` one by one.
+def model_of(graph: Planner, missing: Optional[Missing] = None) -> Program:
+    """The model of a graph whose calls lack what is ``missing``, if anything.
 
-    Raises CannotPlan where it runs bodies whose live bytes are unknown.
+    That is, inductor's kernels, or its operators one by one.  Raises CannotPlan where
+    it runs bodies whose live bytes are unknown.
     """
-    operators = graph.model if operators is None else operators
+    operators = graph.model
+    if missing is not None:
+        operators = without(missing, operators, graph)
     for each in operators.with_bodies:
         if each.scratch is None and not (graph.fused and has_kernel(each.node)):
             raise CannotPlan(f"it is not known what is live within {each.node.name}")

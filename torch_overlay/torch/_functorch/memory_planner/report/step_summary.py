@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ..peak.curve import Choice, Curve, Held
     from ..peak.menu import Menu
 
-    from ..step.calls import Graph
+    from ..step.graphs import Graph
+    from ..step.plan_step import Present
     from ..step.timeline import Bytes
 
 
@@ -202,9 +203,7 @@ def summary_of(
     calls: Mapping[int, Sequence[int]],
     graphs: Mapping[int, Graph],
     allowed: int,
-    given: int,
-    parameters: int,
-    optimizer_states: int,
+    present: Present,
     beyond: int,
 ) -> StepSummary:
     """The summary of a plan for a step with these moments; see :class:`StepSummary`.
@@ -220,9 +219,7 @@ def summary_of(
         plan.peak + beyond,
         curve.floor + beyond,
         curve.unbudgeted.peak + beyond,
-        given,
-        parameters,
-        optimizer_states,
+        *present,
         plan.cost,
         tuple(_uses(calls, graphs, curve, plan)),
         work,

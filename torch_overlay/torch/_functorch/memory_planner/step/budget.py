@@ -9,16 +9,10 @@
     ...         optimizer.zero_grad()
     >>> print(budget)
 
-A budget for one graph says little about a step that runs several, or one many times:
-what each call keeps for its backward is live at once.  The first step runs by lean
-plans and is recorded: the calls of each graph, and the bytes that eager code holds
-meanwhile.  When the next one starts (or the one after, if the first leaves more behind
-than gradients), :class:`.Curve` chooses one or two plans for each graph, and the traced
-joint graphs are split and compiled again.  The second step is recorded, too.
-
-Plans are for the largest calls so far.  A step may make fewer or smaller ones; a larger
-one is planned for before it runs.  If a step has a new call pattern, some of the next
-steps are recorded, until the pattern recurs.
+The first step runs by lean plans and is recorded: the calls of each graph, and the
+bytes that eager code holds meanwhile.  When the next one starts (or the one after, if
+the first leaves more behind than gradients), :class:`.Curve` chooses one or two plans
+for each graph, and the traced joint graphs are split and compiled again.
 
 Only storages on the training device count.  What a kernel allocates for itself does
 not, nor what an allocator loses to fragmentation, nor the generator states (5 KB each)
@@ -37,13 +31,13 @@ from typing import Any, Optional, TYPE_CHECKING
 import torch
 
 from ..ask import one_bound
-from ..report.saved_values import format_bytes
 from ..report.step_summary import GraphUse, Moment, StepSummary
-from .calls import Graph, is_trained, State, Step
-from .current_step import running_steps
-from .device_bytes import DeviceBytes
+from .calls import is_trained, State, Step
+from .current_step import close_step_of
+from .device_bytes import DeviceBytes, memory_of
+from .graphs import Graph, Graphs
 from .messages import StepBudgetError, Warns
-from .peak_check import check_held, NEW, OVER, Watch
+from .peak_check import check_held, check_workspace, NEW, OVER, Watch
 from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
@@ -109,19 +103,17 @@ class StepBudget(Warns):
         if plan is not None:
             self._file = PlanFile(os.fspath(plan), asked)
             self._arguments = {**self._arguments, "plan": os.fspath(plan)}
-        asked = asked or {"device_bytes": _memory_of(accelerator)}
+        asked = asked or {"device_bytes": memory_of(accelerator)}
         ((name, value),) = asked.items()
         super().__init__(f"StepBudget({name}={value})", strict)
         self._bound = Bound(**asked)
         self.share, self.peak_bytes, self.device_bytes = self._bound
         self.measured_peak: Optional[int] = None
         self.counter = DeviceBytes(self.device)
-        self._watch = Watch(self.device_bytes is not None)
-        # By number; graphs die with the models that they were compiled for.
-        self.graphs: weakref.WeakValueDictionary[int, Graph] = (
-            weakref.WeakValueDictionary()
-        )
-        self._choices: weakref.WeakKeyDictionary[Graph, tuple[int, ...]] = (
+        self.watch = Watch(self.device_bytes is not None)
+        self.graphs = Graphs()
+        # The plans of each graph's slots.
+        self.choices: weakref.WeakKeyDictionary[Graph, tuple[int, ...]] = (
             weakref.WeakKeyDictionary()
         )
         # What the last step recorded.
@@ -147,7 +139,7 @@ class StepBudget(Warns):
         self.plan: Optional[StepSummary] = None
         # The graphs that there are stored plans for.
         self._stored: dict[int, StoredGraph] = {}
-        self._choices.clear()
+        self.choices.clear()
         if stored is not None:
             self._learned = Learned(stored.programs)
             # Eager code may have changed: each program is compared with a step.
@@ -160,13 +152,13 @@ class StepBudget(Warns):
 
     def __enter__(self) -> Self:
         # An exception may have kept a callback from ending a step.
-        self._close()
+        close_step_of(self)
         with self.warn_on_failure("no plan could be made for the step"):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
                 self._learn(*recorded)
             self._is_new |= self._learned.check_gradients()
-            self._watch.begin(self.counter.live())
+            self.watch.begin(self.counter.live())
             self._check_start()
             is_new, self._is_new = self._is_new, False
             if is_new:
@@ -175,11 +167,11 @@ class StepBudget(Warns):
         recorder = None
         if self._recording.left:
             recorder = Recorder(self.device, self.counter.given(), self._leaves)
-        Step(self, self._choices, self._learned.states, recorder).open(sys._getframe(1))
+        Step(self, self.choices, self._learned.states, recorder).open(sys._getframe(1))
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
-        step = self._close()
+        step = close_step_of(self)
         if step is None:
             return
         if step.recorder is None and not self._learned.states:
@@ -217,14 +209,6 @@ class StepBudget(Warns):
         if new and not self._recording.expects_new:
             self.warn_unplanned(min(new, key=lambda state: state[:3]))
 
-    def _close(self) -> Optional[Step]:
-        """End the running step of this budget, and those that were begun within it."""
-        steps = [*running_steps()]
-        own = next((step for step in steps if step.budget is self), None)
-        for step in steps[: steps.index(own) + 1] if own is not None else ():
-            step.close()
-        return own
-
     def _check_start(self) -> None:
         """Plan for it if more is live than when earlier steps began.
 
@@ -232,17 +216,13 @@ class StepBudget(Warns):
         """
         if self.plan is None or self._recording.left or self._is_new:
             return
-        more = self._watch.more_at_start(self.plan)
+        more = self.watch.more_at_start(self.plan)
         if more:
             given = self._present.given + more
             self._present = self._present._replace(given=given)
             # Only a bound for the device counts these: they are not a step's own bytes.
             self._is_new = self.device_bytes is not None
             self._recording.again(1)
-
-    def was_compiling(self) -> None:
-        """Forget what was live as steps began: compiling changes that."""
-        self._watch.was_compiling()
 
     def _check(self, step: Step, recorder: Recorder) -> None:
         """Keep a recorded step for the next plan, and warn of what it lacks."""
@@ -258,45 +238,31 @@ class StepBudget(Warns):
                 f"{uncounted}; if they were compiled earlier, call "
                 "torch.compiler.reset() first"
             )
-        if not is_trained(step.states):
-            self._check_training()
-        self._recorded = recorder, step.states
-        if self.plan is not None and step.states <= self._learned.states:
-            self._check_peak(StepTimeline(recorder, given=recorder.existing))
-
-    def _check_training(self) -> None:
-        """Warn if no recorded step had a backward so far."""
-        if is_trained(self._learned.states):
-            return
-        if self._recording.end_without_backward() and not self.reasons:
+        is_idle = not is_trained(step.states | self._learned.states)
+        if is_idle and self._recording.end_without_backward() and not self.reasons:
             self.warn(
                 "no backward of a compiled graph was seen in this step; if the model was "
                 "compiled earlier, call torch.compiler.reset() first"
             )
-
-    def _check_peak(self, step: StepTimeline) -> None:
-        """Warn if a recorded step held more than is allowed."""
-        graphs = {n: self.graphs[n] for n in step.calls if n in self.graphs}
-        plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
-        choices = {n: self._choices.get(graph, ()) for n, graph in graphs.items()}
-        beyond = self._bound.counted(self._present)
-        summary: Any = self.plan
-        check_held(beyond + step.peak(plans, choices), summary, self)
+        self._recorded = recorder, step.states
+        if self.plan is not None and step.states <= self._learned.states:
+            timeline = StepTimeline(recorder, given=recorder.existing)
+            held = timeline.peak(self.graphs.alive(timeline.calls), self.choices)
+            check_held(held + self._bound.counted(self._present), self.plan, self)
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether so many bytes that no plan counts are acceptable.
 
         While calls wait for their backwards, next to none are.
         """
-        plan = self.plan
-        if plan is None:
+        if self.plan is None:
             return False
-        return nbytes <= (OVER * plan.allowed if while_waiting else self._spare)
+        return nbytes <= (OVER * self.plan.allowed if while_waiting else self._spare)
 
     def check_live(self) -> None:
         """Warn if more is live now than is allowed at any time."""
         if self.plan is not None:
-            self._watch.check_live(self.counter.live(), self.plan, self)
+            self.watch.check_live(self.counter.live(), self.plan, self)
 
     def _learn(self, recorder: Recorder, states: set[State]) -> None:
         # What only garbage holds will be gone in the next step.
@@ -305,7 +271,8 @@ class StepBudget(Warns):
         self._leaves = weakref.WeakSet(recorder.leaves)
         trains, recording = is_trained(states), self._recording
         leaves_much = timeline.live > NEW * timeline.made
-        is_first = trains and recording.begin_training(recorder.reduces, leaves_much)
+        seen = recorder.reduces, leaves_much
+        is_first = trains and recording.begin_training(*seen)
         program = step_program_of(recorder, states, timeline)
         least = NEW * self.plan.predicted_peak if self.plan is not None else 0
         if self._stored and not self._learned.has(program, least):
@@ -316,9 +283,7 @@ class StepBudget(Warns):
             self._warn_of_file("a step had other calls, or eager code held more in it")
             recording = self._recording
             recording.left = 0
-            is_first = trains and recording.begin_training(
-                recorder.reduces, leaves_much
-            )
+            is_first = trains and recording.begin_training(*seen)
         if trains and recording.left and not is_trained(self._learned.states):
             recording.expects_new = True
             return
@@ -327,12 +292,8 @@ class StepBudget(Warns):
             self._is_new = is_trained(self._learned.states)
             if trains:
                 recording.after_program(is_first)
-        seen = (
-            recorder.bytes_at_next_start(),
-            recorder.parameter_bytes(),
-            recorder.optimizer_bytes(),
-        )
-        before, self._present = self._present, Present(*map(max, self._present, seen))
+        before = self._present
+        self._present = Present(*map(max, before, recorder.bytes_at_next_start()))
         if self._stored and self.device_bytes is not None:
             self._is_new |= self._present.given > before.given + least
 
@@ -345,19 +306,6 @@ class StepBudget(Warns):
             "it comes again",
             f"another {state.name}",
         )
-
-    def graph_like(self, structural_key: Any) -> Optional[Graph]:
-        """The same graph, compiled for another size, or None."""
-        return next(
-            (g for g in self.graphs.values() if g.structural_key == structural_key),
-            None,
-        )
-
-    def add_graph(self, graph: Graph, stored: Optional[StoredGraph]) -> None:
-        """Know a graph, whose calls run by its ``stored`` plans where there are some."""
-        self.graphs[graph.number] = graph
-        if stored is not None:
-            self._choices[graph] = stored.choice
 
     def stored_plans(self, number: int, name: str, key: str) -> Optional[StoredGraph]:
         """The plans that the file has for a graph, if it has some.
@@ -372,7 +320,7 @@ class StepBudget(Warns):
 
     def _write(self, file: PlanFile, choices: Mapping[int, tuple[int, ...]]) -> None:
         """Store what was learned and planned, unless sizes vary."""
-        graphs = {n: self.graphs[n] for n in choices if n in self.graphs}
+        graphs = self.graphs.alive(choices)
         if self.plan is None or any(graph.sizes_vary for graph in graphs.values()):
             return
         stored = {n: StoredGraph.of(graph, choices[n]) for n, graph in graphs.items()}
@@ -385,11 +333,11 @@ class StepBudget(Warns):
 
     def _measure(self, step: Step) -> None:
         """Compare what the device counted in a step with what was predicted."""
-        peak = self._watch.peak_of(self.counter.peak())
+        peak = self.watch.peak_of(self.counter.peak())
         if self.plan is not None and peak is not None:
             self.measured_peak = peak
             is_all = step.is_largest and step.states == self._learned.states
-            self._is_new |= self._watch.check_peak(peak, self.plan, is_all, self)
+            self._is_new |= self.watch.check_peak(peak, self.plan, is_all, self)
 
     def make_plan(self, is_growing: bool = False) -> None:
         """Choose plans for what was learned, and for the largest calls so far.
@@ -398,9 +346,9 @@ class StepBudget(Warns):
         to grow as much.
         """
         self.measured_peak = None
-        self.was_compiling()
+        self.watch.was_compiling()
         learned = self._learned
-        graphs = {n: self.graphs[n] for n in learned.calls if n in self.graphs}
+        graphs = self.graphs.alive(learned.calls)
         for number, graph in graphs.items():
             graph.expect(learned.missing(number))
         growth = learned.growth(graphs) if is_growing else {}
@@ -415,33 +363,21 @@ class StepBudget(Warns):
                     if compiled is not None:
                         compiled.compile(plan.choices[number], self)
 
-        given = self._bound, self._present, self._watch.missed
+        given = self._bound, self._present, self.watch.missed
         found = plan_step(graphs, learned, *given, growth, compile_plans)
         plan = found.summary
-        if found.is_over:
+        if plan.predicted_peak > plan.allowed:
             self.warn(plan.why_over, "lowest")
         for number, choice in found.choices.items():
-            self._choices[graphs[number]] = choice
+            self.choices[graphs[number]] = choice
         self.plan, self._spare = plan, found.spare
-        self._warn_of_workspaces(graphs, plan)
+        if self.device.type == "cpu":
+            workspaces = (graph.workspace for graph in graphs.values())
+            check_workspace(max(workspaces, default=0), plan, self)
         self.tell(plan.headline)
         if self._file is not None:
             with self.warn_on_failure("the plan could not be stored", is_risk=False):
                 self._write(self._file, found.choices)
-
-    def _warn_of_workspaces(
-        self, graphs: Mapping[int, Graph], plan: StepSummary
-    ) -> None:
-        """Warn of convolutions' workspaces on a CPU, which no plan counts."""
-        if self.device.type == "cpu":
-            most = max((graph.workspace for graph in graphs.values()), default=0)
-            if most > OVER * plan.predicted_peak:
-                self.warn(
-                    f"a convolution takes up to {format_bytes(most)} for itself on this "
-                    "CPU, which no plan counts",
-                    "workspaces",
-                    is_risk=False,
-                )
 
     def __repr__(self) -> str:
         given = (f"{name}={value!r}" for name, value in self._arguments.items())
@@ -461,11 +397,3 @@ class StepBudget(Warns):
         if self.plan is None:
             raise RuntimeError(f"{self._name} has no plan before the second step")
         self.plan.draw(f"{self._name}: {self.plan.headline}", path)
-
-
-def _memory_of(accelerator: Optional[torch.device]) -> int:
-    """The bytes of an accelerator's memory.  Raises ValueError without one."""
-    if accelerator is None:
-        raise ValueError("no accelerator found: pass share, peak_bytes or device_bytes")
-    total: int = torch.get_device_module(accelerator).mem_get_info()[1]
-    return total

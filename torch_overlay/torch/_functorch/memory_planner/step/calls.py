@@ -6,42 +6,35 @@ notes each event as a :class:`State`, by which steps are compared.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional, Protocol, TYPE_CHECKING
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch import config
 from torch._inductor import config as inductor_config
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from ..graph.inputs_outputs import Missing
-from ..graph.workspaces import workspace_of_convolutions
 from .current_step import Caller, running
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from types import FrameType
 
-    from ..graph.joint import Planner
-    from ..peak.menu import Menu
-    from .plan_file import StoredGraph
+    from .budget import StepBudget
+    from .compiled_graph import CompiledGraph
+    from .graphs import Graph
     from .recorder import Recorder
 
 
 __all__ = [
-    "Budget",
     "Call",
-    "Compiled",
-    "Graph",
     "State",
     "Step",
     "is_trained",
@@ -53,52 +46,6 @@ __all__ = [
 
 # Scales that differ by a smaller factor are the same.
 _ROUNDED = 1 + 1e-6
-
-
-class Budget(Protocol):
-    """What a step needs of its :class:`.StepBudget`."""
-
-    device: torch.device
-    strict: bool
-    graphs: weakref.WeakValueDictionary[int, Graph]
-
-    @property
-    def plan(self) -> Optional[object]: ...
-
-    def make_plan(self, is_growing: bool = ...) -> None: ...
-
-    def graph_like(self, structural_key: Any) -> Optional[Graph]: ...
-
-    def stored_plans(
-        self, number: int, name: str, key: str
-    ) -> Optional[StoredGraph]: ...
-
-    def add_graph(self, graph: Graph, stored: Optional[StoredGraph]) -> None: ...
-
-    def has_room(self, nbytes: float, while_waiting: bool) -> bool: ...
-
-    def check_live(self) -> None: ...
-
-    def was_compiling(self) -> None: ...
-
-    def warn(self, reason: str, kind: str = ..., is_risk: bool = ...) -> None: ...
-
-    def warn_unplanned(self, state: State) -> None: ...
-
-    def warn_on_failure(
-        self, what: str, is_risk: bool = ...
-    ) -> AbstractContextManager[None]: ...
-
-
-class Compiled(Protocol):
-    """What a :class:`Graph` needs of a :class:`.CompiledGraph`."""
-
-    # The plans whose code was compiled with fusions guarded.
-    guarded: set[int]
-
-    def compile(self, plans: Iterable[int], budget: Budget) -> None: ...
-
-    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]: ...
 
 
 class State(NamedTuple):
@@ -173,7 +120,7 @@ class Step:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: StepBudget,
         choices: Mapping[Graph, tuple[int, ...]],
         known: set[State],
         recorder: Optional[Recorder],
@@ -196,7 +143,7 @@ class Step:
         # Gradients are made in the first round, and accumulated in later ones.
         self._is_first_round = True
         # The plans of calls that a checkpoint runs again, which must save the same.
-        self._checkpointed: dict[Compiled, int] = {}
+        self._checkpointed: dict[CompiledGraph, int] = {}
         self._context = ExitStack()
         # The step of another budget within which this one runs.
         self.outer: Optional[Step] = None
@@ -231,7 +178,7 @@ class Step:
             self._key ^= hash((graph.number, slot))
         return call
 
-    def repeated_by(self, compiled: Compiled, call: Call, plan: int) -> int:
+    def repeated_by(self, compiled: CompiledGraph, call: Call, plan: int) -> int:
         """The plan of a call: the one it had before, if a checkpoint runs it again."""
         if call.keeps_saved and compiled not in self._checkpointed:
             return plan
@@ -347,58 +294,6 @@ class Step:
             "instead of a saved value is counted as if the value were kept"
         )
         return False
-
-
-class Graph:
-    """A graph that a step calls, and its plans, for the largest calls seen so far.
-
-    It may be compiled several times, for other sizes: ``current`` returns the one that
-    ran last.  ``number`` is AOTAutograd's for the first of these, ``key`` identifies that
-    one in other processes, ``structural_key`` what all have in common, and ``lean`` the
-    plan of calls until one is chosen.
-    """
-
-    lean: int
-
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        key: str,
-        structural_key: Any,
-        largest: Planner,
-        plans: Menu,
-    ) -> None:
-        self.name, self.number, self.key = name, number, key
-        self.structural_key = structural_key
-        self.largest, self.plans = largest, plans
-        self.scale = 1.0
-        self.current: Callable[[], Optional[Compiled]] = lambda: None
-
-    @functools.cached_property
-    def workspace(self) -> int:
-        """The most bytes that one of its convolutions takes for itself on a CPU."""
-        return workspace_of_convolutions(self.largest.joint.nodes)
-
-    @property
-    def sizes_vary(self) -> bool:
-        """Whether its calls have other sizes than the first, or may have."""
-        given = self.largest.joint.find_nodes(op="placeholder")
-        return self.scale != 1.0 or any(free_symbols(n.meta["val"]) for n in given)
-
-    def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
-        """Have the plans cover calls of this size, too."""
-        if scale > self.scale:
-            self.scale, self.largest = scale, joint
-            self.plans, plans = plans, self.plans
-        self.plans = self.plans.at_least(plans)
-
-    def expect(self, missing: Optional[Missing]) -> None:
-        """Make plans for calls that miss this, unless they are for those already."""
-        compiled = self.current()
-        if compiled is not None and missing != self.plans.missing:
-            plans, self.lean = compiled.plans_for(missing)
-            self.plans = plans.sized(self.largest)
 
 
 def strided(values: Iterable[Any]) -> list[torch.Tensor]:

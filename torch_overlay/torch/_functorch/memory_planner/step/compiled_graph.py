@@ -14,14 +14,12 @@ import torch
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
-from torch.utils._pytree import tree_leaves
 
 from ...._inductor.deferred_kernels import DeferredKernels
 
 from ..compile.recompile import (
     calls_nested_regions,
     fresh_copy,
-    nodes_named_as,
     partition_by,
     takes_request,
 )
@@ -31,13 +29,13 @@ from ..graph.other_sizes import times_larger
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
 from .aot_calls import boxed_call, marked, traced_name
-from .calls import Budget, Call, Graph, Step, storages_of, tensors_in
+from .call_runs import await_backward, run_backward, run_forward
 from .current_step import running_step
+from .graphs import Graph
 from .partial_backward import Backward
 from .plan_file import key_of
 from .plan_request import PlanRequest
-from .recorder import Event, PLANNED
-from .single_graph_warnings import backward_of, CALL
+from .single_graph_warnings import CALL
 from .traced_graph import context_of_tracing, TracedGraph
 
 
@@ -47,11 +45,11 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
-    from ..decision import Decision
-    from ..graph.inputs_outputs import Missing
     from ..graph.joint import Planner
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
+    from .budget import StepBudget
+    from .calls import Call, Step
 
 
 __all__ = ["CompiledGraph"]
@@ -90,7 +88,7 @@ class CompiledGraph:
         # The compiled plan that runs in place of each, given what compiles told.
         self._instead: dict[Any, int] = {}
         # The plan of the first compile, and its code.
-        self._first = 0
+        self.first = 0
         self._first_run: Callable[..., Any]
         # The report of each compiled plan, and the one that `plans()` lists now.
         self._reports: dict[int, Optional[Plan]] = {}
@@ -99,7 +97,6 @@ class CompiledGraph:
         # less by that.
         self._tried_guarded: set[int] = set()
         self.guarded: set[int] = set()
-        self.guards_first = False
         self._as_traced = context_of_tracing()
         self._symbols = symbols_in(self._state.flat_args)
         # By sizes, how many times the bytes of the graph's first call a call computes.
@@ -113,7 +110,7 @@ class CompiledGraph:
     def compile_first(self) -> Any:
         """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
         run, metadata, _ = self._compiled(None)
-        self._runs[self._first] = self._first_run = run
+        self._runs[self.first] = self._first_run = run
         return boxed_call(self._call), metadata
 
     def meet(self, sizes: tuple[int, ...]) -> bool:
@@ -124,7 +121,7 @@ class CompiledGraph:
         self._renew()
         if sizes in self.scales:
             return False
-        joint = self._traced.joint.of_size(size_evaluator(self._symbols, sizes))
+        joint = self.traced.joint.of_size(size_evaluator(self._symbols, sizes))
         plans = self.plans.sized(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
@@ -150,7 +147,7 @@ class CompiledGraph:
             result = run(args)
             if call is not None:
                 with step.budget.warn_on_failure(failure):
-                    self._await_backward(result, call)
+                    await_backward(call, result, self._may_miss)
             return result
         except BaseException:
             if call is not None:
@@ -175,46 +172,12 @@ class CompiledGraph:
         graph.current = weakref.ref(self)
         return call
 
-    def _await_backward(self, result: Any, call: Call) -> None:
-        """Attach the call to its backward's node, and end it when the node dies."""
-        step, node = call.step, backward_of(result)
-        if node is None:
-            step.end(call)
-            return
-        node.metadata.update({CALL: call, PLANNED: True})
-        if self._may_miss:
-            node.set_materialize_grads(False)
-            self._watch(tree_leaves(result), call)
-
-        def died(_: Any) -> None:
-            if step.end(call) and step.recorder is not None:
-                step.recorder.log.append(Event("x", call=call))
-
-        call.node = weakref.ref(node, died)
-
-    def _watch(self, results: Iterable[Any], call: Call) -> None:
-        """Notice when the caller drops an output."""
-        storages = (ref() if ref is not None else None for ref in call.returned)
-        places = {id(s): at for at, s in enumerate(storages) if s is not None}
-        recorder = call.step.recorder
-        for each in tensors_in(results):
-            at = places.get(id(each.untyped_storage()))
-            if at is None:
-                continue
-
-            def dropped(_: Any, at: int = at) -> None:
-                storage = call.outputs[at] if recorder is not None else None
-                if recorder is not None and storage is not None:
-                    recorder.log.append(Event("d", storage))
-
-            call.tensors[at] = weakref.ref(each, dropped)
-
     # -------------------------------------------------------------- its compiles
 
     def _renew(self) -> None:
         """Adopt the graph's plans if they are for calls that miss something else."""
         if self.plans.missing != self.graph.plans.missing:
-            self.plans = self.graph.plans.sized(self._traced.joint)
+            self.plans = self.graph.plans.sized(self.traced.joint)
             self._runs, self._kernels, self._instead = {}, {}, {}
             self._tried_guarded, self.guarded, self.scales = set(), set(), {}
 
@@ -234,7 +197,7 @@ class CompiledGraph:
             self._instead[known] = next(good, plan)
         return self._instead[known]
 
-    def compile(self, plans: Iterable[int], budget: Budget) -> None:
+    def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
         """Compile plans that have not been, and list the first one in `plans()`.
 
         All but their kernels: a plan may be replaced before it runs.
@@ -247,7 +210,7 @@ class CompiledGraph:
                 self._runs[plan] = self._first_run
                 with self._warn_of_failure(budget), self._as_traced():
                     self._runs[plan], _, self._kernels[plan] = self._compiled(plan)
-            margin = self._traced.joint.ask.peak_margin
+            margin = self.traced.joint.ask.peak_margin
             is_guarded = plan in self._tried_guarded or not can_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
                 self._tried_guarded.add(plan)
@@ -257,18 +220,18 @@ class CompiledGraph:
                     self._compile_guarded(plan)
         self._list(self._reports.get(plans[0]))
 
-    def _ready(self, plan: int, budget: Budget) -> Callable[..., Any]:
+    def _ready(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
         """The code of a plan, with its kernels; the first plan's if these fail."""
         kernels = self._kernels.pop(plan, None)
         if kernels is not None:
             run, self._runs[plan] = self._runs[plan], self._first_run
-            budget.was_compiling()
+            budget.watch.was_compiling()
             with self._warn_of_failure(budget):
                 kernels.compile()
                 self._runs[plan] = run
         return self._runs[plan]
 
-    def _warn_of_failure(self, budget: Budget) -> AbstractContextManager[None]:
+    def _warn_of_failure(self, budget: StepBudget) -> AbstractContextManager[None]:
         return budget.warn_on_failure(
             f"{self.graph.name} keeps its first plan, as another failed to compile"
         )
@@ -295,7 +258,7 @@ class CompiledGraph:
         """
         step = running_step()
         if step is not None:
-            step.budget.was_compiling()
+            step.budget.watch.was_compiling()
         # Splitting a graph writes into these.
         state, capture = fresh_copy(self._state, self._capture)
         # Whether another plan compiles has to be known before it runs. But where graphs
@@ -310,6 +273,7 @@ class CompiledGraph:
         later = kernels if is_another else None
         compiled = CompiledPeaks(*self._compilers, kernels=later)
         compiled.guarded = is_guarded
+        request = PlanRequest(self, plan, compiled)
 
         def compile_backward(module: GraphModule, inputs: Sequence[Any]) -> Any:
             missing = compiled.missing = self.plans.missing
@@ -318,21 +282,18 @@ class CompiledGraph:
                 compiled.backward, module, inputs, absent, self._as_traced
             )
             if compiled.told is not None:
-                index = self._first if plan is None else plan
                 told = compiled.told, compiled.told_alone
-                self.plans.record(index, *told, only_if_less=is_guarded)
+                self.plans.record(request.chosen, *told, only_if_less=is_guarded)
             return result
 
         run, metadata = self._compile_graph(
             state,
             capture,
-            partition_by(self._partition, PlanRequest(self, plan, compiled)),
+            partition_by(self._partition, request),
             marked(compiled.forward, self._forward),
             marked(compile_backward, self._backward),
         )
-        report = self._reports[self._first if plan is None else plan] = logged_plan(
-            metadata
-        )
+        report = self._reports[request.chosen] = logged_plan(metadata)
         self._list(report)
         return run, metadata, kernels
 
@@ -341,17 +302,7 @@ class CompiledGraph:
         call = step.call if step is not None else None
         if call is None:
             return run(args)
-        recorder = call.step.recorder
-        if recorder is None:
-            results = run(args)
-        else:
-            # No local name may keep alive what the call is to free.
-            call.inputs = recorder.numbers(tensors_in(args)[: self.plans.primals], True)
-            with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
-                results = run(args)
-            call.outputs = recorder.numbers(list(results[: self._num_fwd_outputs]))
-        call.returned = storages_of(results[: self._num_fwd_outputs])
-        return results
+        return run_forward(call, run, args, self.plans.primals, self._num_fwd_outputs)
 
     def _backward(self, run: Backward, args: list[Any]) -> Any:
         node: Any = torch._C._current_autograd_node()
@@ -364,54 +315,20 @@ class CompiledGraph:
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
         step.begin_backward(call, is_retained, absent)
-        recorder = step.recorder
-        if recorder is None:
-            results = run(args)
-        else:
-            tangents = recorder.numbers([args[i] for i in run.tangents])
-            inputs = call.inputs + tangents + call.outputs
-            begin = Event("B", call=call, flag=is_retained, inputs=inputs)
-            with recorder.around(begin):
-                results = run(args)
-            recorder.numbers(list(results))
+        results = run_backward(call, run, args, is_retained)
         if not is_retained:
             step.end(call, has_run=True)
             # Keeping the loss must not keep the step alive.
             node.metadata.pop(CALL, None)
         return results
 
-    # ----------------------------------------------------------------- its plans
-
-    def decide(self, joint: Planner, plan: Optional[int]) -> Decision:
-        """What to save by a plan; None is the plan of the first call.
-
-        Raises CannotPlan where the graph has no model.
-        """
-        if not self.has_plans:
-            self.find_plans(joint)
-        index = self._first if plan is None else plan
-        saved = nodes_named_as(self.plans.saved_values(index), joint.joint)
-        head = self.plans.head(index)
-        return replace(joint.saving(saved, joint.budget, "step"), head=head)
-
-    def chunks_of(self, plan: Optional[int]) -> int:
-        """The number of chunks of a plan; None is the plan of the first call."""
-        if not self.has_plans:
-            return 1
-        return self.plans.plans[self._first if plan is None else plan].chunks
-
     def find_plans(self, joint: Planner) -> None:
         """Make the graph's plans, or adopt those of the same graph of another size."""
         self._num_fwd_outputs = joint.num_fwd_outputs
-        traced = self._traced = TracedGraph(joint, self._state, self._symbols)
+        traced = self.traced = TracedGraph(joint, self._state, self._symbols)
         self._may_miss = traced.may_miss
         step: Any = running_step()
-        structural_key = traced.structural_key
-        known = (
-            step.budget.graph_like(structural_key)
-            if structural_key is not None
-            else None
-        )
+        known = step.budget.graphs.like(traced.structural_key)
         if known is None:
             number, key = self._state.aot_config.aot_id, key_of(joint)
             stored = step.budget.stored_plans(number, self._name, key)
@@ -419,21 +336,19 @@ class CompiledGraph:
                 plans, lean = stored.plans_of(joint), stored.lean
                 self.guarded |= stored.guarded
             else:
-                plans, lean = self.plans_for(None)
-            self.graph = Graph(self._name, number, key, structural_key, joint, plans)
+                plans, lean = traced.plans_for(None)
+            same = traced.structural_key
+            self.graph = Graph(self._name, number, key, same, joint, plans)
             self.plans, self.graph.lean = plans, lean
-            step.budget.add_graph(self.graph, stored)
+            step.budget.graphs[number] = self.graph
+            if stored is not None:
+                step.budget.choices[self.graph] = stored.choice
             if not self._symbols:
                 self.scales[()] = 1.0
         else:
             self.graph, self.plans = known, known.plans.sized(joint)
             more = times_larger(self.plans.model, known.plans.model)
             self._scale = known.scale * more
-        self._first = step.plan_of(self.graph, step.next_slot(self.graph))
-        self.guards_first = self._first in self.guarded
-        self._tried_guarded.update({self._first} & self.guarded)
+        self.first = step.plan_of(self.graph, step.next_slot(self.graph))
+        self._tried_guarded.update({self.first} & self.guarded)
         self.has_plans = True
-
-    def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
-        """Plans for calls that miss this, and the index of the lean one."""
-        return self._traced.plans_for(missing)

@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 from contextvars import ContextVar
-from typing import Any, Optional, Protocol, TYPE_CHECKING
+from typing import Optional, TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -16,27 +16,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from .budget import StepBudget
+    from .calls import Step
 
-__all__ = ["Caller", "Running", "running", "running_step", "running_steps"]
 
-
-class Running(Protocol):
-    """A step that runs, perhaps within another one."""
-
-    caller: Caller
-    outer: Optional[Running]
-
-    @property
-    def recorder(self) -> Optional[object]: ...
-
-    def close(self) -> None: ...
+__all__ = [
+    "Caller",
+    "close_step_of",
+    "running",
+    "running_step",
+    "running_steps",
+]
 
 
 # The step that this thread runs.
-running: ContextVar[Optional[Any]] = ContextVar("running step", default=None)
+running: ContextVar[Optional[Step]] = ContextVar("running step", default=None)
 
 
-def running_step() -> Optional[Any]:
+def running_step() -> Optional[Step]:
     """The step that this thread runs, or whose backward this thread serves."""
     step = running.get()
     while step is not None and step.caller.has_failed():
@@ -48,7 +45,7 @@ def running_step() -> Optional[Any]:
     return step
 
 
-def running_steps() -> Iterator[Any]:
+def running_steps() -> Iterator[Step]:
     """The running step, then the steps that enclose it."""
     step = running_step()
     while step is not None:
@@ -56,7 +53,16 @@ def running_steps() -> Iterator[Any]:
         step = step.outer
 
 
-def _abandon(step: Running) -> None:
+def close_step_of(budget: StepBudget) -> Optional[Step]:
+    """Close the running step of a budget, and those that were begun within it."""
+    steps = [*running_steps()]
+    own = next((step for step in steps if step.budget is budget), None)
+    for step in steps[: steps.index(own) + 1] if own is not None else ():
+        step.close()
+    return own
+
+
+def _abandon(step: Step) -> None:
     """Close a step, unless its recorder is handling an operator."""
     modes = _get_current_dispatch_mode_stack()
     if step.recorder is None or (modes and modes[-1] is step.recorder):

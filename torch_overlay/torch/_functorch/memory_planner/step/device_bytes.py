@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-__all__ = ["DeviceBytes"]
+__all__ = ["DeviceBytes", "memory_of"]
 
 
 class DeviceBytes:
@@ -53,6 +53,14 @@ class DeviceBytes:
         if self._counters is None:
             return None
         return int(self._counters.max_memory_allocated(self._device))
+
+
+def memory_of(accelerator: Optional[torch.device]) -> int:
+    """The bytes of an accelerator's memory.  Raises ValueError without one."""
+    if accelerator is None:
+        raise ValueError("no accelerator found: pass share, peak_bytes or device_bytes")
+    total: int = torch.get_device_module(accelerator).mem_get_info()[1]
+    return total
 
 
 @functools.cache

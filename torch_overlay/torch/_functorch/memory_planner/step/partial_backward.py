@@ -80,7 +80,7 @@ class Backward:
     def complete(self, args: list[Any], as_int: Callable[[Any], int]) -> frozenset[int]:
         """Fill in zeros for the absent tangents that a call cannot run without.
 
-        ``number`` evaluates a symbolic size for the call.  Returns the tangents that
+        ``as_int`` evaluates a symbolic size for the call.  Returns the tangents that
         are still absent.
         """
         absent = self._absent(args)

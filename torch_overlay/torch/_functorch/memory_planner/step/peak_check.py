@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .messages import Warns
 
 
-__all__ = ["NEW", "OVER", "Watch", "check_held"]
+__all__ = ["NEW", "OVER", "Watch", "check_held", "check_workspace"]
 
 # By which share a step may exceed what is allowed without a warning.
 OVER = 0.005
@@ -124,4 +124,15 @@ def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> Non
             f"a step held {format_bytes(held)}, and {format_bytes(plan.allowed)} are "
             "allowed; what eager code holds in it had not been recorded",
             "eager",
+        )
+
+
+def check_workspace(nbytes: int, plan: StepSummary, warns: Warns) -> None:
+    """Warn if a convolution takes so many bytes for itself on a CPU that it matters."""
+    if nbytes > OVER * plan.predicted_peak:
+        warns.warn(
+            f"a convolution takes up to {format_bytes(nbytes)} for itself on this CPU, "
+            "which no plan counts",
+            "workspaces",
+            is_risk=False,
         )

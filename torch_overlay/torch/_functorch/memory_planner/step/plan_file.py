@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ..graph.joint import Planner
-    from .calls import Graph
+    from .graphs import Graph
 
 
 __all__ = ["PlanFile", "StoredGraph", "StoredStep", "key_of"]

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Optional, Protocol, TYPE_CHECKING
+from typing import NamedTuple, Optional, TYPE_CHECKING
+
+from ..compile.recompile import nodes_named_as
 
 
 if TYPE_CHECKING:
-    import torch
-
     from ..compile.told import CompiledPeaks
     from ..decision import Decision
     from ..graph.joint import Planner
+    from .compiled_graph import CompiledGraph
 
 __all__ = ["PlanRequest"]
-
-
-class Planned(Protocol):
-    """A graph that finds its plans when it is first partitioned."""
-
-    device: Optional[torch.device]
-    has_plans: bool
-    # Whether the plan of the first call needs fusions guarded.
-    guards_first: bool
-
-    def find_plans(self, joint: Planner) -> None: ...
-
-    def chunks_of(self, plan: Optional[int]) -> int: ...
-
-    def decide(self, joint: Planner, plan: Optional[int]) -> Decision: ...
 
 
 class PlanRequest(NamedTuple):
@@ -37,7 +23,7 @@ class PlanRequest(NamedTuple):
     ``compiled`` is told what the partitioned graph returns, and the device that counts.
     """
 
-    graph: Planned
+    graph: CompiledGraph
     plan: Optional[int]
     compiled: CompiledPeaks
 
@@ -46,18 +32,29 @@ class PlanRequest(NamedTuple):
         return self.graph.has_plans
 
     @property
+    def chosen(self) -> int:
+        """The plan, once the graph has plans."""
+        return self.graph.first if self.plan is None else self.plan
+
+    @property
     def chunks(self) -> int:
-        return self.graph.chunks_of(self.plan)
+        return self.graph.plans.plans[self.chosen].chunks if self.has_begun else 1
 
     def begin(self, graph: Planner) -> None:
         device = self.graph.device
         variants = graph.in_chunks.items()
         in_chunks = {n: replace(each, device=device) for n, each in variants}
         self.graph.find_plans(replace(graph, device=device, in_chunks=in_chunks))
-        self.compiled.guarded = self.graph.guards_first
+        self.compiled.guarded = self.graph.first in self.graph.guarded
 
     def decide(self, graph: Planner) -> Decision:
+        """What to save by the plan.  Raises CannotPlan where the graph has no model."""
+        if not self.has_begun:
+            self.begin(graph)
         graph = replace(graph, device=self.graph.device)
         self.compiled.num_fwd_outputs = graph.num_fwd_outputs
         self.compiled.device = graph.counted
-        return self.graph.decide(graph, self.plan)
+        plans = self.graph.plans
+        saved = nodes_named_as(plans.saved_values(self.chosen), graph.joint)
+        decision = graph.saving(saved, graph.budget, "step")
+        return replace(decision, head=plans.head(self.chosen))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..peak.curve import Choice
     from ..peak.menu import Menu
-    from .calls import Graph
+    from .graphs import Graph
     from .step_programs import Learned
 
 
@@ -51,13 +51,11 @@ class PlannedStep(NamedTuple):
         summary: what they are expected to hold.
         choices: by graph number, the plan of each slot.
         spare: the allowed bytes that are free while no call waits for its backward.
-        is_over: whether the lowest peak that was found is above what is allowed.
     """
 
     summary: StepSummary
     choices: dict[int, tuple[int, ...]]
     spare: int
-    is_over: bool
 
 
 def plan_step(
@@ -104,11 +102,9 @@ def plan_step(
     plan, curve = search.compiled().within(wanted), search.known()
     compile_plans([plan])
     idle = moments.get(frozenset())
-    beyond = bound.counted(present)
-    facts = moments, learned.calls, graphs, allowed, *present, beyond
+    facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)
     return PlannedStep(
         summary_of(plan, curve, *facts),
         plan.choices,
         wanted - (idle.total if idle is not None else 0),
-        plan.peak > allowed,
     )

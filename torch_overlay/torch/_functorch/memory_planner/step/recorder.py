@@ -289,11 +289,6 @@ class Recorder(TorchDispatchMode):
         """The bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
-    def parameter_bytes(self) -> int:
-        """The bytes of the parameters that were seen."""
-        storages = self._storages([*self._leaves.values()])
-        return sum({s._cdata: s.nbytes() for s in storages}.values())
-
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # The hook fires in all threads.
         step = running_step()
@@ -301,16 +296,19 @@ class Recorder(TorchDispatchMode):
             states = self._storages([*optimizer.state.values()])
             self._states.update((s._cdata, s.nbytes()) for s in states)
 
-    def optimizer_bytes(self) -> int:
-        """The bytes of the states of optimizers that have stepped."""
-        return sum(self._states.values())
+    def bytes_at_next_start(self) -> tuple[int, int, int]:
+        """The bytes that will be live when the next step starts.
 
-    def bytes_at_next_start(self) -> int:
-        """The bytes that will be live when the next step starts."""
+        Beside all of them, those of the parameters that were seen, and those of the
+        states of optimizers that have stepped.
+        """
         made = {event.storage for event in self.log if event.kind == "+"}
         left = self.nbytes_of(self.remaining() & made)
         gone = self.nbytes_of(self.given_gradients - self.remaining())
-        return (self._given or self.nbytes_of(self.existing)) + left - gone
+        given = (self._given or self.nbytes_of(self.existing)) + left - gone
+        storages = self._storages(self.leaves)
+        parameters = {s._cdata: s.nbytes() for s in storages}
+        return given, sum(parameters.values()), sum(self._states.values())
 
 
 def _is_unplanned(node: Any) -> bool:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     from ..graph.inputs_outputs import Missing
     from ..peak.curve import Held
-    from .calls import Graph, State
+    from .calls import State
+    from .graphs import Graph
     from .recorder import Recorder
 
 __all__ = ["Learned", "StepProgram", "dropped_before", "step_program_of"]
@@ -50,7 +51,7 @@ class StepProgram:
 
     def add(self, other: StepProgram, least: float) -> bool:
         """Merge another step; whether it has new events or ``least`` bytes more."""
-        known = self._scaled(other.scales)
+        known = self.scaled(other.scales)
         is_more = not other.states <= self.states or any(
             held not in known or nbytes.total > known[held].total + least
             for held, nbytes in other.moments.items()
@@ -61,17 +62,7 @@ class StepProgram:
         self.calls = _most_calls([self.calls, other.calls])
         return is_more
 
-    def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
-        """The moments, scaled to the largest calls of these graphs."""
-        moments = self._scaled({n: graph.scale for n, graph in graphs.items()})
-        return {
-            held: nbytes
-            for held, nbytes in moments.items()
-            # A graph dies with the model that it was compiled for.
-            if all(each.graph in graphs for each in held)
-        }
-
-    def _scaled(self, scales: Mapping[int, float]) -> dict[frozenset[Held], Bytes]:
+    def scaled(self, scales: Mapping[int, float]) -> dict[frozenset[Held], Bytes]:
         """The moments as they would be with calls of these scales."""
         factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
         factor = max(factors, default=1.0)
@@ -177,9 +168,15 @@ class Learned:
     def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
         """The moments of all programs, scaled to the largest calls of these graphs."""
         found: dict[frozenset[Held], Bytes] = {}
+        scales = {n: graph.scale for n, graph in graphs.items()}
         for program in self.programs:
-            keep_largest(found, program.expected(graphs))
-        return found
+            keep_largest(found, program.scaled(scales))
+        return {
+            held: nbytes
+            for held, nbytes in found.items()
+            # A graph dies with the model that it was compiled for.
+            if all(each.graph in graphs for each in held)
+        }
 
 
 def step_program_of(

@@ -11,8 +11,7 @@ from ..peak.curve import Held
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ..peak.menu import Menu
-
+    from .graphs import Graph
     from .recorder import Event, Recorder
 
 
@@ -137,17 +136,18 @@ class StepTimeline:
 
     def peak(
         self,
-        plans: Mapping[int, Menu],
-        choices: Mapping[int, tuple[int, ...]],
+        graphs: Mapping[int, Graph],
+        choices: Mapping[Graph, tuple[int, ...]],
     ) -> int:
-        """The most bytes that are live when calls run by these plans."""
+        """The most bytes that are live when calls run by the plans of their slots."""
+        plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
 
         @functools.cache
         def live(graph: int, what: str, of: Any) -> list[int]:
             return plans[graph].live(what, of)
 
         def held_by(each: Held) -> int:
-            index = choices[each.graph][each.slot]
+            index = choices[graphs[each.graph]][each.slot]
             return live(each.graph, each.what, each.of)[index]
 
         return max(

@@ -1,0 +1,90 @@
+"""The graphs that steps call, and their plans."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Callable, Optional, TYPE_CHECKING
+
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from ..graph.workspaces import workspace_of_convolutions
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..graph.inputs_outputs import Missing
+    from ..graph.joint import Planner
+    from ..peak.menu import Menu
+    from .compiled_graph import CompiledGraph
+
+
+__all__ = ["Graph", "Graphs"]
+
+
+class Graph:
+    """A graph that a step calls, and its plans, for the largest calls seen so far.
+
+    It may be compiled several times, for other sizes: ``current`` returns the one that
+    ran last.  ``number`` is AOTAutograd's for the first of these, ``key`` identifies that
+    one in other processes, ``structural_key`` what all have in common, and ``lean`` the
+    plan of calls until one is chosen.
+    """
+
+    lean: int
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        key: str,
+        structural_key: Any,
+        largest: Planner,
+        plans: Menu,
+    ) -> None:
+        self.name, self.number, self.key = name, number, key
+        self.structural_key = structural_key
+        self.largest, self.plans = largest, plans
+        self.scale = 1.0
+        self.current: Callable[[], Optional[CompiledGraph]] = lambda: None
+
+    @functools.cached_property
+    def workspace(self) -> int:
+        """The most bytes that one of its convolutions takes for itself on a CPU."""
+        return workspace_of_convolutions(self.largest.joint.nodes)
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether its calls have other sizes than the first, or may have."""
+        given = self.largest.joint.find_nodes(op="placeholder")
+        return self.scale != 1.0 or any(free_symbols(n.meta["val"]) for n in given)
+
+    def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
+        """Have the plans cover calls of this size, too."""
+        if scale > self.scale:
+            self.scale, self.largest = scale, joint
+            self.plans, plans = plans, self.plans
+        self.plans = self.plans.at_least(plans)
+
+    def expect(self, missing: Optional[Missing]) -> None:
+        """Make plans for calls that miss this, unless they are for those already."""
+        compiled = self.current()
+        if compiled is not None and missing != self.plans.missing:
+            plans, self.lean = compiled.traced.plans_for(missing)
+            self.plans = plans.sized(self.largest)
+
+
+class Graphs(weakref.WeakValueDictionary[int, Graph]):
+    """Graphs by number; they die with the models that they were compiled for."""
+
+    def like(self, structural_key: Any) -> Optional[Graph]:
+        """The graph with this key, compiled for another size; None if the key is."""
+        if structural_key is None:
+            return None
+        same = (g for g in self.values() if g.structural_key == structural_key)
+        return next(same, None)
+
+    def alive(self, numbers: Iterable[int]) -> dict[int, Graph]:
+        """Those of the graphs with these numbers that are still there."""
+        return {number: self[number] for number in numbers if number in self}
