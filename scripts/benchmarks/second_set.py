@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
+from benchmarks.libraries import by_class, contrasted, denoised
 from benchmarks.nets import (
     BF16,
     Built,
-    by_class,
     hugging_face,
     LossOf,
     Net,
@@ -49,22 +49,10 @@ def by_loss(
     return Net(name, build, BF16, held_out=True)
 
 
-def denoised(model: nn.Module, noise: Tensor, **inputs: Tensor) -> Tensor:
-    """The mean square of what it returns beyond the noise."""
-    found = model(**inputs, return_dict=False)[0]
-    return F.mse_loss(found.float(), noise.float())
-
-
 def spelled(model: nn.Module, input_features: Tensor, syllables: Tensor) -> Tensor:
     """Syllables against those of each frame: aligning them is no graph."""
     logits = model(input_features).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), syllables.flatten())
-
-
-def contrasted(model: nn.Module, **inputs: Tensor) -> Tensor:
-    """Whether it finds the text of each image, and its image of each text."""
-    loss: Tensor = model(**inputs, return_loss=True).loss
-    return loss
 
 
 def detected(
