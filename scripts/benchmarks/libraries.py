@@ -110,9 +110,8 @@ def configured(config_class: Any, settings: Mapping[str, Any]) -> Any:
     for name, value in IN_A_GRAPH.items():
         if hasattr(defaults, name):
             own.setdefault(name, value)
-    if getattr(defaults, "is_encoder_decoder", False):
-        if getattr(defaults, "decoder_start_token_id", None) is None:
-            own.setdefault("decoder_start_token_id", 0)
+    if getattr(defaults, "decoder_start_token_id", 0) is None:
+        own.setdefault("decoder_start_token_id", 0)
     return config_class(**own)
 
 
@@ -130,9 +129,9 @@ def of_transformers(kind: str, **settings: Any) -> Any:
         check_names(kind, [wanted], [*types])
         config_class = types[wanted]
     config = configured(config_class, settings)
-    if kind.endswith("ForSequenceClassification"):
-        if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = 0
+    # The last token of each sequence is the one before the padding.
+    if kind.endswith("ForSequenceClassification") and config.pad_token_id is None:
+        config.pad_token_id = 0
     return found.from_config(config) if hasattr(found, "from_config") else found(config)
 
 
@@ -198,7 +197,7 @@ def with_inputs(
     config, name = model.config, type(model).__name__
     takes, main = inspect.signature(model.forward).parameters, model.main_input_name
     classes = getattr(config, "num_labels", 2)
-    each = (batch,)
+    each: tuple[int, ...] = (batch,)
     inputs: dict[str, Tensor] = {}
     if "return_loss" in takes and {"input_ids", "pixel_values"} <= {*takes}:
         inputs = text(kind, model, batch, length)
@@ -218,7 +217,7 @@ def with_inputs(
             each = batch, text_length(kind, model, length)
             classes = config.vocab_size
     elif main == "input_values":
-        sound = batch, length or SAMPLES
+        sound: tuple[int, ...] = (batch, length or SAMPLES)
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
             sound = batch, length or config.max_length, config.num_mel_bins
         inputs = {main: torch.randn(sound)}
@@ -318,4 +317,6 @@ def denoising(kind: str, batch: int = 1, **settings: Any) -> Trained:
         inputs["class_labels"] = torch.randint(classes, (batch,))
     # As many channels as it returns: some find the noise's variance, too.
     channels = config.get("out_channels") or config["in_channels"]
-    return Trained(model, {"noise": torch.randn(batch, channels, *sides), **inputs}, denoised)
+    return Trained(
+        model, {"noise": torch.randn(batch, channels, *sides), **inputs}, denoised
+    )
