@@ -87,15 +87,21 @@ def imported(place: str, name: str) -> Any:
 
 
 def where(error: BaseException) -> str:
-    """An error, and the last line of the user's that led to it."""
-    ours = Path(torch.__file__).parent, Path(__file__).parents[1]
-    lines = [
-        f" ({frame.filename}:{frame.lineno})"
+    """An error, and the last line of the user's that led to it; ours say it all."""
+    torchs, ours = Path(torch.__file__).parent, Path(__file__).parents[1]
+    frames = [
+        (Path(frame.filename), frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.endswith(".py")
-        and not any(Path(frame.filename).is_relative_to(folder) for folder in ours)
     ]
     text = str(error).strip().partition("\n")[0]
+    if isinstance(error, ValueError) and frames[-1][0].is_relative_to(ours):
+        return text
+    lines = [
+        f" ({file}:{line})"
+        for file, line in frames
+        if file.suffix == ".py"
+        and not (file.is_relative_to(torchs) or file.is_relative_to(ours))
+    ]
     kind = type(error).__name__
     return (f"{kind}: {text}" if text else kind) + "".join(lines[-1:])
 

@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Optional, Union
@@ -189,11 +190,15 @@ def check_place(parser: argparse.ArgumentParser, file: Path) -> None:
         parser.error(f"--json {file}: that is the name of its picture; say .json")
     if not file.parent.is_dir():
         parser.error(f"--json {file}: there is no folder {file.parent}")
-    for place in (file, file.with_suffix(".svg")):
-        if place.is_dir():
-            parser.error(f"--json {file}: {place} is a folder")
-    if not os.access(file.parent, os.W_OK):
-        parser.error(f"--json {file}: the folder {file.parent} cannot be written to")
+    if file.is_dir():
+        parser.error(f"--json {file}: that is a folder; name a file")
+    if file.with_suffix(".svg").is_dir():
+        parser.error(f"--json {file}: {file.with_suffix('.svg')} is a folder")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        parser.error(f"--json {file}: nothing can be written there: {error.strerror}")
 
 
 # -------------------------------------------------------------- environment

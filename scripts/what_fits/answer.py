@@ -16,6 +16,10 @@ import torch
 from benchmarks import catalogue, fresh, ways
 from benchmarks.pages import environment, Row, show, store
 from benchmarks.replay import GPUS
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from what_fits import __main__ as command
 from what_fits import page, picture
@@ -69,6 +73,9 @@ def why(error: BaseException) -> str:
         traced = re.findall(r'File "([^"]+)", line (\d+)', said)
         place = " ({}:{})".format(*traced[-1]) if traced else ""
         return f"{text}{place}"
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        _, _, place = catalogue.where(error).rpartition(" (")
+        return f"it asks for the values of tensors, which fakes have not ({place}"
     return catalogue.where(error)
 
 

@@ -264,8 +264,12 @@ def page(data: dict[str, Any]) -> str:
     text += largest(what, sizes) if memory else ""
     text += curve(what, sizes) + lacking + "\n"
     text += NOTES.format(FLOPS["seconds" in first])
-    text += CONVOLVES * first["convolves"] + UNFUSED * (not asked["gpu"])
-    text += COMPARED.format(len(BUDGETS)) * asked["compare"]
+    if first["convolves"]:
+        text += CONVOLVES
+    if not asked["gpu"]:
+        text += UNFUSED
+    if asked["compare"]:
+        text += COMPARED.format(len(BUDGETS))
     if memory:
         text += paste(asked, sizes)
     return text + "\n\n" + measured_on(data["environment"], SIMULATED)

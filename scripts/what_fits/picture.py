@@ -4,7 +4,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plans
 from benchmarks.pages import Row
 
 from what_fits import page
@@ -23,6 +22,8 @@ KINDS = {
     "upstream's lowest": ("#6aa84f", lambda size: page.lowest(size.upstream)),
 }
 WIDTH = 0.8
+# So many times what is drawn, the memory is told and not drawn.
+ABOVE = 2
 
 
 def fixed_of(base: Row) -> dict[str, int]:
@@ -53,7 +54,8 @@ def draw(data: dict[str, Any], file: Path) -> None:
         return
     kinds = kinds_of(sizes, asked)
     memory = asked["memory"] or 0
-    top = max([memory, *(page.total(size.base) for size in sizes)])
+    steps = [find(size) for _, find in kinds.values() for size in sizes]
+    top = max(page.total(step) for step in steps if step is not None)
     unit, name = (2**30, "GiB") if top >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(max(6, 1.5 + 1.1 * len(sizes)), 4.5), layout="constrained")
     axes = figure.subplots()
@@ -84,14 +86,17 @@ def draw(data: dict[str, Any], file: Path) -> None:
                 bottom += high
             high = page.total(step) / unit - bottom
             bar(left, high, 0.9 * wide, bottom, color=colour, label=label(kind))
-    if memory:
+    title = f"{asked['model']}, {asked['gpu'] or 'operators, unfused'}"
+    if memory > ABOVE * top:
+        # Drawn to its scale the bars would be flat.
+        title += f"\nmemory: {page.format_bytes(memory)}, far above"
+    elif memory:
         usable = page.usable(asked) / unit
         axes.axhline(memory / unit, color="#b00020", lw=1, label="memory")
         axes.axhline(usable, color="#b00020", lw=1, ls="--", label="less headroom")
     axes.set_xticks(range(len(sizes)), [f"{size.name}" for size in sizes])
     axes.set_xlim(-0.6, len(sizes) - 0.4)
-    device = asked["gpu"] or f"{plans.RUN}, unfused"
-    axes.set(title=f"{asked['model']}, {device}", xlabel=what, ylabel=name)
+    axes.set(title=title, xlabel=what, ylabel=name)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(file)
