@@ -145,7 +145,10 @@ LIBRARIES = {
     "Phi3ForCausalLM": ({**GROUPED, "pad_token_id": 0}, 1024),
     "OPTForCausalLM": ({**SMALL, "ffn_dim": 128, "word_embed_proj_dim": 64}, 1024),
     "GPTNeoXForCausalLM": (TEXT, 1024),
-    "BloomForCausalLM": ({**GPT2, "hidden_size": 64}, 1024),
+    "BloomForCausalLM": (
+        {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 256},
+        1024,
+    ),
     "AutoModelForCausalLM": ({**GROUPED, "model_type": "llama"}, 1024),
     "BertForMaskedLM": (TEXT, 512),
     "RobertaForMaskedLM": ({**TEXT, "max_position_embeddings": 514}, 512),

@@ -110,7 +110,8 @@ def configured(config_class: Any, settings: Mapping[str, Any]) -> Any:
     for name, value in IN_A_GRAPH.items():
         if hasattr(defaults, name):
             own.setdefault(name, value)
-    if getattr(defaults, "decoder_start_token_id", 0) is None:
+    start = getattr(defaults, "decoder_start_token_id", None)
+    if getattr(defaults, "is_encoder_decoder", False) and start is None:
         own.setdefault("decoder_start_token_id", 0)
     return config_class(**own)
 
