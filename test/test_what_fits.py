@@ -80,12 +80,12 @@ def test_what_is_there_when_a_step_starts(optimizer, states):
     assert step["peak"] > parameters
 
 
-def test_the_answer(tmp_path, capsys, monkeypatch):
+def test_the_answer(tmp_path, capsys):
     """The batch fits by a budget alone; what is printed is stored, and keeps room."""
     stored = tmp_path / "fits.json"
     words = ["--model", MODEL, "--batch", "4", "--json", str(stored), "--compare"]
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert answer.main([*words, "--memory", "20MB", "--headroom", "2MB"]) == 0
+    asked = command.checked([*words, "--memory", "20MB", "--headroom", "2MB"])
+    assert answer.answered(asked) == 0
     printed, data = capsys.readouterr().out, json.loads(stored.read_text())
     assert stored.with_suffix(".svg").read_text().count("<path") > 10
     _, (size,) = page.sizes_of(data)
@@ -352,13 +352,13 @@ def test_what_is_wrong_with_an_own_model(own, name, said, refused):
 
 
 @pytest.fixture
-def refused(capsys, monkeypatch):
+def refused(capsys):
     """What a wrong call says as it ends with 2, before anything is measured."""
 
     def check(*words):
-        monkeypatch.setattr(sys, "path", [*sys.path])
         with pytest.raises(SystemExit) as ended:
-            answer.main([*([] if "--model" in words else ["--model", MODEL]), *words])
+            model = [] if "--model" in words else ["--model", MODEL]
+            answer.answered(command.checked([*model, *words]))
         error = capsys.readouterr().err
         assert ended.value.code == 2
         assert "Traceback" not in error

@@ -6,7 +6,7 @@ a name, a setting or a size.
 """
 
 import difflib
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
@@ -133,7 +133,19 @@ def of_transformers(kind: str, **settings: Any) -> Any:
     # The last token of each sequence is the one before the padding.
     if kind.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0
-    return found.from_config(config) if hasattr(found, "from_config") else found(config)
+    build = found.from_config if hasattr(found, "from_config") else found
+    model = build(config)
+    # Where they return inner values, their first call takes a lock, which no graph can.
+    for hooked in model.modules():
+        if isinstance(hooked, library("transformers").PreTrainedModel):
+            hooks_installed(hooked)
+    return model
+
+
+def hooks_installed(model: Any) -> None:
+    place = "transformers.utils.output_capturing"
+    if importlib.util.find_spec(place) is not None:
+        importlib.import_module(place).maybe_install_capturing_hooks(model)
 
 
 def of_diffusers(kind: str, **settings: Any) -> Any:

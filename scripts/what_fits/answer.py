@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import logging
 import os
 import re
 import signal
@@ -9,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, Optional
 
 import torch
@@ -120,21 +120,25 @@ def measured(task: fresh.Task, progress: Progress) -> Row:
 
 def main(words: Optional[list[str]] = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(ValueError):  # Not the main thread's.
-            signal.signal(number, command.stopped)
+        signal.signal(number, command.stopped)
     asked = command.checked(words)
     # What the model imports only when it is made; never in place of a package.
     sys.path.append(os.getcwd())
     torch.set_num_threads(1)
+    # What went wrong is in the answer, once.
+    logging.disable()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        check_model(command.options(), asked)
-        todo = [*tasks({**vars(asked), "json": None})]
-        ours = [task for task in todo if task["way"] != page.UPSTREAM]
-        each = 1 + len(page.SHARES) + (asked.memory is not None)
-        progress = Progress(each * len(ours) // 2)
-        rows = [measured(task, progress) for task in todo]
-        progress.end()
+        return answered(asked)
+
+
+def answered(asked: argparse.Namespace) -> int:
+    check_model(command.options(), asked)
+    todo = [*tasks({**vars(asked), "json": None})]
+    sizes = sum(task["way"] == page.OURS for task in todo)
+    progress = Progress(sizes * (1 + len(page.SHARES) + (asked.memory is not None)))
+    rows = [measured(task, progress) for task in todo]
+    progress.end()
     data = {"environment": environment(), "asked": todo[0]["_asked"], "measured": rows}
     show(page.page(data))
     if asked.json is not None:
