@@ -222,6 +222,13 @@ ensure_environment
 quiet ensure_patched_checkout
 printf '%s\\n' "$PYTHON" "$CHECKOUT"
 """
+# Signals are heeded while torch is imported, too.
+ANSWER = """
+from what_fits import __main__ as command
+command.heed_signals()
+from what_fits import answer
+raise SystemExit(answer.main())
+"""
 DIGEST = (
     "from upkeep.checkout import installed_wheel; print(installed_wheel().digest())"
 )
@@ -304,10 +311,14 @@ def stopped(number: int, _: Any) -> NoReturn:
     sys.exit(128 + number)
 
 
-def main() -> int:
-    words = sys.argv[1:]
+def heed_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stopped)
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    heed_signals()
     asked = checked(words)
     try:
         python, path = found_torch(asked)
@@ -319,7 +330,7 @@ def main() -> int:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     # Without the bytecode of what torch imports, each process would take 5 s longer.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [python, "-W", "ignore", "-P", "-m", "what_fits.answer", *words]
+    command = [python, "-W", "ignore", "-P", "-c", ANSWER, *words]
     sys.stdout.flush()
     os.execve(python, command, environment)
 

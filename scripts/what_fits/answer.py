@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -119,8 +118,6 @@ def measured(task: fresh.Task, progress: Progress) -> Row:
 
 
 def main(words: Optional[list[str]] = None) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, command.stopped)
     asked = command.checked(words)
     # What the model imports only when it is made; never in place of a package.
     sys.path.append(os.getcwd())
@@ -145,7 +142,3 @@ def answered(asked: argparse.Namespace) -> int:
         store(asked.json, data)
         picture.draw(data, asked.json.with_suffix(".svg"))
     return int(any("error" in row for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
