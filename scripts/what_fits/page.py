@@ -24,6 +24,7 @@ from benchmarks.replay import GPUS
 from benchmarks.tracing import overlay
 from benchmarks.ways import Training
 from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 
 PLAIN, OURS, UPSTREAM = "no budget", "this set", "upstream"
@@ -136,8 +137,7 @@ def plans_of(task: fresh.Task, of: type[plans.Plans] = plans.Plans) -> Iterator[
         training = prepared(asked, training)
         if not made:
             module = training.module
-            kinds = {type(each).__name__ for each in module.modules()}
-            made["convolves"] = any(kind.startswith("Conv") for kind in kinds)
+            made["convolves"] = any(isinstance(m, _ConvNd) for m in module.modules())
             made["loss"] = getattr(getattr(module, "find", None), "__doc__", None)
             made["parts"] = parts(training)
         return training
