@@ -3,6 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+# The options are read by whatever Python there is: what is wrong is told at once.
+if ! front=$(base_python); then
+  exit 2
+fi
 # -P: a folder named torch where this is called is not meant.
-PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} \
-  exec "$REPO/scripts/run_patched.sh" "$PYTHON" -W ignore -P -m what_fits "$@"
+PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} exec "$front" -P -m what_fits "$@"

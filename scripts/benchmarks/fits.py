@@ -84,7 +84,8 @@ def measure(task: fresh.Task) -> Row:
 
 def beside_allocator(task: fresh.Task) -> Row:
     """The same plans, told and run, and that for a memory half way between two of them."""
-    words = ["--model", task["net"], *["--blocks"] * (task["kind"] == "blocks")]
+    words = ["--model", task["net"], "--headroom", "0"]
+    words += ["--blocks"] * (task["kind"] == "blocks")
     asked = vars(command.options().parse_args(words))
     task = {**task, "length": None, "way": fits.OURS, "_asked": asked}
     told = fits.steps_of(task)

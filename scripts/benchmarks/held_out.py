@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
+from benchmarks.libraries import by_class, contrasted, denoised
 from benchmarks.nets import (
     BF16,
     Built,
-    by_class,
     hugging_face,
     LossOf,
     Net,
@@ -54,12 +54,6 @@ def by_loss(
     return Net(name, build, dtype, held_out=True)
 
 
-def denoised(model: nn.Module, noise: Tensor, **inputs: Tensor) -> Tensor:
-    """The mean square of what it returns beyond the noise."""
-    found = model(**inputs, return_dict=False)[0]
-    return F.mse_loss(found.float(), noise.float())
-
-
 def spelled(model: nn.Module, input_features: Tensor, letters: Tensor) -> Tensor:
     """Letters against those of each frame: aligning them is no graph."""
     logits = model(input_features).logits
@@ -68,12 +62,6 @@ def spelled(model: nn.Module, input_features: Tensor, letters: Tensor) -> Tensor
 
 def returned(model: nn.Module, **inputs: Tensor) -> Tensor:
     loss: Tensor = model(**inputs).loss
-    return loss
-
-
-def contrasted(model: nn.Module, **inputs: Tensor) -> Tensor:
-    """Whether it finds the text of each image, and its image of each text."""
-    loss: Tensor = model(**inputs, return_loss=True).loss
     return loss
 
 

@@ -8,7 +8,7 @@ memory.
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
@@ -28,6 +28,7 @@ from benchmarks.architectures import (
     UNet,
     ViT,
 )
+from benchmarks.libraries import with_inputs
 
 
 SEED = 0
@@ -101,9 +102,8 @@ def as_fake(tensor: Tensor) -> Tensor:
 class LossOf(nn.Module):
     """Wraps a model that takes its inputs by name, or returns more than its loss.
 
-    The loss is what ``find`` makes of the model and its inputs; without that the
-    attribute ``loss`` of what ``module`` returns (as the models of the Hugging Face
-    library have it), else its first element, else all of it.
+    The loss is what ``find`` makes of the model and its inputs; without that, what
+    `loss_of` finds in what ``module`` returns.
     """
 
     def __init__(
@@ -120,19 +120,41 @@ class LossOf(nn.Module):
         if self.find is not None:
             return self.find(self.module, **named)
         result = self.module(**named) if named else self.module(*inputs)
-        loss = getattr(result, "loss", result)
-        if isinstance(loss, (tuple, list)):
-            loss = loss[0]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = type(loss).__name__
-            if isinstance(loss, Tensor):
-                found = f"tensor of shape {list(loss.shape)}"
-            raise ValueError(
-                f"{type(self.module).__name__} returned a {found} where its loss is "
-                "needed: a tensor of one element, alone, first in a tuple, or in an "
-                "attribute named loss"
-            )
+        return loss_of(result, type(self.module).__name__)
+
+
+def loss_of(result: Any, owner: str) -> Tensor:
+    """The entry or the attribute ``loss`` of what a model returned, as the models of the
+    Hugging Face library have it, else its first element, else all of it."""
+    loss = result
+    if isinstance(result, Mapping):
+        loss = result.get("loss")
+    elif hasattr(result, "loss"):
+        loss = result.loss
+    elif isinstance(result, (tuple, list)) and result:
+        loss = result[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss
+    raise ValueError(
+        f"{owner} returned {told(result)} where its loss is needed: a floating-point "
+        'tensor of one element, alone, first in a tuple, or as "loss" in a dict or an '
+        "attribute"
+    )
+
+
+def told(result: Any) -> str:
+    """What a model returned, in words."""
+    if isinstance(result, Tensor):
+        kind = str(result.dtype).removeprefix("torch.")
+        return f"a tensor of shape {list(result.shape)}, {kind}"
+    name = type(result).__name__
+    if isinstance(result, Mapping):
+        if result.get("loss") is not None:
+            return f"a {name} whose loss is {told(result['loss'])}"
+        return f"a {name} of {', '.join(map(str, result)) or 'nothing'}"
+    if isinstance(result, (tuple, list)) and result:
+        return f"a {name} that begins with {told(result[0])}"
+    return "None" if result is None else f"a {name}"
 
 
 # ----------------------------------------------------------------- registry
@@ -167,42 +189,6 @@ def language(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Net
 # Of the Hugging Face libraries: random weights, no download, and their own dropout.
 
 
-def by_class(kind: str, **sizes: Any) -> nn.Module:
-    """A model of transformers, or one of diffusers, by the name of its class."""
-    is_diffusers = "2D" in kind or "3D" in kind
-    library = importlib.import_module("diffusers" if is_diffusers else "transformers")
-    found = getattr(library, kind)
-    model: Any = found(**sizes) if is_diffusers else found(found.config_class(**sizes))
-    if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # Or it warns, which no graph may contain.
-    trained: nn.Module = model.train()
-    return trained
-
-
-def with_inputs(
-    kind: str, batch: int = 1, length: int = 1024, **sizes: Any
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model by the defaults of its configuration, which ``sizes`` override."""
-    defaults = getattr(importlib.import_module("transformers"), kind).config_class()
-    cached = {"use_cache": False} if hasattr(defaults, "use_cache") else {}
-    model: Any = by_class(kind, **{**cached, **sizes})
-    config, takes = model.config, model.main_input_name
-    if takes == "pixel_values":
-        side = getattr(config, "image_size", 224)
-        pixels = torch.randn(batch, config.num_channels, side, side)
-        labels = torch.randint(config.num_labels, (batch,))
-        return model, {"pixel_values": pixels, "labels": labels}
-    ids = torch.randint(config.get_text_config().vocab_size, (batch, length))
-    if takes == "input_ids":
-        return model, {"input_ids": ids, "labels": ids.clone()}
-    if not hasattr(config, "num_mel_bins") or not hasattr(model, "proj_out"):
-        raise ValueError(
-            f"{kind} takes {takes}; write a function that returns it with its inputs"
-        )
-    shape = batch, config.num_mel_bins, 2 * config.max_source_positions
-    return model, {"input_features": torch.randn(shape), "labels": ids}
-
-
 def with_lora(model: nn.Module) -> nn.Module:
     library = importlib.import_module("peft")
     kinds = ["q_proj", "v_proj", "up_proj", "down_proj"]
@@ -223,8 +209,8 @@ def hugging_face(
     """A model of transformers, by its class; its batch, and the length of its text."""
 
     def build() -> Built:
-        model, inputs = with_inputs(kind, *batch, **sizes)
-        return LossOf(adapted(model), tuple(inputs)), tuple(inputs.values())
+        model, inputs, find = with_inputs(kind, *batch, **sizes)
+        return LossOf(adapted(model), tuple(inputs), find), tuple(inputs.values())
 
     return Net(name, build, dtype, held_out)
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import nets
 from benchmarks.architectures import ClassicShape
+from benchmarks.libraries import with_inputs
 from benchmarks.meters import gradients
 from benchmarks.pages import Row
 from benchmarks.watched import budget_of, SHARE, summed_up, watched
@@ -71,7 +72,7 @@ def trained(loop: str, way: str) -> Row:
     """A Trainer's steps, with blocks, regions of accelerate's, or the model compiled."""
     torch.manual_seed(nets.SEED)
     sizes = nets.sized(64, 160, 4, 4)
-    model, _ = nets.with_inputs("LlamaForCausalLM", vocab_size=512, **sizes)
+    model = with_inputs("LlamaForCausalLM", vocab_size=512, **sizes).model
     model = nets.with_lora(model) if loop == "peft" else model
     for layer in blocks_of(model) if way == "blocks" else ():
         layer.compile(backend=OPERATORS)

@@ -1,22 +1,20 @@
 """What a way to train a model holds and takes with one batch, and what is printed of it.
 
-A task, which is measured in a process of its own, has a ``batch``, a ``length``, what the
-command was ``_asked``, and a ``way``:
+A task has a ``batch``, a ``length``, what the command was ``_asked``, and a ``way``:
 
+    no budget   torch.compile alone
+    this set    by shares of the way from the lowest peak to that, and by ``memory``
     upstream    the untouched wheel, by budgets of saved bytes; the first is none at all
     checkpoint, saving products     of each block, see `plans`
-    this set    by shares of the way from the lowest peak to that, and by ``memory``
 
 Each step of its row is of a plan: ``given`` bytes are there when a step starts
-(parameters, inputs, what the optimizer keeps), and ``peak`` more are live at once while it
-runs, gradients and the optimizer's own steps included. Tensors are fakes.
+(parameters, optimizer, inputs, of which it has the ``parts``), and ``peak`` more are live
+at once while it runs, gradients and the optimizer's own steps included. Tensors are fakes.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -25,26 +23,41 @@ from benchmarks.pages import columns, good, measured_on, Row, SIMULATED
 from benchmarks.replay import GPUS
 from benchmarks.tracing import overlay
 from benchmarks.ways import Training
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 
-UPSTREAM, OURS = "upstream", "this set"
+PLAIN, OURS, UPSTREAM = "no budget", "this set", "upstream"
 # Of each block, which save nothing, or attention and every second product.
 CHECKPOINTS = {"checkpoint": False, "saving products": True}
 BUDGETS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.0)
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.0)
-# What is not counted, as a share of the memory.
-LEAVE = 0.1
+FLOPS = {
+    False: "flops beyond those of no budget",
+    True: "flops / time of the roofline beyond those of no budget",
+}
 NOTES = (
-    "Peaks with all that is fixed: parameters, inputs, what the optimizer keeps; gradients "
-    "are in the peaks. This set's by share of the way from the floor to no budget, with "
-    "flops beyond those of no budget / on a GPU, time likewise, of its roofline. "
-    f"Upstream's: {len(BUDGETS)} budgets from 1 to 0 were tried; with dropout, those below 1 "
-    "may give wrong gradients, as its masks are drawn again. Not counted: fragmentation, "
-    "workspaces of kernels and of communication, and the driver's own memory."
+    "Fixed are parameters, inputs and what the optimizer keeps; gradients are in the peaks. "
+    "The second table has this set's plans by their share of the way from the floor to the "
+    "fastest: bytes, {}. Not counted: fragmentation, workspaces of kernels and of "
+    "communication, and the driver's own memory."
+)
+UNFUSED = (
+    " No card was named: these are a CPU's operators without fusion. Kernels on a GPU hold "
+    "less, or now and then more: name yours by --gpu."
+)
+COMPARED = (
+    " Upstream's: {} budgets from 1 to 0 were tried; with dropout, those below 1 may give "
+    "wrong gradients, as its masks are drawn again."
+)
+CONVOLVES = (
+    " The model has convolutions: their workspaces can be large (on a CPU, half of a "
+    "ConvNeXt's peak again), so try a larger --headroom."
 )
 GRAPH = """\
 import torch._functorch.config as fconfig
 
+# {}, of which {} are fixed.
 fconfig.activation_memory_peak_bytes = {}
 model = torch.compile(model)
 """
@@ -53,7 +66,8 @@ from torch._functorch.memory_planner import StepBudget
 
 for block in blocks:
     block.compile()
-{}budget = StepBudget(device_bytes={})
+{}# {}.
+budget = StepBudget(device_bytes={})
 for batch in data:
     with budget:
         model(batch).backward()
@@ -83,33 +97,77 @@ def prepared(asked: Row, training: Training) -> Training:
     return training
 
 
+def parts(training: Training) -> dict[str, int]:
+    """Bytes of parameters and buffers, and of inputs, on the GPU that is looked at."""
+
+    def held(tensors: Sequence[Tensor]) -> int:
+        local = [
+            each.to_local() if hasattr(each, "to_local") else each for each in tensors
+        ]
+        storages = [each.untyped_storage() for each in local]
+        return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+    module = training.module
+    of_model = [*training.parameters, *module.buffers()]
+    return {"parameters": held(of_model), "inputs": held(training.inputs)}
+
+
+def usable(asked: Row) -> int:
+    """The memory without its headroom; 0 where none is named."""
+    memory: int = asked["memory"] or 0
+    room = asked["headroom"]
+    return memory - int(room if isinstance(room, int) else room * memory)
+
+
 def measure(task: fresh.Task) -> Row:
     return {"steps": steps_of(task)}
 
 
 def steps_of(task: fresh.Task, of: type[plans.Plans] = plans.Plans) -> list[Row]:
+    return [*plans_of(task, of)]
+
+
+def plans_of(task: fresh.Task, of: type[plans.Plans] = plans.Plans) -> Iterator[Row]:
     """Of plans on fake tensors, or of another kind with values."""
-    asked = task["_asked"]
+    asked, way = task["_asked"], task["way"]
     device, in_blocks = asked["gpu"] or plans.RUN, asked["blocks"] is not None
+    made: Row = {}
+
+    def prepare(training: Training) -> Training:
+        training = prepared(asked, training)
+        if not made:
+            module = training.module
+            made["convolves"] = any(isinstance(m, _ConvNd) for m in module.modules())
+            made["loss"] = getattr(getattr(module, "find", None), "__doc__", None)
+            made["parts"] = parts(training)
+        return training
+
     with ExitStack() as stack:
         if asked["fsdp"]:
             stack.enter_context(plans.fake_ranks(asked["fsdp"]))
         backend = stack.enter_context(plans.backend_of(device))
         if asked["compile_loss"]:
             stack.enter_context(plans.compiled_loss(backend))
-        prepare = functools.partial(prepared, asked)
-        is_fake = of is plans.Plans
-        found = of(net_of(task), device, backend, is_fake, prepare)
-        if task["way"] in CHECKPOINTS:
-            return [found.checkpointed(CHECKPOINTS[task["way"]])]
-        if task["way"] == UPSTREAM:
-            return found.upstreams(BUDGETS, in_blocks)
-        kind = "blocks" if in_blocks else "graph"
-        steps = [*found.asked(kind, [{"share": share} for share in SHARES])]
-        left = (asked["memory"] or 0) - steps[0]["given"]
-        if left > 0:
-            steps += found.asked(kind, [{"peak_bytes": left}])
-        return steps
+        found = of(net_of(task), device, backend, of is plans.Plans, prepare)
+        if way in CHECKPOINTS:
+            yield found.checkpointed(CHECKPOINTS[way])
+        elif way == UPSTREAM:
+            yield from found.upstreams(BUDGETS, in_blocks)
+        elif way == PLAIN:
+            (step,) = found.upstreams([1.0], in_blocks)
+            yield {**step, **made}
+        else:
+            yield from within_the_set(found, in_blocks, usable(asked))
+
+
+def within_the_set(found: plans.Plans, in_blocks: bool, memory: int) -> Iterator[Row]:
+    kind = "blocks" if in_blocks else "graph"
+    given = 0
+    for step in found.asked(kind, [{"share": share} for share in SHARES]):
+        given = given or step["given"]
+        yield step
+    if memory > given:
+        yield from found.asked(kind, [{"peak_bytes": memory - given}])
 
 
 # ------------------------------------------------------------------- report
@@ -122,16 +180,14 @@ def format_bytes(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Size:
-    """The plans for a batch, or a length; the first of upstream's is that of no budget."""
+    """The plans for a batch, or a length; upstream's where they were asked for."""
 
     name: int
-    upstream: list[Row]
+    base: Row
     ours: list[Row]
-    memory: Optional[int]
-
-    @property
-    def base(self) -> Row:
-        return self.upstream[0]
+    upstream: list[Row]
+    # Without headroom.
+    memory: int
 
     @property
     def by_memory(self) -> list[Row]:
@@ -145,7 +201,7 @@ class Size:
             found: float = step["seconds" if "seconds" in step else "flops"]
             return found
 
-        fit = [s for s in (self.base, *steps) if total(s) <= (self.memory or 0)]
+        fit = [s for s in (self.base, *steps) if total(s) <= self.memory]
         return min(fit, key=cost, default=None)
 
     def cost(self, step: Optional[Row]) -> str:
@@ -174,35 +230,83 @@ def sizes_of(data: dict[str, Any]) -> tuple[str, list[Size]]:
     for row in rows:
         found.setdefault(row[what] or 1, {})[row["way"]] = row
     return what, [
-        Size(name, ways[UPSTREAM]["steps"], ways[OURS]["steps"], asked["memory"])
+        Size(
+            name,
+            ways[PLAIN]["steps"][0],
+            ways[OURS]["steps"],
+            ways[UPSTREAM]["steps"] if UPSTREAM in ways else [],
+            usable(asked),
+        )
         for name, ways in found.items()
-        if len(ways) == 2
+        if {PLAIN, OURS} <= {*ways}
     ]
 
 
 def page(data: dict[str, Any]) -> str:
     asked = data["asked"]
     what, sizes = sizes_of(data)
+    lacking = "".join(
+        f"\nNot measured, {what} {row[what] or 1}, {row['way']}: {row['error']}\n"
+        for row in data["measured"]
+        if "error" in row
+    )
     if not sizes:
-        return "Nothing could be measured.\n"
+        return f"Nothing could be measured.\n{lacking}{hint(asked)}"
     memory = asked["memory"]
     into = f" into {format_bytes(memory)}" if memory else ""
     text = f"# {asked['model']}: what fits{into}\n\n{view(asked)}.\n\n"
+    first = sizes[0].base
+    if first.get("loss"):
+        text += f"The loss is {lowered(first['loss'])}\n\n"
+    if memory:
+        text += f"{leaves(asked)}.\n\n"
     text += summary(what, sizes) + "\n"
     text += largest(what, sizes) if memory else ""
-    text += curve(what, sizes) + "\n" + NOTES
+    text += curve(what, sizes) + lacking + "\n"
+    text += NOTES.format(FLOPS["seconds" in first])
+    if first["convolves"]:
+        text += CONVOLVES
+    if not asked["gpu"]:
+        text += UNFUSED
+    if asked["compare"]:
+        text += COMPARED.format(len(BUDGETS))
     if memory:
-        left = format_bytes(int(LEAVE * memory))
-        text += f" Leave {left} free for them: pass that much less as --memory."
         text += paste(asked, sizes)
     return text + "\n\n" + measured_on(data["environment"], SIMULATED)
+
+
+def lowered(text: str) -> str:
+    first: str = text.partition("\n")[0]
+    return first[0].lower() + first[1:]
+
+
+def hint(asked: Row) -> str:
+    """The way on where the model is no graph."""
+    if asked["blocks"] is not None:
+        return ""
+    return "\nWhere a model cannot be one graph, --blocks compiles its blocks alone.\n"
+
+
+def leaves(asked: Row) -> str:
+    """What is free for what is not counted, and what that leaves."""
+    room, left = asked["headroom"], usable(asked)
+    share = format_bytes(room) if isinstance(room, int) else f"{100 * room:.3g} %"
+    memory = format_bytes(asked["memory"])
+    return (
+        f"{share} of {memory} is left free for workspaces and fragmentation "
+        f"(--headroom), so what fits is at most {format_bytes(left)}"
+    )
 
 
 def view(asked: dict[str, Any]) -> str:
     text = "Counted operator by operator, without inductor's fusion"
     if asked["gpu"]:
         text = f"Counted for inductor's schedule for {GPUS[asked['gpu']].name}"
-    text += "; blocks by themselves" if asked["blocks"] else "; the model as one graph"
+    text += (
+        "; blocks by themselves"
+        if asked["blocks"] is not None
+        else "; the model as one graph"
+    )
     if asked["fsdp"]:
         text += f", sharded over {asked['fsdp']} GPUs, of which this is one"
     return f"{text}; {asked['optimizer']}, {asked['dtype']}"
@@ -217,12 +321,15 @@ def summary(what: str, sizes: Sequence[Size]) -> str:
         what: lambda size: f"{size.name}",
         "fixed": lambda size: format_bytes(size.base["given"]),
         "no budget": lambda size: format_bytes(total(size.base)),
-        "upstream's lowest": least,
         "floor": lambda size: format_bytes(total(lowest(size.ours))),
     }
+    compared = all(size.upstream for size in sizes)
+    if compared:
+        cells["upstream's lowest"] = least
     if sizes[0].memory:
-        cells["upstream's, to fit"] = lambda s: s.cost(s.within(s.upstream))
         cells["this set's, to fit"] = lambda s: s.cost(s.within(s.by_memory))
+        if compared:
+            cells["upstream's, to fit"] = lambda s: s.cost(s.within(s.upstream))
     return columns(sizes, cells)
 
 
@@ -233,11 +340,12 @@ def largest(what: str, sizes: Sequence[Size]) -> str:
             best = f"{size.name}" if size.within(steps(size)) else best
         return f"{name} {best}"
 
-    found = (
-        most("without a budget", lambda size: size.upstream[:1]),
-        most("with upstream's budgets", lambda size: size.upstream),
+    found = [
+        most("without a budget", lambda size: ()),
         most("with this set", lambda size: size.by_memory),
-    )
+    ]
+    if all(size.upstream for size in sizes):
+        found.append(most("with upstream's budgets", lambda size: size.upstream))
     return f"Largest {what} that fits, of those asked: {', '.join(found)}.\n\n"
 
 
@@ -257,41 +365,21 @@ def curve(what: str, sizes: Sequence[Size]) -> str:
     return columns(sizes, cells)
 
 
-def plot(data: dict[str, Any], result: Path) -> None:
-    """Memory over the batch, or the length; written beside ``result``."""
-    from matplotlib.figure import Figure
-
-    asked = data["asked"]
-    what, sizes = sizes_of(data)
-    if not sizes:
-        return
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    names = [size.name for size in sizes]
-    for label, style, steps in (
-        ("no budget", "C1s-", [size.base for size in sizes]),
-        ("upstream's lowest", "C2x-", [lowest(size.upstream) for size in sizes]),
-        ("this set's floor", "C0o-", [lowest(size.ours) for size in sizes]),
-    ):
-        axes.plot(names, [total(step) / 2**30 for step in steps], style, label=label)
-    fixed = [size.base["given"] / 2**30 for size in sizes]
-    axes.plot(names, fixed, "k:", label="fixed")
-    if asked["memory"]:
-        axes.axhline(asked["memory"] / 2**30, color="r", ls="--", label="memory")
-    title = f"{asked['model']}, {asked['gpu'] or plans.RUN}"
-    axes.set(title=title, xlabel=what, ylabel="GiB", ylim=(0, None))
-    axes.legend()
-    figure.savefig(result.with_suffix(".svg"))
-
-
 def paste(asked: dict[str, Any], sizes: Sequence[Size]) -> str:
-    """The lines for the largest that fits."""
+    """The lines for the largest that fits, which leave the headroom free."""
     fit = [size for size in sizes if size.within(size.by_memory)]
     if not fit:
         return ""
-    left = asked["memory"] - fit[-1].base["given"]
-    code = GRAPH.format(left)
-    if asked["blocks"]:
-        code = BLOCKS.format(LOSS * asked["compile_loss"], asked["memory"])
+    left, given = usable(asked), fit[-1].base["given"]
+    code = GRAPH.format(told(asked), format_bytes(given), left - given)
+    if asked["blocks"] is not None:
+        code = BLOCKS.format(LOSS * asked["compile_loss"], told(asked), left)
     name = fit[-1].name
     return f"\n\nWith the set installed, for {name}:\n\n```python\n{code}```\n"
+
+
+def told(asked: Row) -> str:
+    """The usable bytes, in words for a comment."""
+    return (
+        f"{format_bytes(usable(asked))}: {format_bytes(asked['memory'])} less headroom"
+    )

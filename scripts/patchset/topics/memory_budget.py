@@ -124,6 +124,7 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
         _TEST,
         planner_path("__init__"),
         planner_path("ask"),
+        planner_path("byte_sizes"),
         planner_path("decide"),
         planner_path("decision"),
         planner_path("graph/__init__"),

@@ -6,8 +6,6 @@ graph comes in; nothing below that reads these options again.
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Optional, TYPE_CHECKING
@@ -19,6 +17,7 @@ from torch._inductor.custom_graph_pass import (
 )
 
 from .._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
+from .byte_sizes import as_bytes
 from .graph.recompute_cost import RUNTIME_UNITS
 
 
@@ -149,34 +148,6 @@ def _is_number(value: Any, low: float, high: float) -> bool:
     return is_real and low <= value <= high
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d*)?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
-
-
-def _as_bytes(value: Any) -> int:
-    """A positive number of bytes, from a number, rounded down, or text like "24 GiB".
-
-    K, M, G and T are powers of 1,000, or of 1,024 if followed by an i, in either case.
-    Raises ValueError for everything else.
-    """
-    number: Any = value
-    unit = 1
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value.strip())
-        number = float(match[1]) if match else 0
-        if match and match[2]:
-            base = 1024 if match[3] else 1000
-            unit = base ** ("kmgt".index(match[2].lower()) + 1)
-    elif hasattr(value, "item"):
-        # A scalar of numpy or torch.
-        number = value.item()
-    if not _is_number(number, 0, math.inf) or number == math.inf or number * unit < 1:
-        raise ValueError(
-            "must be a positive number of bytes, which is rounded down to a whole "
-            "number, or text such as '24GiB'"
-        )
-    return int(number * unit)
-
-
 def one_bound(**bounds: Any) -> dict[str, Any]:
     """The bound that a :class:`.StepBudget` is given, if any.
 
@@ -188,7 +159,7 @@ def one_bound(**bounds: Any) -> dict[str, Any]:
     for name, value in asked.items():
         if name != "share":
             try:
-                asked[name] = _as_bytes(value)
+                asked[name] = as_bytes(value)
             except ValueError as error:
                 raise ValueError(f"{name} is {value!r}; it {error}") from None
         elif not _is_number(value, 0, 1):

@@ -67,7 +67,8 @@ class StepBudget(Warns):
         share: the bound, from 0 (the step's lowest peak) to 1 (its peak unbudgeted).
         peak_bytes: most live bytes beyond those that are there when the step starts
             (parameters, optimizer states, the batch, gradients that are not None): a
-            number, which is rounded down, or text such as "24GiB".
+            number, which is rounded down, or text such as "24GiB" (2**30 bytes each),
+            "24GB" or "24G" (10**9 bytes each).
         device_bytes: most live bytes in all.  If none of the three is given, the memory
             of the device.
         strict: raise a `StepBudgetError` before the bound can be exceeded, instead of
