@@ -19,9 +19,7 @@ def test_what_runs_is_what_was_told(monkeypatch):
     monkeypatch.setitem(nets.NETS, net.name, net)
     task = {"set": "project", "net": net.name, "kind": "graph", "device": "inductor"}
     rows = [{**task, **gpu.measure({**task, "budgets": [1.0, 0.0]})}]
-    wrong = [
-        mark for mark in gpu.judged(rows) if mark.enforced and not mark.passed
-    ]
+    wrong = [mark for mark in gpu.judged(rows) if mark.enforced and not mark.passed]
     assert not wrong
     lowest = rows[0]["steps"][1]
     assert lowest["predicted"] == pytest.approx(lowest["peak"], rel=0.01)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +27,10 @@ UNTOUCHED = "untouched"
 Task = dict[str, Any]
 # What a task may take; what takes more becomes a row that says so.
 SECONDS = 1800.0
-# The process groups that run now.
+# The process groups that run now, and whether no more may start.
 _running: set[int] = set()
+_stopped = threading.Event()
+_lock = threading.Lock()
 
 
 def environment(patched: bool, cache: Path) -> dict[str, str]:
@@ -44,10 +47,16 @@ def environment(patched: bool, cache: Path) -> dict[str, str]:
     }
 
 
+class Stopped(Exception):
+    """There is no row, since all was stopped."""
+
+
 def stop_all() -> None:
-    """Every process that runs a task, with all that it started."""
-    for group in [*_running]:
-        stop(group)
+    """Every process that runs a task, with all that it started; none starts any more."""
+    with _lock:
+        _stopped.set()
+        for group in _running:
+            stop(group)
 
 
 def stop(group: int) -> None:
@@ -73,15 +82,18 @@ def measure_in_child(
         # -P: a folder named torch where this is called is not meant.
         command = [sys.executable, "-P", "-m", "benchmarks.fresh", module]
         with open(log, "w") as output:
-            child = subprocess.Popen(
-                [*command, json.dumps(task), str(target)],
-                env=environment(patched, Path(folder, "cache")),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=is_group,
-            )
-            if is_group:
-                _running.add(child.pid)
+            with _lock:
+                if _stopped.is_set():
+                    raise Stopped
+                child = subprocess.Popen(
+                    [*command, json.dumps(task), str(target)],
+                    env=environment(patched, Path(folder, "cache")),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=is_group,
+                )
+                if is_group:
+                    _running.add(child.pid)
             try:
                 child.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -89,10 +101,13 @@ def measure_in_child(
             finally:
                 if is_group:
                     # With all that it started.
-                    stop(child.pid)
-                    _running.discard(child.pid)
+                    with _lock:
+                        stop(child.pid)
+                        _running.discard(child.pid)
                 child.kill()
                 child.wait()
+        if _stopped.is_set():
+            raise Stopped
         if target.exists():
             row: Row = json.loads(target.read_text())
             return row

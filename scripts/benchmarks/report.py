@@ -19,7 +19,17 @@ from typing import Any, Optional
 from patchset.patch import REPOSITORY
 from patchset.series import FORMS
 
-from benchmarks import bounds, cost, kernels, proposal, quickstart, saved, unasked
+from benchmarks import (
+    bounds,
+    cost,
+    everything,
+    kernels,
+    proposal,
+    provenance,
+    quickstart,
+    saved,
+    unasked,
+)
 from benchmarks.pages import markdown
 
 
@@ -128,7 +138,20 @@ def main(arguments: Optional[list[str]] = None) -> int:
             page.write_text(text)
     if stale and check:
         print("run scripts/report.sh and commit the result")
-    return int(check and bool(stale))
+    wrong = complaints() if check else []
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return int(check and bool(stale or wrong))
+
+
+def complaints() -> list[str]:
+    """Rows of one question that are of several codes, or not of the code as it is."""
+    places = ((name, RESULTS / f"{name}.json") for name in everything.QUESTIONS)
+    return [
+        text
+        for name, place in places
+        if place.exists()
+        for text in provenance.complaints(name, load(name)["measured"])
+    ]
 
 
 if __name__ == "__main__":
