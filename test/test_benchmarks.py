@@ -140,11 +140,7 @@ def question(tmp_path, monkeypatch):
         asked = {"set": of, "nets": None, "kind": None, "check": False, "json": path}
         log = tmp_path / "log"
         log.unlink(missing_ok=True)
-        Runner(
-            module,
-            argparse.Namespace(**{**asked, **more}),
-            lambda rows: {"measured": rows},
-        ).run()
+        Runner(module, argparse.Namespace(**{**asked, **more})).run()
         lines = log.read_text().splitlines() if log.exists() else []
         return sorted(line.rpartition(" ")[0] for line in lines)
 
@@ -182,7 +178,7 @@ def test_a_signal_ends_all_tasks_and_leaves_what_is_stored(question, tmp_path):
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "asked = argparse.Namespace(set='project', nets=None, kind=None, check=False,\n"
         "    json=pathlib.Path('question.json'))\n"
-        "Runner(question, asked, lambda rows: {'measured': rows}).run()\n"
+        "Runner(question, asked).run()\n"
     )
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen(

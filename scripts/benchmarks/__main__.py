@@ -52,18 +52,16 @@ def main(name: str, *words: str) -> int:
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
         )
 
-    def finished(rows: list[Row]) -> Row:
-        marks = [mark._asdict() for mark in benchmark.judged(rows)]
-        return {"environment": environment(), "measured": rows, "rows": marks}
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        rows = Runner(benchmark, arguments, finished).run()
+        rows = Runner(benchmark, arguments).run()
     except KeyboardInterrupt:
         print("stopped; what was measured is stored", file=sys.stderr)
         return 130
-    show(benchmark.page(finished(rows)))
     marks = [*benchmark.judged(rows)]
+    data: Row = {"environment": environment(), "measured": rows}
+    data["rows"] = [mark._asdict() for mark in marks]
+    show(benchmark.page(data))
     return int(failed(marks) or any("error" in row for row in rows))
 
 
