@@ -69,6 +69,10 @@ def told(task: Task) -> Task:
     return {name: v for name, v in task.items() if not name.startswith("_")}
 
 
+def words(task: Task) -> str:
+    return " ".join(str(v) for v in told(task).values() if isinstance(v, (str, float)))
+
+
 def measure_in_child(
     module: str, task: Task, seconds: float, is_group: bool = True
 ) -> Row:
@@ -120,10 +124,10 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
+    print(words(task), "...", file=sys.stderr, flush=True)
     row = {**told(task), **measure_in_child(module, task, seconds)}
     if "error" in row:
-        words = (v for v in told(task).values() if isinstance(v, (str, int, float)))
-        print(*words, "failed:", row["error"], file=sys.stderr)
+        print(row["error"], file=sys.stderr)
     return row
 
 

@@ -139,9 +139,12 @@ class Runner:
     def measure(self, task: fresh.Task) -> Row:
         self.tell(task)
         before = time.monotonic()
-        row = fresh.measured(self.benchmark.__name__, task)
+        name = self.benchmark.__name__
+        found = fresh.measure_in_child(name, task, fresh.SECONDS)
+        if "error" in found:
+            print(f"{fresh.words(task)}: {found['error']}", file=sys.stderr)
         took = round(time.monotonic() - before, 1)
-        row = {**row, "took": took, **self.code}
+        row = {**fresh.told(task), **found, "took": took, **self.code}
         with self.lock:
             self.measured.append(took)
             put(self.rows, row)
@@ -167,13 +170,11 @@ class Runner:
     def tell(self, task: fresh.Task) -> None:
         with self.lock:
             elapsed = time.monotonic() - self.started
-            if task in self.todo:
-                self.todo.remove(task)
+            self.todo = [each for each in self.todo if key(each) != key(task)]
             self.begun += 1
             most = self.begun + len(self.todo)
-            told = (v for v in fresh.told(task).values() if isinstance(v, (str, float)))
             name = self.benchmark.__name__.rpartition(".")[2]
-            text = f"{name}: task {self.begun} of {most} ({' '.join(map(str, told))})"
+            text = f"{name}: task {self.begun} of {most} ({fresh.words(task)})"
             print(f"{text}, {minutes(elapsed)}{self.left(task)}", file=sys.stderr)
 
     def left(self, task: fresh.Task) -> str:
