@@ -1,21 +1,43 @@
 """The benchmarks, on models of a few layers."""
 
+import argparse
+import importlib
+import json
 import os
+import signal
+import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import fresh, plans, quickstart, unasked
+from benchmarks import (
+    catalogue,
+    cost,
+    everything,
+    fits,
+    fresh,
+    loops,
+    options,
+    plans,
+    provenance,
+    quickstart,
+    unasked,
+)
 from benchmarks.meters import relative_error, TOLERANCE
+from benchmarks.replay import GPUS
+from benchmarks.runner import Runner
 from torch import nn
 
 
 SIDE = 32
 ROWS = 128
 MATRIX = ROWS * SIDE * 4
+# What has the place of a net and is none.
+PROGRAMS = {*loops.PROGRAMS, cost.FIRST, fits.LLAMA}
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -82,6 +104,148 @@ def test_untouched_tasks_run_on_the_wheel(measure):
     assert patched["file"] == torch.__file__
     assert Path(wheel["file"]).is_relative_to(sys.prefix)
     assert not os.path.samefile(wheel["file"], torch.__file__)
+
+
+# ------------------------------------------------------------------- runner
+
+
+QUESTION = """
+import json, os, pathlib, time
+NETS = {"project": ("one", "two"), "held-out": ("three",), "check": ()}
+FOLDER = pathlib.Path(__file__).parent
+def tasks(asked, rows):
+    for net in asked.nets:
+        yield {"set": asked.set, "net": net, "kind": "first"}
+        best = [row["found"] for row in rows if row["kind"] == "first"]
+        yield {"set": asked.set, "net": net, "kind": "second", "_best": best}
+def measure(task):
+    with open(FOLDER / "log", "a") as log:
+        print(task["net"], task["kind"], os.getpid(), file=log)
+    while task["net"] == "two" and (FOLDER / "wait").exists():
+        time.sleep(0.1)
+    return {"found": task.get("_best", 1)}
+"""
+
+
+@pytest.fixture
+def question(tmp_path, monkeypatch):
+    """``question(set)``: asks it, and what was measured for that."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "question.py").write_text(QUESTION)
+    monkeypatch.delitem(sys.modules, "question", raising=False)
+    module = importlib.import_module("question")
+    path = tmp_path / "question.json"
+
+    def ask(of="project", **more):
+        asked = {"set": of, "nets": None, "kind": None, "check": False, "json": path}
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        Runner(module, argparse.Namespace(**{**asked, **more})).run()
+        lines = log.read_text().splitlines() if log.exists() else []
+        return sorted(line.rpartition(" ")[0] for line in lines)
+
+    ask.rows = lambda: json.loads(path.read_text())["measured"]
+    ask.code = lambda code: monkeypatch.setattr(
+        provenance, "here", lambda: {"release": "2.13.0", "commit": "c", "code": code}
+    )
+    return ask
+
+
+def test_what_the_same_code_has_stored_is_not_measured_again(question):
+    every = ["one first", "one second", "two first", "two second"]
+    question.code("old")
+    assert question() == every
+    assert [row["found"] for row in question.rows()] == [1, [1], 1, [1]]
+    assert all(row["took"] >= 0 and row["code"] == "old" for row in question.rows())
+    assert question() == []
+    assert question("held-out") == ["three first", "three second"]
+    # The other set's rows stay.
+    nets = [row["net"] for row in question.rows()]
+    assert nets == ["one", "one", "two", "two", "three", "three"]
+    question.code("new")
+    assert question(nets=["two"], kind=["first"]) == ["two first"]
+    assert question() == ["one first", "one second", "two second"]
+    codes = [row["code"] for row in question.rows()]
+    assert codes == ["new"] * 4 + ["old"] * 2
+
+
+def test_a_signal_ends_all_tasks_and_leaves_what_is_stored(question, tmp_path):
+    (tmp_path / "wait").touch()
+    runs = (
+        "import argparse, json, pathlib, signal, sys\n"
+        "import question\n"
+        "from benchmarks.runner import Runner\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "asked = argparse.Namespace(set='project', nets=None, kind=None, check=False,\n"
+        "    json=pathlib.Path('question.json'))\n"
+        "Runner(question, asked).run()\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", runs],
+        cwd=tmp_path,
+        env=variables,
+        stderr=subprocess.DEVNULL,
+    )
+    log, stored = tmp_path / "log", tmp_path / "question.json"
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        is_there = stored.exists() and len(json.loads(stored.read_text())["measured"])
+        if is_there == 2 and "two" in log.read_text():
+            break
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) != 0
+    assert [row["net"] for row in question.rows()] == ["one", "one"]
+    (waiting,) = [
+        int(line.split()[2])
+        for line in log.read_text().splitlines()
+        if line.startswith("two")
+    ]
+    with pytest.raises(ProcessLookupError):
+        os.kill(waiting, 0)
+
+
+# --------------------------------------------------------------- provenance
+
+
+def test_a_comment_leaves_a_fingerprint_and_code_does_not(tmp_path, monkeypatch):
+    place = tmp_path / "torch" / "module.py"
+    place.parent.mkdir()
+    monkeypatch.setattr(provenance, "OVERLAY", place.parent)
+
+    def found(text):
+        place.write_text(text)
+        provenance.fingerprint.cache_clear()
+        return provenance.fingerprint("2.15.0")
+
+    plain = found("def f(x):\n    return x + 1\n")
+    assert found('"""Adds."""\ndef f(x):  # One.\n    return (x + 1)\n') == plain
+    assert found("def f(x):\n    return x + 2\n") != plain
+    provenance.fingerprint.cache_clear()
+
+
+def test_rows_of_several_codes_and_of_other_code_are_complained_of():
+    now = provenance.fingerprint("2.15.0")
+    row = {"release": "2.15.0", "commit": "abc", "code": now}
+    other = {**row, "commit": "def", "code": "other"}
+    assert provenance.complaints("steps", [row, row]) == []
+    several, changed = provenance.complaints("steps", [row, other])
+    assert "several codes (abc, def)" in several
+    assert "steps: the code has changed since def" in changed
+    (unknown,) = provenance.complaints("steps", [{}])
+    assert "1 rows do not say" in unknown
+
+
+def test_the_options_are_those_that_torch_has():
+    assert tuple(GPUS) == options.GPUS
+    for name in everything.QUESTIONS:
+        benchmark = importlib.import_module(f"benchmarks.{name}")
+        assert isinstance(benchmark.NETS, dict) == (name in options.IN_SETS)
+        nets = benchmark.NETS if name in options.IN_SETS else {}
+        for of in nets.keys() & {*options.SETS}:
+            found = {catalogue.set_of(n) for n in nets[of] if n not in PROGRAMS}
+            assert found == {of}
 
 
 # --------------------------------------------------------------- quickstart

@@ -52,18 +52,14 @@ def main(name: str, *words: str) -> int:
             f"GPU need; try TORCH_VERSION=2.15.0 scripts/{parser.prog}"
         )
 
-    def finished(rows: list[Row]) -> Row:
-        return {"environment": environment(), "measured": rows}
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        rows = Runner(benchmark, arguments, finished).run()
+        rows = Runner(benchmark, arguments).run()
     except KeyboardInterrupt:
         print("stopped; what was measured is stored", file=sys.stderr)
         return 130
-    show(benchmark.page(finished(rows)))
-    marks = [*benchmark.judged(rows)]
-    return int(failed(marks) or any("error" in row for row in rows))
+    show(benchmark.page({"environment": environment(), "measured": rows}))
+    return int(failed(benchmark.judged(rows)) or any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Optional
 
 from patchset.patch import RELEASES, REPOSITORY
@@ -98,15 +99,14 @@ def ask(name: str, of: str) -> int:
 def stop(child: "subprocess.Popen[bytes]") -> None:
     """The shell ends at once; what it ran stores its rows and ends its own."""
     until = time.monotonic() + PATIENCE
-    number = signal.SIGTERM
-    while True:
-        try:
+    number: int = signal.SIGTERM
+    with suppress(ProcessLookupError):
+        while True:
             os.killpg(child.pid, number)
-        except ProcessLookupError:
-            return
-        child.poll()
-        time.sleep(0.2)
-        number = signal.SIGKILL if time.monotonic() > until else signal.Signals(0)
+            child.poll()
+            time.sleep(0.2)
+            # 0 only asks whether there is something left.
+            number = signal.SIGKILL if time.monotonic() > until else 0
 
 
 def estimate(names: Iterable[str], of: str) -> str:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +27,10 @@ UNTOUCHED = "untouched"
 Task = dict[str, Any]
 # What a task may take; what takes more becomes a row that says so.
 SECONDS = 1800.0
-# The process groups that run now.
+# The process groups that run now, and whether no more may start.
 _running: set[int] = set()
+_stopped = threading.Event()
+_lock = threading.Lock()
 
 
 def environment(patched: bool, cache: Path) -> dict[str, str]:
@@ -44,10 +47,16 @@ def environment(patched: bool, cache: Path) -> dict[str, str]:
     }
 
 
+class Stopped(Exception):
+    """There is no row, since all was stopped."""
+
+
 def stop_all() -> None:
-    """Every process that runs a task, with all that it started."""
-    for group in [*_running]:
-        stop(group)
+    """Every process that runs a task, with all that it started; none starts any more."""
+    with _lock:
+        _stopped.set()
+        for group in _running:
+            stop(group)
 
 
 def stop(group: int) -> None:
@@ -58,6 +67,10 @@ def stop(group: int) -> None:
 def told(task: Task) -> Task:
     """The entries by which tasks differ, without those for ``measure`` alone."""
     return {name: v for name, v in task.items() if not name.startswith("_")}
+
+
+def words(task: Task) -> str:
+    return " ".join(str(v) for v in told(task).values() if isinstance(v, (str, float)))
 
 
 def measure_in_child(
@@ -73,15 +86,18 @@ def measure_in_child(
         # -P: a folder named torch where this is called is not meant.
         command = [sys.executable, "-P", "-m", "benchmarks.fresh", module]
         with open(log, "w") as output:
-            child = subprocess.Popen(
-                [*command, json.dumps(task), str(target)],
-                env=environment(patched, Path(folder, "cache")),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=is_group,
-            )
-            if is_group:
-                _running.add(child.pid)
+            with _lock:
+                if _stopped.is_set():
+                    raise Stopped
+                child = subprocess.Popen(
+                    [*command, json.dumps(task), str(target)],
+                    env=environment(patched, Path(folder, "cache")),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=is_group,
+                )
+                if is_group:
+                    _running.add(child.pid)
             try:
                 child.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -89,10 +105,13 @@ def measure_in_child(
             finally:
                 if is_group:
                     # With all that it started.
-                    stop(child.pid)
-                    _running.discard(child.pid)
+                    with _lock:
+                        stop(child.pid)
+                        _running.discard(child.pid)
                 child.kill()
                 child.wait()
+        if _stopped.is_set():
+            raise Stopped
         if target.exists():
             row: Row = json.loads(target.read_text())
             return row
@@ -105,10 +124,10 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
+    print(words(task), "...", file=sys.stderr, flush=True)
     row = {**told(task), **measure_in_child(module, task, seconds)}
     if "error" in row:
-        words = (v for v in told(task).values() if isinstance(v, (str, int, float)))
-        print(*words, "failed:", row["error"], file=sys.stderr)
+        print(row["error"], file=sys.stderr)
     return row
 
 

@@ -261,8 +261,16 @@ NETS = {
     HELD_OUT: ("deberta-small", "hiera-small", "m2m100-small"),
     "check": ("llama-4",),
 }
+WHOLE = ("lengths, automatic", "last batch", "evaluation", "gan", "cost")
 # The net that a thousand steps are taken with.
 LONG = "llama-4"
+
+
+def loops_of(way: str, is_check: bool) -> Sequence[str]:
+    """A model that is compiled as a whole is trained in fewer."""
+    if is_check:
+        return ("last batch",)
+    return (*LOOPS, "cost") if way == "blocks" else WHOLE
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
@@ -272,7 +280,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         for loop, ways in PROGRAMS.get(net, {}).items():
             yield from ({**task, "way": way, "loop": loop} for way in ways)
         for way in () if net in PROGRAMS else WAYS[:1] if asked.check else WAYS:
-            for loop in ("last batch",) if asked.check else (*LOOPS, "cost"):
+            for loop in loops_of(way, asked.check):
                 yield {**task, "way": way, "loop": loop}
                 if loop == "lengths, automatic":
                     yield {**task, "way": way, "loop": loop, "share": 1.0}

@@ -322,7 +322,6 @@ SHARDED = language("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
 # the generator of a real GPU.
 WHOLE = (
     language("llama-2048-16", LLAMA_2048, BF16),
-    language("gpt2-xl", replace(GPT2_XL, dropout=0.0), BF16),
     hugging_face("hf-t5_24", "T5ForConditionalGeneration", 8, 512, **T5_24),
     SHARDED,
 )

@@ -69,6 +69,10 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--kind", nargs="+", help="these kinds alone, likewise")
     for option, described in OWN.get(name, {}).items():
         add(f"--{option}", **described)
+    if name == "opinfo":
+        # A test of the planner rather than a figure.
+        found.set_defaults(json=None)
+        return found
     text = "store what is measured, and skip what the same code has stored"
     add("--json", type=in_a_folder, metavar="FILE", help=text)
     return found

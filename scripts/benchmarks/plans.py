@@ -79,7 +79,7 @@ ATTENTION = (
 )
 
 # Of how many other plans the peaks are asked for.
-MOST_HELD = 6
+MOST_HELD = 4
 # Upstream's budgets.
 SWEEP = tuple(n / 32 for n in range(32, -1, -1))
 # Gradients of the same operators differ by less.

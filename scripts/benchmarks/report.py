@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import quickstart
+from benchmarks import everything, provenance, quickstart
 from benchmarks.pages import brief
 from benchmarks.pictures import PICTURES
 
@@ -143,7 +143,20 @@ def main(arguments: list[str] | None = None) -> int:
             place.write_text(text)
     if stale and check:
         print("run scripts/report.sh and commit the result")
-    return int(check and bool(stale))
+    wrong = complaints() if check else []
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return int(check and bool(stale or wrong))
+
+
+def complaints() -> list[str]:
+    """Rows of one question that are of several codes, or not of the code as it is."""
+    found = ((name, stored(name)) for name in everything.QUESTIONS)
+    return [
+        text
+        for name, data in found
+        if data is not None
+        for text in provenance.complaints(name, data["measured"])
+    ]
 
 
 if __name__ == "__main__":

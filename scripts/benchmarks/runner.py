@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 from benchmarks import fresh, provenance
 from benchmarks.everything import AT_A_TIME, minutes
-from benchmarks.pages import Row, store
+from benchmarks.pages import environment, Row, store
 
 
 # What --kind chooses by, and what tells rows apart.
@@ -49,24 +49,22 @@ def nets_of(benchmark: Any, asked: Any) -> Sequence[str]:
 
 
 class Runner:
-    """The tasks of a benchmark; ``finish`` makes what is stored of the rows."""
+    """The tasks of a benchmark, for what was asked of it."""
 
-    def __init__(
-        self, benchmark: Any, asked: Any, finish: Callable[[list[Row]], Row]
-    ) -> None:
-        self.benchmark, self.asked, self.finish = benchmark, asked, finish
+    def __init__(self, benchmark: Any, asked: Any) -> None:
+        self.benchmark, self.asked = benchmark, asked
         self.path: Optional[Path] = asked.json
-        self.stored: Row = {"measured": []}
+        self.stored: list[Row] = []
         if self.path is not None and self.path.exists():
-            self.stored = json.loads(self.path.read_text())
-        self.rows: list[Row] = list(self.stored["measured"])
+            self.stored = json.loads(self.path.read_text())["measured"]
+        self.rows = list(self.stored)
         self.took = {key(r): r["took"] for r in self.rows if "took" in r}
         # A question as a whole leaves no rows of its set behind that it does not have.
         chosen = ("nets", "kind", "part", "check")
         self.is_whole = not any(getattr(asked, name, None) for name in chosen)
         self.code = provenance.here()
         self.lock = threading.Lock()
-        self.started, self.done, self.measured = time.monotonic(), 0, list[float]()
+        self.started, self.begun, self.measured = time.monotonic(), 0, list[float]()
         self.todo: list[fresh.Task] = []
 
     # ------------------------------------------------------------------ tasks
@@ -92,7 +90,7 @@ class Runner:
     def is_stored(self, task: fresh.Task) -> Optional[Row]:
         """Its row, where it has been measured by this code."""
         wanted = json.loads(json.dumps({**fresh.told(task), **self.code}))
-        for row in self.stored["measured"]:
+        for row in self.stored:
             same = all(row.get(k) == v for k, v in wanted.items() if k != "commit")
             if same and "error" not in row:
                 return dict(row)
@@ -116,7 +114,7 @@ class Runner:
             pool.shutdown(cancel_futures=True)
         if self.is_whole:
             self.rows = self.in_order(found)
-        self.save(self.finish(self.rows))
+        self.save()
         return self.rows
 
     def expected(self, asked: Any) -> Iterator[fresh.Task]:
@@ -141,15 +139,16 @@ class Runner:
     def measure(self, task: fresh.Task) -> Row:
         self.tell(task)
         before = time.monotonic()
-        row = fresh.measured(self.benchmark.__name__, task)
+        name = self.benchmark.__name__
+        found = fresh.measure_in_child(name, task, fresh.SECONDS)
+        if "error" in found:
+            print(f"{fresh.words(task)}: {found['error']}", file=sys.stderr)
         took = round(time.monotonic() - before, 1)
-        row = {**row, "took": took, **self.code}
+        row = {**fresh.told(task), **found, "took": took, **self.code}
         with self.lock:
-            self.done += 1
             self.measured.append(took)
             put(self.rows, row)
-            # Marks are found once all rows are there.
-            self.save({**self.stored, "measured": self.rows})
+            self.save()
         return row
 
     def in_order(self, found: Sequence[Sequence[Row]]) -> list[Row]:
@@ -162,22 +161,20 @@ class Runner:
         others = [row for row in self.rows if row.get("set", of) != of]
         return others + mine if of == "held-out" else mine + others
 
-    def save(self, data: Row) -> None:
+    def save(self) -> None:
         if self.path is not None:
-            store(self.path, data)
+            store(self.path, {"environment": environment(), "measured": self.rows})
 
     # --------------------------------------------------------------- progress
 
     def tell(self, task: fresh.Task) -> None:
         with self.lock:
             elapsed = time.monotonic() - self.started
-            if task in self.todo:
-                self.todo.remove(task)
-            count = self.done + 1
-            most = max(count, self.done + 1 + len(self.todo))
-            told = (v for v in fresh.told(task).values() if isinstance(v, (str, float)))
+            self.todo = [each for each in self.todo if key(each) != key(task)]
+            self.begun += 1
+            most = self.begun + len(self.todo)
             name = self.benchmark.__name__.rpartition(".")[2]
-            text = f"{name}: task {count} of {most} ({' '.join(map(str, told))})"
+            text = f"{name}: task {self.begun} of {most} ({fresh.words(task)})"
             print(f"{text}, {minutes(elapsed)}{self.left(task)}", file=sys.stderr)
 
     def left(self, task: fresh.Task) -> str:
