@@ -22,7 +22,7 @@ import torch
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks import catalogue, options
-from benchmarks.pages import environment, failed, Row, show
+from benchmarks.pages import environment, failed, show
 from benchmarks.replay import GPUS
 from benchmarks.runner import Runner
 
