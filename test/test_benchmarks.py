@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import fresh, harm, plans, quickstart
+from benchmarks import compare, fresh, harm, plans
 from benchmarks.meters import relative_error, TOLERANCE
 from torch import nn
 
@@ -84,12 +84,12 @@ def test_untouched_tasks_run_on_the_wheel(measure):
     assert not os.path.samefile(wheel["file"], torch.__file__)
 
 
-# --------------------------------------------------------------- quickstart
+# ----------------------------------------------------------------- compare
 
 
 def technique(kind, budget=1.0):
     task = {"net": own(chain), "kind": kind, "budgets": (budget,), "device": plans.RUN}
-    (step,) = quickstart.measure(task)["steps"]
+    (step,) = compare.timed(task)
     return step
 
 
@@ -143,7 +143,7 @@ def test_an_error_in_a_small_gradient_is_seen(wrong):
 )
 def test_wrong_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        command.main("quickstart", *arguments)
+        command.main("compare", *arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -36,16 +36,16 @@ def test_every_result_is_shown():
 
 
 def test_check_sees_another_figure_and_another_result(copies, capsys):
-    figure, result = copies / "results/peak.svg", copies / "results/quickstart.json"
+    figure, result = copies / "results/peak.svg", copies / "results/compare.json"
     drawn, data = figure.read_text(), json.loads(result.read_text())
     figure.write_text(drawn.replace("</svg>", ""))
-    data["measured"][0]["steps"][0]["saved"] += 10**6
+    data["measured"][0]["steps"][0]["peak"] += 10**6
     result.write_text(json.dumps(data))
     pages = [page.read_text() for page in report.PAGES]
     assert report.main(["--check"]) == 1
     printed = capsys.readouterr().out
     assert "peak.svg is not what results/ gives" in printed
-    assert "reviewers.md is not what results/ gives" in printed
+    assert "README.md is not what results/ gives" in printed
     assert [page.read_text() for page in report.PAGES] == pages
     assert report.main([]) == 0
     assert figure.read_text() == drawn

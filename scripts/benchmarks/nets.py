@@ -354,6 +354,14 @@ SMALL_HEADS = (
     ),
 )
 SHARDED = language("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
+# Its gradients show a dropout whose mask is drawn again.
+DROPOUT = ClassicShape(
+    *(128, 4, 4, 512, 4, 512, 8, 128),
+    dropout=0.1,
+    causal=True,
+    joined=True,
+    gelu="tanh",
+)
 # All layers, for whole steps. Without dropout: a checkpoint of random operators wants
 # the generator of a real GPU.
 WHOLE = (
@@ -378,5 +386,6 @@ NETS: dict[str, Net] = {
         *SMALL_HEADS,
         *WHOLE,
         language("llama-4", Shape()),
+        language("gpt2-dropout", DROPOUT),
     )
 }

@@ -2,7 +2,7 @@
 
 ``--check`` only compares. Each table stands between ``<!-- report: NAME -->`` and
 ``<!-- report end -->`` and is made from ``results/NAME.json`` by the benchmark of that
-name, as it prints it; the README's ``headline`` from a quickstart on a larger net. The
+name, as it prints it; those of `PARTS` from others. The
 RFC's table and picture are those of `proposal`. A figure stands beside its result.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Optional
 from patchset.patch import REPOSITORY
 from patchset.series import FORMS
 
-from benchmarks import bounds, proposal, quickstart, schedule
+from benchmarks import bounds, compare, front, proposal, schedule
 from benchmarks.pages import markdown
 
 
@@ -60,8 +60,10 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
 }
 # What other tables are made from, and how.
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "headline": ("techniques", quickstart.headline),
-    "techniques": ("techniques", quickstart.page),
+    "headline": ("compare", compare.headline),
+    "techniques": ("compare", compare.techniques),
+    "installed": ("harm", front.installed),
+    "compiling": ("compiles", front.compiling),
     "releases": ("releases", releases),
     "forms": ("forms", proposal.page),
     **{
