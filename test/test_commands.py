@@ -8,12 +8,10 @@ import pytest
 from patchset.patch import RELEASES, REPOSITORY
 
 
-# what_fits.sh and benchmark.sh have their own tests.
-COMMANDS = sorted(
-    place.name
-    for place in (REPOSITORY / "scripts").glob("*.sh")
-    if place.name not in ("environment.sh", "what_fits.sh", "benchmark.sh")
-)
+# environment.sh is no command, and what_fits.sh has tests of its own.
+NONE = ("environment.sh", "what_fits.sh")
+SCRIPTS = (place.name for place in (REPOSITORY / "scripts").glob("*.sh"))
+COMMANDS = sorted({*SCRIPTS} - {*NONE})
 
 
 @pytest.fixture(scope="module")
