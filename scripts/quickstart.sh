@@ -7,10 +7,10 @@ usage() {
   cat <<'EOF'
 usage: scripts/quickstart.sh [--torch VERSION] [--full] [--json FILE]
 
-Trains two small nets on the CPU, a Llama and a GPT-2 with dropout: in eager mode, also with
-checkpoints, by stock torch.compile at budget 1, at 0 and where its peak is lowest, and with
-this set. Shows their peaks, times and errors of gradients. It runs on a patched copy of
-torch in build/ and touches no installation.
+Trains two small nets on the CPU, a Llama and a GPT-2 with dropout: in eager mode, by
+stock torch.compile at budget 1, at 0 and where its peak is lowest, and with this set.
+Shows their peaks, times and errors of gradients. Runs on a patched copy of torch in build/
+and touches no installation.
 
 Takes about two minutes of one core; the first time it also sets up a .venv with torch.
 

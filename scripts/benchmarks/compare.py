@@ -53,12 +53,7 @@ FULL = ("llama-8", "gpt2-dropout", WORDS)
 NETS = tuple(dict.fromkeys((*QUICK, *FULL)))
 OPTIONS = {"full": {"action": "store_true", "help": "the README's nets and ways"}}
 REPEATS = 5
-KINDS = {
-    "eager": (),
-    "checkpoint": (),
-    "upstream": (1.0, 0.0),
-    "graph": (0.2, 0.0),
-}
+KINDS = {"eager": (), "upstream": (1.0, 0.0), "graph": (0.2, 0.0)}
 # Of the first net, for docs/evidence.md.
 MORE = {
     "eager": (),
@@ -77,7 +72,8 @@ WITH_THE_SET = ("exact", "graph", "blocks")
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     for net in asked.nets or (FULL if asked.full else QUICK):
-        kinds = MORE if asked.full and net == FULL[0] else KINDS
+        kinds = {**KINDS, "checkpoint": ()} if asked.full else KINDS
+        kinds = MORE if asked.full and net == FULL[0] else kinds
         device = "inductor" if net == WORDS else plans.RUN
         # Each budget is a compile; kernels take their time.
         parts = FINER if asked.full and net != WORDS else FINER[:1]
