@@ -22,11 +22,6 @@ Exit status: 0 built, and the tests pass; 1 not so; 2 bad call, or no source tre
 END
 }
 
-refuse() {
-  echo "error: $1" >&2
-  exit 2
-}
-
 wanted='' tree=''
 while [ $# -gt 0 ]; do
   case $1 in

@@ -4,17 +4,25 @@
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 DEFAULT_TORCH=2.13.0
 
+# refuse WORDS: a bad call.
+refuse() {
+  echo "error: $1" >&2
+  exit 2
+}
+
 # use_torch VERSION: the environment and the default checkout for that torch. `installed`
 # is the one that $APPLY_PYTHON or python3 has: nothing is fetched for it.
 use_torch() {
+  case $1 in
+    installed | [0-9]*.[0-9]*.[0-9]*) ;;
+    *) refuse "'$1' is no version of torch; give one such as 2.15.0, or none for $DEFAULT_TORCH" ;;
+  esac
   TORCH_VERSION=$1
   CHECKOUT=$REPO/build/pytorch-$TORCH_VERSION
   if [ "$TORCH_VERSION" = installed ]; then
     VENV=''
-    PYTHON=$(command -v "${APPLY_PYTHON:-python3}") || {
-      echo "error: there is no ${APPLY_PYTHON:-python3}; name a Python in APPLY_PYTHON" >&2
-      exit 2
-    }
+    PYTHON=$(command -v "${APPLY_PYTHON:-python3}") ||
+      refuse "there is no ${APPLY_PYTHON:-python3}; name a Python in APPLY_PYTHON"
     return
   fi
   VENV=$REPO/.venv
@@ -28,7 +36,7 @@ take_torch() {
   rest=()
   while [ $# -gt 0 ]; do
     case $1 in
-      --torch) use_torch "${2:?--torch needs a version, such as 2.15.0}"; shift 2 ;;
+      --torch) use_torch "${2:-}"; shift 2 ;;
       -h | --help) usage; exit ;;
       *) rest+=("$1"); shift ;;
     esac
@@ -92,6 +100,28 @@ ensure_patched_checkout() {
   } 9>"$REPO/build/.lock"
 }
 
+# take_check ARGUMENTS: of a command that has no option but --check.
+take_check() {
+  case "$#${1:-}" in
+    0 | 1--check) ;;
+    1-h | 1--help) usage; exit ;;
+    *) refuse "$* is not among the options: --check, --help" ;;
+  esac
+}
+
+# answer MODULE ARGUMENTS: --help and wrong options, before anything is set up. The
+# module needs nothing but Python to read its `options`.
+answer() {
+  local python words
+  python=$(base_python)
+  words=$(PYTHONPATH=$REPO/scripts "$python" -c '
+import importlib, sys
+importlib.import_module(sys.argv[1]).options(sys.argv[2:])
+' "upkeep.$1" "${@:2}")
+  # Where the options are right, nothing is said but the help.
+  [ -z "$words" ] || { echo "$words"; exit; }
+}
+
 # run_module PYTHON MODULE ARGUMENTS: becomes a module of one of the packages in scripts/.
 run_module() {
   PYTHONPATH=$REPO/scripts${PYTHONPATH:+:$PYTHONPATH} exec "$1" -m "${@:2}"
@@ -101,8 +131,7 @@ run_module() {
 run_patchset() {
   local python=${APPLY_PYTHON:-python3}
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
-    echo "error: $python is no Python 3.9 or newer; name one in APPLY_PYTHON" >&2
-    exit 2
+    refuse "$python is no Python 3.9 or newer; name one in APPLY_PYTHON"
   fi
   run_module "$python" "patchset.$1" "${@:2}"
 }

@@ -23,10 +23,18 @@ reason.
 END
 }
 
-case ${1:-} in
-  -h | --help) usage; exit ;;
-  '') usage >&2; exit 2 ;;
-esac
+tree=''
+for word; do
+  case $word in
+    -h | --help) usage; exit ;;
+    --remove) ;;
+    -*) refuse "there is no option $word; --help lists them" ;;
+    *) [ -z "$tree" ] || refuse "give one CHECKOUT, not $tree and $word"; tree=$word ;;
+  esac
+done
+[ -n "$tree" ] || { usage >&2; exit 2; }
+[ -f "$tree/torch/__init__.py" ] ||
+  refuse "'$tree' is no PyTorch checkout: it has no torch/__init__.py"
 
 ensure_environment
 run_module "$PYTHON" upkeep.checkout link "$@"

@@ -3,5 +3,21 @@
 # only compares.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+  cat <<'END'
+usage: scripts/report.sh [--check]
+
+Writes the tables of README and docs/, and the figures, from the measurements stored in
+results/.
+
+  --check   write nothing; name what is not what results/ gives
+
+Exit status: 0 written, or all as it should be; 1 with --check: something is not, or a
+result is missing; 2 bad call.
+END
+}
+
+take_check "$@"
 ensure_environment
 run_module "$PYTHON" benchmarks.report "$@"

@@ -23,6 +23,7 @@ END
 case ${1:-} in
   -h | --help) usage; exit ;;
   '') usage >&2; exit 2 ;;
+  -*) refuse "$1 is no command; --help tells more" ;;
 esac
 
 ensure_patched_checkout

@@ -16,6 +16,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import (
     catalogue,
+    compare,
     cost,
     everything,
     fits,
@@ -24,7 +25,6 @@ from benchmarks import (
     options,
     plans,
     provenance,
-    quickstart,
     unasked,
 )
 from benchmarks.meters import relative_error, TOLERANCE
@@ -248,12 +248,12 @@ def test_the_options_are_those_that_torch_has():
             assert found == {of}
 
 
-# --------------------------------------------------------------- quickstart
+# ----------------------------------------------------------------- compare
 
 
 def technique(kind, budget=1.0):
     task = {"net": own(chain), "kind": kind, "budgets": (budget,), "device": plans.RUN}
-    (step,) = quickstart.measure(task)["steps"]
+    (step,) = compare.timed(task)
     return step
 
 
@@ -307,7 +307,7 @@ def test_an_error_in_a_small_gradient_is_seen(wrong):
 )
 def test_wrong_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        command.main("quickstart", *arguments)
+        command.main("compare", *arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 

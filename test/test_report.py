@@ -36,9 +36,7 @@ def test_pages_are_current():
 
 
 def test_every_result_has_a_page_and_every_block_a_result():
-    questions = report.QUESTIONS.values()
-    wanted = {name for question in questions for name in question.files}
-    wanted |= {name for name, _ in report.TABLES.values()}
+    wanted = {*report.QUESTIONS, *(name for name, _ in report.TABLES.values())}
     assert {place.stem for place in report.RESULTS.glob("*.json")} <= wanted
     assert {place.stem for place in report.RESULTS.glob("*.md")} == {
         *report.QUESTIONS,
@@ -60,7 +58,7 @@ def test_guides_have_few_rows_and_a_link():
 def test_check_sees_a_picture_a_page_and_a_result_that_changed(copies, capsys):
     places = {
         name: copies / "results" / name
-        for name in ("operators.svg", "unasked.md", "harm.json")
+        for name in ("operators.svg", "unasked.md", "unasked.json")
     }
     before = {name: place.read_text() for name, place in places.items()}
     places["operators.svg"].write_text("")
@@ -72,9 +70,9 @@ def test_check_sees_a_picture_a_page_and_a_result_that_changed(copies, capsys):
     assert places["operators.svg"].read_text() == ""
     report.main([])
     assert {name: place.read_text() for name, place in places.items()} == before
-    data = json.loads(before["harm.json"])
+    data = json.loads(before["unasked.json"])
     data["measured"][0]["installed"]["peak"] *= 3
-    places["harm.json"].write_text(json.dumps(data))
+    places["unasked.json"].write_text(json.dumps(data))
     assert report.main([]) == 0
     after = places["unasked.md"].read_text()
     assert f"## {LIMITS}" in after and f"## {LIMITS}" not in before["unasked.md"]
@@ -82,11 +80,11 @@ def test_check_sees_a_picture_a_page_and_a_result_that_changed(copies, capsys):
 
 
 def test_what_nobody_ran_is_said_with_its_command(copies):
-    for name in ("harm", "chunks"):
+    for name in ("unasked", "chunks"):
         (copies / f"results/{name}.json").unlink()
     report.main([])
-    for page, name in (("unasked", "harm"), ("chunks", "chunks")):
-        text = (copies / f"results/{page}.md").read_text()
+    for name in ("unasked", "chunks"):
+        text = (copies / f"results/{name}.md").read_text()
         assert f"Nobody has run this yet: `scripts/benchmark.sh {name}" in text
         assert "svg" not in text
 

@@ -1,4 +1,4 @@
-"""The README's example of the report prints what the README shows."""
+"""The example of docs/report.md prints what the page shows."""
 
 import re
 import subprocess
@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "report.md"
 
 
 def block(marker):
     """The fenced block after a marker."""
-    found = re.search(rf"<!-- {marker} -->\n```\w*\n(.*?)```", README.read_text(), re.S)
+    found = re.search(rf"<!-- {marker} -->\n```\w*\n(.*?)```", PAGE.read_text(), re.S)
     return found[1]
 
 
-def test_readme_shows_what_its_example_prints(tmp_path):
+def test_page_shows_what_its_example_prints(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(block(r"train\.py"))
     done = subprocess.run(

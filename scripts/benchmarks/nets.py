@@ -318,6 +318,14 @@ SMALL_HEADS = (
     ),
 )
 SHARDED = language("llama3-8b-fsdp", replace(LLAMA3_8B, batch=2, tokens=8192))
+# Its gradients show a dropout whose mask is drawn again.
+DROPOUT = ClassicShape(
+    *(128, 4, 4, 512, 4, 512, 8, 128),
+    dropout=0.1,
+    causal=True,
+    joined=True,
+    gelu="tanh",
+)
 # All layers, for whole steps. Without dropout: a checkpoint of random operators wants
 # the generator of a real GPU.
 WHOLE = (
@@ -328,6 +336,7 @@ WHOLE = (
 # What only tests and the models of pull requests need.
 OTHERS = (
     language("llama-4", Shape()),
+    language("gpt2-dropout", DROPOUT),
     *transformers_of(4),
     residual("resnet50-224", (3, 4, 6, 3)),
     Net("mlp-dropout", lambda: (MLP([512] * 7, 512, 0.1), features((1024, 512), 512))),

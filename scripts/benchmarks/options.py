@@ -59,7 +59,11 @@ def parser(name: str) -> argparse.ArgumentParser:
     )
     add = found.add_argument
     add("--check", action="store_true", help="a few of them, as CI does")
-    if name in IN_SETS:
+    if name == "compare":
+        text = "the README's nets and ways"
+        add("--full", dest="set", action="store_const", const="full", help=text)
+        found.set_defaults(set="quick")
+    elif name in IN_SETS:
         add("--set", choices=SETS, default=SETS[0], help="of nets")
     else:
         found.set_defaults(set=SETS[0])

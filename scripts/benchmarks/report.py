@@ -2,7 +2,7 @@
 
 ``--check`` only compares. A question has a page, results/NAME.md. What a guide says of it
 stands between ``<!-- report: NAME -->`` and ``<!-- report end -->``: a few lines, and a link
-to the page.
+to the page. The README's tables are those of `TABLES`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import everything, provenance, quickstart
+from benchmarks import compare, everything, front, provenance
 from benchmarks.pages import brief
 from benchmarks.pictures import PICTURES
 
@@ -59,9 +59,10 @@ QUESTIONS = {
 }
 # Of a guide alone.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "headline": ("techniques", quickstart.headline),
-    "techniques": ("techniques", quickstart.page),
-    "quickstart": ("quickstart", quickstart.page),
+    "headline": ("compare", compare.headline),
+    "techniques": ("compare", compare.techniques),
+    "installed": ("unasked", front.installed),
+    "compiling": ("cost", front.compiling),
 }
 # That of the RFC is of one net.
 DRAWN = {name: name for name in PICTURES} | {"rfc": "operators"}

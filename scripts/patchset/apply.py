@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
+import re
 import shlex
 import sys
 from collections import Counter
@@ -17,6 +19,7 @@ from .commits import check_committable, commit_on_head
 from .files import fault
 from .images import ABSENT, APPLIED, Survey, survey
 from .mailbox import message
+from .patch import MANIFEST, OVERLAY, RELEASES, REPOSITORY
 from .series import SERIES
 from .target import (
     BadCall,
@@ -98,6 +101,23 @@ class Report:
         return "\n".join(lines + self.messages)
 
 
+class Version(argparse.Action):
+    """Prints the set's version, the releases it is for, and a digest of what it writes."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        project = (REPOSITORY / "pyproject.toml").read_text()
+        version = re.findall(r'^version = "(.+)"$', project, re.MULTILINE)[0]
+        content = hashlib.sha256()
+        for place in (MANIFEST, *sorted(OVERLAY.rglob("*.py"))):
+            content.update(hashlib.sha256(place.read_bytes()).digest())
+        print(f"activation memory budget patch set {version}")
+        print(
+            f"for PyTorch {', '.join(RELEASES[1:])}; {RELEASES[0]} gets the solvers only"
+        )
+        print(f"sha256 of what it writes: {content.hexdigest()}")
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise BadCall(f"{message}. {self.prog} --help tells more")
@@ -124,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="name every patch and file"
+    )
+    parser.add_argument(
+        "--version",
+        action=Version,
+        nargs=0,
+        help="the set's version, the releases of PyTorch it is for, and its digest",
     )
     parser.add_argument(
         "--installed", action="store_true", help="the torch that a Python imports"

@@ -207,7 +207,7 @@ def run(options: argparse.Namespace) -> None:
         one(target, options.topic, options.force, options.check)
 
 
-def main(arguments: Optional[list[str]] = None) -> int:
+def options(arguments: Optional[list[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="export_pr.sh",
         usage="%(prog)s TOPIC CHECKOUT [--force] [--check]\n"
@@ -246,14 +246,19 @@ def main(arguments: Optional[list[str]] = None) -> int:
         action="store_true",
         help="make a branch of that name that holds something else anew",
     )
-    options = parser.parse_intermixed_args(arguments)
-    if options.all and options.topic:
+    found = parser.parse_intermixed_args(arguments)
+    if found.all and found.topic:
         parser.error("name a TOPIC, or --all")
-    if options.status and options.force:
+    if found.status and found.force:
         parser.error("--status makes no branch, so there is nothing to force")
-    if not (options.all or options.status or options.topic):
+    if not (found.all or found.status or found.topic):
         parser.error("name a TOPIC, --all or --status")
-    return exit_status(lambda: run(options))
+    return found
+
+
+def main(arguments: Optional[list[str]] = None) -> int:
+    asked = options(arguments)
+    return exit_status(lambda: run(asked))
 
 
 if __name__ == "__main__":

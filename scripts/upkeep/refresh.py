@@ -279,7 +279,7 @@ def store(release: str, findings: Sequence[Finding]) -> None:
     replace_file(RESULTS, f"{text}\n".encode())
 
 
-def main(arguments: Optional[list[str]] = None) -> int:
+def options(arguments: Optional[list[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="refresh.sh",
         description="Takes a new release of torch in: fetches its Python tree, tries "
@@ -303,26 +303,33 @@ def main(arguments: Optional[list[str]] = None) -> int:
         "into its topic. Where something cannot be placed, it is listed and nothing "
         "is written",
     )
-    options = parser.parse_args(arguments)
-    if [options.all, bool(options.release), bool(options.checkout)].count(True) != 1:
+    found = parser.parse_args(arguments)
+    if [found.all, bool(found.release), bool(found.checkout)].count(True) != 1:
         parser.error("name one VERSION, --all or --from CHECKOUT")
-    if options.checkout:
-        return exit_status(lambda: from_checkout.take(find(options.checkout)))
+    if found.release:
+        try:
+            minor(found.release)
+        except ValueError:
+            parser.error(f"{found.release!r} is no version such as 2.15.0")
+    return found
+
+
+def main(arguments: Optional[list[str]] = None) -> int:
+    asked = options(arguments)
+    if asked.checkout:
+        return exit_status(lambda: from_checkout.take(find(asked.checkout)))
     try:
-        if options.all:
+        if asked.all:
             # The newest matter most.
             found = [finding for r in reversed(RELEASES) for finding in check(r)]
             return int(any(finding.question for finding in found))
-        minor(options.release)  # ValueError: no version
-        findings = check(options.release)
-    except ValueError:
-        parser.error(f"{options.release!r} is no version such as 2.15.0")
+        findings = check(asked.release)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    code = take_in(options.release, findings)
+    code = take_in(asked.release, findings)
     if not code:
-        store(options.release, findings)
+        store(asked.release, findings)
     return code
 
 

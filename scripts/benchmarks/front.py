@@ -1,0 +1,54 @@
+"""Sentences of the README that are made from what other benchmarks stored."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import unasked
+from benchmarks.cost import pairs
+from benchmarks.pages import good, Row
+
+
+# Less than this is no difference.
+LESS = 2 - unasked.SAME
+
+
+def installed(data: dict[str, Any]) -> str:
+    """Peaks and times of training with nothing asked, beside stock's."""
+    rows = good(data["measured"], kind="training")
+    peaks = sorted((unasked.ratio(row, "peak"), row["net"]) for row in rows)
+    ratios = [ratio for ratio, _ in peaks]
+    times = [unasked.ratio(row, "seconds") for row in rows if "seconds" in row["stock"]]
+    lower = sum(ratio < LESS for ratio in ratios)
+    higher = sum(ratio > unasked.SAME for ratio in ratios)
+    least = ", ".join(f"`{net}` {lost(ratio)}" for ratio, net in peaks[:3])
+    return (
+        f"Of {len(rows)} nets in training, {lower} have a lower peak than with stock and "
+        f"{higher or 'none'} a higher one. It is {lost(statistics.median(ratios))} lower in "
+        f"the median, and most where the vocabulary is large: {least}. No step takes longer "
+        f"than {max(times):.3f} times stock's. Simulated by inductor's schedule for an H100, bfloat16, "
+        f"with the roofline's times; torch {data['environment']['torch']}.\n"
+    )
+
+
+def lost(ratio: float) -> str:
+    return f"{1 - ratio:.0%}"
+
+
+def compiling(data: dict[str, Any]) -> str:
+    """What a compile takes with a peak asked, beside stock's."""
+    rows = data["measured"]
+    ratios = [ours["compile_s"] / theirs["compile_s"] for ours, theirs in pairs(rows)]
+    return (
+        "A whole compile with a peak asked, kernels included, takes "
+        f"{statistics.median(ratios):.2f} times stock's in the median of {len(ratios)} and "
+        f"{max(ratios):.2f} at worst, where a plan that held too much was replaced. A "
+        "StepBudget compiles again when the second step starts, in the mean "
+        f"{mean(rows, 'of_share'):.1f} plans of each graph for a share and "
+        f"{mean(rows, 'of_bytes'):.1f} for bytes. CPU seconds of small nets by inductor on a "
+        f"CPU, torch {data['environment']['torch']}; on a GPU nobody has measured it.\n"
+    )
+
+
+def mean(rows: Sequence[Row], entry: str) -> float:
+    return statistics.fmean(row[entry] for row in good(rows, kind="step"))

@@ -1,0 +1,66 @@
+"""What the README says can be done: its program runs, its table of releases is right."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from patchset.patch import minor, RELEASES, REPOSITORY
+from patchset.series import SERIES
+
+
+README = (REPOSITORY / "README.md").read_text()
+PATCHES = {patch.name: patch for patch in SERIES}
+# The last patch that each line of the table needs.
+FEATURES = {
+    "right gradients": "random-ops",
+    "saved bytes": "memory-budget",
+    "saves and why": "saved-report",
+    "frozen layers": "frozen-layers",
+    'target `"peak"`': "peak-budget",
+    "are replaced": "compiled-peak",
+    "StepBudget": "step-budget",
+}
+
+
+def program():
+    return re.search(r"<!-- program -->\n```python\n(.*?)```", README, re.S)[1]
+
+
+def test_program_runs_within_its_bound(tmp_path):
+    assert len([line for line in program().splitlines() if line.strip()]) <= 13
+    script = tmp_path / "train.py"
+    script.write_text(program())
+    done = subprocess.run(
+        [sys.executable, "-P", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^budget: +0\.2", done.stdout, re.M)
+    assert re.search(r"^peak: ", done.stdout, re.M)
+
+
+def lines():
+    table = README[README.index("## What works on which release") :]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("|")
+    ]
+    return rows[: next(i for i, row in enumerate(rows) if row[0] == "question")]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_releases_have_what_the_table_says(feature):
+    heading, _, *rows = lines()
+    (row,) = [row for row in rows if feature in row[0]]
+    fits = {
+        ".".join(map(str, minor(release))): PATCHES[FEATURES[feature]].fits(release)
+        for release in RELEASES[1:]
+    }
+    assert dict(zip(heading[1:], row[1:])) == {
+        release: "yes" if is_there else "-" for release, is_there in fits.items()
+    }
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 120
