@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh all|solvers|saved|operators|kernels|steps|loops|cost|unasked|chunks|fits|opinfo|fuzz-loops|gpu|forms [OPTIONS]"
+usage="usage: scripts/benchmark.sh all|compare|solvers|saved|operators|kernels|steps|loops|cost|unasked|chunks|fits|opinfo|fuzz-loops|gpu|forms [OPTIONS]"
 case ${1:-} in
-  solvers | saved | operators | kernels | steps | loops | cost | unasked | chunks | fits | opinfo) ;;
+  compare | solvers | saved | operators | kernels | steps | loops | cost | unasked | chunks | fits | opinfo) ;;
   all)
     run_module "$(base_python)" benchmarks.everything "${@:2}"
     ;;
@@ -30,9 +30,11 @@ case ${1:-} in
 $usage
 
   all [--set project|held-out] [--only NAME...]
-               every question from solvers to fits, one after the other, each by its torch;
+               every question from compare to fits, one after the other, each by its torch;
                stores results/NAME.json, and skips what this code has stored
 
+  compare      a step in eager mode, with checkpoints, by stock torch.compile and with this
+               set: the README's table with --full
   solvers      the knapsack solvers, side by side with upstream's from the untouched wheel
   saved        what plans keep for the backward and compute again, beside upstream's
   operators    the budget that means peak memory, operator by operator, beside upstream's

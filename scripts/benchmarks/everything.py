@@ -25,6 +25,7 @@ from benchmarks.options import IN_SETS, SETS
 NEWEST, DEFAULT = RELEASES[-1], ""
 # Each with its torch: schedules for a GPU need one that was built with CUDA.
 QUESTIONS = {
+    "compare": DEFAULT,
     "solvers": DEFAULT,
     "saved": DEFAULT,
     "operators": DEFAULT,
@@ -81,6 +82,7 @@ def ask(name: str, of: str) -> int:
     """Its exit status; a signal ends all that it started before this returns."""
     command = [str(REPOSITORY / "scripts" / "benchmark.sh"), name]
     command += ["--set", of] if name in IN_SETS else []
+    command += ["--full"] if name == "compare" else []
     command += ["--json", str(RESULTS / f"{name}.json")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     variables.pop("TORCH_VERSION", None)
