@@ -245,7 +245,7 @@ def memory(net: nets.Net, way: str) -> Row:
 
 MEASURED = {"logits": logits, "cost": cost, "memory": memory}
 # With their loops, each in these ways.
-TRAINER = ("plain", "bf16", "accumulation", "evaluation", "checkpointing", "peft")
+TRAINER = ("plain", "accumulation", "checkpointing", "peft")
 PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
     "hf-trainer": {
         **dict.fromkeys(TRAINER, ("blocks",)),
@@ -257,8 +257,8 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 NETS = {
-    PROJECT: ("llama-4", "bert", "vit", *PROGRAMS),
-    HELD_OUT: ("deberta-small", "hiera-small", "m2m100-small"),
+    PROJECT: ("llama-4", "vit", *PROGRAMS),
+    HELD_OUT: ("hiera-small", "m2m100-small"),
     "check": ("llama-4",),
 }
 WHOLE = ("lengths, automatic", "last batch", "evaluation", "gan", "cost")

@@ -265,7 +265,6 @@ BERT_LARGE = ClassicShape(
 )
 VIT_LARGE = ClassicShape(1024, 16, 16, 4096, 24, 1000, 64, 196)
 T5_LARGE: Any = {**T5, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
-T5_24: Any = {**T5_LARGE, "num_layers": 24, "dropout_rate": 0}
 
 
 def transformers_of(layers: int) -> tuple[Net, ...]:
@@ -326,11 +325,9 @@ DROPOUT = ClassicShape(
     joined=True,
     gelu="tanh",
 )
-# All layers, for whole steps. Without dropout: a checkpoint of random operators wants
-# the generator of a real GPU.
+# All layers, for whole steps.
 WHOLE = (
     language("llama-2048-16", LLAMA_2048, BF16),
-    hugging_face("hf-t5_24", "T5ForConditionalGeneration", 8, 512, **T5_24),
     SHARDED,
 )
 # What only tests and the models of pull requests need.

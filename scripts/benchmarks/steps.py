@@ -28,7 +28,7 @@ from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 
 # Those whose blocks repeat.
 SMALL = {
-    PROJECT: ("llama-8", "bert", "vit", "moe", "hf-t5_small"),
+    PROJECT: ("llama-8", "bert", "moe", "hf-t5_small"),
     HELD_OUT: ("seed-oss-small", "deberta-small", "m2m100-small", "w2v-bert-small"),
 }
 AT_SIZE = {
