@@ -270,8 +270,8 @@ def measured_how(rows: Sequence[Row]) -> str:
         for row in good(rows, kind="upstream")
     }
     numbers = ", ".join(f"{number} for `{net}`" for net, number in swept.items())
-    earlier = [row for row in good(rows) if "commit" in row]
-    commits = ", ".join(sorted({row["commit"] for row in earlier}))
+    earlier = [row for row in good(rows) if "earlier" in row]
+    commits = ", ".join(sorted({row["earlier"] for row in earlier}))
     kinds = ", ".join(f"{row['net']} {row['kind']}" for row in earlier)
     taken = f" Measured at commit {commits}: {kinds}." if earlier else ""
     return (
