@@ -94,7 +94,9 @@ def configured(config_class: Any, settings: Mapping[str, Any]) -> Any:
     """A configuration; ``text_config.num_hidden_layers`` is a setting of a part of it."""
     defaults = config_class()
     names = {*defaults.to_dict(), *defaults.attribute_map, "num_labels"}
-    names.update(name[1:] for name in vars(defaults) if name.startswith("_"))
+    # Such as _attn_implementation_internal.
+    private = (name[1:] for name in vars(defaults) if name.startswith("_"))
+    names.update(name.removesuffix("_internal") for name in private)
     own: dict[str, Any] = {}
     for name, value in settings.items():
         part, dot, inner = name.partition(".")
