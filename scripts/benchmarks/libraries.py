@@ -93,7 +93,9 @@ def check_names(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
 def configured(config_class: Any, settings: Mapping[str, Any]) -> Any:
     """A configuration; ``text_config.num_hidden_layers`` is a setting of a part of it."""
     defaults = config_class()
-    names = {*defaults.to_dict(), *defaults.attribute_map, "num_labels"}
+    names = {*defaults.to_dict(), *defaults.attribute_map}
+    # These are all classes', whether they have them by default or not.
+    names |= {"num_labels", "decoder_start_token_id"}
     # Such as _attn_implementation_internal.
     private = (name[1:] for name in vars(defaults) if name.startswith("_"))
     names.update(name.removesuffix("_internal") for name in private)
