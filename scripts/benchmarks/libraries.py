@@ -8,6 +8,8 @@ a name, a setting or a size.
 import difflib
 import importlib.util
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
@@ -90,12 +92,14 @@ def check_names(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise ValueError(f"{owner} has no {name}{nearest(name, known)}")
 
 
-def configured(config_class: Any, settings: Mapping[str, Any]) -> Any:
+def configured(config_class: Any, settings: Mapping[str, Any], model: Any) -> Any:
     """A configuration; ``text_config.num_hidden_layers`` is a setting of a part of it."""
     defaults = config_class()
     names = {*defaults.to_dict(), *defaults.attribute_map}
     # These are all classes', whether they have them by default or not.
     names |= {"num_labels", "decoder_start_token_id"}
+    # Some are read by the model alone.
+    names.update(re.findall(r"\w+", inspect.getsource(sys.modules[model.__module__])))
     # Such as _attn_implementation_internal.
     private = (name[1:] for name in vars(defaults) if name.startswith("_"))
     names.update(name.removesuffix("_internal") for name in private)
@@ -133,7 +137,7 @@ def of_transformers(kind: str, **settings: Any) -> Any:
             )
         check_names(kind, [wanted], [*types])
         config_class = types[wanted]
-    config = configured(config_class, settings)
+    config = configured(config_class, settings, found)
     # The last token of each sequence is the one before the padding.
     if kind.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0
