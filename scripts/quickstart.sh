@@ -12,7 +12,7 @@ stock torch.compile at budget 1, at 0 and where its peak is lowest, and with thi
 Shows their peaks, times and errors of gradients. Runs on a patched copy of torch in build/
 and touches no installation.
 
-Takes about two minutes of one core; the first time it also sets up a .venv with torch.
+Takes two to three minutes of one core; the first time it also sets up a .venv with torch.
 
   --torch VERSION   the torch to do it on (default 2.13.0)
   --full            the larger nets of README's table (half an hour)
@@ -25,7 +25,7 @@ EOF
 
 take_torch "$@"
 set -- "${rest[@]}"
-time="about two minutes"
+time="two to three minutes"
 while [ $# -gt 0 ]; do
   case $1 in
     --full) time="about half an hour" ;;
