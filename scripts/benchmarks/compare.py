@@ -270,17 +270,13 @@ def measured_how(rows: Sequence[Row]) -> str:
         for row in good(rows, kind="upstream")
     }
     numbers = ", ".join(f"{number} for `{net}`" for net, number in swept.items())
-    earlier = [row for row in good(rows) if "earlier" in row]
-    commits = ", ".join(sorted({row["earlier"] for row in earlier}))
-    kinds = ", ".join(f"{row['net']} {row['kind']}" for row in earlier)
-    taken = f" Measured at commit {commits}: {kinds}." if earlier else ""
     return (
         "Peaks count parameters, optimizer states, gradients and activations: operator by "
         f"operator, every storage counted{words * (WORDS in nets_of(rows))}. "
         f"Step: CPU time, medians of {REPEATS} beside eager steps. Lowest peak of stock: "
         f"of budgets from 0 to 1, finer around it, {numbers}. Gradient error: of the worst "
         "parameter, relative to eager mode's with the same random numbers; in bold above "
-        f"{TOLERANCE:.0e}.{taken}"
+        f"{TOLERANCE:.0e}."
     )
 
 
