@@ -80,13 +80,12 @@ def test_check_sees_a_picture_a_page_and_a_result_that_changed(copies, capsys):
 
 
 def test_what_nobody_ran_is_said_with_its_command(copies):
-    for name in ("unasked", "chunks"):
-        (copies / f"results/{name}.json").unlink()
+    for name in ("unasked", "gpu"):
+        (copies / f"results/{name}.json").unlink(missing_ok=True)
     report.main([])
-    for name in ("unasked", "chunks"):
-        text = (copies / f"results/{name}.md").read_text()
-        assert f"Nobody has run this yet: `scripts/benchmark.sh {name}" in text
-        assert "svg" not in text
+    texts = [(copies / f"results/{name}.md").read_text() for name in ("unasked", "gpu")]
+    assert "as it is: `scripts/benchmark.sh all --only unasked` does it" in texts[0]
+    assert "Nobody has run this yet: `scripts/benchmark.sh gpu" in texts[1]
 
 
 def test_an_unknown_block_is_refused(copies):

@@ -323,10 +323,10 @@ def headline(data: dict[str, Any]) -> str:
     ]
 
     def step_of(net: str, kind: str, budget: object) -> Row:
-        steps = good(rows, net=net, kind=kind)[0]["steps"]
+        steps = [step for _, step in shown(rows, net=net, kind=kind)]
         if budget is None:
-            return next(step for step in steps if "budgets" in step)
-        return next(step for step in steps if step.get("budget", 0) == budget)
+            return next((step for step in steps if "budgets" in step), {})
+        return next((step for step in steps if step.get("budget", 0) == budget), {})
 
     heading = ["one training step"]
     for net, words in HEADINGS.items():
@@ -336,8 +336,11 @@ def headline(data: dict[str, Any]) -> str:
         cells = [name]
         for net in HEADINGS:
             step = step_of(net, kind, budget)
-            cells += [pages.megabytes(step["peak"]), f"{step['step_over_eager']:.2f}"]
-            cells += [error_of(step)] * (net == FULL[1])
+            told = ["-", "-", "-"]
+            if step:
+                ratio = f"{step['step_over_eager']:.2f}"
+                told = [pages.megabytes(step["peak"]), ratio, error_of(step)]
+            cells += told[: 3 if net == FULL[1] else 2]
         found.append(cells)
     return (
         f"{pages.markdown(heading, found)}\nStep: time relative to eager mode. fp32, AdamW; "

@@ -75,10 +75,17 @@ def stored(name: str) -> Any:
     return json.loads(place.read_text()) if place.exists() else None
 
 
+def not_yet(name: str) -> str:
+    if name in everything.QUESTIONS:
+        command = f"scripts/benchmark.sh all --only {name}"
+        return f"Not measured with the code as it is: `{command}` does it.\n"
+    command = f"scripts/benchmark.sh {name} --json results/{name}.json"
+    return f"Nobody has run this yet: `{command}`.\n"
+
+
 def page_of(name: str) -> str:
     if (data := stored(name)) is None:
-        command = f"scripts/benchmark.sh {name} --json results/{name}.json"
-        return f"Nobody has run this yet: `{command}`.\n"
+        return not_yet(name)
     module = importlib.import_module(f"benchmarks.{QUESTIONS[name].module}")
     text: str = module.page(data)
     return text
@@ -91,7 +98,10 @@ def filled(guide: Path) -> str:
         name = match[2]
         if name in TABLES:
             file, table = TABLES[name]
-            return match[1] + table(stored(file)) + match[3]
+            data = stored(file)
+            return (
+                match[1] + (not_yet(file) if data is None else table(data)) + match[3]
+            )
         if name not in QUESTIONS:
             known = ", ".join((*QUESTIONS, *TABLES))
             raise SystemExit(f"{guide}: no report is named {name!r}; there are {known}")
