@@ -274,7 +274,8 @@ def measured_how(rows: Sequence[Row]) -> str:
         "Peaks count parameters, optimizer states, gradients and activations: operator by "
         f"operator, every storage counted{words * (WORDS in nets_of(rows))}. "
         f"Step: CPU time, medians of {REPEATS} beside eager steps. Lowest peak of stock: "
-        f"of budgets from 0 to 1, finer around it, {numbers}. Gradient error: of the worst "
+        f"of budgets from 0 to 1, evenly or, if more than 9, finer around it: {numbers}. "
+        "Gradient error: of the worst "
         "parameter, relative to eager mode's with the same random numbers; in bold above "
         f"{TOLERANCE:.0e}."
     )
