@@ -383,9 +383,10 @@ def page(*files: Row) -> str:
             tables[name] = f"{pages.found(marks)}{limits}\n{table(part)}{without}"
             for theirs, ours in COMPARED:
                 ratios = sorted(lowest_peaks(part, theirs, ours))
-                if len(ratios) > 1:
+                if ratios:
                     lines.append([name, *compared(part, ratios, theirs, ours)])
-                    nets = [ratios[at][1] for at in (0, len(ratios) // 2, -1)]
+                    shown = (0, len(ratios) // 2, -1)
+                    nets = [*dict.fromkeys(ratios[at][1] for at in shown)]
                     examples = examples or examples_of(part, nets, theirs, ours)
     heading = ("nets", "what", "lowest peak, mean", "worst", "compute / time, mean")
     short = "Nothing to compare was measured.\n"
