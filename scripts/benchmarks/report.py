@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from patchset.patch import REPOSITORY
 
 from benchmarks import compare, everything, front, provenance
+from benchmarks.options import IN_SETS, SETS
 from benchmarks.pages import brief
 from benchmarks.pictures import PICTURES
 
@@ -88,7 +89,19 @@ def page_of(name: str) -> str:
         return not_yet(name)
     module = importlib.import_module(f"benchmarks.{QUESTIONS[name].module}")
     text: str = module.page(data)
-    return text
+    return text + left_out(name, module, data)
+
+
+def left_out(name: str, module: Any, data: Any) -> str:
+    """The nets of a question that have no rows."""
+    found = {row.get("net") for row in data["measured"]} if name in IN_SETS else set()
+    nets = {net for of in SETS for net in module.NETS[of]} if found else set()
+    if not nets - found:
+        return ""
+    return (
+        f"\nNot measured with the code as it is: {', '.join(sorted(nets - found))}. "
+        f"`scripts/benchmark.sh all --only {name}` does it, for each `--set`.\n"
+    )
 
 
 def filled(guide: Path) -> str:
