@@ -156,7 +156,7 @@ def limits(marks: Iterable[Mark], rows: Iterable[Row] = ()) -> list[str]:
         if not mark.passed
     ]
     broken = [
-        f"{row.get('net', 'A row')} could not be measured: {row['error']}."
+        f"{row.get('net', 'A row')} could not be measured: {row['error'].rstrip('.')}."
         for row in rows
         if "error" in row
     ]

@@ -16,7 +16,8 @@ SHORT = {
 TICKS = {True: " ✓", False: " ✗", None: ""}
 LEGEND = """Applies: the edits fit and the result compiles. ✓: the patch's own tests were run on a CPU by
 that release's torch, fail without it and pass with it; ✗: they fail with it. Faulty: upstream
-has it, but with the bug. -: not for this release. The last line has the oldest of the tests.
+has it, but with the bug. -: not for this release. (✓): they were run so before the patch or
+what it needs was changed. The last line has the oldest of the tests.
 """
 
 
@@ -24,6 +25,11 @@ def tested(found: dict[str, Any]) -> Optional[bool]:
     """Whether its tests pass with it alone; None if they do not say."""
     outcome = (found["without"], found["with"])
     return {(False, True): True, (False, False): False}.get(outcome)
+
+
+def tick(found: dict[str, Any]) -> str:
+    text = TICKS[tested(found)]
+    return f" ({text.strip()})" if text and found.get("changed") else text
 
 
 def oldest(row: dict[str, Any]) -> str:
@@ -34,7 +40,8 @@ def summary(data: dict[str, Any]) -> str:
     lines = []
     for release, row in data.items():
         found = [each for each in row.values() if SHORT.get(each["state"]) != "-"]
-        passed, failed = (sum(tested(e) is x for e in found) for x in (True, False))
+        now = [each for each in found if not each.get("changed")]
+        passed, failed = (sum(tested(e) is x for e in now) for x in (True, False))
         cells = (len(found), passed, failed)
         lines.append([release, *map(str, cells), oldest(row)])
     heading = ("torch", "forms of patches for it", "tests pass", "fail", "oldest test")
@@ -47,7 +54,7 @@ def page(data: dict[str, Any]) -> str:
     lines = []
     for patch in (name for name in FORMS if any(name in row for row in data.values())):
         found = [row.get(patch, unknown) for row in data.values()]
-        ticks = (TICKS[tested(each)] for each in found)
+        ticks = map(tick, found)
         states = (SHORT.get(each["state"], each["state"]) for each in found)
         lines.append([patch, *map("".join, zip(states, ticks))])
     lines.append(["tested", *map(oldest, data.values())])
