@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Optional
 
 from patchset.patch import RELEASES, REPOSITORY
@@ -115,11 +116,12 @@ def estimate(names: Iterable[str], of: str) -> str:
     """How long what has to be measured took last time."""
     total, unknown = 0.0, []
     for name in names:
-        rows = [row for row in stored(name) if row.get("set", of) == of]
+        every = stored(RESULTS / f"{name}.json")
+        rows = [row for row in every if row.get("set", of) == of]
         if not any("took" in row for row in rows):
             unknown.append(name)
         total += sum(row.get("took", 0.0) for row in rows if not is_current(row))
-    text = f"about {minutes(total / AT_A_TIME)} by what was stored before"
+    text = f"about {minutes(total / AT_A_TIME)} for nets that were measured before"
     if unknown:
         text += f"; nothing is known of {', '.join(unknown)}"
     return text
@@ -130,8 +132,8 @@ def is_current(row: dict[str, Any]) -> bool:
     return is_good and row["code"] == provenance.fingerprint(row["release"])
 
 
-def stored(name: str) -> list[dict[str, Any]]:
-    place = RESULTS / f"{name}.json"
+def stored(place: Path) -> list[dict[str, Any]]:
+    """The rows of a file, none where nobody has made it."""
     rows: list[dict[str, Any]] = []
     if place.exists():
         rows = json.loads(place.read_text())["measured"]

@@ -8,7 +8,7 @@ neither compile nor train it, whatever the set does on it.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +36,15 @@ def numbers(most: int, *shape: int) -> Callable[[], Tensor]:
 def by_loss(
     name: str,
     kind: str,
-    loss: Callable[..., Tensor],
+    loss: Optional[Callable[..., Tensor]],
     batch: Any,
     dtype: torch.dtype = BF16,
     **sizes: Any,
 ) -> Net:
-    """A model whose loss is found of its batch: by name, a shape or what makes it."""
+    """A model and its batch: by name, a shape or what makes it.
+
+    The ``loss`` is found of both; None where the model returns it.
+    """
 
     def build() -> Built:
         module = by_class(kind, **sizes)
@@ -58,11 +61,6 @@ def spelled(model: nn.Module, input_features: Tensor, letters: Tensor) -> Tensor
     """Letters against those of each frame: aligning them is no graph."""
     logits = model(input_features).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), letters.flatten())
-
-
-def returned(model: nn.Module, **inputs: Tensor) -> Tensor:
-    loss: Tensor = model(**inputs).loss
-    return loss
 
 
 def detected(
@@ -187,7 +185,7 @@ AT_SIZE = (
     by_loss(
         "hiera",
         "HieraForImageClassification",
-        returned,
+        None,
         {"pixel_values": (32, 3, 224, 224), "labels": numbers(100, 32)},
         num_labels=100,
         depths=[1, 1, 2, 1],
@@ -324,7 +322,7 @@ SMALL = (
     small_by_loss(
         "hiera-small",
         "HieraForImageClassification",
-        returned,
+        None,
         {"pixel_values": (4, 3, 64, 64), "labels": numbers(100, 4)},
         num_labels=100,
         image_size=[64, 64],

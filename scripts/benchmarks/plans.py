@@ -84,10 +84,6 @@ MOST_HELD = 4
 SWEEP = tuple(n / 32 for n in range(32, -1, -1))
 # Gradients of the same operators differ by less.
 SAME = 1e-5
-HOW_SWEPT = (
-    "Upstream's lowest: over budgets from 0 to 1 in steps of 1/32 or finer, without plans "
-    "that give wrong gradients."
-)
 
 
 def tasks(

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any, Optional
 
 from benchmarks import fresh, provenance
-from benchmarks.everything import AT_A_TIME, minutes
+from benchmarks.everything import AT_A_TIME, minutes, stored
 from benchmarks.pages import environment, Row, store
 
 
@@ -54,9 +54,7 @@ class Runner:
     def __init__(self, benchmark: Any, asked: Any) -> None:
         self.benchmark, self.asked = benchmark, asked
         self.path: Optional[Path] = asked.json
-        self.stored: list[Row] = []
-        if self.path is not None and self.path.exists():
-            self.stored = json.loads(self.path.read_text())["measured"]
+        self.stored: list[Row] = stored(self.path) if self.path is not None else []
         self.rows = list(self.stored)
         self.took = {key(r): r["took"] for r in self.rows if "took" in r}
         # A question as a whole leaves no rows of its set behind that it does not have.
@@ -87,7 +85,7 @@ class Runner:
             if not self.asked.kind or kinds & {*self.asked.kind}:
                 yield task
 
-    def is_stored(self, task: fresh.Task) -> Optional[Row]:
+    def stored_row(self, task: fresh.Task) -> Optional[Row]:
         """Its row, where it has been measured by this code."""
         wanted = json.loads(json.dumps({**fresh.told(task), **self.code}))
         for row in self.stored:
@@ -121,7 +119,7 @@ class Runner:
         """What is likely to be measured: how many tasks there are rows may decide."""
         if self.benchmark.NETS:
             tasks = self.tasks(asked, copy.deepcopy(self.rows))
-            yield from (task for task in tasks if self.is_stored(task) is None)
+            yield from (task for task in tasks if self.stored_row(task) is None)
 
     def run_group(self, asked: Any) -> list[Row]:
         rows = [] if self.is_whole else list(self.rows)
@@ -129,7 +127,7 @@ class Runner:
         for task in self.tasks(asked, rows):
             # What depends on others' rows is of no use once those have changed.
             is_held = any(name.startswith("_") for name in task)
-            row = None if is_new and is_held else self.is_stored(task)
+            row = None if is_new and is_held else self.stored_row(task)
             if row is None:
                 row, is_new = self.measure(task), True
             put(rows, row)

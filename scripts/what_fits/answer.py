@@ -106,8 +106,7 @@ def measured(task: fresh.Task, progress: Progress) -> Row:
     if task["way"] == page.UPSTREAM:
         return fresh.measured(page.__name__, task)
     name = " ".join(f"{k} {task[k]}" for k in ("batch", "length") if task[k])
-    row = {key: value for key, value in task.items() if not key.startswith("_")}
-    row["steps"] = []
+    row: Row = {**fresh.told(task), "steps": []}
     try:
         for step in page.plans_of(task):
             row["steps"].append(step)
