@@ -45,6 +45,25 @@ def test_upstreams_budgets_are_scheduled_once_for_each_plan(monkeypatch):
     assert 1 < len({step["flops"] for step in steps}) == len(steps)
 
 
+class Scaled(torch.nn.Module):
+    """Each forward makes a constant of its graph, which the backward needs, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x):
+        return (torch.tensor([2.0]) * (x @ self.weight).sin()).sum()
+
+
+def test_graphs_of_fakes_may_have_constants():
+    net = nets.Net("scaled", lambda: (Scaled(), (torch.ones(4, 8),)))
+    with plans.backend_of(plans.RUN) as backend:
+        made = plans.Plans(net, plans.RUN, backend, True, lambda training: training)
+        (step,) = made.upstreams([0.5], False)
+    assert step["peak"] > 0
+
+
 @pytest.mark.parametrize(
     "kind, device",
     [("blocks", "cpu"), ("graph", "h100"), ("blocks", "h100")],

@@ -166,6 +166,7 @@ LIBRARIES = {
     "BertForMultipleChoice": (TEXT, 2),
     "T5ForConditionalGeneration": (T5, 1024),
     "BartForConditionalGeneration": (BART, 1024),
+    "M2M100ForConditionalGeneration": (BART, 1024),
     "ViTForImageClassification": (IMAGE, 3),
     "SwinForImageClassification": (
         {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},

@@ -24,7 +24,11 @@ SAMPLES = 16000
 # Of the text that a diffusion model is given.
 PROMPT = 77
 # What would draw random numbers on the host, or skip layers by them: no graph can.
-IN_A_GRAPH = {"use_cache": False, "apply_spec_augment": False, "layerdrop": 0.0}
+LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+IN_A_GRAPH = {
+    **{"use_cache": False, "apply_spec_augment": False},
+    **dict.fromkeys(LAYERDROPS, 0.0),
+}
 
 
 class Trained(NamedTuple):

@@ -233,7 +233,9 @@ class Plans:
         return swept(functools.partial(self.by_budget, **ways), budgets)
 
     def by_budget(self, budget: float, **ways: Any) -> Row:
-        with budgeted(budget):
+        # A backward that waits is copied, and constants cannot be among fakes.
+        at_once = config.patch(force_non_lazy_backward_lowering=self.fake)
+        with budgeted(budget), at_once:
             return {"budget": budget, **self.measured(self.training(**ways))}
 
     def by_peak(self, budget: float) -> Row:
