@@ -12,10 +12,10 @@ roofline. No GPU is needed, but a torch that was built with CUDA. Two small nets
 compiled and run by inductor on the CPU besides: there torch's allocator is asked, times are
 medians of several steps, and gradients are compared with those of budget 1.
 
-Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), graph (one graph,
-target "peak"), blocks (a StepBudget, each block compiled by itself), and bytes (limits in
-bytes, at upstream's peaks). The exit status is 1 if a plan is over what is allowed without a
-warning.
+Kinds of plans: upstream (the untouched wheel's, by budgets from 0 to 1), eager (none), graph
+(one graph, target "peak"), blocks (a StepBudget, each block compiled by itself), and bytes
+(limits in bytes, at upstream's peaks). The exit status is 1 if a plan is over what is
+allowed without a warning.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +33,7 @@ Kinds = Mapping[str, Sequence[float]]
 SHARES = (1.0, 0.5, 0.2, 0.0)
 SCHEDULED: Kinds = {
     "upstream": sorted({*SHARES, *SWEEP[::2]}, reverse=True),
+    "eager": (),
     "graph": SHARES,
     "blocks": (0.2, 0.0),
     "bytes": (),

@@ -26,7 +26,8 @@ PROMPT = 77
 # What would draw random numbers on the host, or skip layers by them: no graph can.
 LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 IN_A_GRAPH = {
-    **{"use_cache": False, "apply_spec_augment": False},
+    "use_cache": False,
+    "apply_spec_augment": False,
     **dict.fromkeys(LAYERDROPS, 0.0),
 }
 

@@ -329,7 +329,7 @@ def told(row: Row) -> str:
 
 LIMITS = {
     "again": "Steps that are like earlier ones are planned again, up to {0} times ({1}).",
-    "warned": "A step warns that it is over what is allowed ({1}).",
+    "warned": "Steps warn that they are over what is allowed, or may be ({1}).",
     "first": "The first step peaks {2:.0%} above the lowest peak ({1}).",
     "bound": "A peak is {2:.1%} above what is allowed ({1}).",
     "flops": "At share 1, a step computes {2:.1%} more than without a budget ({1}).",
@@ -361,6 +361,10 @@ def judged_set(rows: Sequence[Row]) -> Iterator[Mark]:
         found = [(row[entry], told(row)) for row in planned if entry in row]
         show = "", "{:.0f} ({})"
         yield from pages.at_most(what, found, 0, *show, limit=LIMITS[entry])
+    without = [told(row) for row in planned if not row["worst"]]
+    if without:
+        said = f"Nothing was compiled, so no step is planned: {'; '.join(without)}."
+        yield Mark("loops without a plan", str(len(without)), "none", False, limit=said)
     for what, entry, limit in (
         ("first step's peak / floor and what stays of it", "first", 1.05),
         ("peaks / allowed", "bound", 1.005),

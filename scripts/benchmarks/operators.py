@@ -5,10 +5,11 @@
     scripts/benchmark.sh operators --net my_module:my_function
 
 Small nets in float32, each as one graph: by target "peak", and by the untouched wheel's
-budgets from 0 to 1. Steps run on a CPU, and the bytes of live storages are counted by weak
-references, without parameters and inputs; upstream's are those of fake tensors, but for nets
-with dropout. The exit status is 1 if a plan is over what is allowed without a warning, or
-gradients are not those of budget 1.
+budgets from 0 to 1; beside them eager mode, and a checkpoint around each block. Steps run
+on a CPU, and the bytes of live storages are counted by weak references, without parameters
+and inputs; upstream's are those of fake tensors, but for nets with dropout. The exit status
+is 1 if a plan is over what is allowed without a warning, or gradients are not those of
+budget 1.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from benchmarks import fresh, kernels
 from benchmarks.catalogue import HELD_OUT, PROJECT
 from benchmarks.kernels import CHECKED, Kinds, planned
 from benchmarks.pages import Row
-from benchmarks.plans import RUN, SWEEP
+from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 
 
 # A part of each set: every net takes minutes.
@@ -30,7 +31,12 @@ NETS = {
     ),
     "check": ("llama-4",),
 }
-KINDS: Kinds = {"upstream": SWEEP, "graph": (1.0, 0.5, 0.2, 0.0)}
+KINDS: Kinds = {
+    "upstream": SWEEP,
+    "eager": (),
+    CHECKPOINTS[0]: (),
+    "graph": (1.0, 0.5, 0.2, 0.0),
+}
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
 LABELS = {
     "upstream": "stock torch.compile, by its budget",
     "saved": "stock torch.compile, a budget per block",
+    "eager": "eager mode",
     "checkpoint": "checkpoint per block",
     "graph": "this set, target peak",
     "blocks": "this set, StepBudget",
@@ -26,10 +28,12 @@ LABELS = {
 STYLES: dict[str, dict[str, Any]] = {
     "upstream": {"color": ORANGE, "marker": "s", "linestyle": "--"},
     "saved": {"color": ORANGE, "marker": "s", "linestyle": "--"},
+    "eager": {"color": GREY, "marker": "x", "linestyle": "none"},
     "checkpoint": {"color": GREEN, "marker": "v", "linestyle": "none"},
     "graph": {"color": BLUE, "marker": "o"},
     "blocks": {"color": BLUE, "marker": "o"},
 }
+BUDGETED = ("upstream", "graph")
 FACE: dict[str, Any] = {"font.size": 12, "axes.titlesize": 13, "lines.markersize": 5}
 
 
@@ -74,12 +78,15 @@ def panels(
 
 
 def by_budget(axes: Axes, rows: list[Row]) -> None:
+    """Ways that no budget changes are lines across."""
     for row in rows:
-        if row["kind"] in LABELS:
-            points = sorted(
-                (b, s["peak"] / 1e6) for s in row["steps"] for b in bounds.asked(s)
-            )
-            axes.plot(*zip(*points), **STYLES[row["kind"]], label=LABELS[row["kind"]])
+        kind, steps = row["kind"], row["steps"]
+        points = sorted((b, s["peak"] / 1e6) for s in steps for b in bounds.asked(s))
+        if kind in LABELS and points:
+            axes.plot(*zip(*points), **STYLES[kind], label=LABELS[kind])
+        elif kind in LABELS and steps:
+            how = {**STYLES[kind], "marker": "", "linestyle": "-."}
+            axes.axhline(steps[0]["peak"] / 1e6, **how, label=LABELS[kind])
     whole = bounds.base_of(rows)[rows[0]["net"]]["peak"] / 1e6
     axes.axhline(whole, color=GREY, linestyle=":", label="stock's default, no budget")
     axes.set(xlim=(0, 1), xlabel="budget", ylabel="peak memory, MB")
@@ -88,11 +95,11 @@ def by_budget(axes: Axes, rows: list[Row]) -> None:
 def by_compute(axes: Axes, rows: list[Row]) -> None:
     base = bounds.base_of(rows)[rows[0]["net"]]
     for row in rows:
-        if row["kind"] in LABELS:
-            steps = right(row["steps"])
+        steps, label = right(row["steps"]), LABELS.get(row["kind"])
+        if label and steps:
             more = ((s["flops"] / base["flops"] - 1) * 100 for s in steps)
             points = sorted(zip(more, (step["peak"] / 1e6 for step in steps)))
-            axes.plot(*zip(*points), **STYLES[row["kind"]], label=LABELS[row["kind"]])
+            axes.plot(*zip(*points), **STYLES[row["kind"]], label=label)
     axes.set(xlabel="extra compute, %", ylabel="peak memory, MB")
     axes.set_xlim(left=-1)
 
@@ -134,10 +141,11 @@ def kernels(place: Path, data: Row, *others: Row) -> None:
     )
     bases = bounds.base_of(rows)
     found = {}
-    for kind, color in (("upstream", ORANGE), ("graph", BLUE)):
+    for kind, color in (("eager", GREY), ("upstream", ORANGE), ("graph", BLUE)):
         of = {row["net"]: lowest(row["steps"])["peak"] for row in good(rows, kind=kind)}
-        values = [100 * of[net] / bases[net]["peak"] for _, net in both]
-        found[f"{LABELS[kind].partition(',')[0]}, lowest"] = (color, values)
+        values = [100 * of.get(net, nan) / bases[net]["peak"] for _, net in both]
+        label = LABELS[kind].partition(",")[0] + ", lowest" * (kind in BUDGETED)
+        found[label] = (color, values)
     held_out = {row["net"] for row in pages.by_set(rows).get("Held-out nets", ())}
     names = [f"{net} *" if net in held_out else net for _, net in both]
     title = "Lowest peak of one training step that a budget finds"

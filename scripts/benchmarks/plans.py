@@ -140,7 +140,7 @@ def measure(
         elif kind in ON_THE_WHEEL:
             steps = plans.upstreams(budgets, kind == "saved")
         elif kind in CHECKPOINTS:
-            steps = [plans.checkpointed(is_selective=" " in kind)]
+            steps = [plans.checkpointed(" " in kind)] if plans.has_blocks() else []
         elif kind == "graph":
             steps = [plans.by_peak(budget) for budget in budgets]
         elif kind == "bytes":
@@ -248,6 +248,12 @@ class Plans:
             row = self.measured(self.graph())
         return {**row, **bound(), "allowed": nbytes}
 
+    def has_blocks(self) -> bool:
+        try:
+            return bool(blocks_of(self.net.fake()[1], self.net.blocks))
+        except ValueError:
+            return False
+
     def checkpointed(self, is_selective: bool) -> Row:
         """A checkpoint of each block; inductor makes its plan inside the graph."""
         saving = {"context_fn": saving_products} if is_selective else {}
@@ -263,9 +269,7 @@ class Plans:
                 plan = self.within if by_bytes else self.by_peak
                 yield {**each, **plan(*each.values())}
             return
-        try:
-            blocks_of(self.net.fake()[1], self.net.blocks)
-        except ValueError:
+        if not self.has_blocks():
             return
         ways = {"blocks": compiled(self.backend)}
         if not self.fake:

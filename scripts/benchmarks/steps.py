@@ -6,8 +6,8 @@
 
 Small nets step on a CPU, operator by operator; others at real size, with all their layers, by
 inductor's schedule for an H100, where the loss is compiled, too (see kernels --help). Beside
-the StepBudget's plans (blocks, and held: at the peaks of the others) stand each block's own
-budgets, which are upstream's (saved), and checkpoints around each block: full ones, and at
+the StepBudget's plans (blocks, and held: at the peaks of the others) stand eager mode, each
+block's own budgets, which are upstream's (saved), and checkpoints around each block: full ones, and at
 real size selective ones that save attention and every second product. The last of the
 project's nets is trained as torchtitan trains it: FSDP2 over 8 ranks, of which one is looked
 at, bf16 where it computes, AdamW, 2 x 8,192 tokens. The exit status is 1 if a plan is over
@@ -42,12 +42,14 @@ NETS = {
 SHARES = (1.0, 0.5, 0.2, 0.0)
 BY_OPERATORS: Kinds = {
     "saved": SWEEP,
+    "eager": (),
     CHECKPOINTS[0]: (),
     "blocks": SHARES,
     "held": (),
 }
 SCHEDULED: Kinds = {
     "saved": SWEEP[::4],
+    "eager": (),
     CHECKPOINTS[0]: (),
     CHECKPOINTS[1]: (),
     "blocks": SHARES,

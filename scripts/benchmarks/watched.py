@@ -48,11 +48,29 @@ def budget_of(share: Optional[float] = None, **bound: int) -> Any:
 
 
 def summed_up(found: Sequence[Row]) -> Row:
-    """The worst peaks over what the budget says, and what each step did to the plans."""
+    """The worst peaks over what the budget says, and what each step did to the plans.
+
+    No peaks are judged where no step was planned.
+    """
+
+    def letter(now: Row) -> str:
+        did = "R" if now["recorded"] else "C" if now["compiled"] else "."
+        return did + "w" * bool(now["warnings"])
+
+    warnings = [text for now in found for text in now["warnings"]]
+    return {
+        "worst": worst(found),
+        "trace": "".join(map(letter, found)),
+        "warned": len(warnings),
+        "warnings": [*dict.fromkeys(warnings)],
+    }
+
+
+def worst(found: Sequence[Row]) -> dict[str, pages.Named]:
     # Buffers that the first step makes may have the second one recorded, too.
     plans = [(k, now) for k, now in enumerate(found) if k and "allowed" in now]
     if not plans:
-        raise RuntimeError(f"no plan in {len(found)} steps")
+        return {}
     bound: list[pages.Named] = [
         (now["peak"] / now["allowed"], f"step {at + 1}")
         for at, now in plans
@@ -62,15 +80,4 @@ def summed_up(found: Sequence[Row]) -> Row:
     planned = plans[0][1]
     made = max(planned["given"] - found[0]["given"], 0)
     first = found[0]["peak"] / (planned["floor"] + made), "step 1"
-
-    def letter(now: Row) -> str:
-        did = "R" if now["recorded"] else "C" if now["compiled"] else "."
-        return did + "w" * bool(now["warnings"])
-
-    warnings = [text for now in found for text in now["warnings"]]
-    return {
-        "worst": {"first": first, "bound": max(bound)},
-        "trace": "".join(map(letter, found)),
-        "warned": len(warnings),
-        "warnings": [*dict.fromkeys(warnings)],
-    }
+    return {"first": first, "bound": max(bound)}
