@@ -127,7 +127,7 @@ def measure(
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
     gpu, net = GPUS.get(device), catalogue.find(task["net"])
     # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.
-    fake = kind == "upstream" and "dropout" not in net.name and not of
+    fake = kind in ON_THE_WHEEL and "dropout" not in net.name and not of
     fake = device not in DEVICES and (device != RUN or fake)
     if gpu is None and device != "cuda":
         net = replace(net, dtype=torch.float32)

@@ -4,11 +4,12 @@
     scripts/benchmark.sh steps --check              a small net, as CI does
     scripts/benchmark.sh steps --net my_module:my_function --device operators
 
-Small nets step on a CPU, operator by operator; others at real size, with all their layers, by
-inductor's schedule for an H100, where the loss is compiled, too (see kernels --help). Beside
-the StepBudget's plans (blocks, and held: at the peaks of the others) stand eager mode, each
-block's own budgets, which are upstream's (saved), and checkpoints around each block: full ones, and at
-real size selective ones that save attention and every second product. The last of the
+Small nets step on a CPU, operator by operator; the plans of upstream's budgets are those of
+fake tensors, but for nets with dropout. Others, at real size and with all their layers, are
+compiled by inductor's schedule for an H100, and so is the loss (see kernels --help). Beside
+the StepBudget's plans (blocks, and held: at the peaks of the others) stand eager mode, a
+budget of upstream's for each block (saved), and checkpoints around each block: full ones,
+and at real size selective ones that save attention and every second product. The last of the
 project's nets is trained as torchtitan trains it: FSDP2 over 8 ranks, of which one is looked
 at, bf16 where it computes, AdamW, 2 x 8,192 tokens. The exit status is 1 if a plan is over
 what is allowed without a warning.
