@@ -1,20 +1,23 @@
-"""Plans what a compiled forward saves for its backward, within a budget of memory.
+"""Plans what a compiled forward saves for its backward, within a memory budget.
 
 Users import from here; :func:`.decide.decide` is the partitioner's entry point.
 
 Terms used in the modules:
 
--   plan: the values that a graph's forward saves; all others are recomputed.
+-   plan: the values that a graph's forward saves; the backward recomputes all others.
 -   item: what a knapsack saves or recomputes, with its bytes and its runtime.
+-   to keep: to leave alive from the forward to the backward.
 -   footprint: the bytes that a plan keeps, its peaks, and the cost of recomputing.
--   menu: the plans of a graph that no other plan beats, corrected by what is told.
+-   to beat: to be no worse in any number (bytes and cost); the plans that no other
+    beats are the Pareto front.
+-   menu: a graph's Pareto front of plans, corrected by what compiles told.
 -   told: read from the code that a compile generated, as opposed to estimated.
 -   call: one run of a graph's forward, and of its backward.
--   slot: a call's number, the smallest that no other call of the graph has that still
-    waits for its backward.
+-   slot: the number of a call: the smallest one that is free, as no call of the graph
+    that still waits for its backward has it.
 -   moment: a point in a step, with what calls hold then, and what eager code holds.
--   floor: the lowest peak that any plan reaches.
--   head: the product that makes logits, and all up to the loss.
+-   floor: the lowest peak of the plans that were found.
+-   head: the matrix product that makes the logits, and everything up to the loss.
 -   variant: a joint graph with its head in some number of chunks.
 -   lean plan: the plan that calls use before a step has been recorded.
 """
@@ -25,8 +28,8 @@ import importlib
 from typing import Any
 
 
-# Imported lazily: importing torch must not cost more, and some of the modules come with
-# separate patches.
+# Imported lazily: importing torch must not become slower, and separate patches bring
+# some of the modules.
 _PUBLIC = {
     "StepBudget": "step.budget",
     "StepBudgetError": "step.budget",

@@ -1,7 +1,7 @@
-"""The options that determine a graph's plan, read from the config once.
+"""The config's options that determine a graph's plan.
 
-:func:`.decide.decide`, or whoever hands it a request, reads an :class:`Ask` when a
-graph comes in; nothing below that reads these options again.
+They are read as an :class:`Ask` when a graph is about to be planned.  The planner then
+uses only that, so that an option that changes meanwhile cannot apply to half a plan.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BANS", "KNEE", "Ask", "check_budget", "one_bound"]
 
-# Upstream's search for a lower budget with a better trade-off.  Here the whole budget
-# is used: it is an alias of "exact".
+# Upstream's solver of this name looks for a better trade-off at a lower budget.  Here,
+# the whole budget is used: the name is an alias of "exact".
 KNEE = "dynamic_memory_budget_dp"
 
-# The bans of a min cut on recomputing, and the config option that sets each.
+# What a min cut may be banned from recomputing (fields of ``MinCutOptions``), and the
+# config option that sets each ban.
 _OPTIONS = {
     "ban_if_used_far_apart": "ban_recompute_used_far_apart",
     "ban_if_long_fusible_chains": "ban_recompute_long_fusible_chains",
@@ -49,15 +50,16 @@ class Ask:
     Args:
         budget: ``activation_memory_budget``; a region of the model may have its own.
         target: "saved" or "peak".
-        peak_bytes: the most bytes allowed at the peak, in place of the budget.
-        graph_calls: how many calls of a graph keep what they save at the same time, if
-            known.
+        peak_bytes: the most bytes allowed at the peak, instead of a budget.
+        graph_calls: how many calls of a graph hold their saved values at the same time,
+            if known.
         peak_margin: the share by which an estimate of a peak may be too low.
         solver: the name of a knapsack solver, or the user's own.
         estimator: the name of a runtime estimator, or the user's own.
-        bans: whether each ban of a min cut on recomputing holds, by its name there.
+        bans: whether each of the ``BANS`` is in force.
         recomputes_all_cheap: whether the bans on cheap values are lifted.
-        is_plotted: whether to plot the budget's curve, in the ``plot_folder``.
+        is_plotted: whether to plot recomputation against the budget.
+        plot_folder: where to write the plot, None for the working directory.
     """
 
     budget: float
@@ -74,10 +76,12 @@ class Ask:
 
     @classmethod
     def of_config(cls) -> Ask:
-        """Raises RuntimeError for the first invalid option, with its name, its value
-        and what would be valid.
+        """Read the options.
+
+        Raises RuntimeError for the first invalid one, with its name, its value and what
+        would be valid.
         """
-        # The four options with defaults here come with a separate patch.
+        # A separate patch brings the four options that are read with a default.
         asked = cls(
             budget=config.activation_memory_budget,
             target=getattr(config, "activation_memory_budget_target", "saved"),
@@ -96,7 +100,7 @@ class Ask:
 
     @property
     def runtime_unit(self) -> str:
-        """The unit of the estimator; empty if that is the user's own."""
+        """The unit of the estimator's runtimes; empty for the user's own estimator."""
         return RUNTIME_UNITS.get(str(self.estimator), "")
 
     def _check(self) -> None:
@@ -149,9 +153,10 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 
 
 def one_bound(**bounds: Any) -> dict[str, Any]:
-    """The bound that a :class:`.StepBudget` is given, if any.
+    """The one bound of a :class:`.StepBudget` that is not None, by name; empty if none.
 
-    Raises ValueError for an invalid bound, or more than one.
+    Sizes are converted to bytes.  Raises ValueError for an invalid bound, or for more
+    than one.
     """
     asked = {name: value for name, value in bounds.items() if value is not None}
     if len(asked) > 1:

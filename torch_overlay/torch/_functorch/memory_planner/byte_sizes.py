@@ -1,4 +1,4 @@
-"""Sizes of memory as they are written: 25769803776, "24GiB", "24 GB"."""
+"""Parses sizes of memory as users write them: 25769803776, "24GiB", "24 GB"."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def as_bytes(value: Any) -> int:
-    """A positive number of bytes, from a number, rounded down, or text like "24 GiB".
+    """A positive number of bytes, from a number (rounded down) or text like "24 GiB".
 
-    K, M, G and T are powers of 1,000, or of 1,024 if followed by an i, in either case;
-    a B at the end changes nothing.  Raises ValueError for everything else.
+    K, M, G and T are powers of 1,000, or of 1,024 if followed by an i.  Case does not
+    matter, and the final B is optional.  Raises ValueError for everything else.
     """
     number: Any = value
     unit = 1

@@ -1,9 +1,9 @@
 """Decides what the forward of a joint graph saves for its backward.
 
-:func:`decide` is all that the partitioner calls.  A :class:`Request` says what is asked
-for: :class:`.SavedBytes`, :class:`.PeakBytes`, or a plan of a training step.  Whoever
-has the graph partitioned may pass one; otherwise the config, read as an :class:`.Ask`,
-determines it.
+:func:`decide` is all that the partitioner calls.  The decision is made by a
+:class:`Request`: :class:`.SavedBytes`, :class:`.PeakBytes`, or one for the plan of a
+training step.  Whoever calls the partitioner may pass a request; otherwise the config,
+read as an :class:`.Ask`, determines it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Request", "by_config", "decide", "requested"]
 
 
 class Request(Protocol):
-    """What is asked of a graph."""
+    """Something that decides what a graph saves."""
 
     def decide(self, graph: Planner) -> Decision: ...
 
@@ -43,15 +43,20 @@ def decide(
     request: Optional[Request] = None,
     fused: bool = False,
 ) -> Decision:
-    """What the forward saves; its outputs are the graph's first ``num_fwd_outputs``.
+    """Decide what the forward of a joint graph saves for its backward.
 
-    ``budget`` is the config's or the region's, and ``fused`` says that inductor will
-    make kernels of the operators.  Every node's ``dist_from_bw`` must be set.
+    Args:
+        joint_graph: the graph to be split; every node's ``dist_from_bw`` must be set.
+        node_info: the partitioner's classification of its nodes.
+        num_fwd_outputs: how many of its outputs, the first ones, are the forward's.
+        budget: the config's, or that of a region of the model with its own.
+        request: what makes the decision, by default what the config asks for.
+        fused: whether inductor will compile the operators into kernels.
 
-    Without a ``request``, the config says what is asked.  If no plan can be made for
-    that, a warning says why, and the graph gets upstream's plan for ``budget``.  Raises
-    RuntimeError for an invalid option or ``budget``, WrongAnswer for an invalid answer
-    of a custom solver, and what a given request raises.
+    Without a ``request``, if no plan can be made, a warning says why, and the graph
+    gets upstream's plan for ``budget``.  Raises RuntimeError for an invalid option or
+    ``budget``, WrongAnswer for an invalid answer of a custom solver, and whatever a
+    given request raises.
     """
     check_budget(budget)
     graph = Planner(joint_graph, node_info, num_fwd_outputs, budget, fused)
@@ -81,10 +86,10 @@ def by_config(graph: Planner) -> Decision:
 
 
 def requested(ask: Ask, budget: float) -> Request:
-    """What the config asks of a graph that has this budget."""
+    """What the config asks for, of a graph that has this budget."""
     if ask.peak_bytes is None and (ask.target == "saved" or budget == 1):
         return SavedBytes(budget)
-    # This module comes with a separate patch.
+    # A separate patch brings this module.
     from .peak.peak_bytes import PeakBytes
 
     return PeakBytes(budget, ask.peak_bytes, ask.graph_calls or 1, ask.peak_margin)

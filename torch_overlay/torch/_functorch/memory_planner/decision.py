@@ -24,8 +24,8 @@ __all__ = ["Decision", "Head", "Knapsack", "Peak", "Range"]
 class Range(NamedTuple):
     """The bytes of activations that the plans of budgets 0 and 1 keep.
 
-    Whole storages count, without those of the inputs, so a budget is a fraction of what
-    a plan can change.
+    Storages count whole, and those of inputs do not count, so a budget is a fraction of
+    what a plan can change.
     """
 
     low: int
@@ -42,7 +42,7 @@ class Range(NamedTuple):
     def capacity(self, budget: float) -> int:
         """The bytes beyond ``low`` that a plan may keep under ``budget``.
 
-        As a float, 0.7 is a little less than seven tenths; that must not cost a byte.
+        A budget like 0.7 is slightly less as a float, which must not cost a byte.
         """
         return math.floor(budget * (self.high - self.low) * (1 + 2.0**-50))
 
@@ -53,7 +53,14 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Knapsack:
-    """What a solver was asked, in bytes, and the items it saved."""
+    """What a solver was asked, and its answer.
+
+    Args:
+        solver: its name.
+        memory: the bytes of each item.
+        runtimes: the cost of recomputing each item, in the estimator's unit.
+        saved: the indices of the items to save.
+    """
 
     solver: str
     memory: list[int]
@@ -62,15 +69,16 @@ class Knapsack:
 
 
 class Head(NamedTuple):
-    """How a head runs: the product that makes logits, and all up to the loss.
+    """How a head runs: the product that makes the logits, and all up to the loss.
 
     Args:
-        chunks: how many it runs in.
-        rows: those of the first chunk.
-        gained: the bytes by which the lowest peak of a head in one piece is higher.
-        more_work: what chunks cost beyond that, as a share of the graph's work, less
-            than 0 where they cost less; 0 if unknown.
-        why_whole: why it cannot run in chunks.
+        chunks: the number of chunks.
+        rows: the rows of the first chunk.
+        gained: the bytes that chunks take off the lowest peak with a head in one piece.
+        more_work: what chunks cost beyond a head in one piece, as a share of the
+            graph's work.  It is negative if they cost less, and 0 if unknown.
+        why_whole: why a head cannot run in chunks, as the end of a sentence that begins
+            with "as"; empty if it can.
     """
 
     chunks: int
@@ -81,12 +89,15 @@ class Head(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The peaks that a plan was chosen by, in bytes without parameters and inputs.
+    """The peaks that a plan was chosen by, in bytes, without parameters and inputs.
 
-    ``allowed`` is what was asked for, ``predicted`` the plan's own peak, ``floor`` the
-    lowest found, and ``fastest`` that of budget 1.  If ``fused``, they are estimates
-    for inductor's kernels instead of operators.  Once the plan was ``compiled``, its
-    own peak is that of its kernels.
+    Args:
+        allowed: the peak asked for.
+        predicted: the plan's own.
+        floor: the lowest that was found.
+        fastest: that of budget 1.
+        fused: whether these are estimates for inductor's kernels, not for operators.
+        compiled: whether ``predicted`` was read from compiled code.
     """
 
     allowed: int
@@ -97,7 +108,7 @@ class Peak(NamedTuple):
     compiled: bool = False
 
     def warn_if_over(self, head: Optional[Head] = None) -> None:
-        """Warn if the peak asked for cannot be reached."""
+        """Warn if no plan was found within the peak asked for."""
         why = head.why_whole if head is not None else ""
         if self.predicted > self.allowed:
             log.warning(
@@ -118,15 +129,16 @@ class Decision:
     Args:
         saved_values: the nodes to save, inputs among them.
         budget: the budget asked for.
-        decided_by: "budget 0", "min cut", "knapsack", "peak", "step", or "upstream" if
-            no plan could be made.
-        activation_bytes: what the saved values keep beyond inputs and views of them.
+        decided_by: "budget 0", "min cut", "knapsack", "lower peak", "peak", "step", or
+            "upstream" if no plan could be made.
+        activation_bytes: the bytes that the saved values keep, without inputs and views
+            of them.
         runtime_unit: the unit of the items' runtimes, empty if unknown.
-        limits: what budgets 0 and 1 keep, None if the plan was found without that.
-        knapsack: what was solved, None if no solver was asked.
+        limits: the bytes that budgets 0 and 1 keep, None if they were not needed.
+        knapsack: what a solver was asked, None if none was.
         items: the node of each item of the knapsack.
-        peak: the peaks it was chosen by, None if they played no part.
-        head: how the head runs, None if it runs in one piece as it has to.
+        peak: the peaks that the plan was chosen by, None if they played no part.
+        head: how the head runs; None if in one piece, unless a large one has to.
     """
 
     saved_values: list[fx.Node]

@@ -1,1 +1,1 @@
-"""Compiles a joint graph by a plan, reads what it holds, and may try another plan."""
+"""Compiles a joint graph by a plan, reads what that holds, and may try another plan."""

@@ -3,12 +3,13 @@
 The planner only estimates what inductor's kernels hold.  What they really hold is read
 from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`).  If
 that exceeds the peak asked for, the joint graph is split and compiled again before
-anything runs: by the same plan without the fusions that raise a graph's peak, then by
-other plans, chosen by estimates that are corrected by what was told.  If all ``TRIES``
-plans exceed the peak, the lowest is kept, and a warning has both numbers.
+anything runs: first by the same plan without the fusions that raise a graph's peak,
+then by other plans.  These are chosen by estimates, corrected by what was told.  If all
+of ``TRIES`` plans exceed the peak, the lowest is kept, and a warning has both numbers.
 
-A backward is therefore compiled with its forward, not when it first runs.  But kernels
-wait until a plan is kept (:mod:`torch._inductor.deferred_kernels`).
+A backward is therefore compiled with its forward, not when it first runs.  But the
+compilation of kernels waits until a plan is kept
+(:mod:`torch._inductor.deferred_kernels`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 __all__ = ["within_peak"]
 
 
-# The most plans that a graph is compiled by; a fourth was hardly ever a better one.
+# The most plans that a graph is compiled by; a fourth was hardly ever better.
 TRIES = 3
 
 
@@ -66,7 +67,11 @@ class _Over(Exception):
 
 
 def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``aot_stage2_autograd`` to compile graphs within the peak asked for."""
+    """Wrap ``aot_stage2_autograd`` to compile graphs within the peak asked for.
+
+    If a plan fails to compile, a warning says so, and the graph is compiled without a
+    search.
+    """
 
     @functools.wraps(compile_graph)
     def compile_within(*arguments: Any) -> Any:
@@ -81,12 +86,12 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             except _Over:
                 continue
             except RestartAnalysis:
-                # This is how Dynamo starts over.
+                # Not a failure: Dynamo raises this to start over.
                 raise
             except Exception as error:
                 # If only the backward fails to compile, it may never be needed.
                 log.debug("no search for a plan", exc_info=error)
-                # Without a menu, whoever plans or compiles next says what is wrong.
+                # Without a menu, planning or compiling below reports what is wrong.
                 if compiles.menu is not None:
                     log.warning(
                         "%s gets its plan by estimates, and may hold more than the "
@@ -104,8 +109,8 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 def _asked(
     module: fx.GraphModule, partition: Callable[..., Any]
 ) -> Optional[PeakBytes]:
-    """The peak asked of a joint graph, None where there is nothing to search."""
-    # Without a context, inductor is tracing its patterns during a compile.
+    """The peak asked for, None if no plans of the joint graph are to be searched."""
+    # Without a context, inductor is tracing its own patterns.
     if TracingContext.try_get() is None:
         return None
     if not takes_request(partition) or calls_nested_regions(module):
@@ -116,7 +121,7 @@ def _asked(
 
 
 class _Try(NamedTuple):
-    """A plan to compile, with or without a guard against fusions that raise peaks."""
+    """The index of a plan to compile, and whether to avoid fusions that raise peaks."""
 
     plan: int
     is_guarded: bool = False
@@ -128,13 +133,13 @@ class _Compiles:
     def __init__(self, asked: PeakBytes) -> None:
         self.asked = asked
         self.trying, self.is_last = _Try(0), False
-        # None as long as no plans have been searched for.
+        # None until the graph's plans have been found.
         self.menu: Optional[Menu] = None
-        # For each compiled plan, whether it holds less with guarded fusions.
+        # For each compiled plan, whether its lowest peak is that with guarded fusions.
         self._guards: dict[int, bool] = {}
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
-        """Try one plan.  Raises `_Over` where another one is to be tried."""
+        """Compile by one plan.  Raises `_Over` if another one is to be tried."""
         state, capture, partition, *compilers = arguments
         state, capture = fresh_copy(state, capture)
         state.aot_config = replace(
@@ -146,7 +151,7 @@ class _Compiles:
 
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             compiled = self.peaks.backward(module, inputs)
-            # Checked before it is cached.
+            # Checked here, before the graphs are cached.
             if self.menu is not None and self.peaks.told is not None:
                 self._check(self.menu, self.peaks.told, state.fw_metadata)
             return compiled
@@ -162,7 +167,7 @@ class _Compiles:
         return compiled
 
     def decide(self, graph: Planner) -> Decision:
-        """Decide by the plan that is to be tried now."""
+        """The decision by the plan that is to be tried now."""
         if not _can_search(graph):
             return by_config(graph)
         if self.menu is None:
@@ -199,7 +204,7 @@ class _Compiles:
 
     def _check(self, menu: Menu, told: Told, metadata: Any) -> None:
         """Keep what was compiled, or raise `_Over`."""
-        # Not `last_plan`, which may be another thread's.
+        # Not `last_plan`, which may be that of another thread.
         report: Any = logged_plan(metadata)
         if not self.is_last:
             plan, is_guarded = self.trying
@@ -225,7 +230,7 @@ class _Compiles:
         log_peak(peak, metadata)
 
     def _next(self, menu: Menu) -> _Try:
-        """What to compile next, or in the end, which of the compiled plans to keep."""
+        """What to compile next, or, at the end, which of the compiled plans to keep."""
         plan, is_guarded = self.trying
         is_within = self.search.compiled().within(self.allowed).peak <= self.allowed
         is_first = len(self._guards) == 1 and not is_guarded
@@ -247,15 +252,15 @@ class _Compiles:
         if kept.peak <= allowed:
             return allowed, min(self.curve.floor, compiled.floor), kept
         if self.asked.limit is None:
-            # A share counts from the floor that compiled plans have reached.
+            # A share counts from the lowest peak that a compile has reached.
             reached = compiled.floor, self.search.known().unbudgeted.peak
             allowed = max(allowed, allowed_peak(self.asked.budget, *reached))
         return allowed, compiled.floor, compiled.within(allowed)
 
 
 def _can_search(graph: Planner) -> bool:
-    """Whether compiles tell what a graph holds by the budget of the config."""
-    # A region has its own budget, and only inductor tells what graphs hold.
+    """Whether plans of a graph can be compared as compiled, for the config's budget."""
+    # A region may have its own budget, and only inductor's graphs tell what they hold.
     return graph.budget == graph.ask.budget and graph.fused
 
 

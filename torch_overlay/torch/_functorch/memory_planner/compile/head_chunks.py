@@ -1,9 +1,9 @@
-"""Has the head of a joint graph run in chunks, as many as a plan wants.
+"""Runs the head of a joint graph in as many chunks as a plan wants.
 
-Inductor's ``auto_chunker`` rewrites a joint graph before it is partitioned: from the
-product that makes the logits, all up to the loss and back to the gradients of the
-product's arguments runs chunk by chunk.  The numbers of chunks are *variants* of the
-joint graph.  To choose one, the graph is prepared for the partitioner once for each.
+Inductor's ``auto_chunker`` rewrites a joint graph before it is partitioned.  Everything
+from the matrix product that makes the logits to the loss, and back to the gradients of
+the product's arguments, then runs chunk by chunk.  For each number of chunks, there is
+a *variant* of the joint graph.  To choose one, each is prepared for the partitioner.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ log = logging.getLogger(__name__)
 
 __all__ = ["ChunkedRequest", "partition_in_chunks"]
 
-# The key of a graph module's meta where the chunker leaves why it did nothing.
+# The key of a graph module's meta under which the chunker says why it did nothing.
 NOT_CHUNKED = "not_chunked"
 
+# The numbers of chunks to consider.
 _NUMBERS = (2, 4, 8, 16, 32, 64)
 # Chunks of fewer rows cost more than they gain.
 _FEWEST_ROWS = 32
-# Where the weights of the head are so many times as large as the results of a chunk,
-# more chunks gain little, as the gradients of these weights remain.
+# If the weights of the head are this many times as large as the logits of a chunk, more
+# chunks gain little, as the gradients of these weights remain.
 _LARGE = 8
 
 
-# What the chunker's own reasons mean, by a part of them.
+# What the chunker's own reasons mean to a user, by a part of their text.
 _REASONS = {
     "inference only": "the loss does not depend on the logits in a way that it follows",
     "Multiple scale_by": "there is more than one loss; return their sum",
@@ -80,8 +81,8 @@ _HALF = (
 class ChunkedRequest(Protocol):
     """A request that chooses among the variants of a joint graph.
 
-    ``begin`` gets the graph, with its variants, before the first plan is made;
-    ``chunks`` is the number of chunks of the plan that ``decide`` will decide by.
+    ``begin`` gets the graph, with its variants, before the first plan is made.
+    ``chunks`` is the number of chunks in the plan that ``decide`` will decide by.
     """
 
     @property
@@ -120,7 +121,7 @@ def _in_chunks(number: int) -> Iterator[None]:
 
 
 class _Read(Exception):
-    """Stops the partitioner, with the graph that it was to split."""
+    """Stops the partitioner, and carries the graph that it was to split."""
 
     def __init__(self, graph: Planner) -> None:
         self.graph = graph
@@ -136,7 +137,10 @@ class _Reader:
 def _with_variants(
     partition: Callable[..., Any], module: fx.GraphModule, inputs: Any, **kwargs: Any
 ) -> Optional[Planner]:
-    """The graph that the partitioner gets, with its variants; None if it has none."""
+    """The graph that the partitioner gets, with its variants.
+
+    None if it has no large head, or no backward.
+    """
 
     def read(number: int) -> Planner:
         own = copy_of(module)
@@ -157,7 +161,7 @@ def _with_variants(
     except CannotPlan:
         return None
     if not whole.fused:
-        # Only inductor runs chunks.
+        # Only inductor can run a head in chunks.
         return whole
     why = _why_whole(module.graph) if numbers else _DYNAMIC
     try:
@@ -175,11 +179,11 @@ def _with_variants(
 
 
 def _is_dynamic(graph: fx.Graph) -> bool:
-    """Whether sizes vary in a graph with a wide last product, probably a head."""
+    """Whether a graph with a wide last product, probably a head, has symbolic sizes."""
 
     def is_wide(node: fx.Node) -> bool:
         sizes = node.args[1].meta["val"].shape  # type: ignore[union-attr]
-        # Those of a weight do not vary.
+        # A weight's own sizes are not symbolic.
         return all(type(size) is int for size in sizes) and sizes[1] > _LARGE * sizes[0]
 
     products = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
@@ -189,7 +193,7 @@ def _is_dynamic(graph: fx.Graph) -> bool:
 
 
 def _why_whole(graph: fx.Graph) -> str:
-    """What the chunker does not take, as far as the ends of a graph tell."""
+    """Why the chunker cannot take a graph, as far as its inputs and outputs tell."""
     if is_returned(graph):
         return _RETURNED
     tangents = filter(_is_tangent, graph.find_nodes(op="placeholder"))
@@ -198,7 +202,7 @@ def _why_whole(graph: fx.Graph) -> str:
 
 
 def _check_chunks(graph: fx.Graph, why: str) -> None:
-    """Raise CannotPlan if a graph does not run in chunks, or would be less exact."""
+    """Raise CannotPlan if a graph does not run in chunks, or would lose precision."""
     calls = graph.find_nodes(op="call_function", target=CHUNK)
     if not calls:
         raise CannotPlan(why or "there is nothing to chunk")
@@ -212,7 +216,7 @@ def _check_chunks(graph: fx.Graph, why: str) -> None:
 
 
 def _in_words(why: str) -> str:
-    """Why a head cannot run in chunks, as the end of a sentence that begins "as"."""
+    """Why a head cannot run in chunks, as the end of a sentence after the word "as"."""
     for part, words in _REASONS.items():
         if part in why:
             return words
@@ -223,9 +227,10 @@ def _in_words(why: str) -> str:
 
 
 def _numbers_of(module: fx.GraphModule) -> list[int]:
-    """The numbers of chunks to consider for a graph; none if it has no large head.
+    """The numbers of chunks to consider for a graph.
 
-    None either if the user has turned the chunker on.
+    Empty if it has no large head, if the user has turned the chunker on, or with the
+    C++ wrapper.
     """
     if config.auto_chunker.enable or config.cpp_wrapper:
         return []
@@ -238,7 +243,7 @@ def _numbers_of(module: fx.GraphModule) -> list[int]:
         of_chunk = -(-rows // number)
         if of_chunk < _FEWEST_ROWS:
             break
-        # A few rows may be left for no chunk.
+        # As their rows are rounded up, fewer chunks may be enough.
         if -(-rows // of_chunk) == number:
             numbers.append(number)
         if of_chunk * _LARGE <= inner:

@@ -1,4 +1,4 @@
-"""Compiles a joint graph, once captured by AOTAutograd, again by another plan."""
+"""Compiles a joint graph, as AOTAutograd captured it, once more by another plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def takes_request(partition: Callable[..., Any]) -> bool:
 def partition_by(partition: Callable[..., Any], request: Any) -> Callable[..., Any]:
     """A partitioner that splits joint graphs as a request decides."""
     try:
-        # This module comes with a separate patch.
+        # A separate patch brings this module.
         from .head_chunks import partition_in_chunks
     except ModuleNotFoundError:
         return functools.partial(partition, request=request)
@@ -50,7 +50,7 @@ def partition_by(partition: Callable[..., Any], request: Any) -> Callable[..., A
 
 
 def calls_nested_regions(module: fx.GraphModule) -> bool:
-    """Whether a joint graph has regions that are partitioned separately, before it."""
+    """Whether a joint graph calls nested regions, which are partitioned before it."""
     call = torch.ops.higher_order.invoke_subgraph
     return bool(module.graph.find_nodes(op="call_function", target=call))
 
@@ -58,7 +58,7 @@ def calls_nested_regions(module: fx.GraphModule) -> bool:
 def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
     """The nodes of a graph that are named like ``nodes`` of another trace of it.
 
-    Raises RuntimeError where some are missing.
+    Raises RuntimeError if some are missing.
     """
     wanted = {node.name for node in nodes}
     found = [node for node in graph.nodes if node.name in wanted]
@@ -76,14 +76,14 @@ def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
 
 def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     with unset_fake_temporarily(), warnings.catch_warnings():
-        # Upstream's copy of a graph uses a deprecated class for leaves of tree specs.
+        # Upstream's copying of graphs uses a deprecated class for tree specs.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-        # Not in fake mode, as its constants are real tensors.
+        # Outside of fake mode, as the module's constants are real tensors.
         return copy.deepcopy(module)
 
 
 def _own_copy(value: Any, made: dict[int, Any]) -> Any:
-    """A deep copy of AOTAutograd's records and containers; it shares all else."""
+    """A copy of dataclasses and containers, all the way down; all else is shared."""
     if id(value) in made:
         return made[id(value)]
     kind, found = type(value), value

@@ -1,8 +1,8 @@
 """Chooses which plans to compile, given what compiles of other plans have told.
 
-A plan is chosen by what it is believed to hold: what was told of it, or its estimate,
-corrected by the error of the nearest compiled plan.  It is compiled, and if it holds
-more than is allowed, another one is chosen.
+Plans are chosen by what they are believed to hold.  For a compiled plan, that is what
+was told, for any other one its estimate, corrected by the error of the nearest compiled
+plan.  The chosen plan is compiled.  If it holds more than allowed, so is another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Search:
         calls: how many calls of a step each slot gets, by the graph's number.
         moments: those of the step.
         margin: the share by which a plan may hold more than was estimated.
-        tries: the most times that plans are compiled.
+        tries: the most times that new plans are compiled.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Search:
         self._tries_left = tries
 
     def compiled(self) -> Curve:
-        """The compiled plans, and all plans of graphs whose compiles do not tell."""
+        """The compiled plans, and all plans of graphs of which nothing was told."""
         return self._settled(())
 
     def known(self) -> Curve:
-        """The same, and the fastest plans, corrected by what was told of others."""
+        """Those of `compiled`, and the fastest plans, corrected by what was told."""
         return self._settled((0,))
 
     def _settled(self, others: tuple[int, ...]) -> Curve:
@@ -66,7 +66,7 @@ class Search:
         return self._curve(settled, self._untold_margin)
 
     def plans_for_share(self, share: float) -> Iterator[Choice]:
-        """The plans to compile so that both ends of a share's range are `known`."""
+        """The plans to compile to know the range of peaks that a share refers to."""
         if share > 0:
             yield from self._new(self._believed().unbudgeted)
         if share < 1:
@@ -79,11 +79,11 @@ class Search:
     ) -> Iterator[Choice]:
         """The plans to compile, one after the other, until one is within a peak.
 
-        ``choose`` picks the wanted plan of a curve, and the last ``leaving`` tries are
-        not used.  Each plan has to be compiled before the next is asked for.
+        ``choose`` picks the wanted plan of a curve.  The last ``leaving`` tries are not
+        used.  The caller has to compile each plan before it asks for the next.
         """
         is_first = True
-        # No plan should have a higher peak than there is without a budget.
+        # No compiled plan should have a higher peak than the fastest plan's estimate.
         fastest = self._curve(lambda menu: menu).unbudgeted
         while self._tries_left > leaving:
             plan, told = choose(self._believed()), self._told()
@@ -99,7 +99,7 @@ class Search:
             if not new:
                 break
             yield from new
-            # Plans that were compiled before do not count as a try.
+            # If nothing new was told, the plans had been compiled before: not a try.
             self._tries_left -= told != self._told()
             kept = choose(self.compiled())
             if kept.peak <= peak and kept.cost <= plan.cost:
@@ -125,20 +125,21 @@ class Search:
         return self._curve(Menu.corrected, self._untold_margin)
 
     def _errs(self) -> bool:
-        """Whether some compile has told more than the estimate and its margin."""
+        """Whether some compile has told more than the estimate with its margin."""
         return any(menu.errs(self._margin) for menu in self._menus().values())
 
     def _between(self, told: int) -> Choice:
-        """A plan to compile where the lowest one holds as much as was ``told``.
+        """A plan to compile if the lowest one holds as much as was ``told``.
 
-        Estimates that low are not credible; plans that save more may hold as little.
+        The lowest estimates are not credible then, and plans that save more may hold no
+        more.  This is the one nearest to the geometric mean of estimate and truth.
         """
         curve = self._curve(lambda menu: menu)
         middle = math.sqrt(curve.floor * told)
         return min(curve.plans, key=lambda plan: abs(plan.peak - middle))
 
     def _untried(self) -> Choice:
-        """The lowest plan not compiled yet, corrected by what was told of others."""
+        """The lowest of the plans not compiled yet, corrected by what was told."""
 
         def untried(menu: Menu) -> Menu:
             rest = {*range(len(menu.plans))}.difference(menu.told)

@@ -1,6 +1,7 @@
 """What compiled graphs hold, read from the wrappers that inductor generates for them.
 
-See :mod:`torch._inductor.wrapper_memory`.
+:mod:`torch._inductor.wrapper_memory` reads a single wrapper; this combines the two of a
+joint graph.
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ if TYPE_CHECKING:
 __all__ = ["GUARD", "CompiledPeaks", "can_guard", "peaks_of"]
 
 _MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
-# The option of inductor, with its value, that keeps fusions from raising the peak.
+# The option of inductor, with its value, that keeps fusions from raising the peak.  It
+# depends on the release.
 GUARD: dict[str, Any] = (
     {_MOST_OF_PEAK: 0.0}
     if hasattr(inductor_config, _MOST_OF_PEAK)
-    # Kernels that merely share inputs stay separate, so each runs when it is needed.
+    # Kernels that share no more than inputs stay separate, so each runs when needed.
     else {"score_fusion_memory_threshold": sys.maxsize}
 )
 
 
 def can_guard() -> bool:
-    """Whether fusions can be guarded and are not yet."""
+    """Whether the config does not yet keep fusions from raising the peak."""
     return any(getattr(inductor_config, name) != GUARD[name] for name in GUARD)
 
 
 class CompiledPeaks:
     """Wraps the two compilers of a joint graph and reads what the compiled graphs hold.
 
-    ``told`` is the result of `peaks_of`, or None where the backward is not compiled yet
-    or its compiler does not tell.  If ``guarded``, no fusion may raise the peaks.  If
-    ``kernels`` are given, they collect those of both graphs, not compiled yet.
+    ``told`` is the result of `peaks_of`, or None if the backward is not compiled yet or
+    a compiler does not tell.  If ``guarded``, no fusion may raise the peaks.
+    ``kernels``, if given, collects those of both graphs, which are not compiled yet.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class CompiledPeaks:
         self.num_fwd_outputs = 0
         # The device whose bytes count.
         self.device = torch.device("cpu")
-        # The tangents and outputs that a step's calls lack, so that nobody holds them.
+        # The tangents and outputs that a step's calls lack: nothing holds them.
         self.missing: Optional[Missing] = None
         self.told: Optional[Told] = None
         # The same, if the backward alone holds the values of these names.
@@ -74,7 +76,7 @@ class CompiledPeaks:
         self._memory: Optional[WrapperMemory] = None
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        # Read beforehand, as a compiler may change the graph.
+        # Read first, as the compiler may change the graph.
         results: Any = output_node(module).args[0]
         self._results = _names(results)
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -134,11 +136,11 @@ def peaks_of(
         results: the names of the nodes that the forward returns; the first
             ``num_fwd_outputs`` go to its caller.
         saved: the names of the backward's placeholders.
-        forward: what the forward's wrapper has live; ``backward`` likewise.
+        forward, backward: what the wrappers of the two graphs have live.
         tangent_bytes: the bytes of the tangents.
         alone: the names and bytes of those inputs, tangents and outputs of the forward
-            that are freed by their last use in the backward.  Its peak is without them,
-            as if they were held to the end and counted elsewhere.
+            that are freed after their last use in the backward.  Its peak leaves out
+            their bytes, which are counted elsewhere, as if they were held to the end.
     """
     outputs = dict(zip(results[:num_fwd_outputs], forward.results))
     returned = {*outputs.values()} - {None}

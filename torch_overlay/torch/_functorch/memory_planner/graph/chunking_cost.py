@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK", "Chunks", "chunking_cost", "chunks_in"]
 
-# The bytes of an element, of any type: with fewer bytes, devices compute faster, too.
+# The bytes assumed for an element of any type: a smaller type takes less traffic, but
+# devices also compute faster with it.
 _ITEMSIZE = 4
-# The operator that runs a chunk.
+# The higher-order operator that runs a chunk.
 CHUNK = torch.ops.higher_order.invoke_subgraph
 
 
 class Chunks(NamedTuple):
-    """The chunks of a head, whose logits are a product [rows, inner] x [inner, columns].
+    """The chunks of a head, whose logits are [rows, inner] x [inner, columns].
 
-    ``rows`` are those of the first chunk.
+    ``number`` is how many there are, and ``rows`` those of the first one.
     """
 
     number: int
@@ -45,19 +46,20 @@ def chunks_in(graph: Planner) -> Chunks:
 
 
 def chunking_cost(whole: Planner, chunks: Chunks) -> float:
-    """What a graph costs in chunks, beyond what it costs as it is, by its estimator.
+    """What a graph costs in chunks, beyond what it costs as it is.
 
-    Each chunk reads the weights of the head again, and adds to their gradients.  But
-    what the loss and its gradient read of the logits, they read together.  So a few
-    chunks may cost less than one piece.  Where the estimator has another unit than
-    FLOP, the difference costs in the proportion of the graph's items.
+    The result is in the unit of the graph's estimator, and may be negative.  Each chunk
+    reads the weights of the head again, and adds to their gradients.  But the loss and
+    its gradient then share one read of the logits, so a few chunks may cost less than
+    one piece.  If the estimator's unit is not FLOP, the difference is converted by the
+    ratio of runtime to FLOP over the graph's items.
     """
     number, rows, inner, columns = chunks
     weights = inner * columns
     per_element = FLOP_PER_BYTE * _ITEMSIZE
 
     def of_products(rows: int, adds: bool) -> int:
-        """The FLOP that the logits, and both of the gradients, are worth."""
+        """The cost of logits and gradients; with ``adds``, the weights' accumulate."""
         arguments, logits = rows * inner, rows * columns
         read = (weights, weights, weights * (1 + adds))
         return sum(
@@ -70,7 +72,7 @@ def chunking_cost(whole: Planner, chunks: Chunks) -> float:
 
     before = of_products(number * rows, False)
     before += per_element * number * rows * columns
-    # Of equals, the fewest chunks.
+    # Adding their number breaks ties in favor of fewer chunks.
     more = number * of_products(rows, True) - before + number
     return more * _runtime_per_flop(whole)
 

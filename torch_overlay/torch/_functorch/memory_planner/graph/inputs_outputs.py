@@ -1,4 +1,4 @@
-"""The ends of a joint graph: both graphs' inputs, and the forward's outputs."""
+"""The interface of a joint graph: both graphs' inputs, and the forward's outputs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def tensors_given(joint: Planner) -> list[fx.Node]:
 
 
 class Missing(NamedTuple):
-    """The tangents that a call's backward does not get, and the outputs that are gone.
+    """The indices of tangents that a backward lacks, and of outputs gone by then.
 
-    If a caller drops logits, say, all that is left is what the forward saves of them.
+    If the caller drops the logits, for example, only what the forward saves of them is
+    still live when the backward runs.
     """
 
     tangents: frozenset[int]
@@ -46,7 +47,10 @@ class Missing(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An input a backward may get: storage in the model, bytes, and node's name."""
+    """An input that a backward may get.
+
+    ``storage`` is its number in the graph's model, and ``name`` that of its node.
+    """
 
     storage: int
     nbytes: int
@@ -54,6 +58,10 @@ class Input(NamedTuple):
 
 
 def backward_inputs(joint: Planner, model: Program) -> dict[int, Input]:
+    """The inputs that the backward may get, each by its index.
+
+    The tensors among the joint graph's inputs come first, then the forward's outputs.
+    """
     found: dict[int, Input] = {}
     for index, node in enumerate(tensors_given(joint)):
         value = node.meta["val"]
@@ -82,6 +90,7 @@ def storages_returned(joint: Planner, model: Program) -> Iterator[tuple[int, int
 
 
 def output_bytes(joint: Planner, model: Program) -> dict[int, int]:
+    """The bytes of each output of the forward, by its index."""
     found: dict[int, int] = {}
     for s, index in storages_returned(joint, model):
         if s in model.outputs:

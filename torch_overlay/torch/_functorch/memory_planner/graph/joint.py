@@ -1,8 +1,8 @@
 """A joint graph to be split, and what all of its plans have in common.
 
-Of two min cuts, the second recomputes more than the first.  What even that one would
-not recompute are the graph's *items* (:func:`candidates`), each with the bytes that
-saving it keeps and the runtime of recomputing it.
+Lifting bans makes a min cut recompute more.  The graph's *items* (:func:`candidates`)
+are what even the cut that recomputes all that is cheap does not, each with the bytes
+that saving it keeps and the runtime of recomputing it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 __all__ = ["ALL_CHEAP", "CHEAP", "Item", "Planner", "activation_bytes"]
 
-# The first three bans are on values that are cheap by themselves, if perhaps not where
-# they are needed.
+# The first three bans are on values that are cheap in themselves, though recomputing
+# them where they are needed may not be.
 CHEAP = BANS[:3]
 ALL_CHEAP = BANS[:4]
 
@@ -74,11 +74,11 @@ class Item(NamedTuple):
 class Planner:
     """A joint graph to be split, and what all plans for it have in common.
 
-    ``budget`` is the config's or the region's; ``fused`` says that inductor will make
-    kernels of the graph's operators; ``as_int`` evaluates symbolic sizes.  Only bytes
-    on ``device`` count, by default the graph's own.  ``ask`` has the config's options.
+    ``budget`` is the config's, or that of a region with its own; ``fused`` says that
+    inductor will compile the operators into kernels; ``as_int`` evaluates symbolic
+    sizes.  Only bytes on ``device`` count, by default the graph's own.
     ``in_chunks`` has the same graph with its head in chunks, by their number, and
-    ``why_whole`` why a large head cannot run that way.
+    ``why_whole`` says why a large head cannot run that way.
     """
 
     joint: fx.Graph
@@ -105,7 +105,7 @@ class Planner:
 
     @property
     def variants(self) -> dict[int, Planner]:
-        """The graph as it is, and in chunks, by the number of these."""
+        """The graph as it is (1) and in chunks, by the number of chunks."""
         return {1: self, **self.in_chunks}
 
     @functools.cached_property
@@ -122,20 +122,21 @@ class Planner:
 
     @functools.cached_property
     def limits(self) -> Range:
+        """The bytes that the plans of budgets 0 and 1 keep."""
         return Range(self.kept_bytes(self.least()), self.kept_bytes(self.fastest()))
 
     @functools.cached_property
     def banned(self) -> list[fx.Node]:
-        """What no cut recomputes, but the backward may: a solver's items."""
+        """A solver's items: no cut recomputes these, but the backward may."""
         return [node for node in self._upstreams_items if not must_run_once(node)]
 
     @functools.cached_property
     def _upstreams_items(self) -> list[fx.Node]:
-        """What no cut recomputes, reaches the backward and is in no input's storage."""
+        """Upstream's items: they reach the backward, and share no input's storage."""
         from torch._functorch.partitioners import is_non_builtin_to_include
         from torch._inductor.fx_utils import get_node_storage
 
-        # Sizes and tuples of results have no storage.
+        # Not None, which stands for sizes and tuples: they have no storage.
         inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
         return [
             node
@@ -159,7 +160,7 @@ class Planner:
         """The values that a min cut saves, and the nodes that it would not recompute.
 
         ``allowed`` names the config's bans to ignore; with none, the plan runs fastest.
-        Each cut is made once.
+        No ban applies to the nodes in ``dont_ban``.  Cuts are cached.
         """
         from torch._functorch.partitioners import MinCutOptions, solve_min_cut
 
@@ -180,7 +181,7 @@ class Planner:
         return saved, banned
 
     def _without_outputs(self, saved: list[fx.Node]) -> list[fx.Node]:
-        """``saved``, replacing outputs that no plan saves by what they are made of."""
+        """``saved``, with outputs that no plan may save replaced by their inputs."""
         try:
             model = self.model
             instead, pending = set(), model.storages(saved)
@@ -215,13 +216,13 @@ class Planner:
 
     @functools.cached_property
     def _runtimes(self) -> dict[fx.Node, float]:
-        """The runtime that upstream assumes for each of its items."""
+        """The runtime of each of upstream's items, as its partitioner estimates it."""
         from torch._functorch.partitioners import estimate_runtime
 
         estimator = self.ask.estimator
 
         def runtime(node: fx.Node) -> float:
-            # Upstream knows none for operators with bodies.
+            # Upstream cannot estimate "roofline", nor higher-order operators.
             if estimator == "roofline" or has_bodies(node):
                 return recompute_cost(node, estimator)
             return estimate_runtime(node)
@@ -229,9 +230,9 @@ class Planner:
         return {node: runtime(node) for node in self._upstreams_items}
 
     def upstreams_choice(self, budget: float) -> list[fx.Node]:
-        """What upstream's algorithm saves, which budgets the sum of the nodes' sizes.
+        """What upstream's algorithm saves; its budget bounds the sum of node sizes.
 
-        Makes one additional min cut, once for each budget.
+        Takes one more min cut for each new budget.
         """
         if budget not in self._upstreams:
             self._upstreams[budget] = self._choose_as_upstream(budget)
@@ -270,7 +271,7 @@ class Planner:
         try:
             saved = choose_saved_values_set(self.joint, self.info, budget)
         except Exception as error:
-            # It has no cost for repeating a higher-order operator.
+            # It fails on higher-order operators, which it has no runtime for.
             log.debug("upstream has no plan for budget %g", budget, exc_info=error)
             saved, budget = self.fastest(), 1.0
         return self.saving(saved, budget, "upstream")
@@ -280,16 +281,17 @@ class Planner:
         return Decision(saved, budget, decided_by, kept, self.ask.runtime_unit)
 
     def kept_bytes(self, saved: Iterable[fx.Node]) -> int:
+        """The bytes that saving these nodes keeps, without those of inputs."""
         # Copies of overwritten inputs exist for the backward alone, so they count.
         given = (node for node in self.info.inputs if node.op == "placeholder")
         return activation_bytes(given, saved, self.counted)
 
 
 def _filling_again(program: Program) -> Program:
-    """The program, with no plan saving what can be made without reading any tensor.
+    """The program, with no plan saving what can be made without reading any input.
 
-    Filling a mask or counting positions again costs nothing, nor does what is made of
-    those alone.  Random numbers are excepted, and so are outputs: they are live anyway.
+    Filling a mask or counting positions costs next to nothing, as does what is made of
+    those alone.  Random numbers are left out, and outputs, which are live anyway.
     """
     constants: set[int] = set()
     for each, repeatable in zip(program.operators, program.repeatable):
@@ -307,7 +309,8 @@ def _filling_again(program: Program) -> Program:
 def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
     """The program, with no plan saving an output that budget 1 does not save.
 
-    The caller may change an output in place if the backward does not read it.
+    The caller may change an output in place as long as the backward does not read it,
+    and a budget must not take that away.
     """
     alone = program.outputs - program.storages(fastest) - program.always_saved
     for step in program.steps:
@@ -330,7 +333,7 @@ def _never_saving(storages: set[int], program: Program) -> Program:
 
 
 def candidates(graph: Planner) -> list[Item]:
-    """The items that a solver decides about, largest first."""
+    """The items that a solver chooses among, largest first."""
     items = []
     for node in graph.banned:
         storages = frozenset(graph.model.saveable([node]))
@@ -343,10 +346,11 @@ def candidates(graph: Planner) -> list[Item]:
 
 
 def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item]:
-    """The items, with those joined for which something smaller can be kept.
+    """The items, with those joined for which something smaller can be kept together.
 
-    That is the sum of several products, say.  If ``most`` is saved, no item runs again;
-    those that do once a value is left out are the items that it is kept for.
+    For example, the sum of several products is kept in place of these.  With all of
+    ``most`` saved, no item runs again.  Those that do without one of the values are the
+    items that it is kept for.
     O(operators + edges), on integers of one bit per value.
     """
     values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
@@ -383,7 +387,7 @@ def activation_bytes(
 ) -> int:
     """The bytes on a device that are live because of ``saved``.
 
-    Whole storages count, without those of the ``inputs``.
+    Storages count whole, and those of the ``inputs`` do not count.
     """
     from torch._inductor.fx_utils import get_node_storage
 

@@ -1,21 +1,23 @@
-"""What plans keep live where inductor makes kernels of the operators.
+"""Estimates what plans keep live where inductor fuses operators into kernels.
 
-:mod:`.graph.liveness` counts what runs operator by operator.  Inductor makes kernels of
-several operators, and what is used inside of one alone is never stored.
-:class:`Kernels` has the rules that decide what is stored:
+:mod:`.graph.liveness` assumes that operators run one by one.  Inductor fuses several
+into a kernel, and values that are only used inside of a kernel are never stored.
+:class:`Kernels` has the rules by which a result is stored:
 
--   A pointwise operator is computed in whatever reads it, if all of that can be fused.
-    Where several operators read it and it takes many reads or operators itself, it is
-    stored, if something that cannot be fused runs between them.
--   What kernels write between two operators that cannot be fused is there at once, as
-    they are fused where they read the same.  But a kernel writes its result over an
-    argument laid out alike that no other one reads later.
--   A scatter writes over what it scatters to, and a product that is only added to
-    something waits for that, unless it would hold more meanwhile than it is itself.
+-   A pointwise operator is computed in whatever reads it (inlined), if all readers can
+    be fused.  It is stored, though, if it takes many reads or operators itself and
+    something that cannot be fused runs between its readers.
+-   All that kernels write between two operators that cannot be fused is live at once,
+    as kernels that read the same are fused.  But a kernel writes its result in place,
+    over an argument of the same size and type that nothing reads later.
+-   A scatter writes over what it scatters to.  A matrix product that is only added to
+    something runs together with that addition, unless more would be live in between
+    than the product itself takes.
 
-It ignores the order that inductor's scheduler chooses and scratch memory, and takes the
-bodies of higher-order operators as if they ran operator by operator, but for nested
-regions, of which inductor makes kernels too.  Plans are ranked by it; what one holds is known when it is compiled (:mod:`.compile.compiled_peak`).
+This ignores the order that inductor's scheduler chooses, and kernels' scratch memory.
+Bodies of higher-order operators are counted operator by operator, except for nested
+regions, which inductor fuses too.  So it serves to rank plans; what a plan really holds
+is known once it is compiled (:mod:`.compile.compiled_peak`).
 """
 
 from __future__ import annotations
@@ -51,20 +53,21 @@ aten = torch.ops.aten
 _SCATTERS = ("index_add", "index_copy", "index_put", "scatter")
 # Higher-order operators that become a kernel, bodies and all.
 _BECOME_KERNELS = ("associative_scan", "flex_attention", "flex_attention_backward")
-# What inductor computes again for each reader, by default, reads at most so many
-# buffers and has at most so many operators and reads.
+# Inductor's defaults for what it computes again for each reader: the most buffers to
+# read (realize_reads_threshold), and the most operators, counting reads, on an
+# accelerator (realize_opcount_threshold) or a CPU (realize_cpu_opcount_threshold).
 _MOST_READS = 4
 _MOST_OPERATORS, _MOST_ON_CPU = 30, 50
 
 
 def by_kernels(program: Program) -> Program:
-    """The same program where inductor makes kernels of the operators."""
+    """The same program, with its operators fused into inductor's kernels."""
     timeline = functools.partial(_LiveInKernels, Kernels(program))
     return replace(program, timeline=timeline)
 
 
 def has_kernel(node: fx.Node) -> bool:
-    """Whether a higher-order operator becomes a kernel, which stores nothing inside."""
+    """Whether a higher-order operator becomes one kernel, bodies and all."""
     target: Any = node.target
     return target.name() in _BECOME_KERNELS
 
@@ -73,9 +76,9 @@ class _Kernel(NamedTuple):
     """An operator's part in a kernel.
 
     Args:
-        is_inlined: whether its result is stored only where it is saved.
-        is_fusible: whether it may be part of a kernel.
-        parts: the storages that it reads or computes, those not stored included.
+        is_inlined: whether its readers compute it, so that only saving it stores it.
+        is_fusible: whether it may be fused with others.
+        parts: the storages that its kernel reads or computes, stored or not.
     """
 
     operator: Operator
@@ -87,20 +90,20 @@ class _Kernel(NamedTuple):
 class Kernels:
     """The kernels that inductor makes of a program's operators.
 
-    Whether a result is stored is decided once, for all plans: in the forward as if
-    nothing was saved, and in the backward as if all of it was repeated.
+    What is inlined is decided once for all plans: in the forward as if nothing were
+    saved, and in the backward as if everything were repeated.
     """
 
     def __init__(self, program: Program) -> None:
         values = (node.meta.get("val") for node in program.nodes)
         on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
-        # How many operators and reads inductor makes one of.
+        # The most operators and reads of an inlined expression.
         most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
         repeated = _Fusion(program, _backward_of(program), program.returned)
         required = [each for each in program.forward if each.is_required]
         first = _Fusion(program, required, program.outputs | program.written_back)
         kernels = repeated.kernels(most)
-        # What only the backward needs is made in the forward, if that saves it.
+        # The forward also runs what only the backward needs, in plans that save that.
         self.in_forward = kernels | first.kernels(most)
         self.in_backward = kernels
         self.shapes = _shapes(program)
@@ -108,7 +111,7 @@ class Kernels:
 
 
 def _scratch_of_regions(program: Program) -> dict[fx.Node, int]:
-    """What nested regions have live beyond their results, as inductor compiles them."""
+    """The bytes that nested regions have live beyond their results, when compiled."""
     scratch: dict[fx.Node, int] = {}
     peaks: dict[fx.Graph, int] = {}
     for each in program.with_bodies:
@@ -123,13 +126,13 @@ def _scratch_of_regions(program: Program) -> dict[fx.Node, int]:
 
 
 def _shapes(program: Program) -> dict[int, Any]:
-    """How what each storage has first is stored; not of tangents, which are not known."""
+    """Elements and type of each storage's first value, if its layout is known."""
     shapes: dict[int, Any] = {}
     tangents = program.storages(program.tangents)
     for node, storages in program.values.items():
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
-            # A guess for a symbolic size, as comparing those would guard.
+            # The hint of a symbolic size, as comparing those would add guards.
             shape = concrete(value.numel()), value.dtype
             for s in storages:
                 shapes.setdefault(s, shape)
@@ -137,7 +140,7 @@ def _shapes(program: Program) -> dict[int, Any]:
 
 
 def _backward_of(program: Program) -> list[Operator]:
-    """The operators of a backward that repeats all it can, in the order of the run."""
+    """The operators of a backward that repeats all it can, in the order they run in."""
     saved = program.saved_by([()])
     _, repeated = program.follow(saved, 1)
     by_step = program.repeats_by_step(saved, repeated, 1)
@@ -149,7 +152,7 @@ def _backward_of(program: Program) -> list[Operator]:
 
 
 class _Fusion:
-    """What becomes of operators that run in this order; ``kept`` has to be stored."""
+    """How operators that run in this order are fused; ``kept`` has to be stored."""
 
     def __init__(
         self, program: Program, operators: Iterable[Operator], kept: Collection[int]
@@ -167,15 +170,15 @@ class _Fusion:
         self.pointwise = {node for node in nodes if _is_pointwise(node, op_types)}
         self.products = {each.node for each in self.operators if self._waits(each)}
         for node in self.products:
-            # Adding to a product becomes addmm, which is no kernel to fuse with.
+            # Inductor turns the addition into addmm, which it cannot fuse.
             self.pointwise.difference_update(node.users)
         self.fusible = self.pointwise.union(filter(_is_reduction, nodes))
-        # How many operators that cannot be fused come before each one.
+        # How many operators that cannot be fused run before each one.
         barriers = accumulate((n not in self.fusible for n in nodes), initial=0)
         self.barriers = dict(zip(nodes, barriers))
 
     def _waits(self, each: Operator) -> bool:
-        """Whether an operator is a product that is computed with what it is added to."""
+        """Whether an operator is a product that waits for what it is added to."""
         from torch._inductor.fx_passes import post_grad
 
         node = each.node
@@ -184,13 +187,13 @@ class _Fusion:
         (s,), (user,) = each.writes, node.users
         if s in self.kept or user.target is not aten.add.Tensor:
             return False
-        # A patch of its own brings it.
+        # A separate patch brings this function.
         would_wait: Any = getattr(post_grad, "_would_wait", lambda *_: False)
         return not any(would_wait(node, other) for other in user.all_input_nodes)
 
     def kernels(self, most_operators: int) -> dict[fx.Node, _Kernel]:
         found: dict[fx.Node, _Kernel] = {}
-        # The parts of what is not stored.
+        # The parts of each storage that is inlined.
         computed: dict[int, frozenset[int]] = {}
         for each in self.operators:
             parts = frozenset(each.writes).union(
@@ -206,7 +209,7 @@ class _Fusion:
         return found
 
     def _is_inlined(self, each: Operator, is_large: bool) -> bool:
-        """Whether an operator is computed in whatever reads it, if it is as large."""
+        """Whether readers compute an operator, over a threshold if it ``is_large``."""
         if each.node in self.products:
             return True
         if each.node not in self.pointwise or len(each.writes) != 1:
@@ -235,9 +238,9 @@ class _Fusion:
 
 
 class _LiveInKernels(LiveBytes):
-    """A phase in which operators run in the kernels of those that read them.
+    """The live bytes of a phase that runs inductor's kernels.
 
-    ``stored`` are the plans that store each storage, whatever kernel computes it.
+    ``stored`` masks the plans that store each storage even if it is inlined.
     """
 
     def __init__(
@@ -250,18 +253,18 @@ class _LiveInKernels(LiveBytes):
         super().__init__(program, kept, is_forward)
         self.rule, self.owned, self.stored = rule, program.owned, kept
         self.kernels = rule.in_forward if is_forward else rule.in_backward
-        # What is not stored, with what computes it.
+        # The storages that are inlined, with what computes them.
         self.inlined = {
             s: kernel
             for kernel in self.kernels.values()
             if kernel.is_inlined
             for s in kernel.operator.writes
         }
-        # Results of the kernels since the last operator that cannot be fused.
+        # Results of the kernels between two operators that cannot be fused.
         self.together: list[tuple[int, int]] = []
 
     def run(self, each: Operator, plans: int, step: int) -> None:
-        """An operator's kernel with its moment, in these plans, if it has one."""
+        """Run an operator's kernel, if it has one, in these plans as one moment."""
         kernel, writes = self.kernels.get(each.node), each.writes
         if kernel is None:
             return
@@ -272,7 +275,7 @@ class _LiveInKernels(LiveBytes):
         if not kernel.is_fusible:
             self._begin(plans)
         dying = self._read(each.reads, plans)
-        # What nobody reads.
+        # Results that nothing reads are freed at once.
         self.touch(writes, plans)
         begin = [(plans, each.nbytes)]
         if kernel.is_fusible:
@@ -290,12 +293,12 @@ class _LiveInKernels(LiveBytes):
             self.add_change(plans & self.saved[s], -self.nbytes[s])
 
     def _read(self, storages: Iterable[int], plans: int) -> dict[int, int]:
-        """What a kernel is the last to read, with the plans where it is."""
+        """The storages that a kernel is the last to read, with masks of plans."""
         dying: dict[int, int] = {}
         pending = [(s, plans) for s in storages]
         while pending:
             s, plans = pending.pop()
-            # What is computed in a later reader has its sources read there.
+            # If a later kernel computes it as well, that one also reads its sources.
             last = plans & ~self.touched[s]
             if not last:
                 continue
@@ -312,7 +315,7 @@ class _LiveInKernels(LiveBytes):
     def _write_over(
         self, dying: dict[int, int], each: Operator, plans: int
     ) -> list[tuple[int, int]]:
-        """The changes as arguments that die end and the results over them begin."""
+        """The changes in bytes where results are written, some over dying arguments."""
         changes: list[tuple[int, int]] = []
         parts = self.kernels[each.node].parts.difference(each.writes)
         able = self._are_one(parts, plans) if dying else 0
@@ -329,13 +332,13 @@ class _LiveInKernels(LiveBytes):
         return changes
 
     def _are_one(self, parts: frozenset[int], plans: int) -> int:
-        """The plans in which so few parts are computed that inductor has one operator."""
+        """The plans in which inductor can compute all these parts in one kernel."""
         if len(parts) <= self.rule.most_operators:
             return plans
         found = {parts: plans}
         for s in sorted(parts & self.inlined.keys()):
             for some, of in [*found.items()]:
-                # What is stored is read, and its parts are not.
+                # What is stored is read itself, in place of its parts.
                 stored = of & self.stored[s] if s in some else 0
                 if stored:
                     fewer = some - self.inlined[s].parts | {s}
@@ -354,11 +357,11 @@ class _LiveInKernels(LiveBytes):
             if shapes.get(s, (1,))[0] > 1
             and (s not in inlined or not inlined[s].parts <= parts)
         )
-        # At most one.
+        # At most one can be read.
         return next(wide, None) is None or next(wide, None) is None
 
     def _begin(self, plans: int) -> None:
-        """What is before all kernels whose results are there together."""
+        """Allocate the results that are live together, before the first of them."""
         together, self.together = self.together, []
         for each, nbytes in together:
             self.add_change(each & plans, nbytes)
@@ -371,7 +374,7 @@ class _LiveInKernels(LiveBytes):
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a node is a part of another's value, or no call at all."""
+    """Whether a node is no call, or only a part or a view of another's value."""
     is_call = node.op == "call_function"
     return not is_call or node.target is operator.getitem or is_view(node)
 
@@ -387,7 +390,7 @@ def _is_pointwise(node: fx.Node, op_types: OpTypes) -> bool:
         and not _is_reduction(node)
         and (
             torch.Tag.pointwise in target.tags
-            # Which are so to inductor, though neither a tag nor the partitioner says it.
+            # Pointwise to inductor, though neither tagged nor so to the partitioner.
             or target.overloadpacket in (aten.cat, aten.embedding)
             or op_types.is_fusible(node)
         )

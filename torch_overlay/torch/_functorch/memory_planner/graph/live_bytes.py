@@ -1,4 +1,4 @@
-"""The live bytes of many plans, as the operators of a phase run one after the other."""
+"""The live bytes of many plans at once, in the forward or the backward."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveBytes"]
 
-# The most plans in one tensor: the value bits of a signed 64-bit integer.
+# The most plans in one tensor: the bits of a 64-bit integer, without the sign.
 _TOGETHER = 63
-# The share of the planned bytes that a tensor of plans may take: a CPU may hold both.
+# The share of the planned bytes that a tensor of plans may take, as both may be in the
+# memory of the CPU.
 _SHARE = 1 / 64
 
 
 class LiveBytes:
-    """The live bytes of many plans, from the last moment of a phase to the first.
+    """The live bytes of many plans, in a phase that is run from its end to its start.
 
-    The last operator to touch a storage frees it.  ``kept`` has a mask per storage,
-    of the plans that keep it for the backward: there, the forward does not free it, and
-    the backward does not make it.
+    Backwards, the first operator to touch a storage is the one that frees it.  ``kept``
+    has a mask for each storage, of the plans that keep it for the backward: there, the
+    forward does not free it, and the backward does not make it.
 
-    In this class, each operator runs by itself and stores its results.
+    Here, each operator runs by itself and stores its results; subclasses may differ.
     """
 
     def __init__(
@@ -41,17 +42,19 @@ class LiveBytes:
         self.nbytes, self.freeable = program.nbytes, program.freeable
         none = [0] * len(kept)
         self.touched, self.saved = ([*kept], none) if is_forward else (none, kept)
-        # Changes in bytes, latest first, and the masks of the plans that have them.
+        # Changes in live bytes, the latest first, and the masks of the plans with each.
         self.masks, self.changes = [0], [0]
         # The step of each moment, and the index of the change that follows it.
         self.moments: list[tuple[int, int]] = []
 
     def add_change(self, plans: int, nbytes: int) -> None:
+        """Add ``nbytes`` to what these plans have live from here on."""
         if plans and nbytes:
             self.masks.append(plans)
             self.changes.append(nbytes)
 
     def touch(self, storages: Iterable[int], plans: int) -> None:
+        """Use storages in these plans; where nothing does so later, they are freed."""
         for s in storages:
             last = plans & ~self.touched[s]
             self.touched[s] |= last
@@ -59,6 +62,7 @@ class LiveBytes:
                 self.add_change(last, -self.nbytes[s])
 
     def moment(self, step: int) -> None:
+        """Count what is live here towards the peak of a step."""
         self.moments.append((step, len(self.masks) - 1))
 
     def run(self, each: Operator, plans: int, step: int) -> None:
@@ -67,7 +71,7 @@ class LiveBytes:
             return
         self.touch(each.reads, plans)
         for s in each.writes:
-            # A repeat of what is saved is dropped at once, as is what nobody reads.
+            # A result that is saved already is dropped at once, as is an unused one.
             again = plans & self.saved[s]
             self.add_change(again, -self.nbytes[s])
             self.touch((s,), plans & ~again)
@@ -79,7 +83,7 @@ class LiveBytes:
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:
         """For each of ``count`` plans, the most live bytes per step, plus ``base``."""
         found: list[list[int]] = []
-        # A trace in progress might turn every new tensor into a fake one.
+        # During a trace, new tensors might become fake ones.
         with _disable_current_modes(), torch.device("cpu"):
             changes = torch.tensor(self.changes).unsqueeze(1)
             steps, before = torch.tensor(self.moments).unbind(1)

@@ -9,12 +9,12 @@ graph once into a :class:`Program`, which takes a plan through both phases:
 
 It counts what an interpreter of the two graphs has live while it runs an operator; a
 subclass of :class:`.LiveBytes` may count otherwise.  A storage counts once, whole,
-however many views it has.  Parameters and inputs are live anyway and do not count, nor
-does a kernel's own workspace, nor what is on another device than the planned one.
+however many views it has.  Parameters and inputs are live anyway and do not count.
+Neither do a kernel's own workspace and values on devices other than the planned one.
 
 The backward runs its own operators in their order, and each repeated one right before
-the first that needs it.  One that was traced in the backward but needs no tangent stays
-in its place.
+the first that needs it.  An operator that was traced in the backward but needs no
+tangent stays in its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     # For each step of the backward, the operators that are repeated for it, in order,
-    # with the mask of the plans that do so.
+    # each with the mask of the plans that repeat it.
     Repeats = list[list[tuple[int, int]]]
 
 
@@ -50,14 +50,16 @@ __all__ = [
 
 
 class Evaluation(NamedTuple):
-    """What a plan costs.  In a mask, each bit stands for one plan.
+    """The peaks of a plan, and what it repeats and keeps.
+
+    Plans that were evaluated together share masks, in which each has one bit.
 
     Args:
         forward_peak: most live bytes while the forward runs.
         step_peaks: most live bytes in each :class:`BackwardStep` of the backward.
-        bit: the plan's, in each mask.
+        bit: the plan's bit in each mask.
         repeats: the operators repeated for each step, in order, with their masks.
-        repeated, kept: for each operator or storage, which plans repeat or keep it.
+        repeated, kept: for each operator or storage, the plans that repeat or keep it.
     """
 
     forward_peak: int
@@ -86,8 +88,10 @@ class BackwardStep(NamedTuple):
     """One of the backward's own operators, which need a tangent; the output is last.
 
     Args:
-        traced: the results of each operator traced right before it, after the first use
-            of a tangent, that needs none; it runs here if the plan repeats it.
+        operator: the backward's own.
+        traced: the results of each operator without need of a tangent that was traced
+            right before it, once the backward had begun.  Such an operator runs here if
+            the plan repeats it.
     """
 
     operator: Operator
@@ -98,17 +102,18 @@ class BackwardStep(NamedTuple):
 class Program:
     """A joint graph as operators and storages, each numbered in the graph's order.
 
-    Operators are numbered if they allocate and need no tangent, unlike the backward's
-    own.  Those that the forward does not need either run where they are first read.
+    Only operators that allocate and need no tangent are numbered: plans decide where
+    these run.  One that the forward does not need either runs where it is first read.
 
     Args:
         values: the storages of each node's value.
-        nbytes: the size of each storage; 0 for an input, except the copy that is made
-            of a tangent for the backward.
-        producer: the operator that allocates it, or -1.
-        first_use, last_use: the operators of ``forward`` that allocate it and read it
-            last, of those that the forward runs in every plan; or -1.
-        saved_as: the node to save in order to keep it, None if it cannot be saved.
+        nbytes: the bytes of each storage; 0 for an input, except for the copy that is
+            made of a tangent for the backward.
+        producer: for each storage, the operator that allocates it, or -1.
+        first_use, last_use: for each storage, where in ``forward`` it is allocated and
+            last used by operators that run there in every plan; or -1.
+        saved_as: for each storage, the node to save in order to keep it, or None if it
+            cannot be saved.
         always_saved: the storages that every plan keeps if it needs them.
         operators: the numbered ones.
         repeatable: whether the backward may run each of them.
@@ -120,7 +125,7 @@ class Program:
         owned: the inputs that the backward alone holds, until their last use.
         required: the nodes that the forward runs in every plan.
         gradients: the nodes that the backward returns.
-        timeline: what counts the live bytes of a phase.
+        timeline: the class that counts the live bytes of a phase.
     """
 
     values: dict[fx.Node, tuple[int, ...]]
@@ -166,8 +171,9 @@ class Program:
 
     @functools.cached_property
     def freeable(self) -> list[bool]:
-        """Whether each storage is freed when nobody reads it any more."""
-        # An output that no plan saves (a checkpoint's) is made again: that copy goes.
+        """Whether each storage is freed after its last use."""
+        # An output that no plan saves (as within a checkpoint) is made again for the
+        # backward, and that copy is freed.
         held = {s for s in self.outputs if self.saved_as[s] is not None}
         return [nbytes > 0 and s not in held for s, nbytes in enumerate(self.nbytes)]
 
@@ -181,20 +187,20 @@ class Program:
         return {s for node in nodes for s in self.values.get(node, ())}
 
     def saveable(self, nodes: Iterable[fx.Node]) -> list[int]:
-        """Those of these nodes' storages that can be saved, in order."""
+        """The storages of these nodes that can be saved, in order."""
         found = self.storages(nodes)
         return [s for s in sorted(found) if self.saved_as[s] is not None]
 
     def nbytes_of(self, storages: Iterable[int]) -> int:
-        """Bytes of these storages."""
+        """The total bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
     def releasing(self, alone: Mapping[int, int]) -> Program:
-        """The same, if the backward alone holds some storages, until their last use.
+        """The same, where the backward alone holds some storages until their last use.
 
-        ``alone`` maps these to their bytes: inputs, which then count, and what the
-        forward returned.  A tangent is not read once it is copied; its copy counts
-        anyway.
+        ``alone`` maps these to their bytes.  They may be inputs, which then count, and
+        outputs of the forward.  A tangent that is copied is only read for that, and the
+        copy counts in any case.
         """
         returned = self.outputs & alone.keys()
         inputs = alone.keys() - returned
@@ -214,8 +220,9 @@ class Program:
     def evaluate(self, chosen: Iterable[int]) -> Evaluation:
         """Take the plan that saves the ``chosen`` storages through both phases.
 
-        What cannot be repeated is saved even if not chosen.  O(operators + edges).
-        Raises CannotPlan where something can neither be saved nor repeated.
+        What the backward needs but cannot repeat is saved even if not chosen.
+        O(operators + edges).
+        Raises CannotPlan if something can neither be saved nor repeated.
         """
         return self.evaluate_all([chosen])[0]
 
@@ -223,7 +230,7 @@ class Program:
         """Evaluate many plans, in little more time than a few.
 
         Each bit of an integer stands for one plan, so what many plans repeat for the
-        same step is followed once; their live bytes are the columns of a tensor.
+        same step is followed only once.  Their live bytes are the columns of a tensor.
         """
         count = len(plans)
         everyone = (1 << count) - 1
@@ -238,7 +245,7 @@ class Program:
         ]
 
     def saved_by(self, plans: Sequence[Iterable[int]]) -> list[int]:
-        """The mask of the plans that save each storage; a plan is a set of storages."""
+        """For each storage, the mask of the plans (sets of storages) that save it."""
         saved = [0] * len(self.nbytes)
         for plan, chosen in enumerate(plans):
             for s in chosen:
@@ -250,12 +257,13 @@ class Program:
         return saved
 
     def follow(self, saved: list[int], everyone: int) -> tuple[list[int], list[int]]:
-        """Masks of the plans that need each storage in the backward, and of those that
-        repeat each operator.
+        """Find what the backward needs and repeats, given what plans save.
 
-        ``saved`` has a mask for each storage and ``everyone`` is the mask of all plans,
-        however many.  Adds what cannot be repeated to ``saved``; a plan keeps what it
-        both saves and needs.  O(operators + edges), on integers of one bit per plan.
+        ``saved`` has the mask of the plans that save each storage; what cannot be
+        repeated is added to it.  ``everyone`` is the mask of all plans.  Returns the
+        masks of the plans that need each storage in the backward, and of those that
+        repeat each operator.  A plan keeps what it both saves and needs.
+        O(operators + edges), on integers of one bit per plan.
         Raises CannotPlan as :meth:`evaluate` does.
         """
         needed = [0] * len(self.nbytes)
@@ -286,10 +294,10 @@ class Program:
     ) -> Repeats:
         """What is repeated for each step, in order, with the masks of the plans.
 
-        An operator that was traced in the backward keeps its place: what it needs comes
-        before it, and what the step itself needs after it.
+        Operators that were traced in the backward come first, each after what it needs;
+        then what the step itself needs.
         """
-        # The last entry stands for inputs, whose producer is -1: nothing repeats them.
+        # Inputs have the producer -1: the last entry, as they are never repeated.
         left = [*repeated, 0]
         repeats: Repeats = []
         for step in self.steps:
@@ -331,10 +339,11 @@ class Program:
         return timeline.peaks(count, self.held_by_caller), kept
 
     def forward_peaks(self, kept: Sequence[int], count: int) -> list[int]:
-        """The forward's peak in each plan.
+        """The forward's peak in bytes, for each of ``count`` plans.
 
-        What only the backward needs is made where it was traced, if it is saved, or
-        something that is made of it.
+        ``kept`` has the mask of the plans that keep each storage.  What only the
+        backward needs is made where it was traced, if it is kept or something that is
+        made of it is.
         """
         everyone = (1 << count) - 1
         timeline = self.timeline(self, kept, is_forward=True)
@@ -350,8 +359,8 @@ class Program:
     def saved_values(self, saved: set[int]) -> list[fx.Node]:
         """The nodes to save, in the graph's order, to keep the ``saved`` storages.
 
-        Views are made again from what they view; sizes are saved as such.  Raises
-        CannotPlan if the backward would have to run what it must not.
+        The backward makes views again from what they view; symbolic sizes are saved.
+        Raises CannotPlan if the backward would have to run what must run only once.
         """
         chosen = {self.saved_as[s] for s in saved}
         found: set[fx.Node] = set()

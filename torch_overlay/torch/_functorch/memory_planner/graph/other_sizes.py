@@ -1,4 +1,4 @@
-"""What traces of one graph for different sizes have in common."""
+"""Matches traces of the same code for inputs of different sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["calls_in", "times_larger"]
 
 
 def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
-    """What the code of a graph's forward calls, and the storages that these calls make.
+    """The functions that a graph's forward calls, and the storages that these make.
 
-    Both match across traces for other sizes, while the sizes decide which views and
-    copies there are, and what the backward computes.
+    A storage's key is its place: the calls so far, the operator, and a count.  Both can
+    be matched across traces for other sizes.  Nodes cannot, as the sizes decide which
+    views and copies there are, and what the backward computes.
     """
     functions: list[Any] = []
     made: dict[Any, int] = {}
@@ -43,7 +44,8 @@ def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
 def times_larger(model: Program, than: Program) -> float:
     """The factor by which a graph's forward makes more bytes than at another size.
 
-    Only storages that differ count: sums of weights, say, are as large for any batch.
+    Only storages whose sizes differ count, as some (like sums of weights) have the same
+    size for any batch.  1.0 if none differ.
     """
     ours, theirs = calls_in(model)[1], calls_in(than)[1]
     own = other = 0

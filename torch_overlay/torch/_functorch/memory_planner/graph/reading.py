@@ -31,10 +31,11 @@ def read(
     as_int: Callable[[Any], int] = concrete,
     device: Optional[torch.device] = None,
 ) -> Program:
-    """The program of a joint graph, whose first ``num_fwd_outputs`` are the forward's.
+    """The program of a joint graph.
 
-    ``as_int`` evaluates a symbolic size, by default to its hint.  Only bytes on
-    ``device`` count, by default the graph's own (:func:`.graph.storages.device_of`).
+    Its first ``num_fwd_outputs`` results are the forward's.  ``as_int`` evaluates a
+    symbolic size, by default to its hint.  Only bytes on ``device`` count, by default
+    the graph's own (:func:`.graph.storages.device_of`).
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
     (output,) = graph.find_nodes(op="output")
@@ -112,7 +113,7 @@ def _written_back(output: fx.Node) -> set[int]:
 
 
 def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
-    """Where the forward of every plan allocates and last reads each storage, or -1."""
+    """Where the forward of every plan allocates and last uses each storage, or -1."""
     first, last = [-1] * count, [-1] * count
     for at, each in enumerate(forward):
         if each.is_required:
@@ -138,7 +139,7 @@ def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[BackwardStep]:
             steps.append(BackwardStep(each, tuple(traced)))
             traced.clear()
         elif started and not each.is_required:
-            # A view has a place as well: what it views comes before it.
+            # A view stands for what it views, which has to be made before it.
             traced.append(each.writes or each.reads)
     return steps
 
@@ -159,7 +160,7 @@ def _choose_what_to_save(
             replayed.update(each.writes)
         elif node not in backward and isinstance(node.meta.get("val"), torch.Tensor):
             (s,) = storages.values[node]
-            # The exception is what one checkpoint hands to the next.
+            # The exception is a value that one checkpoint hands to the next.
             is_always_saved = is_kept(node)
             if is_always_saved:
                 always_saved.add(s)
@@ -170,9 +171,9 @@ def _choose_what_to_save(
 
 
 def _prefer_small_results(program: Program) -> None:
-    """Keep what is made from an operator that must run once, if that is no larger.
+    """Where an operator must run once, keep what is made of its result, if no larger.
 
-    For dropout, that is the mask, if the random numbers have no other use.
+    For dropout, that is the mask, provided that nothing else uses the random numbers.
     """
     needed = {s for step in program.steps for s in step.operator.reads}
     readers: list[set[int]] = [set() for _ in program.nbytes]

@@ -1,10 +1,10 @@
 """What it costs to run a node of the forward again.
 
-With the estimator "flops", an operator costs its FLOP, and one that no compiler fuses
-at least one FLOP for each byte that it moves.  A custom operator's cost can be set with
-``torch.utils.flop_counter.register_flop_formula``.  All others, such as sums, cost 1.
-"roofline" converts the bytes of every operator to the arithmetic that an accelerator
-could have done meanwhile.
+With the estimator "flops", an operator that no compiler fuses costs its FLOP, or one
+FLOP for each byte that it moves, if that is more.  A custom operator's FLOP can be set
+with ``torch.utils.flop_counter.register_flop_formula``.  All other operators, such as
+sums, cost 1.  "roofline" also converts the bytes of every operator to the arithmetic
+that an accelerator could have done meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "roofline",
 ]
 
-# The estimators that have a name, and the unit of each.
+# The estimators that the config can name, and the unit of each.
 RUNTIME_UNITS = {
     "flops": "FLOP",
     "roofline": "FLOP",
@@ -41,8 +41,8 @@ RUNTIME_UNITS = {
     "testing": "operators",
 }
 
-# FLOP that a device does while it moves a byte.  One number for all devices, so that
-# ranks agree: CPUs have 10 to 50, accelerators 100 to 300 in half precision.
+# FLOP that a device does while it moves a byte: 10 to 50 on CPUs, and 100 to 300 in
+# half precision on accelerators.  One number for all, so that all ranks plan the same.
 FLOP_PER_BYTE = 100
 
 # The assumed value of a symbolic size without a hint, as in the partitioner.
@@ -58,14 +58,15 @@ _GROUPED = [
 # The namespaces of operators that a compiler knows.
 _BUILTIN = ("aten", "prims", "prim", "rngprims", "inductor_prims", "_c10d_functional")
 
-# Their results share their argument's memory, though their schemas do not say so.
+# Operators whose results are views of an argument, though their schemas do not say so.
 _ALIASING = (aten._unsafe_view.default,)
 
 
 def recompute_cost(node: fx.Node, estimator: Any) -> float:
-    """The runtime of a node, by an estimator of the config; at least 1 FLOP.
+    """The runtime of a node in the unit of the estimator; at least 1 for FLOP.
 
-    All but "flops" and "roofline" are upstream's, which only uses the config's own.
+    Only "flops" and "roofline" are computed here.  All others are upstream's, whose
+    function takes no estimator but uses the one in the config.
     """
     from torch._functorch.partitioners import estimate_runtime
 
@@ -91,8 +92,8 @@ def concrete(size: int | torch.SymInt) -> int:
 def is_costly(node: fx.Node) -> bool:
     """Whether a node does work that no compiler fuses into what reads it.
 
-    That is an operator with a FLOP formula, or one that the compiler knows nothing
-    about: from a user's library, or a user's own kernel.
+    That is an operator with a FLOP formula, one from a library that the compiler does
+    not know, or a higher-order operator, such as a call of a user's kernel.
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -101,9 +102,9 @@ def is_costly(node: fx.Node) -> bool:
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a node, 0 if no formula is known for it.
+    """The FLOP of a node, 0 if no formula is known for it.
 
-    A higher-order operator without a formula counts those of its graphs.
+    A higher-order operator without a formula has the FLOP of the graphs that it calls.
     """
     formula = _formula(node)
     if formula is None:
@@ -116,12 +117,12 @@ def flops(node: fx.Node) -> int:
 
 
 def roofline(node: fx.Node) -> int:
-    """The larger of a node's FLOP and its bytes' worth in FLOP; at least 1."""
+    """A node's FLOP, or its bytes converted to FLOP if that is more; at least 1."""
     return max(flops(node), FLOP_PER_BYTE * _bytes_moved(node), 1)
 
 
 def _bytes_moved(node: fx.Node) -> int:
-    """The bytes of a node's arguments and results, 0 for a view."""
+    """The total bytes of a node's arguments and results, 0 for a view."""
     if is_view(node):
         return 0
     values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
@@ -143,6 +144,9 @@ def _formula(node: fx.Node) -> Any:
 
 
 def _grouped_product(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-    """FLOP of ``_grouped_mm``, whose groups divide up one of the three sizes."""
+    """The FLOP of ``_grouped_mm``.
+
+    Its groups divide up one of the three sizes, unless both arguments are batches.
+    """
     groups = first.shape[0] if first.dim() == 3 and second.dim() == 2 else 1
     return 2 * first.numel() // groups * second.shape[-1]

@@ -1,9 +1,9 @@
 """The storages of a graph's values, and what its operators have live while they run.
 
-A higher-order operator runs other graphs, its *bodies*.  What they allocate is live
-meanwhile, beyond its results: the operator's *scratch*.  It is counted as if run by
-eager code, one operator of a body after another: of several branches, the largest; of a
-loop, what it carries, old and new, and what it has collected so far.
+A higher-order operator runs other graphs, its *bodies*.  What these have live beyond
+the operator's results is its *scratch*.  It is counted as if a body ran operator by
+operator, in eager mode.  Of several branches, the largest counts; a loop holds the old
+and the new values of what it carries, and what it has collected so far.
 """
 
 from __future__ import annotations
@@ -51,24 +51,25 @@ _RUN_ONCE = (
     "wrap_with_autocast",
     "wrap_with_set_grad_enabled",
 )
-# Operators that, unless made into a kernel, first make a value as large as their
-# result: a product, to add something to.
+# Operators that, unless compiled into a kernel, need an intermediate value as large as
+# their result: here the product, before the addition.
 _COMPOSED = ("prims.fma.default",)
-# The bytes of each integer index by which a scan writes its results.
+# The bytes of an integer index; a scan writes its results by these.
 _INDEX_BYTES = 8
 
 
 class CannotPlan(Exception):
-    """The model does not understand a joint graph, or a plan for it cannot be run."""
+    """A joint graph cannot be modeled, or a plan for it cannot be run."""
 
 
 class Operator(NamedTuple):
     """A node that runs, and the storages that it reads and allocates.
 
     Args:
-        nbytes: the bytes that it allocates.
+        nbytes: the bytes that it allocates for its results.
         is_required: whether the forward runs it in every plan.
-        scratch: what it has live beyond these, mostly for its bodies; None if unknown.
+        scratch: the bytes that it has live beyond those while it runs, mostly for its
+            bodies; None if unknown.
     """
 
     node: fx.Node
@@ -82,8 +83,8 @@ class Operator(NamedTuple):
 def device_of(graph: fx.Graph) -> torch.device:
     """The device whose bytes a plan for the graph counts.
 
-    That is an accelerator where the graph has values on one, else the CPU; of several,
-    the one that has the most bytes.
+    That is an accelerator if the graph has values on one, else the CPU; of several
+    accelerators, the one with the most bytes.
     """
     nbytes: dict[torch.device, int] = {}
     for node in graph.nodes:
@@ -104,8 +105,8 @@ def has_bodies(node: fx.Node) -> bool:
 
 
 def is_on(device: torch.device, value: torch.Tensor) -> bool:
-    """Whether a value is on a device, or on any of its type if that has no index."""
-    # A fake tensor's storage is on another device.
+    """Whether a value is on a device, or any of its type if that has no index."""
+    # Not the device of the storage, which for a fake tensor is another one.
     there = value.device
     return there.type == device.type and device.index in (None, there.index)
 
@@ -113,14 +114,15 @@ def is_on(device: torch.device, value: torch.Tensor) -> bool:
 class Storages:
     """The storages of a graph's values, numbered in the order of their allocation.
 
-    nbytes[s]: a storage's size, 0 for inputs and what is on another device.
+    nbytes[s]: the bytes of a storage, 0 for inputs and on other devices.
     values[node]: the storages of a node's value.
     read_via[node]: the storages that a reader of the node reads.
     calls: the graph's operators, with what they read and allocate.
-    tangent_bytes, copied: tangents' bytes at the caller, and their copies' storages.
+    tangent_bytes: the bytes of the tangents that the caller passes.
+    copied: the storages of the copies that are made of some of these.
 
-    If a ``required`` node is a size, no storage need be live for it.
-    O(nodes + edges), those of bodies included.
+    Reading a size that is ``required`` needs no storage: the forward has its value.
+    O(nodes + edges), including those of bodies.
     Raises CannotPlan for values that have no storage to count.
     """
 
@@ -140,7 +142,7 @@ class Storages:
         self.read_via: dict[fx.Node, tuple[int, ...]] = {}
         self.calls: list[Operator] = []
         self._known: dict[fx.Graph, Optional[Body]] = {}
-        # The identity of each storage.
+        # What identifies each storage.
         self._keys: list[int] = []
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
@@ -148,13 +150,14 @@ class Storages:
             value = node.meta.get("val")
             is_part = node.target is operator.getitem
             if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
-                # Its own meta may be that of a twin that was merged with it.
+                # Not its own meta: merging common subexpressions may have left that of
+                # another node.
                 value = values[node.args[0]][node.args[1]]
             values[node] = value
             is_size = isinstance(value, py_sym_types)
             first = len(self.nbytes)
             found: tuple[int, ...] = ()
-            # What a size is read from must be live when it is read.
+            # What a size is computed from must be live until then.
             if not is_size or (reads and node not in required):
                 found = self._number(node, value, reads)
             self.values[node] = found
@@ -203,11 +206,11 @@ class Storages:
         return [self._known[graph] for graph in graphs]
 
     def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
-        """Count the caller's bytes of a tangent, and the copy that is made of it.
+        """Count the bytes of a tangent that is passed, and of the copy made of it.
 
-        Autograd makes gradients without gaps.  Where the output has gaps, as a slice
-        does, so does the tangent that the graph was traced with, and AOTAutograd copies
-        the one that it is given into that layout.
+        Autograd makes gradients without gaps between their elements.  If an output has
+        gaps, as a slice may, so does the tangent that the graph was traced with, and
+        AOTAutograd copies the one it is given into that layout.
         """
         if not is_on(self.device, tangent):
             return
@@ -223,7 +226,7 @@ class Storages:
     def _number(
         self, node: fx.Node, value: Any, reads: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """A value's storages: shared with what is read or another input, or new."""
+        """A value's storages: those of what it reads, of another input, or new ones."""
         first = len(self.nbytes)
         found: dict[int, None] = {}
         runs_bodies = bool(self._bodies(node))
@@ -239,15 +242,17 @@ class Storages:
                 key, size = id(part), 0
             else:
                 continue
-            # One result may be a view of another.
+            # It may be a view of what it reads or of another of its results; an input
+            # may be one of any earlier input.
             known = (*reads, *range(first if reads else 0, len(self.nbytes)))
             if runs_bodies:
-                # Its fake results may be those of another call.  If a nested region
-                # returns what it is given, it has to run again for that.
+                # Its fake results may be shared with another call of the same body, so
+                # only other results count.  A result that is an argument is taken for a
+                # new one, as the operator has to run again for it.
                 known = (*range(first, len(self.nbytes)),)
             s = next((s for s in known if self._keys[s] == key), -1)
             if s < 0 and reads and is_view(node):
-                # Common subexpressions were merged: what it views is now a twin.
+                # What it viewed was merged with another node, a common subexpression.
                 s = reads[0]
             if s < 0:
                 s = len(self.nbytes)
@@ -261,12 +266,12 @@ class Storages:
 
 
 class Body(NamedTuple):
-    """The bytes that a graph allocates, run by itself, operator by operator.
+    """The bytes that a graph allocates if it runs by itself, operator by operator.
 
     Args:
-        peak: the most that is live while it runs.
+        peak: the most live bytes while it runs.
         results: the bytes of each result, 0 if the graph did not allocate it.
-        values: its results, None for constants.
+        values: the (fake) values of the results, None for constants.
     """
 
     peak: int
@@ -277,7 +282,7 @@ class Body(NamedTuple):
 def body_of(
     graph: fx.Graph, as_int: Callable[[Any], int], device: torch.device
 ) -> Optional[Body]:
-    """What a graph without a backward allocates, None if unknown."""
+    """What a graph that is not split allocates; None if unknown."""
     try:
         storages = Storages(graph, {*graph.nodes}, (), as_int, device)
     except CannotPlan:
@@ -313,7 +318,7 @@ def _peak_of(
 ) -> Optional[int]:
     """The most bytes live while an operator runs its bodies, with its results.
 
-    The results take ``nbytes``.  None if how it runs its bodies is unknown.
+    The results take ``nbytes``.  None if it is not known how it runs its bodies.
     """
     target: Any = node.target
     name = target.name()
@@ -321,7 +326,7 @@ def _peak_of(
         return max(body.peak for body in bodies)
     if name == "while_loop":
         _, body = bodies
-        # The old values of what it carries, while it computes the new ones.
+        # It holds the old values of what it carries while it computes the new ones.
         return sum(body.results) + max(each.peak for each in bodies)
     if name not in ("map_impl", "scan"):
         return None
@@ -332,7 +337,7 @@ def _peak_of(
     values = [each.meta["val"] for each in given]
     length = as_int(values[0].shape[0])
     if name == "map_impl":
-        # All results are there before they are stacked.
+        # All results are live before they are stacked.
         each = sum(body.results)
         return max((length - 1) * each + body.peak, length * each + nbytes)
     size = sum(as_int(v.numel()) * v.itemsize for v in values if is_on(device, v))
@@ -341,11 +346,17 @@ def _peak_of(
 
 
 def _peak_of_scan(body: Body, carries: int, slices: int, nbytes: int) -> int:
-    """The same for a scan, whose body carries its first results to the next step.
+    """The same for a scan, whose body passes its first results on to the next step.
 
-    The others are written, by indices as large as a result, into stacks that exist from
-    the first step on.  What the first step returned stays, in some releases with the
-    slices that it got; what another step returned stays until the end of the next.
+    The other results are written into stacks, which exist from the first step on, by
+    indices with as many elements as a result.  What the first step returned stays live
+    throughout, in some releases with the slices of the inputs that it got.  What each
+    later step returned stays live until the end of the next one.
+
+    Args:
+        carries: how many of the body's results are passed on.
+        slices: the bytes of one step's slices of the inputs.
+        nbytes: the bytes of the scan's results.
     """
     carried, each = sum(body.results[:carries]), sum(body.results)
     parts = [v for v in body.values[carries:] if isinstance(v, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Symbolic sizes: where the arguments of a call have them, and their values there."""
+"""Symbolic sizes: where to find them in the arguments of a call, and their values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "size_evaluator", "sizes_in", "symbols_in"]
 
-# For each symbol, the argument that has its value, and the dimension of a tensor.
+# For each symbol, the index of an argument, and its dimension that has the symbol's
+# value; None if the argument is that value itself.
 Places = dict[Any, tuple[int, Optional[int]]]
 
 
 def sizes_in(args: Sequence[Any], symbols: Places) -> tuple[int, ...]:
-    """The values of the symbols in a call."""
+    """The values that the symbols have in a call, in the order of ``symbols``."""
     places = symbols.values()
     return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
 
 
 def size_evaluator(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]:
-    """A function that evaluates a size, given these values of the symbols."""
+    """A function that evaluates symbolic sizes, given the values from `sizes_in`.
+
+    A size that also depends on other symbols is evaluated to its hint.
+    """
     symbols = dict(zip(places, sizes))
 
     def as_int(size: Any) -> int:
@@ -38,7 +42,7 @@ def size_evaluator(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]
 
 
 def symbols_in(given: Sequence[Any]) -> Places:
-    """Where the arguments of a call have the symbols of sizes."""
+    """Where to find symbolic sizes in the arguments of a call, the first place each."""
     found: Places = {}
     for i, each in enumerate(given):
         is_tensor = isinstance(each, torch.Tensor)

@@ -1,8 +1,8 @@
-"""What an operator takes for itself while it runs, which no plan counts.
+"""Measures the workspaces of operators, which no plan counts.
 
 On a CPU, convolutions reorder their arguments into memory of their own, which may be as
 large as the arguments.  How much one takes depends on the library, the processor and
-the sizes, so it is measured.
+the sizes, so it cannot be computed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def workspace_of_convolutions(nodes: Iterable[fx.Node]) -> int:
-    """The most bytes that the largest convolution of each kind takes on a CPU.
+    """The bytes of the largest workspace of a convolution on a CPU.
 
-    It is run on zeros of its sizes.  0 if there is none, if its sizes are symbolic, or
-    while another profiler runs.
+    The forward and the backward convolution with the most FLOP are each run once, on
+    zeros.  Those with symbolic sizes are left out.  0 if that leaves none, or while
+    another profiler runs.
     """
     largest: dict[Any, fx.Node] = {}
     for node in nodes:

@@ -1,1 +1,1 @@
-"""The target "peak": plans of a graph, and the choice among those of all graphs."""
+"""The target "peak": finds the plans of graphs, and chooses among them for a peak."""

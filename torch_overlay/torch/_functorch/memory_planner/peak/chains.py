@@ -1,9 +1,10 @@
 """Checkpoints at narrow places of the forward, as between a transformer's layers.
 
-A plan that saves what crosses such places repeats one segment at a time.  A segment's
-own peak hardly depends on the others, so it is measured once, and dynamic programming
-finds the checkpoints with the lowest peak, or those that save least within a peak
-(Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019).
+A plan that saves what is live across such places repeats one segment between them at a
+time.  A segment's own peak hardly depends on the others.  So it is measured once, and
+dynamic programming finds the checkpoints with the lowest peak, or those that save least
+within a peak (after Beaumont et al., "Optimal checkpointing for heterogeneous chains",
+2019).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Chain", "correct", "places_in"]
 
-# Candidate places for checkpoints are the narrowest minima, by these shares of all.
+# Checkpoints may be at the narrowest of the local minima: one list of candidates for
+# each of these shares of all minima.
 _SHARES = (1, 0.75, 0.5, 0.25)
 # The most candidate places that a segment may span.
 _SPAN = 8
@@ -31,9 +33,10 @@ _CORRECTIONS = 8
 
 
 def places_in(graph: Program) -> list[list[int]]:
-    """The forward's steps after which few bytes are needed by later ones.
+    """The places in the forward across which few bytes are live: lists of local minima.
 
-    These are local minima, a list for each share of ``_SHARES``.  O(steps + storages).
+    There is a list for each share of ``_SHARES``, without duplicates.  A place is the
+    index of the operator before it.  O(operators + storages), plus sorting the minima.
     """
     steps = len(graph.forward)
     change = [0] * (steps + 1)
@@ -42,7 +45,7 @@ def places_in(graph: Program) -> list[list[int]]:
             change[birth] += graph.nbytes[s]
             change[graph.last_use[s]] -= graph.nbytes[s]
     crossing = list(accumulate(change))
-    # Of equal neighbours, the last.
+    # Of equally narrow neighbors, the last.
     ends = [at for at in range(steps - 1) if crossing[at] != crossing[at + 1]]
     before = [math.inf, *(crossing[at] for at in ends)]
     minima = [
@@ -62,9 +65,9 @@ def places_in(graph: Program) -> list[list[int]]:
 def correct(plans: Plans, chains: Sequence[Chain]) -> None:
     """Find the checkpoints of each chain that have the lowest peak.
 
-    Where a segment's peak depends on its neighbours after all, the answer measures
-    higher than expected, and the peaks learned from it lead to a different answer.
-    Chains are measured together, which takes little longer than measuring one.
+    If a segment's peak depends on its neighbors after all, the answer has a higher peak
+    than expected.  Learning the segments' peaks from that leads to a different answer.
+    Chains are evaluated together, which takes little longer than evaluating one.
     """
     open_chains = [*chains]
     for _ in range(_CORRECTIONS + 1):
@@ -83,11 +86,12 @@ def correct(plans: Plans, chains: Sequence[Chain]) -> None:
 
 
 class Chain:
-    """Plans that save what crosses chosen places of the forward, out of a list of them.
+    """Plans that save what is live across some of the ``places`` in the forward.
 
-    Place 0 is the start of the forward, where nothing crosses, and place ``end`` its
-    end.  ``peak[i, j]`` is the most that is live while the backward works between the
-    places i and j, not counting what the checkpoints up to i keep.
+    Places are numbered from 1.  Number 0 is the start of the forward, where nothing
+    crosses, and ``end`` is its end.  ``peak[i, j]`` has the most bytes that are live
+    while the backward is between places i and j, without those that the checkpoints up
+    to i keep; ``width[i, j]`` has the bytes that a checkpoint at j adds to these.
     """
 
     def __init__(self, plans: Plans, places: Sequence[int]) -> None:
@@ -104,18 +108,19 @@ class Chain:
         }
         self.where = self._where()
         self.peak: dict[tuple[int, int], int] = {}
-        # To be measured next: places, the storages that they save, the peak expected.
+        # What to measure next: chosen places, with the storages that they save.
         self.choices = self._saving(
             [i for i in range(1, self.end) if i % span == offset]
             for span in range(1, _SPAN + 1)
             for offset in range(span)
         )
+        # The peak that the dynamic program expects of its last answer.
         self.expected: Optional[int] = None
-        # The dynamic program's answers: the measured peak of each, and what it saves.
+        # The answers of the dynamic program: the measured peak, and what is saved.
         self.found: list[tuple[int, frozenset[int]]] = []
 
     def storages(self, chosen: Iterable[int]) -> frozenset[int]:
-        """What crosses these places."""
+        """The storages that are live across any of these places."""
         return frozenset().union(*(self.crossing[i] for i in chosen))
 
     def _crossing(self, places: Sequence[int]) -> list[set[int]]:
@@ -131,8 +136,8 @@ class Chain:
     def _where(self) -> list[int]:
         """How far back in the forward each backward step has got, the last step first.
 
-        That is the step that makes the latest of the large storages read by it or by
-        later steps.  Small ones (a mask, a constant) may be read anywhere.
+        That is the operator that makes the latest of the large storages that this step
+        or later ones read.  Small ones (a mask, a constant) may be read anywhere.
         """
         graph = self.graph
         large = max(graph.nbytes, default=0) // 128
@@ -150,7 +155,7 @@ class Chain:
         return {tuple(chosen): self.storages(chosen) for chosen in choices}
 
     def measure(self) -> None:
-        """Learn the segments' peaks from the choices, which have been evaluated."""
+        """Learn the segments' peaks from the choices, once these are evaluated."""
         for chosen, storages in self.choices.items():
             live = self.plans.evaluations[storages].step_peaks[::-1]
             done = kept = 0
@@ -169,7 +174,7 @@ class Chain:
 
     def choose(self) -> None:
         """Pick the checkpoints that should have the lowest peak, to measure next."""
-        # The upper bound is enough for a checkpoint at every place.
+        # Checkpoints at all places stay within the upper bound.
         low, high = 0, max(self.peak.values()) + self.graph.nbytes_of(self.everything)
         chosen: Sequence[int] = range(1, self.end)
         while high - low > high // 1000 + 1:
@@ -182,11 +187,11 @@ class Chain:
         self.choices, self.expected = self._saving([chosen]), high
 
     def leanest(self, peak: int) -> Optional[list[int]]:
-        """The places that save the fewest bytes and keep segments within ``peak``.
+        """The places that save the fewest bytes with all segments within ``peak``.
 
         All that matters to the segments after a place is how many bytes the checkpoints
-        before it keep.  None where there are no such places.
-        O(places * span).
+        up to it keep, so dynamic programming finds the fewest.  None if no places will
+        do.  O(places * _SPAN).
         """
         kept = [math.inf] * (self.end + 1)
         previous = [0] * (self.end + 1)

@@ -1,7 +1,7 @@
 """Chooses plans for the graphs of a step, by what each keeps while others run.
 
-A step is a sequence of events, F(c) and B(c): the forward and the backward of a call c.
-The bytes live at any moment are
+A step is a sequence of events F(c) and B(c): the forward and the backward of a call c.
+The bytes that are live at any moment are
 
     what eager code holds + what is kept by each call whose backward is still to come
     + what the running graph has beyond that
@@ -11,9 +11,9 @@ so a :class:`.Footprint` describes a plan of a graph, and :data:`Moments` a step
 A graph by itself is a step of one call.
 
 Calls of one graph may get two plans.  A call's *slot* is the smallest number that no
-other live call has; calls up to some slot get one plan, those above it another.  That
-fills the room that one plan for all would leave, and lets the calls whose backward
-comes first keep what they are about to need anyway.
+other call waiting for its backward has.  Calls in slots below some number get one plan,
+all others the second.  That uses the room that one plan for all would leave, and lets
+the calls whose backward comes first keep what they are about to need anyway.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Curve", "Held", "Moments", "allowed_peak"]
 
-# The most plans of one graph to combine, and the most slots at which they may change.
+# The most plans of one graph to combine in pairs, and about how many slots at which to
+# change from one to the other.
 _COMBINED, _SPLITS = 16, 32
-# How many peaks are planned for between the floor and that of the fastest plans.
+# How many peaks to plan for, between the floor and the peak of the fastest plans.
 _LEVELS = 48
-# The most rounds in which each graph chooses again, as others have changed theirs.
+# The most rounds in which each graph chooses again, after the others' choices.
 _SWEEPS = 8
 
 
@@ -55,9 +56,9 @@ class Held(NamedTuple):
     """What the call in ``slot`` of the graph numbered ``graph`` holds at a moment.
 
     ``what`` is "kept" for a call that waits for its backward, "forward" or "backward"
-    for the one that runs, and "output" for a result that nobody holds any more unless
-    it is saved.  ``of`` is the index of an output, the inputs that a backward alone
-    holds, or for "kept" the number of such calls, if not one.
+    for the one that runs, and "output" for a result that is only live if it is saved.
+    ``of`` is the index of the output; for "backward", those of the inputs that it alone
+    holds; for "kept", the number of such calls, if not one.
     """
 
     graph: int
@@ -66,12 +67,17 @@ class Held(NamedTuple):
     of: Any = None
 
 
-# What calls hold at each moment, with the most bytes that eager code has live then.
+# A step's moments: what calls hold at each one, with the most bytes that eager code has
+# live then.
 Moments = dict[frozenset[Held], int]
 
 
 class Choice(NamedTuple):
-    """A plan for each slot of each graph; bytes, and cost in the estimator's unit."""
+    """A plan for each slot of each graph.
+
+    ``peak`` is the step's, in bytes, and ``cost`` what it recomputes, in the
+    estimator's unit.  ``choices`` has the indices of plans in the menus, by graph.
+    """
 
     peak: int
     cost: float
@@ -93,12 +99,12 @@ class Curve:
         moments: those of the step.
         margin: the share by which a peak may turn out higher than planned.
 
-    Where a step has one graph, all choices for it are compared.  With more, the peak is
-    lowered level by level, each time by the choices that cost least per byte taken off,
-    and the room that is left is filled again.  The levels do not depend on the request,
-    so asking for a lower peak never yields a higher one.
+    If a step has only one graph, all choices for it are compared.  With more, the peak
+    is lowered level by level, each time by the choices that cost least per byte taken
+    off, and the room that this leaves is filled again.  The levels do not depend on the
+    request, so asking for a lower peak never yields a higher one.
 
-    O(levels * choices * moments).
+    A level takes O(choices * moments) for each change of a choice.
     """
 
     def __init__(
@@ -109,7 +115,8 @@ class Curve:
         margin: float = 0.0,
     ) -> None:
         self.graphs, self.margin = graphs, margin
-        # The choices of all graphs, what each has live at every moment, and its cost.
+        # The choices of all graphs, the bytes that each has live at every moment, and
+        # its cost.
         self._choices: list[tuple[int, ...]] = []
         # Each graph's slice of them; the first in it is the fastest plan for all slots.
         self._own: list[slice] = []
@@ -132,19 +139,19 @@ class Curve:
         return self.plans[0].peak
 
     def with_margin(self, margin: float) -> Curve:
-        """The same plans, which were chosen for any margin."""
+        """The same plans with another margin, which they do not depend on."""
         other = copy.copy(self)
         other.margin = margin
         return other
 
     def at_most(self, plan: Choice) -> int:
-        """The most bytes that a plan's peak may turn out to be."""
+        """The most bytes that the peak of a plan may turn out to take."""
         return plan.peak + math.ceil(plan.peak * self.margin)
 
     def allowed(self, share: float) -> int:
-        """The peak in bytes that a share allows; at 0, the floor with its margin.
+        """The peak in bytes that a share allows; at 0, the floor plus its margin.
 
-        If that reaches the peak without a budget, the margin is added to both.
+        If that is no lower than the peak without a budget, the margin is added to both.
         """
         floor, top = self.at_most(self.plans[0]), self.unbudgeted.peak
         if floor >= top:
@@ -152,7 +159,7 @@ class Curve:
         return allowed_peak(share, floor, top)
 
     def within(self, peak: int) -> Choice:
-        """The cheapest plan sure to stay within a peak, or the lowest if none is."""
+        """The cheapest plan sure to stay within a peak in bytes, or else the lowest."""
         if self.at_most(self.unbudgeted) <= peak:
             return self.unbudgeted
         fitting = [plan for plan in self.plans if self.at_most(plan) <= peak]
@@ -165,7 +172,7 @@ class Curve:
     def _options(
         self, graph: int, calls: Sequence[int], moments: Moments
     ) -> tuple[list[tuple[int, ...]], torch.Tensor, torch.Tensor]:
-        """The choices for a graph, what each has live at every moment, and its cost."""
+        """The choices for a graph, the bytes of each at every moment, and its cost."""
         plans, slots = self.graphs[graph].plans, len(calls)
         live = self._live_by_slots(graph, slots, moments)
         # Two plans, and the slot at which the second begins.
@@ -182,7 +189,9 @@ class Curve:
         cost = torch.tensor([plan.cost for plan in plans], dtype=torch.float64)
         made = torch.tensor([0, *itertools.accumulate(calls)])
         costs = made[begin] * cost[first] + (made[-1] - made[begin]) * cost[second]
-        # Only choices that no other beats by one of these are worth trying.
+        # Only choices on the Pareto front of cost and one of these are worth trying:
+        # the graph's own maximum, that with eager code's bytes, and the bytes at the
+        # moment of the highest peak of any one plan.
         measures = (
             vectors.amax(1),
             (vectors + self._rest).amax(1),
@@ -190,14 +199,14 @@ class Curve:
         )
         pairs = [[*zip(m.tolist(), costs.tolist())] for m in measures]
         found = {0}.union(*map(undominated, pairs))
-        # With one slot there are few, and any may be the right one beside other graphs.
+        # With one slot, there are few, and any of them may be best beside other graphs.
         good = sorted(found) if slots > 1 else list(range(len(choices)))
         chosen = (choices[i] for i in good)
         of_slots = [(p,) * at + (q,) * (slots - at) for p, q, at in chosen]
         return of_slots, vectors[good], costs[good]
 
     def _live_by_slots(self, graph: int, slots: int, moments: Moments) -> torch.Tensor:
-        """The bytes live in calls in slots below k, indexed by plan, k and moment."""
+        """The bytes of the calls in slots below k, indexed by plan, k and moment."""
         plans = self.graphs[graph]
         shape = (slots + 1, len(moments), len(plans.plans))
         live = torch.zeros(shape, dtype=torch.float64)
@@ -213,7 +222,10 @@ class Curve:
         return live.cumsum(0).permute(2, 0, 1)
 
     def _search(self) -> list[Choice]:
-        """States between the fastest plans, which come first, and the lowest peak."""
+        """Choices for all graphs: the fastest, then others down to the lowest peak.
+
+        A state has, for each graph, the index of a choice.
+        """
         state = torch.tensor([own.start for own in self._own])
         states = [self._plan(state)]
         if len(state) == 1:
@@ -239,7 +251,10 @@ class Curve:
         return self._rest + self._vectors[state].sum(0)
 
     def _lowered(self, state: torch.Tensor, peak: float) -> torch.Tensor | None:
-        """Switch choices, cheapest per byte first, until all is within the peak."""
+        """Switch choices, cheapest per byte first, until the peak is at most ``peak``.
+
+        None if that cannot be reached.
+        """
         state = state.clone()
         sizes = torch.tensor([own.stop - own.start for own in self._own])
         owner = torch.arange(len(state)).repeat_interleave(sizes)
@@ -248,12 +263,12 @@ class Curve:
             excess = (live - peak).clamp(min=0).sum()
             if not excess:
                 return state
-            # The current choice of the same graph that each choice would replace.
+            # For each choice, the current one of its graph, which it would replace.
             place = state[owner]
             left = live + self._vectors - self._vectors[place] - peak
             taken = excess - left.clamp(min=0).sum(1)
             more = self._costs - self._costs[place]
-            # Less than a byte is a rounding error, and could go back and forth forever.
+            # Gains below a byte are rounding errors, and might alternate forever.
             price, index = torch.where(taken >= 1, more / taken, math.inf).min(0)
             if price.isinf():
                 return None
@@ -267,7 +282,8 @@ class Curve:
             for g, own in enumerate(self._own):
                 vectors = self._vectors[own]
                 peaks = (self._live(state) - self._vectors[state[g]] + vectors).amax(1)
-                # Even where other graphs set the peak, its own maximum has to fall.
+                # Over the peak, prefer a lower maximum of its own, even if only other
+                # graphs set the peak.
                 over = vectors.amax(1) * (peaks > peak)
                 numbers = peaks.clamp(min=peak), over, self._costs[own]
                 keys = zip(*(each.tolist() for each in numbers), itertools.count())
@@ -278,16 +294,17 @@ class Curve:
 
 
 def _splits(slots: int) -> list[int]:
-    """Slots at which a second plan may begin; the last one runs beside all others."""
+    """Slots at which a second plan may begin, always including the last slot."""
     spread = {round(k * slots / _SPLITS) for k in range(1, _SPLITS)}
     return sorted({slots - 1, *spread} - {0, slots})
 
 
 def _combined(plans: Sequence[Footprint], slots: int, lowest: int) -> list[int]:
-    """The plans that may be combined: those that no other beats by some measure.
+    """The indices of the plans that may be combined.
 
-    The fastest is a candidate too, and so is ``lowest``, the plan with the lowest peak
-    if all calls have the same one.
+    Candidates are the Pareto fronts of cost and three measures: what a call keeps, what
+    it holds while it runs, and something in between that depends on the slots.  So are
+    the fastest plan and ``lowest``, which has the lowest peak if all calls have it.
     """
     found = {0, lowest}
     for share in (0, 1 / slots, 1):

@@ -38,10 +38,10 @@ __all__ = ["menu_of", "plan_graph", "with_chunks"]
 
 
 def with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
-    """The plans of a graph as it is, which ``menu_for`` finds, and in chunks.
+    """The plans of a graph as it is and in chunks, each found by ``menu_for``.
 
-    The graph's own first plan stays first.  Of plans that cost the same, fewer chunks
-    come first.
+    The first plan of the graph as it is stays first.  The others follow by rising cost;
+    of equal ones, those with fewer chunks come first.
     """
     menu = menu_for(joint)
     plans, variants = [*menu.plans], {**menu.variants}
@@ -69,14 +69,18 @@ def plan_graph(
     missing: Optional[Missing] = None,
     is_whole: bool = True,
 ) -> Menu:
-    """The plans of a joint graph, and its model; ``saved`` is what budget 1 saves.
+    """Find the plans of a joint graph for a step.
 
-    If ``is_only``, there is just the plan that saves that.  All are for calls that lack
-    what is ``missing``.  ``is_whole`` says that its head is in one piece.
+    The search is the one for the peak of a graph by itself, although what a call keeps
+    matters more than its own peak if other calls run before its backward.
 
-    They come from the search for a peak, though where calls wait for each other, what a
-    call keeps matters more than its own peak.
-    Raises as :func:`.graph.reading.read` does.
+    Args:
+        saved: what budget 1 saves.
+        is_only: whether to return just the plan that saves that.
+        missing: what the graph's calls lack.
+        is_whole: whether its head is in one piece.
+
+    Raises CannotPlan as :func:`.graph.reading.read` does.
     """
     model = model_of(joint, missing)
     plans = Plans(model, recompute_costs(model, joint))
@@ -87,7 +91,7 @@ def plan_graph(
         if missing is None and is_whole:
             compare_with_no_checkpoints(joint, plans)
         if model.is_fused:
-            # The search does this only for operators.  A waiting call keeps least if
+            # For kernels, the search leaves these out.  A waiting call keeps least if
             # everything is recomputed, as in a checkpoint.
             plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
     return menu_of(joint, plans, missing)
@@ -99,15 +103,15 @@ def menu_of(
     missing: Optional[Missing] = None,
     keeps_fastest: bool = False,
 ) -> Menu:
-    """The evaluated plans that no other beats.
+    """The evaluated plans that no other beats, by rising cost.
 
-    With ``keeps_fastest``, budget 1's comes first, even if another beats it.
+    With ``keeps_fastest``, that of budget 1 comes first, even if another beats it.
     """
     model = plans.graph
     found = _footprints(joint, plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     fastest = found[0].storages
-    # Of equally cheap ones, budget 1's first.
+    # Of equally cheap plans, that of budget 1 comes first.
     best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
     if keeps_fastest:
         best = found[:1] + [plan for plan in best if plan.storages != fastest]
@@ -121,9 +125,9 @@ def menu_of(
 
 
 def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
-    """The footprints of all evaluated plans."""
+    """The footprints of all evaluated plans, in the order of evaluation."""
     model = plans.graph
-    # Of several outputs in one storage, the first.
+    # If outputs share a storage, the first of them.
     returned = dict(reversed([*storages_returned(joint, model)]))
     found = []
     for storages, evaluation in plans.evaluations.items():

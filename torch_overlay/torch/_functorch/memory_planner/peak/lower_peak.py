@@ -1,9 +1,9 @@
 """Prefers plans with lower peaks among those that a budget of saved bytes allows.
 
-Plans that save and recompute about as much can differ widely in their peaks, and where
-much is recomputed at once, the peak even exceeds that without a budget.  So a plan for
-the target "saved" must not peak above that of budget 1, nor above upstream's plan for
-the same budget, if another plan within the budget avoids that.
+Plans that save and recompute about as much can differ widely in their peaks.  If much
+is recomputed at once, the peak may even exceed that without a budget.  So a plan for
+the target "saved" must not have a higher peak than budget 1's or than upstream's plan
+for the same budget, if another plan within the budget avoids that.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 __all__ = ["with_lower_peak"]
 
-# By what share the peak may exceed that of budget 1 without a warning.
+# The share by which the peak may exceed that of budget 1 without a warning.
 _TOLERANCE = 0.01
-# How many of the largest values that upstream's plan saves may be left out.
+# How many of the values that upstream's plan saves may be left out: the largest.
 _TRIED = 64
 
 
 def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     """``plan``, or one with a lower peak that keeps at most ``allowed`` bytes.
 
-    Warns where that is above the peak of budget 1.  Raises as
+    Warns if the result's peak is still above that of budget 1.  Raises CannotPlan as
     :func:`.graph.reading.read` does.
     """
     model = model_of(graph)
@@ -81,9 +81,10 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
 def _with_less(
     graph: Planner, plans: Plans, chosen: frozenset[int], allowed: int
 ) -> list[frozenset[int]]:
-    """What to save if a plan keeps too much: all but one value, and all but a few.
+    """What to save if a plan keeps too many bytes: all but one value, or all but a few.
 
-    The one is the cheapest to repeat of those large enough, the few are so per byte.
+    The one is the cheapest to repeat of those that are large enough by themselves.  The
+    few are the cheapest per byte.
     """
     model = plans.graph
     base = frozenset(plans.evaluate([chosen])[chosen].saved)
@@ -109,7 +110,7 @@ def _with_less(
 def _better(
     plans: Plans, plan: frozenset[int], ceiling: int
 ) -> Iterator[frozenset[int]]:
-    """The plans preferable to ``plan``, best first.
+    """The plans preferable to ``plan``, best first; ``ceiling`` is a peak in bytes.
 
     First come those that recompute no more, up to noise, ordered by peak; then those
     that recompute more, by cost; last those whose peak is above ``ceiling``, by peak.

@@ -1,7 +1,8 @@
 """What the plans of one graph keep and hold, as estimated or as told by compiles.
 
-A :class:`Footprint` describes a plan by four numbers and the storages that it saves.
-The plans of a graph that no other beats are its :class:`Menu`.
+A plan *keeps* bytes from the forward to the backward, and *holds* those that are live
+while either runs.  A :class:`Footprint` describes a plan by these numbers, its cost and
+what it saves.  The plans of a graph that no other beats are its :class:`Menu`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = [
 # The names of nodes, each with its bytes.
 Names = Sequence[tuple[str, int]]
 
-# More bytes than any plan holds, though sums of it are still exact in doubles.
+# More bytes than any plan holds, yet few enough for sums to be exact in doubles.
 _NEVER = 2**44
 
 
@@ -48,7 +49,7 @@ class Told(NamedTuple):
 
     Args:
         kept: what the forward leaves alive for the backward, beyond inputs and outputs.
-        forward: the most that is live while it runs, beyond the inputs.
+        forward: the most that is live while the forward runs, beyond the inputs.
         backward: the most that is live while the backward runs, including what was
             kept, the tangents and what the forward returned.
     """
@@ -65,10 +66,10 @@ class Footprint(NamedTuple):
         kept: what the forward leaves alive.
         forward: the most that is live while the forward runs, with what it returns.
         backward: the most that is live while the backward runs, with what was kept.
-        cost: what is computed again, in the estimator's unit.
+        cost: what is recomputed, in the estimator's unit.
         outputs: the indices of those outputs of the forward that are saved too.
-        storages: what to save, by the model of the variant.
-        chunks: the number of chunks that the graph's head runs in, which is its variant.
+        storages: what to save, by numbers of the variant's model.
+        chunks: the number of chunks that the graph's head runs in: its variant.
     """
 
     kept: int
@@ -88,9 +89,10 @@ class Footprint(NamedTuple):
 class Variant(NamedTuple):
     """A graph with its head in some number of chunks.
 
-    ``inputs`` has the tensors among the joint graph's inputs, in that order, then what
-    the forward returns, as the backward may read that.  The first chunk has so many
-    ``rows``, and ``cost`` is what they cost beyond one piece; both are 0 for that.
+    ``inputs`` has what the backward may read, by index: the tensors among the joint
+    graph's inputs, then what the forward returns.  ``rows`` are those of the first
+    chunk, and ``cost`` is what chunks cost beyond a head in one piece, in the unit of
+    the estimator; both are 0 for one piece.
     """
 
     model: Program
@@ -111,9 +113,10 @@ class Menu:
 
     ``variants`` has the graph by its number of chunks, 1 for the graph as it is.
     ``primals`` and ``tangents`` count the tensors among the joint graph's inputs, and
-    ``outputs`` has the bytes of what the forward returns.  For each compiled plan,
-    ``told`` has by how much ``kept``, ``forward`` and ``backward`` exceed the
-    estimates, as shares of the backward's estimate, so that other sizes can use them.
+    ``outputs`` has the bytes of what the forward returns, by index.  For each compiled
+    plan, ``told`` has the errors of the estimates ``kept``, ``forward`` and
+    ``backward``: the told bytes minus the estimated ones, as shares of the estimated
+    ``backward``, so that they also apply to other sizes.
     """
 
     plans: list[Footprint]
@@ -121,20 +124,21 @@ class Menu:
     primals: int
     tangents: int
     outputs: dict[int, int]
-    # What the graph computes without a budget, in the estimator's unit; 0 if unknown.
+    # What the graph computes without a budget, in FLOP; 0 with estimators other than
+    # "flops".
     work: float
     # The tangents and outputs that its calls lack, which the model leaves out.
     missing: Optional[Missing] = None
     told: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    # The same for the backward, by the inputs that it alone holds.
+    # The error of ``backward``, given the inputs that the backward alone holds.
     told_alone: dict[int, Callable[[frozenset[int]], float]] = field(
         default_factory=dict
     )
-    # The plans as estimated, where ``plans`` are corrected.
+    # The plans as estimated, if ``plans`` are corrected.
     estimated: list[Footprint] = field(default_factory=list)
-    # Why its head cannot run in chunks, if that is large.
+    # Why a large head cannot run in chunks.
     why_whole: str = ""
-    # The factor by which its calls may still grow.
+    # The factor by which the bytes of calls may still grow.
     growth: float = 1.0
 
     @property
@@ -145,8 +149,8 @@ class Menu:
     def sized(self, joint: Planner) -> Menu:
         """The same plans for calls of the size that ``joint`` has.
 
-        That may be another trace: storages that have no match in it are not saved, and
-        where it does not come in as many chunks as a plan wants, it has fewer.
+        ``joint`` may be another trace.  Storages without a match in it are not saved.
+        If it has no variant of as many chunks as a plan wants, the plan gets fewer.
         """
         variants = {
             n: Variant.of(each, self.missing)._replace(rows=own.rows, cost=own.cost)
@@ -158,7 +162,7 @@ class Menu:
 
         @functools.cache
         def same(chunks: int, as_chunks: int) -> dict[int, int]:
-            """By storage of one variant, the other trace's that the same call makes."""
+            """For storages of a variant here, those that the same calls make there."""
             places = there[as_chunks]
             calls = made[chunks].items()
             return {s: places[place] for place, s in calls if place in places}
@@ -180,7 +184,7 @@ class Menu:
         return replace(self, plans=plans, variants=variants, outputs=outputs)
 
     def hold_no_more(self, other: Menu) -> bool:
-        """Whether each plan keeps and holds at most as much as the other menu's."""
+        """Whether each plan keeps and holds at most as much as in another menu."""
         return all(map(Footprint.holds_no_more, self.plans, other.plans))
 
     def at_least(self, other: Menu) -> Menu:
@@ -198,11 +202,11 @@ class Menu:
         told_alone: Callable[[Names], Told],
         only_if_less: bool = False,
     ) -> bool:
-        """Record what a compiled plan keeps and holds.
+        """Record what a compiled plan keeps and holds; returns whether it did so.
 
-        ``told_alone`` tells it for a backward that alone holds inputs of some names and
-        bytes.  With ``only_if_less``, only a lower peak than the one told before is
-        recorded.  Returns whether it was.
+        ``told_alone`` returns the same if the backward alone holds the inputs with some
+        names and bytes.  With ``only_if_less``, a plan that was told before is recorded
+        again only if its peak is lower now.
         """
         plan = self.plans[index]
         model, inputs, *_ = self.variants[plan.chunks]
@@ -223,10 +227,10 @@ class Menu:
         return True
 
     def corrected(self) -> Menu:
-        """The plans as compiled; the others with the error of the nearest of those.
+        """The plans as told; others with the error of the nearest compiled plan.
 
-        Errors are added, not multiplied: a kernel's copy of a parameter, for example,
-        has the same size whatever else is kept.
+        Errors are added, not multiplied, as some have the same size whatever is kept: a
+        kernel's copy of a parameter, for example.
         """
         if not self.told:
             return self
@@ -251,11 +255,11 @@ class Menu:
         return replace(self, plans=plans)
 
     def errs(self, margin: float) -> bool:
-        """Whether a plan exceeds its estimates by more than this share of its peak."""
+        """Whether any error in ``told`` is above this share."""
         return any(error > margin for errors in self.told.values() for error in errors)
 
     def peak_of(self, index: int) -> int:
-        """The peak of a plan by itself, corrected by what compiles told."""
+        """The peak in bytes of a plan by itself, corrected by what compiles told."""
         return self._peak(self.corrected().plans[index])
 
     def holds_more(self, index: int, margin: float) -> bool:
@@ -276,7 +280,7 @@ class Menu:
         return model.saved_values(model.evaluate(plan.storages).saved)
 
     def head(self, index: int) -> Optional[Head]:
-        """How the graph's head runs by a plan, None if in one piece as it has to."""
+        """How the head runs; None if in one piece, unless a large one has to."""
         chunks, menu = self.plans[index].chunks, self.corrected()
         if chunks == 1:
             return Head(1, why_whole=self.why_whole) if self.why_whole else None
@@ -286,10 +290,10 @@ class Menu:
         return Head(chunks, of.rows, in_one - menu._peak(menu.plans[index]), more_work)
 
     def place_of_peak(self, index: int) -> str:
-        """Where the backward holds most by a plan, operator by operator.
+        """Where the backward holds most by a plan, estimated operator by operator.
 
-        It is a module below the compiled one, or a function that this calls; empty if
-        unknown.
+        It is the path of a module within the compiled one, or the name of a function
+        that this calls; empty if unknown.
         """
         plan = self.plans[index]
         model = self._model_of(plan)
@@ -303,7 +307,7 @@ class Menu:
         return next(filter(None, (*paths, *functions)), "")
 
     def live(self, what: str, of: Any) -> list[int]:
-        """The bytes that a call of the graph holds by each plan; see :class:`Held`."""
+        """The bytes that a call of the graph holds by each plan; see :class:`.Held`."""
         return [math.ceil(nbytes * self.growth) for nbytes in self._live(what, of)]
 
     def _live(self, what: str, of: Any) -> list[int]:
@@ -322,7 +326,7 @@ class Menu:
         return [times * getattr(plan, what) for plan in self.plans]
 
     def _backwards(self, plans: Sequence[Footprint], of: frozenset[int]) -> list[int]:
-        """What the backward of each plan holds if it alone holds these inputs."""
+        """The bytes that each plan's backward holds if it alone holds these inputs."""
         found = [0] * len(plans)
         for chunks, (model, inputs, *_) in self.variants.items():
             here = [at for at, plan in enumerate(plans) if plan.chunks == chunks]
@@ -331,7 +335,7 @@ class Menu:
             alone = [inputs[index] for index in of if index in inputs]
             own = {each.storage: each.nbytes for each in alone}
             releasing = model.releasing(own)
-            # Eager code's bytes still count these, as if they were held to the end.
+            # The bytes of eager code include these inputs, as if held to the end.
             beside = releasing.held_by_caller + sum(own.values())
             returned = own.keys() & model.outputs
             evaluations = releasing.evaluate_all([plans[at].storages for at in here])
@@ -342,9 +346,9 @@ class Menu:
 
 
 def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int:
-    """The compiled plan nearest to another; itself if it was compiled.
+    """The compiled plan nearest to another one, which is itself if it was compiled.
 
-    That is one of as many chunks, if there is any, and the nearest in kept bytes.
+    Those with as many chunks come first, then those that keep about as many bytes.
     """
     plan = plans[index]
 
@@ -357,7 +361,7 @@ def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int
 
 
 def bytes_of(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
-    """What a plan keeps, and the most that is live in its forward and its backward."""
+    """The first three fields of a plan's :class:`Footprint`."""
     kept = model.nbytes_of(evaluation.saved - model.outputs)
     backward = max(evaluation.step_peaks) - model.held_by_caller
     return kept, evaluation.forward_peak, backward

@@ -1,12 +1,13 @@
 """A budget that bounds the peak, not what is saved.
 
-With ``config.activation_memory_budget_target = "peak"`` a budget b asks for at most
+With ``config.activation_memory_budget_target = "peak"``, a budget b asks for a peak of
+at most
 
     floor + b * (peak at budget 1 - floor)
 
 where the floor is the lowest peak found.  Of the plans found within that, the one that
 recomputes most cheaply is used.  ``config.activation_memory_peak_bytes`` asks for a
-number of bytes instead.  Where inductor compiles the graphs, peaks are estimates, so a
+number of bytes instead.  If inductor compiles the graphs, peaks are estimates.  Then a
 plan has to stay below the allowed peak by ``config.activation_memory_peak_margin``, and
 the floor is raised by that margin.
 
@@ -37,10 +38,13 @@ CALLS = {0: (1,)}
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """A request for a peak: ``limit`` bytes, or a share of the range within reach.
+    """A request for a peak.
 
-    ``calls`` of the graph keep what they save at the same time, and estimates for
-    inductor's kernels may be too low by the share ``margin``.
+    Args:
+        budget: the share of the range of peaks within reach, from 0 to 1.
+        limit: the allowed peak in bytes, which takes the place of ``budget``.
+        calls: how many calls of the graph hold their saved values at the same time.
+        margin: the share by which estimates for inductor's kernels may be too low.
     """
 
     budget: float
@@ -49,10 +53,10 @@ class PeakBytes:
     margin: float = 0.0
 
     def decide(self, graph: Planner) -> Decision:
-        """The cheapest plan that is sure to stay within the peak.
+        """Decide for the cheapest plan that is sure to stay within the peak.
 
-        Warns where the lowest found is above the limit.  Raises as
-        :func:`.graph.reading.read` does.
+        Warns if even the lowest peak found is above the allowed one.  Raises
+        CannotPlan as :func:`.graph.reading.read` does.
         """
         menu = self.menu(graph)
         curve = self.curve(graph, menu)
@@ -90,7 +94,7 @@ class PeakBytes:
         return curve.allowed(self.budget) if self.limit is None else self.limit
 
     def decision(self, graph: Planner, curve: Curve, plan: Choice) -> Decision:
-        """The decision about the graph that one of the plans stands for."""
+        """The decision for the graph to use one of the curve's plans."""
         menu = curve.graphs[0]
         if graph.fused and plan.choices == curve.unbudgeted.choices:
             # Unlike operators, kernels also depend on which nodes keep a storage.

@@ -1,17 +1,18 @@
 """Finds the plans of a joint graph that best trade its peak against recomputation.
 
-Where little is saved, the first step of the backward repeats a long stretch of the
-forward, all of which stays live: the peak rises above that without any budget.  Peaks
-are those of :mod:`.graph.liveness`, or of :mod:`.graph.kernels` where inductor compiles
-the graphs: without parameters and inputs, which no plan changes.
+If little is saved, the first step of the backward repeats a long stretch of the
+forward.  All of that stays live, and the peak rises above that without any budget.  So
+saving fewer bytes is not enough.  Peaks are those of :mod:`.graph.liveness`, or of
+:mod:`.graph.kernels` if inductor compiles the graphs.  They leave out parameters and
+inputs, which no plan changes.
 
-The search uses integers alone and no min cut of its own:
+The search makes no min cuts beyond those of budget 1 and of what is cheap:
 
 1.  *Checkpoints* at narrow places of the forward (:mod:`.peak.chains`).
 2.  *Items.*  What a segment repeats may be saved as well, which adds to the peaks of
-    the segments whose turn comes earlier.  Items are added by falling cost per byte
-    while these have room.
-3.  Every plan, including those of upstream's min cuts, is evaluated on the whole graph.
+    the segments that the backward comes to before.  Items are added by falling cost per
+    byte, while these peaks leave room.
+3.  Every plan, including those of the two min cuts, is evaluated on the whole graph.
     Those that no other beats in both peak and cost are the curve.  It does not depend
     on the budget, so a smaller budget never leads to a higher peak.
 """
@@ -54,24 +55,26 @@ __all__ = [
     "search",
 ]
 
-# How many target peaks, from the floor to that of budget 1, items are added for.
+# The number of target peaks, from the floor to that of budget 1, to add items for.
 _TARGET_PEAKS = 24
-# Multiples of the lowest peak within which the checkpoints that save least are sought.
+# For each of these multiples of the lowest peak, the checkpoints that save least within
+# it are sought.
 _SLACKS = (1.1, 1.3, 1.7, 2.5)
 # Budgets of saved bytes whose knapsacks become plans.
 _BUDGETS = [k / 48 for k in range(48)]
-# The share by which a user's checkpoints may raise a graph's floor without a warning.
+# The share by which the user's checkpoints may raise a graph's floor without a warning.
 _WORSE = 0.01
-# Rounds of changing the lowest plans by one value, plans changed per round, values
-# tried per plan, and the share that a round has to gain for there to be another.
+# The search changes the lowest plans by one value at a time: the most rounds of this,
+# the plans to change per round, the values to try per plan, and the share by which a
+# round must lower the peak for there to be another round.
 _ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
 
 
 def model_of(graph: Planner, missing: Optional[Missing] = None) -> Program:
     """The model of a graph whose calls lack what is ``missing``, if anything.
 
-    That is, inductor's kernels, or its operators one by one.  Raises CannotPlan where
-    it runs bodies whose live bytes are unknown.
+    It counts inductor's kernels if the graph is ``fused``, else operators one by one.
+    Raises CannotPlan if the graph runs bodies whose live bytes are unknown.
     """
     operators = graph.model
     if missing is not None:
@@ -119,11 +122,11 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
 
 
 def recompute_costs(model: Program, graph: Planner) -> list[float]:
-    """What it costs to repeat each operator of a graph's model, by its estimator.
+    """The cost of repeating each operator of a graph's model, in the estimator's unit.
 
-    As in the knapsack, and at the same cost, this charges only for what a min cut does
-    not recompute freely.  But "roofline" charges for all operators, and "flops" also
-    for all that are not fused.
+    As in the knapsack, only what the cheapest min cut does not recompute has a cost.
+    With "roofline", however, all operators do, and with "flops" also all that are not
+    fused.
     """
     estimator, (_, expensive) = graph.ask.estimator, graph.cheapest_cut()
     if estimator == "roofline":
@@ -140,9 +143,10 @@ def recompute_costs(model: Program, graph: Planner) -> list[float]:
 
 
 def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
-    """Evaluate plans for many peaks; the first, budget 1's, saves the ``fastest``.
+    """Evaluate plans for many peaks; the first one, of budget 1, saves ``fastest``.
 
-    Takes a few hundred evaluations, and O(places * _SPAN) for dynamic programming.
+    Takes a few hundred evaluations, and O(places * _SPAN) for each answer of the
+    dynamic program.
     """
     graph, items = plans.graph, joint.items
     cheapest, _ = joint.cheapest_cut()
@@ -158,12 +162,12 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
             if chosen is not None:
                 bases.append(chain.storages(chosen))
     if not graph.is_fused:
-        # Not for kernels: what is lowest by estimates often is not when compiled.
+        # Not for kernels: plans that are lowest by estimates often are not as compiled.
         plans.evaluate([*bases, frozenset(), *of_knapsacks(items)])
         bases.append(_refined(plans))
     evaluated = plans.evaluate(bases)
     top, floor = plans.peaks[bases[0]], plans.floor
-    # Closer together near the floor, where a little room gains most.
+    # Targets are closer together near the floor, where a little room gains most.
     targets = [
         floor + math.floor((top - floor) * (k / _TARGET_PEAKS) ** 1.5)
         for k in range(_TARGET_PEAKS)
@@ -175,7 +179,7 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
 
 
 def of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
-    """The storages of the items that each of many budgets of saved bytes saves."""
+    """The storages to save for each of many budgets of saved bytes, by a knapsack."""
     memory = [float(item.nbytes) for item in items]
     runtimes = [item.runtime for item in items]
     capacities = [math.fsum(memory) * budget for budget in _BUDGETS]
@@ -188,8 +192,8 @@ def of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
 def _refined(plans: Plans) -> frozenset[int]:
     """What to save for a still lower peak, found by changing one value at a time.
 
-    Places and knapsacks yield only plans of a certain form, and the lowest need not be
-    one of them.  So each round changes the lowest few, until that gains too little.
+    Checkpoints and knapsacks only yield plans of a certain form, and the lowest plan
+    need not be one.  So each round changes the lowest few, until that gains too little.
     """
     changed: set[frozenset[int]] = set()
     best = plans.floor
@@ -206,8 +210,8 @@ def _refined(plans: Plans) -> frozenset[int]:
 def _changed(plans: Plans, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
     """The plans that save one value less than ``chosen``, one more, or swap one.
 
-    A value is swapped for what it is made of or for what is made of it; one is added of
-    those repeated for the step with the peak.
+    A value is swapped for what it is made of, or for what is made of it.  Values to add
+    are those that are repeated for the step with the peak.
     """
     graph, evaluation = plans.graph, plans.evaluations[chosen]
     saved = frozenset(evaluation.saved - graph.outputs)

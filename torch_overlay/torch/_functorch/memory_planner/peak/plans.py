@@ -19,7 +19,8 @@ __all__ = ["Plans", "undominated"]
 def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
     """The indices of the points that no other one equals or beats in every number.
 
-    They are in ascending order of the points; of equal points, the first counts.
+    They are the Pareto front, where less is better, in ascending order of the points;
+    of equal points, the first counts.
     O(n log n) for pairs, O(n * points found) for longer points.
     """
     found: list[int] = []
@@ -32,15 +33,16 @@ def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
 
 
 class Plans:
-    """All plans that were evaluated, keyed by the storages to save.
+    """All plans of a graph that were evaluated, keyed by the storages to save.
 
-    ``peaks`` are in bytes, ``costs`` in the estimator's unit.
+    ``peaks`` are in bytes, and ``costs`` in the estimator's unit.  ``cost`` is that of
+    repeating each operator, and ``calls`` of the graph hold their saved values at once.
     """
 
     def __init__(self, graph: Program, cost: Sequence[float], calls: int = 1) -> None:
         self.graph = graph
         self.cost = cost
-        # The other calls of the graph, which only keep what their backward needs.
+        # The other calls of the graph, which hold only what they saved.
         self.waiting = calls - 1
         self.expensive = [op for op, each in enumerate(cost) if each]
         self.peaks: dict[frozenset[int], int] = {}
@@ -50,7 +52,7 @@ class Plans:
     def evaluate(
         self, choices: Iterable[frozenset[int]]
     ) -> dict[frozenset[int], Evaluation]:
-        """Evaluate plans together, equal ones once."""
+        """Evaluate plans together, each one only once."""
         wanted = dict.fromkeys(choices)
         new = [chosen for chosen in wanted if chosen not in self.evaluations]
         for chosen, evaluation in zip(new, self.graph.evaluate_all(new)):
@@ -69,7 +71,7 @@ class Plans:
 
     @functools.cached_property
     def made_of(self) -> list[list[tuple[int, ...]]]:
-        """For each storage, what the operators that read it make."""
+        """For each storage, the results of each operator that reads it."""
         found: list[list[tuple[int, ...]]] = [[] for _ in self.graph.nbytes]
         for each in self.graph.operators:
             for s in each.reads:
@@ -77,20 +79,23 @@ class Plans:
         return found
 
     def lowest(self) -> list[frozenset[int]]:
-        """All plans by rising peak, of equals the cheapest first."""
+        """All plans by rising peak; of equal ones, the cheapest first."""
         return sorted(self.peaks, key=lambda plan: (self.peaks[plan], self.costs[plan]))
 
     @property
     def floor(self) -> int:
-        """The lowest peak."""
+        """The lowest peak, in bytes."""
         return min(self.peaks.values())
 
     def with_items(
         self, base: frozenset[int], evaluation: Evaluation, targets: Sequence[int]
     ) -> Iterator[frozenset[int]]:
-        """For each target peak, a plan that saves more than ``base`` where it can."""
+        """For each target peak in bytes, ``base`` and the items that there is room for.
+
+        ``evaluation`` is that of ``base``.  Ends early once all items have room.
+        """
         graph = self.graph
-        # The peak of each stretch that begins where something expensive is repeated.
+        # The peaks so far; a step that repeats something expensive begins a new one.
         peaks = [evaluation.forward_peak]
         items: list[tuple[float, int, int, int, list[int]]] = []
         for live, repeated in zip(evaluation.step_peaks, evaluation.repeated_by_step):
@@ -107,14 +112,14 @@ class Plans:
                 ]
                 size = graph.nbytes_of(parts)
                 if parts:
-                    # Of equals, the latest first: it is saved for the shortest time.
+                    # Of equal ones the latest, as it is saved for the shortest time.
                     density = self.cost[op] / max(size, 1)
                     items.append((-density, -op, size, len(peaks) - 1, parts))
         items.sort()
         for target in targets:
             room = [target - peak for peak in peaks]
             chosen = set(base)
-            # For each size, the first place where it no longer fits; room only shrinks.
+            # For each size, the first entry where it no longer fits: room only shrinks.
             full: dict[int, int] = {}
             for _, _, size, before, parts in items:
                 if before >= full.get(size, before + 1):

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
 
-# The key in a forward's meta that has its plan until it is compiled.
+# The key in the meta of a forward's module that holds its plan until it is compiled.
 _PLAN = "activation_memory_plan"
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -50,12 +50,18 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 @dataclass(frozen=True)
 class PlannedValue:
-    """One node of the forward: saved for the backward, or computed again there.
+    """One node of the forward: saved for the backward, or recomputed there.
 
-    ``shape`` has symbols by name.  Of several results, ``shape`` and ``dtype`` are the
-    first one's, ``nbytes`` is for all.  ``runtime`` is that of an item of the knapsack,
-    ``source`` the innermost line of the user's code.  ``why`` is "input" (or a view of
-    one), "user" (a checkpoint policy), or what decided: "knapsack", "min cut", ...
+    Args:
+        name: the node's.
+        op: the operator, or "input".
+        shape: the sizes; a symbolic one by its name.  Of several results, the first's.
+        dtype: that of the first result.
+        nbytes: the bytes of all results.
+        runtime: the cost of recomputing it, if it is an item of the knapsack.
+        source: the innermost line of the user's code.
+        why: "input" (or a view of one), "user" (a checkpoint policy), or what decided
+            about it: "min cut" or a graph's ``decided_by``.
     """
 
     name: str
@@ -72,8 +78,8 @@ class PlannedValue:
 class Plan:
     """What was decided about a graph, for people; runtimes are in ``runtime_unit``.
 
-    Recomputed views are not listed, as they cost nothing; :class:`.Decision` explains
-    the other fields.
+    ``saved`` includes inputs; ``recomputed`` leaves out views, which cost nothing.
+    :class:`.Decision` explains the other fields.
     """
 
     graph: str
@@ -90,12 +96,12 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Size of all saved tensors, inputs included; each alias counts."""
+        """The bytes of all saved values, inputs included; each alias counts."""
         return sum(value.nbytes for value in self.saved)
 
     @property
     def used(self) -> Optional[float]:
-        """The share of the range that is actually saved, to compare with ``budget``."""
+        """The budget that the plan uses up, None if unknown; compare ``budget``."""
         if self.limits is None or self.limits.low == self.limits.high:
             return None
         return self.limits.budget(self.activation_bytes)
@@ -145,7 +151,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
     def fixed_by_checkpoints(self) -> str:
-        """What checkpoint policies fix, whatever the budget; empty if nothing."""
+        """What checkpoint policies fix at any budget, as text; empty if nothing."""
         parts = []
         for what, values in (("saved", self.saved), ("recomputed", self.recomputed)):
             fixed = [value.nbytes for value in values if value.why == "user"]
@@ -154,7 +160,7 @@ class Plan:
         return "; ".join(parts)
 
     def _table(self, values: Sequence[PlannedValue]) -> list[str]:
-        """A row for each kind of value, largest first."""
+        """A row for all values that differ only in name, the largest rows first."""
         kinds = Counter(replace(value, name="") for value in values)
         table = [["count", "bytes", "op", "value", "runtime", "why", "source"]]
         for kind in sorted(kinds, key=lambda k: k.nbytes * kinds[k], reverse=True):
@@ -178,14 +184,14 @@ recent_plans: deque[Plan] = deque(maxlen=16)
 
 
 def plans() -> list[Plan]:
-    """The plans of the graphs compiled last, 16 at most, oldest first."""
+    """The plans of the last graphs compiled or loaded, at most 16, the oldest first."""
     return list(recent_plans)
 
 
 def last_plan() -> Plan:
     """The plan of the graph that was last compiled or loaded from a compile cache.
 
-    Raises LookupError where there is none.
+    Raises LookupError if there is none.
     """
     if not recent_plans:
         raise LookupError(
@@ -196,10 +202,10 @@ def last_plan() -> Plan:
 
 
 def log_plan(forward: GraphModule, metadata: Any) -> None:
-    """List the plan of a graph that is about to be compiled as the last one.
+    """Add the plan of a graph that is about to be compiled to :func:`plans`.
 
-    The plans of nested regions come before it.  Caches keep it with ``metadata``, the
-    graph's ViewAndMutationMeta.
+    The plans of its nested regions come before it.  Its own is also left with
+    ``metadata``, the graph's ViewAndMutationMeta, which compile caches keep.
     """
     for module in reversed([*forward.modules()]):
         plan = getattr(module, "meta", {}).pop(_PLAN, None)
@@ -215,7 +221,7 @@ def logged_plan(metadata: Any) -> Optional[Plan]:
 
 
 def replace_plan(old: Optional[Plan], new: Optional[Plan]) -> None:
-    """Drop an earlier plan of a graph, and list the new one, if any, as the last."""
+    """Take a graph's earlier plan off the list, and add its new one, if any."""
     for plan in (old, new):
         # By identity, as other graphs may have equal plans.
         places = (at for at, each in enumerate(recent_plans) if each is plan)
@@ -234,7 +240,7 @@ def log_peak(peak: Peak, metadata: Any) -> None:
 
 
 def log_cached_plan(metadata: Any) -> None:
-    """List the plan of a graph from the compile cache as the last one."""
+    """Add the plan of a graph that was loaded from a compile cache to :func:`plans`."""
     plan = logged_plan(metadata)
     if plan is not None:
         if plan.peak is not None:
@@ -247,8 +253,9 @@ def print_saved_values(
 ) -> None:
     """Print what a plan saves and recomputes, and why.
 
-    ``plan`` is one of :func:`plans`, by default the last; where there is none, a line
-    says why.  Values that differ only in name share a row.
+    ``plan`` is one of :func:`plans`, by default the last.  If there is none, what is
+    printed says so.  Values that differ only in name share a row.  ``file`` is the
+    stream to print to, by default stdout.
     """
     try:
         text = (plan or last_plan()).format()
@@ -265,13 +272,13 @@ def attach_plan(
     backward: GraphModule,
     num_fwd_outputs: int,
 ) -> None:
-    """Describe a joint graph's split, for `log_plan` and the trace.  O(nodes)."""
+    """Describe how a joint graph was split, for `log_plan` and the trace.  O(nodes)."""
     placeholders = forward.graph.find_nodes(op="placeholder")
     inputs = set(map(get_node_storage, placeholders)) - {None}
     solved, names = decision.knapsack, [node.name for node in decision.items]
     runtimes = dict(zip(names, solved.runtimes)) if solved else {}
     kept = {names[i] for i in solved.saved} if solved else set()
-    # How checkpoint policies that ask for recomputing, or for saving, end.
+    # How the names of checkpoint policies end: those to recompute, those to save.
     asks = "_RECOMPUTE", "_SAVE"
 
     def describe(node: Node, is_saved: bool) -> PlannedValue:
@@ -281,7 +288,7 @@ def attach_plan(
         elif str(node.meta.get("recompute")).endswith(asks[is_saved]):
             why = "user"
         elif solved and (node.name not in runtimes or (node.name in kept) != is_saved):
-            # A min cut settles what the knapsack did not.
+            # What the knapsack did not decide, a min cut did.
             why = "min cut"
         return _described(node, why, runtimes.get(node.name))
 
@@ -349,7 +356,7 @@ def _described(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
     )
 
 
-# Thousands of nodes may have the same trace.
+# Cached, as thousands of nodes may have the same trace.
 @functools.lru_cache(maxsize=4096)
 def _source(trace: Optional[str]) -> Optional[str]:
     """The innermost frame of a stack trace that is not torch's own, in one line."""
@@ -362,7 +369,7 @@ def _source(trace: Optional[str]) -> Optional[str]:
 
 
 def describe_head(head: Head) -> str:
-    """How a head runs in chunks, and what that gains and costs, or why it does not."""
+    """How a head runs in chunks, and what that gains and costs, or why it cannot."""
     if head.why_whole:
         return f"in one piece, as {head.why_whole}"
     gained = f"-{format_bytes(head.gained)}" if head.gained > 0 else "no lower peak"
@@ -371,7 +378,7 @@ def describe_head(head: Head) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """``count`` with a binary unit, to four digits."""
+    """``count`` bytes as text, with a binary unit, to four digits."""
     power = min(int(math.log2(max(abs(count), 1))) // 10, 3)
     amount = count / 1024**power
     digits = f"{amount:.4g}" if abs(amount) < 1000 else f"{amount:,.0f}"

@@ -1,4 +1,4 @@
-"""What a training step holds by its plan, as data, as text and as a plot."""
+"""What a training step holds under its plan, as data, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ __all__ = ["GraphUse", "Moment", "StepSummary", "summary_of"]
 
 
 class GraphUse(NamedTuple):
-    """A graph in a step, and its plans: bytes, and cost in the estimator's unit.
+    """A graph in a step, and its plans.
 
     ``calls`` is how many a step makes.  A call in slot k keeps ``kept[k]`` bytes for
-    its backward and has up to ``transient[k]`` more live while it runs.  ``heads`` are
-    those that run in chunks.
+    its backward, and has up to ``transient[k]`` more live while it runs.  ``cost`` is
+    what all calls recompute, in the estimator's unit.  ``heads`` says how a large head
+    runs by each of the plans: in chunks, or why not.
     """
 
     name: str
@@ -44,18 +45,18 @@ class GraphUse(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What is live at a moment of a step, in bytes beyond those that it starts with.
+    """What is live at a moment of a step, in bytes beyond those live when it starts.
 
     Args:
-        what: what runs: the forward or backward of a graph, or eager code; for a
-            backward also where it holds most (a module or function), operator by
-            operator.
+        what: what runs: the forward or backward of a graph, or eager code.  For a
+            backward, it also names the module or function where it holds most,
+            estimated operator by operator.
         saved: kept for backwards that have not finished.
-        transient: of the graph that runs, beyond that.
-        gradients: of the parameters.
-        persistent: of what else the step leaves behind, such as an optimizer's states,
-            or resizes, such as gathered shards.
-        other: of all else that eager code makes.
+        transient: what the graph that runs has live beyond that.
+        gradients: those of the parameters.
+        persistent: what else the step leaves behind, such as an optimizer's states, or
+            resizes, such as gathered shards.
+        other: everything else that eager code makes.
     """
 
     what: str
@@ -77,15 +78,25 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSummary:
-    """The figures of a step's plan: bytes, and cost in the estimator's unit.
+    """The figures of a step's plan, in bytes unless said otherwise.
 
-    ``floor`` is the lowest peak that was found, ``unbudgeted`` that of the leanest
-    plans that, like those of budget 1, repeat nothing expensive.  Peaks do not count
-    the ``given`` bytes that are live when a step starts, ``parameters`` and
-    ``optimizer_states`` among them, except under ``device_bytes``, which count all.
-    ``work`` is what the graphs compute without a budget, 0 if unknown, and ``source``
-    where the figures come from.  ``moments`` are in the order in which they were first
-    seen, ``at_floor`` is the moment of the floor's peak.
+    Peaks leave out the ``given`` bytes, except with ``device_bytes``, which bounds all
+    bytes on the device.
+
+    Args:
+        allowed: the peak that the budget allows.
+        predicted_peak: the plan's own.
+        floor: the lowest peak that was found.
+        unbudgeted: the peak of the leanest plans that, like those of budget 1,
+            recompute nothing expensive.
+        given: what is live when the step starts.
+        parameters, optimizer_states: parts of ``given``.
+        cost: what the plan recomputes, in the estimator's unit.
+        graphs: what the plan means for each graph.
+        work: what the graphs compute without a budget, in FLOP; 0 if unknown.
+        source: where the figures come from, as text.
+        moments: those of the step, in the order in which they were first seen.
+        at_floor: the moment of the peak by the plan of the floor.
     """
 
     allowed: int
@@ -108,8 +119,8 @@ class StepSummary:
 
     @property
     def more_work(self) -> str:
-        """Recomputation as a share of the work without a budget; empty if unknown."""
-        # A few chunks of a head may cost less than one piece.
+        """What is recomputed, as a share of the work, as text; empty if unknown."""
+        # The cost is negative if chunks of a head cost less than one piece.
         more = max(self.cost, 0)
         return f"{more / self.work:.1%} more work" if self.work else ""
 
@@ -121,7 +132,7 @@ class StepSummary:
 
     @property
     def why_over(self) -> str:
-        """That the predicted peak is above the allowed one, and what would help."""
+        """What to warn of if the predicted peak is above the allowed one."""
         peak, allowed = map(format_bytes, (self.predicted_peak, self.allowed))
         heads = (
             f", with the large head of {use.name} in one piece, as {head.why_whole}"
@@ -135,7 +146,11 @@ class StepSummary:
         )
 
     def lines(self, measured_peak: Optional[int], is_in_all: bool) -> list[str]:
-        """The plan as text; ``is_in_all`` says that peaks count the ``given`` bytes."""
+        """The plan as lines of text.
+
+        ``measured_peak`` is in bytes, None if not measured; ``is_in_all`` says that
+        peaks include the ``given`` bytes.
+        """
         peaks = self.predicted_peak, self.allowed, self.floor, self.unbudgeted
         sizes = [format_bytes(nbytes) for nbytes in peaks]
         what = "in all" if is_in_all else "beyond what is live at step start"
@@ -175,7 +190,10 @@ class StepSummary:
         return ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
     def draw(self, title: str, path: str) -> None:
-        """Plot live bytes by kind.  Raises ImportError if there is no matplotlib."""
+        """Plot the live bytes of all moments by kind, into the file ``path``.
+
+        Raises ImportError if there is no matplotlib.
+        """
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
 
@@ -208,7 +226,7 @@ def summary_of(
 ) -> StepSummary:
     """The summary of a plan for a step with these moments; see :class:`StepSummary`.
 
-    ``beyond`` is added to all peaks.
+    ``beyond`` bytes are added to all peaks; ``calls`` counts those of each slot.
     """
     describe = functools.partial(_moments, curve=curve, moments=moments, graphs=graphs)
     plans = [graph.plans for graph in graphs.values()]
@@ -230,7 +248,7 @@ def summary_of(
 
 
 def _source_of(plans: Sequence[Menu]) -> str:
-    """Where figures come from, claiming no more than is true of each of the graphs."""
+    """Where figures come from: no more than is true of all graphs."""
     if all(each.told for each in plans):
         return "told by its compiles"
     if any(each.told for each in plans):

@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 __all__ = ["pareto_points", "plot_budgets"]
 
-# The steps from budget 0 to 1.  Each may take a min cut, 0.7 s on 5,000 nodes.
+# The steps from budget 0 to 1.  Each may take a min cut: 0.7 s for 5,000 nodes.
 _STEPS = 32
 
 
 def plot_budgets(
     ask: Ask, asked: Decision, plan_at: Callable[[float], Decision]
 ) -> None:
-    """Plot the recomputed runtime against the budget, as an SVG in a file.
+    """Plot the recomputed runtime against the budget, into an SVG file.
 
-    ``plan_at`` returns the plan of a budget.  The file is written to the plot folder,
-    or the working directory if none is set; a warning names it, or says that matplotlib
-    is missing.
+    ``asked`` is the decision made by a knapsack, and ``plan_at`` returns the plan of a
+    budget.  The file is written to the plot folder, or to the working directory if none
+    is set.  A warning names it, or says that matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -69,7 +69,10 @@ def plot_budgets(
 def pareto_points(
     asked: Decision, plan_at: Callable[[float], Decision]
 ) -> list[tuple[float, float]]:
-    """Budgets from 0 to 1 and the one asked for, each with its recomputed runtime."""
+    """Budgets from 0 to 1 and the one asked for, each with its recomputed runtime.
+
+    Runtimes are in the estimator's unit, for the items of the knapsack of ``asked``.
+    """
     solved: Any = asked.knapsack
     every = range(len(solved.memory))
     points = []

@@ -4,19 +4,23 @@ With a budget b, the forward leaves at most
 
     low + b * (high - low)
 
-bytes alive for the backward: whole storages, without parameters and inputs.  ``high``
-is what the plan of budget 1, the fastest, keeps, and ``low`` what that of budget 0
-keeps: what must not be computed twice, which is nothing in most graphs.  (Upstream adds
-up sizes, so views count again, and a plan that saves fewer of the inputs may save other
-values instead.)  In between, :func:`plan_within` takes the first of these that is
-within the budget:
+bytes alive for the backward.  Storages count whole, without those of parameters and
+inputs.  ``high`` is what the plan of budget 1, the fastest, keeps.  ``low`` is what the
+plan of budget 0 keeps: what must not be computed twice, which is nothing in most
+graphs.  (Upstream adds up the sizes of nodes instead.  There, views count again, and a
+plan that saves fewer of the inputs may save other values in their place.)  In between,
+:func:`plan_within` takes the first of these that is within the budget:
 
 1.  a min cut that recomputes more, then one that recomputes all that is cheap;
 2.  a knapsack.  Its *items* (:func:`.graph.joint.candidates`) are what even the second
     cut does not recompute, each with its bytes and the runtime of recomputing it.  A
     solver picks those to save (:func:`solve`).  One more min cut may recompute the
-    others, and save other values in their place: if those take more bytes than allowed,
-    or more has to run again, only the solver's items are saved (:func:`settle`).
+    others, and save other values in their place.  If those take more bytes than
+    allowed, or more has to run again, only the solver's items are saved
+    (:func:`settle`).
+
+If that plan has a high peak, another one within the budget may replace it
+(:mod:`.peak.lower_peak`).
 """
 
 from __future__ import annotations
@@ -45,13 +49,14 @@ log = logging.getLogger(__name__)
 
 __all__ = ["SavedBytes", "plan_within"]
 
-# How often a solver is asked, each time for less, while its plan keeps too much.
+# The most times that a solver is asked, each time for fewer bytes, while its plan keeps
+# too many.
 _TRIES = 4
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """A request to save at most a share, ``budget``, of the bytes that can be saved."""
+    """A request to save at most a share of the bytes that can be saved, ``budget``."""
 
     budget: float
 
@@ -60,12 +65,14 @@ class SavedBytes:
 
 
 def plan_within(graph: Planner, budget: float) -> Decision:
-    """What to save under a budget, as the module's docstring defines it.
+    """What to save under a budget, as the module's docstring describes.
 
-    Makes at most seven min cuts, and some 32 more if the budget's curve is plotted.
-    Warns if a plan keeps more than allowed because a custom solver insists on it.
+    Takes five min cuts or fewer with the default solver, and some 32 more if all
+    budgets are plotted.  Warns if a plan keeps more than allowed because a custom
+    solver insists on it.
 
-    Raises CannotPlan if the graph has no model, and what a custom solver raises.
+    Raises CannotPlan if the graph cannot be modeled, WrongAnswer for an invalid answer
+    of a custom solver, and whatever that solver raises.
     """
     solver = "exact" if graph.ask.solver == KNEE else graph.ask.solver
     plan = _within(graph, budget, solver)
@@ -92,7 +99,7 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
     try:
         from ..peak.lower_peak import with_lower_peak
     except ModuleNotFoundError:
-        # It comes with a separate patch.
+        # A separate patch brings this module.
         return plan
     allowed = plan.activation_bytes
     if plan.limits is not None:
@@ -100,13 +107,13 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
     try:
         return with_lower_peak(graph, plan, allowed)
     except CannotPlan:
-        # A plan that needs no model is made without one.
+        # The plan did not need the graph's model, so it does not need to be replaced.
         log.debug("peaks of %s are not known", get_aot_graph_name(), exc_info=True)
         return plan
 
 
 def _within(graph: Planner, budget: float, solver: Any) -> Decision:
-    """The first plan within a budget, of those in the module's docstring."""
+    """The first plan within a budget, of those that the module's docstring lists."""
     if budget == 0:
         return graph.saving(graph.least(), budget, "budget 0")
     plan = graph.saving(graph.fastest(), budget, "min cut")
@@ -125,8 +132,12 @@ def _within(graph: Planner, budget: float, solver: Any) -> Decision:
 
 
 def solve(graph: Planner, budget: float, solver: Any) -> Decision:
-    """Ask a solver, and again for less while the plan keeps too much."""
-    # What must not run twice may be kept in more bytes than at budget 0.
+    """Ask a solver, and again for fewer bytes while the plan keeps too many.
+
+    If that does not help, the plan of budget 0 is used, unless the solver is custom.
+    """
+    # A plan may exceed the capacity, as keeping what must not run twice can take more
+    # bytes than it does at budget 0.
     over = 0
     for _ in range(_TRIES):
         capacity = max(graph.limits.capacity(budget) - over, 0)
@@ -141,10 +152,10 @@ def solve(graph: Planner, budget: float, solver: Any) -> Decision:
 
 
 def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Decision:
-    """What to save, given the items that a solver saves: a cut's values, or only those.
+    """What to save, given the items that a solver saves: only these, or a cut's values.
 
-    A cut's, if these are within the budget and repeat no more of the items' runtime, or
-    if the items alone are not within the budget.
+    A cut's values are saved if they are within the budget and either no more of the
+    items' runtime has to be repeated, or the items alone are not within the budget.
     """
     items, limits, model = graph.items, graph.limits, graph.model
     memory = [item.nbytes for item in items]
@@ -152,7 +163,7 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     name = solver if isinstance(solver, str) else type(solver).__name__
     if solver == "exact":
         saved = lightest(memory, runtimes, saved)
-        # Peaks are compared with this cut's anyway, so it is not an additional one.
+        # This cut is made anyway, to compare its peak.
         cut = graph.upstreams_choice(budget)
     else:
         again = [item for i, item in enumerate(items) if i not in {*saved}]

@@ -1,1 +1,1 @@
-"""Which items to save: asks a knapsack solver, and picks among its possible answers."""
+"""Which items to save: asks a knapsack solver, and breaks ties among its answers."""

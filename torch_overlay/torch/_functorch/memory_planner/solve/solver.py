@@ -1,7 +1,8 @@
 """Asks a solver what to save within a budget, and checks its answer.
 
-Sizes are bytes here.  Solvers that take sizes as they are get bytes; all others, and a
-user's own, get shares of the range of plans, as they do from upstream's partitioner.
+Sizes are bytes here.  Solvers that can take those get them.  All others, and the
+user's own, get shares of the range between budgets 0 and 1, as they do from upstream's
+partitioner.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class WrongAnswer(ValueError):
 
 
 def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
-    """The indices of items that a solver saves within ``capacity`` bytes, ascending.
+    """The indices of the graph's items that a solver saves, in ascending order.
 
-    ``solver`` is a name or the user's own, called as ``CustomKnapsackSolver`` documents
-    it, and with ``runtimes`` as well if it has a parameter of that name.  Its two lists
-    together must name every item once.  Raises WrongAnswer for any other answer.
+    ``solver`` is a name or the user's own, which is called as ``CustomKnapsackSolver``
+    documents, and with ``runtimes`` as well if it has a parameter of that name.
+    ``capacity`` is in bytes.  Raises WrongAnswer if the two lists that the user's own
+    solver returns do not together contain the index of each item exactly once, and
+    whatever that solver raises.
     """
     limits = graph.limits
     memory: Any = [item.nbytes for item in graph.items]
@@ -41,7 +44,7 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
         if solver in _TAKE_BYTES:
             return KNAPSACK_SOLVERS[solver](memory, runtimes, capacity)[1]
         memory = list(map(limits.share_of, memory))
-        # Shares are rounded: without the half byte, what just fits might not.
+        # Half a byte more, as rounding the shares might exclude what just fits.
         share = limits.share_of(capacity + 0.5)
         if isinstance(solver, str):
             return KNAPSACK_SOLVERS[solver](memory, runtimes, share)[1]

@@ -1,4 +1,4 @@
-"""Picks among selections of items that are worth the same, or about the same."""
+"""Breaks ties between selections of items that are worth about the same."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["NOISE", "lightest", "upstreams_table"]
 
-# Plans whose recomputed runtimes differ by a smaller share count as equally fast.
+# Plans count as equally fast if what they recompute differs by at most this share.
 NOISE = 1e-3
 
 
 def lightest(
     memory: Sequence[float], runtimes: Sequence[float], saved: list[int]
 ) -> list[int]:
-    """The lightest items to save such that, up to noise, no more is recomputed.
+    """The items that take the fewest bytes to save, with no more runtime recomputed.
 
-    Saving few bytes means recomputing many: a knapsack of runtimes worth their bytes.
+    Up to ``NOISE``, that is.  Saving the fewest bytes means recomputing the most: this
+    is a knapsack, with runtimes as sizes, bytes as values, and the recomputed runtime
+    as the capacity.
     """
     recomputed = {*range(len(memory))} - {*saved}
     capacity = math.fsum(runtimes[i] for i in recomputed) * (1 + NOISE)
@@ -38,10 +40,11 @@ def lightest(
 def upstreams_table(
     memory: Sequence[float], runtimes: Sequence[float], budget: float
 ) -> list[int]:
-    """The items that upstream's dynamic program recomputes, the last first.
+    """The indices of the items that upstream's dynamic program recomputes, last first.
 
-    In 32-bit floats, many selections are worth the same, and :func:`.dp_knapsack` may
-    find another one.  ``memory`` and ``budget`` are shares of the range of plans.
+    :func:`.dp_knapsack` would not do: in upstream's 32-bit floats, many selections are
+    worth the same, and it may find another of these.  ``memory`` and ``budget`` are
+    shares of the range between budgets 0 and 1.
     O(items * budget * 10,000) time and bytes.
     """
     quanta = 10_000
