@@ -1,9 +1,9 @@
-"""Compiles the kernels of graphs when the graphs are to be kept, not when they are made.
+"""Compiles kernels once it is known that their graph is kept, not when it is made.
 
 The module that inductor generates for a graph asks :class:`.async_compile.AsyncCompile`
-for each kernel, and waits for all at its end.  What a graph holds is known before that,
-from the module's text.  So whoever may discard the graph collects what its module asks
-for, and has it compiled later::
+for each kernel, and waits for all of them at its end.  The memory that the graph needs
+is known before that, from the module's text.  So whoever may yet discard the graph
+collects the kernels that its module asks for, and has them compiled later::
 
     kernels = DeferredKernels()
     with kernels.collected():
@@ -35,7 +35,7 @@ class DeferredKernels:
     """The kernels of some graphs, which are not compiled yet."""
 
     def __init__(self) -> None:
-        # What the modules of these graphs define, and the call that waits for it.
+        # By graph, its module's namespace, and the call that waits for the kernels.
         self._scopes: list[tuple[dict[str, Any], Callable[[], None]]] = []
         self._options: dict[str, Any] = {}
         self.is_loading = False
@@ -51,9 +51,9 @@ class DeferredKernels:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A graph's module is loaded here: the kernels that it asks for can wait.
+        """A graph's module is loaded within: the kernels that it asks for can wait.
 
-        Kernels that are asked for before are to be measured and chosen from.
+        Those asked for earlier cannot: they are candidates to be timed and compared.
         """
         self.is_loading, self._options = True, config.get_config_copy()
         try:
@@ -65,7 +65,7 @@ class DeferredKernels:
         self._scopes.append((scope, wait))
 
     def compile(self) -> None:
-        """Compile all kernels, by as many threads or processes as inductor has."""
+        """Compile all kernels, by inductor's own pool, and wait for them."""
         scopes, self._scopes = self._scopes, []
         if not scopes:
             return

@@ -9,8 +9,8 @@ every buffer, and drops it after its last use::
     del buf0, buf1
 
 So what is live at any moment follows from that code, without running it.  Both sides of
-a branch are followed, and the body of a loop twice.  What a kernel or an operator
-allocates for itself is not counted.
+a branch are followed, and the body of a loop twice.  The workspaces of kernels and
+operators are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["WrapperMemory", "wrapper_memory"]
 
-# Functions and methods that return an alias of their first argument, or their object.
+# Functions that return an alias of their first argument, and methods, of their object.
 _ALIASING = ("as_strided", "copy_if_misaligned", "reinterpret_tensor", "view")
 
 
@@ -42,7 +42,7 @@ class WrapperMemory(NamedTuple):
     """What a wrapper has live.
 
     Args:
-        live: bytes after each allocation, of all that the wrapper allocated.
+        live: after each allocation, the live bytes of all that the wrapper allocated.
         dropped: for each input, how many allocations come before it is dropped.
         results: for each result, the storage's number and bytes if the wrapper
             allocated it; None for an input and for what is no tensor.
@@ -74,7 +74,7 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
     """What the wrapper of a graph has live on the device ``config.live_bytes_of``.
 
     None if no device is set, or if the ``source`` does not tell, for example because it
-    calls an operator whose results have no known size.  O(source).
+    calls an operator whose results have no known size.  O(length of the source).
     """
     device = config.live_bytes_of  # type: ignore[attr-defined]
     if device is None:
@@ -96,7 +96,8 @@ class _Unknown(Exception):
 class _Storage:
     """A storage, which is live for as long as some variable refers to it.
 
-    ``made`` is its number and its bytes, None for an input, which has an ``index``.
+    ``made`` is its number and its bytes; None for an input, which has an ``index``
+    among the graph's inputs instead.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class _Walk:
             raise _Unknown(function)
         definition = self.functions[function]
         names = {definition.args.args[-1].arg: arguments}
-        # So that only the function's own variables refer to the list.
+        # Only the function's own variables may keep the list's storages live.
         del arguments
         return self._block(definition.body, names)
 
@@ -173,7 +174,7 @@ class _Walk:
                 value = self._value(statement.value, names, first)
                 for target in statement.targets:
                     _assign(target, value, names)
-                # Only the wrapper's variables may keep it alive.
+                # Only the wrapper's variables may keep its storages live.
                 del value
             elif isinstance(statement, ast.Delete):
                 for target in statement.targets:

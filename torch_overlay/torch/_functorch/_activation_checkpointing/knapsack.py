@@ -1,9 +1,9 @@
 """Knapsack solvers for the activation memory budget.
 
 The partitioner decides which activations to save for the backward pass and which to
-recompute there.  An *item* has a size, the memory it occupies when saved, and a runtime,
-what recomputing it would cost.  A solver picks the set to save, so that the sizes stay
-within a *capacity* and the runtime saved is as large as possible.
+recompute there.  An *item* has a size, the memory it occupies when saved, and a
+runtime, what recomputing it would cost.  A solver picks the set to save, so that the
+sizes stay within a *capacity* and the runtime saved is as large as possible.
 
 All solvers share one signature::
 
@@ -11,21 +11,21 @@ All solvers share one signature::
 
 ``memory`` and ``max_memory`` share a unit (the partitioner uses fractions of
 the range between its smallest and its largest plan), ``runtimes`` may be in any
-unit, and both returned index lists are ascending.  Whatever the solver:
+unit, and both returned index lists are ascending.  For every solver:
 
 * an item without runtime is never saved, for that would gain nothing;
-* an item without size but with runtime always is;
+* an item without size but with runtime is always saved;
 * a negative ``max_memory`` means zero, an infinite one saves every item that
   has runtime;
-* lengths that differ, sizes or runtimes that are negative or not finite, and a
-  ``max_memory`` that is NaN raise ``ValueError``;
+* ``ValueError`` is raised for lengths that differ, for sizes or runtimes that are
+  negative or not finite, and for a ``max_memory`` that is NaN;
 * the answer depends on the arguments alone, so that all ranks of a distributed
   job get the same plan.
 
 ``exact_knapsack`` (:mod:`.knapsack_exact`) never exceeds ``max_memory`` and saves the
 most runtime that is possible, as an integer program would; ``greedy_knapsack`` promises
 no optimum.  ``dp_knapsack`` is exact for sizes rounded to 1/10000, as the table of a
-dynamic program would have them, so the true ones may add up to more than ``max_memory``.
+dynamic program would have them, so the true ones may exceed ``max_memory`` together.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _QUANTA_PER_UNIT = 10_000
 def greedy_knapsack(
     memory: list[float], runtimes: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
-    """Save items in order of runtime per size, as long as they fit.
+    """Save items by falling runtime per size, leaving out those that do not fit.
 
     Items of equal density are taken in order of their index.
 
-    ``O(n log n)`` time, ``O(n)`` memory.  No bound on the loss: Dantzig,
-    "Discrete-Variable Extremum Problems", 1957.
+    ``O(n log n)`` time, ``O(n)`` memory.  The greedy rule of Dantzig,
+    "Discrete-Variable Extremum Problems", 1957; its loss has no bound.
     """
     check_items(memory, runtimes)
     max_memory = check_budget(max_memory)
@@ -73,7 +73,7 @@ def dp_knapsack(
 ) -> tuple[float, list[int], list[int]]:
     """Solve the knapsack exactly for sizes rounded to 1/10000, ties to even.
 
-    The search has no more states than the capacity has quanta, and no limit.
+    The rounded capacity bounds the number of Pareto states, so there is no other limit.
     """
     check_items(memory, runtime)
     sizes: list[float] = [_quanta(size) for size in memory]

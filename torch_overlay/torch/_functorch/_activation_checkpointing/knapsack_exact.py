@@ -1,8 +1,9 @@
-"""What the exact knapsack solver finds, and how good that is known to be.
+"""An exact knapsack solver that tells how good its solutions are known to be.
 
-Which *items* to save, each with a size (memory) and the runtime that recomputing it
-costs, so that the *capacity* is kept and the most runtime is saved.  The answer is for the
-true sizes: never above the capacity, and optimal or with a proven upper bound.
+It chooses which *items* to save, each with a size (memory) and the runtime that
+recomputing it costs, so that the *capacity* is kept and the most runtime is saved.
+Sizes are not rounded: a solution never exceeds the capacity, and it is optimal or comes
+with a proven upper bound.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class KnapsackSolution(NamedTuple):
 def exact_knapsack(
     memory: list[float], runtime: list[float], max_memory: float
 ) -> tuple[float, list[int], list[int]]:
-    """The solver named ``"exact"`` in the config: the first part of `solve_knapsack`'s."""
+    """The solver named ``"exact"`` in the config.
+
+    Returns the value, ``saved`` and ``recomputable`` of :func:`solve_knapsack`.
+    """
     return solve_knapsack(memory, runtime, max_memory)[:3]
 
 
@@ -59,13 +63,15 @@ def solve_knapsack(
 ) -> KnapsackSolution:
     """Solve one 0-1 knapsack exactly.
 
-    Sizes and the budget share one unit, runtimes may have any; ints and floats are
-    taken at their exact values, ints faster.  A negative budget acts as zero, and an
-    infinite one saves every item that has runtime; items without are never saved.
+    ``memory`` and ``max_memory`` share one unit, ``runtime`` may be in any; ints and
+    floats are taken at their exact values, ints faster.  A negative ``max_memory`` acts
+    as zero, and an infinite one saves every item that has runtime; items without are
+    never saved.
 
     ``max_states`` bounds the work: when it is used up, the best set found is returned
     with ``proven=False``, never worth less than what greedy finds.  Raises ValueError
-    if lengths differ, a size or runtime is negative or not finite, or the budget NaN.
+    if lengths differ, a size or runtime is negative or not finite, or ``max_memory`` is
+    NaN.
     """
     check_items(memory, runtime)
     max_memory = check_budget(max_memory)
@@ -84,15 +90,15 @@ def solve_knapsack(
 def solve_knapsack_budgets(
     memory: Sequence[float], runtime: Sequence[float], budgets: Iterable[float]
 ) -> list[KnapsackSolution]:
-    """Solve one instance at many budgets; solution ``i`` is for ``budgets[i]``.
+    """Solve one instance for many capacities; solution ``i`` is for ``budgets[i]``.
 
-    Parameters and errors are those of `solve_knapsack`.
+    Parameters and errors are otherwise those of `solve_knapsack`.
     """
     budgets = [check_budget(budget) for budget in budgets]
     solution = solve_knapsack(memory, runtime, math.inf)
     solutions = {}
     for budget in sorted(set(budgets), reverse=True):
-        # An optimum that still fits the next budget is optimal there too.
+        # An optimum that still fits the next lower capacity is optimal there too.
         if not solution.proven or solution.weight > budget:
             solution = solve_knapsack(memory, runtime, budget)
         solutions[budget] = solution
@@ -102,7 +108,7 @@ def solve_knapsack_budgets(
 def solution_of(
     runtimes: Sequence[float], saved: Iterable[int]
 ) -> tuple[float, list[int], list[int]]:
-    """What a solver returns that saves these items."""
+    """The runtime saved, and the saved and other items, both in ascending order."""
     saved = sorted(saved)
     taken = frozenset(saved)
     left = [index for index in range(len(runtimes)) if index not in taken]

@@ -1,4 +1,4 @@
-"""Sizes and runtimes of a knapsack: checked, and put in order."""
+"""Checks and orders the sizes and runtimes of a knapsack's items."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def total(values: Sequence[float], indices: Iterable[int]) -> float:
 
 
 def by_density(memory: Sequence[float], runtimes: Sequence[float]) -> list[int]:
-    """Items with runtime by falling runtime per size, ties by index."""
+    """The items that have runtime, by falling runtime per size, ties by index."""
     density = [
         runtime / size if size else math.inf for size, runtime in zip(memory, runtimes)
     ]
@@ -63,7 +63,7 @@ def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> li
     """Take each item of ``order`` that fits beside those taken before it."""
     if max_memory == math.inf:
         return list(order)
-    # Sums of floats would drift.
+    # Integers, as sums of floats would drift.
     sizes, unit = exact_integers([*memory])
     room = integer_capacity(max_memory, unit)
     taken = []

@@ -2,11 +2,11 @@
 
 Sizes span nine orders of magnitude, too many for a table, but layers repeat: hundreds
 of activations are copies of 5 to 60 (size, runtime) pairs.  So equal items become
-classes, and floats integers, without loss.  Every copy that differs from the set that
-attains Dantzig's bound costs a known *loss*, and losses add up.  Pareto states (change of
-weight, loss) are enumerated in the manner of Nemhauser and Ullmann, "Discrete Dynamic
-Programming and Capital Allocation", 1969, and pruned by the least loss that any
-completion must add.
+classes, and floats integers, without loss of precision.  Every copy by which a set
+differs from the one that attains Dantzig's bound costs a known *loss*, and losses add
+up.  Pareto states (change of weight, loss) are enumerated in the manner of Nemhauser
+and Ullmann, "Discrete Dynamic Programming and Capital Allocation", 1969, and pruned by
+the least loss that any completion must add.
 
 Work is bounded by a number of states, never by time: every rank plans alike.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # About two CPU seconds; real graphs need some thousands.
 MAX_STATES = 1 << 20
 
-# One state in so many is completed greedily, by at most so many classes.
+# At most one state in _SAMPLED is completed greedily, by at most _COMPLETED classes.
 _SAMPLED, _COMPLETED = 8, 512
 
 
@@ -43,10 +43,10 @@ def exact_knapsack(
 def search(
     memory: list[float], runtimes: list[float], max_memory: float, max_states: int
 ) -> tuple[list[int], Fraction]:
-    """Return the items to save, ascending, and what runtime may be lost: 0 if proven.
+    """Return the items to save, ascending, and a bound on the loss of runtime.
 
-    Items without runtime are never saved.  Where ``max_states`` do not suffice for the
-    optimum, it is the best set found.
+    The bound is 0 if the set is proven optimal.  Where ``max_states`` do not suffice
+    for that, the set is the best one found.  Items without runtime are never saved.
     """
     worthy = [i for i, runtime in enumerate(runtimes) if runtime]
     if math.fsum(memory[i] for i in worthy) <= max_memory:
@@ -54,7 +54,7 @@ def search(
     members = defaultdict(list)
     for i in worthy:
         members[memory[i], runtimes[i]].append(i)
-    # Ties by size, whatever the order of the items.
+    # Ties are broken by size, so that the order of the items does not matter.
     kinds = sorted(filter(itemgetter(0), members), key=lambda k: (-k[1] / k[0], k[0]))
     weights, size_unit = exact_integers([size for size, _ in kinds])
     values, value_unit = exact_integers([runtime for _, runtime in kinds])
@@ -69,7 +69,7 @@ def search(
 
 
 def exact_integers(numbers: list[float]) -> tuple[list[int], Fraction]:
-    """Integers and a unit, so that exactly ``numbers[i] == integers[i] * unit``."""
+    """Integers and the largest unit with ``numbers[i] == integers[i] * unit``."""
     ratios = [number.as_integer_ratio() for number in numbers]
     denominator = max((d for _, d in ratios), default=1)
     integers = [n * (denominator // d) for n, d in ratios]
@@ -91,15 +91,17 @@ class _Search:
     """The search for a set of less loss than the greedy one.
 
     Class ``c`` has ``counts[c]`` items of one weight and value; classes come by falling
-    density.  Dantzig's bound (Martello and Toth, "Knapsack Problems", 1990, section 2.2)
-    multiplies values by ``scale``, the weight of the first class that does not fit.  From
-    it, a set loses some for every copy more or less than ``base`` has, and ``price`` for
-    every unit of capacity that it leaves; ``base`` leaves ``room`` of them.
+    density.  Dantzig's bound (Martello and Toth, "Knapsack Problems", 1990, section
+    2.2) is kept in values times ``scale``, the weight of the first class that does not
+    fit, so that it is an integer.  Compared to it, a set loses value with each copy
+    more or fewer than in ``base``, and ``price`` with each unit of capacity that it
+    leaves free; ``base`` leaves ``room``.
 
-    A better set than the best one found has a loss of at most ``limit``.  ``states`` maps
-    changes of weight, in their order, to the least loss and the copies changed, linked
-    from the last class on.  What is ``undecided`` is in order of loss per weight: class,
-    weight and loss of a copy to add, or with a negative weight to take away, and how many.
+    A better set than the best one found has a loss of at most ``limit``.  ``states``
+    maps changes of weight, ascending, to the least loss and the copies changed, as a
+    linked list that begins with the last class.  ``undecided`` has the changes still
+    open, by rising loss per weight: the class, the weight of one copy (negative to take
+    it away) and its loss, and the most copies.
     """
 
     def __init__(
@@ -138,8 +140,8 @@ class _Search:
     def run(self, max_states: int) -> list[int]:
         """Return the copies of an optimal set, or with too much work of the best found.
 
-        Once the large sizes are decided, the small ones have to meet the remaining room,
-        which prunes sizes that differ by orders of magnitude to a handful of states.
+        Once the large sizes are decided, the small ones have to meet the remaining
+        room.  Where sizes differ by orders of magnitude, few states can.
         """
         for change in sorted(self.undecided, key=lambda each: (-abs(each[1]), each)):
             if change[2] > self.limit:
@@ -167,9 +169,10 @@ class _Search:
     def _completion(self) -> tuple[list[int], list[tuple[int, int, int, int]]]:
         """The least loss that undecided changes add to a state, by the room it leaves.
 
-        Copies fill the room, the last one in part, or make up for a negative one.  The
-        function is convex: with ``corner, height, run, rise = pieces[bisect_right(corners,
-        room)]`` it is ``height + (room - corner) * rise / run``.
+        Copies fill the room, the last one in part, or make up for a negative one.
+        Returns ``corners`` and ``pieces`` of that convex function: for a room in
+        ``corner, height, run, rise = pieces[bisect_right(corners, room)]`` it is
+        ``height + (room - corner) * rise / run``.
         """
         below, above = [], []
         removed = removal = added = addition = 0
@@ -190,7 +193,7 @@ class _Search:
         return [corner for corner, _, _, _ in pieces[1:]], pieces
 
     def _extend(self, change: tuple[int, ...], max_states: int) -> int:
-        """Decide how many copies to change; return the weight of a state of least bound."""
+        """Decide how many copies to change; return the state of the least bound."""
         c, weight, loss, most = change
         corners, pieces = self._completion()
         extended: dict[int, tuple[int, Any]] = {}

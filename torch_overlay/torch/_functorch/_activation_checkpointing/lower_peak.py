@@ -1,7 +1,8 @@
 """Prefers, of plans that recompute about as much, the one with the lower peak.
 
 Where little is saved, the backward begins by recomputing a long part of the forward,
-all of it live at once. The same bytes cut that short where the forward hands on little.
+all of it live at once. If the same bytes save all that is live at points where that is
+little, the backward recomputes one shorter part after the other.
 """
 
 import operator
@@ -18,7 +19,13 @@ aten = torch.ops.aten
 def with_lower_peak(
     graph: Graph, info: Any, saved: Nodes, must_save: Nodes, runtimes: dict[Node, float]
 ) -> Nodes:
-    """``saved``, or what keeps no more and has the least product of peak and time."""
+    """``saved``, or what keeps no more and has the least product of peak and time.
+
+    ``info`` is the partitioner's NodeInfo, ``must_save`` is what every plan saves, and
+    ``runtimes`` has the items that may be recomputed, with their runtimes. By these, a
+    step takes at most 5% longer than with ``saved``. Where the forward overwrites an
+    input that leads to the backward, the answer is ``saved``.
+    """
     for node in info.inputs:
         overwritten = any(user.target is aten.copy_.default for user in node.users)
         overwritten |= "aot_runtime_epilogue_input_mutation" in node.meta
@@ -28,7 +35,7 @@ def with_lower_peak(
     always = [part for node in must_save for part in _tensors(node)]
     parts = {node: _tensors(node) for node in runtimes}
     density = {n: runtimes[n] / max(model.kept(parts[n]), 1) for n in runtimes}
-    time = 3 * sum(runtimes.values())  # A backward takes twice its forward.
+    time = 3 * sum(runtimes.values())  # A backward takes about twice its forward.
 
     def evaluate(plan: Nodes) -> tuple[float, float, Nodes]:
         peak, run = model.evaluate(plan)
@@ -51,7 +58,7 @@ def with_lower_peak(
 
 
 def _tensors(node: Node) -> Nodes:
-    """The node, or what is taken out of its tuple."""
+    """The node, or the elements taken out of it if it is a tuple."""
     return [u for u in node.users if u.target is operator.getitem] or [node]
 
 

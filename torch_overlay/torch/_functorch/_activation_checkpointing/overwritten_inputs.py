@@ -5,9 +5,10 @@ that is used.  By the time of the backward it has other values, whether the grap
 to it or AOTAutograd does after the graph.  So neither the input nor a view of it may be
 saved, and nothing may be recomputed from it.
 
-:func:`copy_overwritten_inputs` has whatever reaches the backward read a copy, which
-only the forward may make.  It is a value like any other: a partitioner saves it, or
-what is made from it.  If no part of it is saved, :func:`drop_unsaved_copies` drops it.
+:func:`copy_overwritten_inputs` makes whatever the backward depends on read a copy
+instead, which only the forward may make.  The copy is a value like any other: a
+partitioner saves it, or what is computed from it.  If it saves no part of the copy,
+:func:`drop_unsaved_copies` drops that.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ aten = torch.ops.aten
 
 __all__ = ["copy_overwritten_inputs", "drop_unsaved_copies"]
 
-# Under this key of ``node.meta``, a copy has its source.
+# Under this key of ``node.meta``, a copy stores its source.
 _SOURCE = "copy_of_overwritten_input"
 
 
@@ -84,7 +85,7 @@ def drop_unsaved_copies(graph: fx.Graph, saved_values: Iterable[fx.Node]) -> Non
 def _find_overwritten(
     graph: fx.Graph, fwd_outputs: list[fx.Node], descs: list[Any]
 ) -> list[fx.Node]:
-    """The inputs that the forward overwrites, or AOTAutograd with what it returns."""
+    """The inputs overwritten by the forward, or by AOTAutograd with its results."""
     written = defaultdict(list)
     for node, desc in zip(fwd_outputs, map(_of_whole, descs)):
         if isinstance(desc, InputMutationAOTOutput):
@@ -92,7 +93,7 @@ def _find_overwritten(
 
     def is_overwritten(source: fx.Node) -> bool:
         results = written.get(_of_whole(source.meta.get("desc")), ())
-        # Where only the metadata changes, the result is a view.
+        # Where only the metadata is mutated, the result is a view of the input.
         return any(_writes_to(user, source) for user in source.users) or any(
             _storages(source).isdisjoint(_storages(result)) for result in results
         )
@@ -101,14 +102,14 @@ def _find_overwritten(
 
 
 def _of_whole(desc: Any) -> Any:
-    """The description of the subclass that a plain tensor is a part of."""
+    """The descriptor of the tensor subclass that a plain tensor is a part of."""
     while isinstance(desc, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
         desc = desc.base
     return desc
 
 
 def _writes_to(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the forward overwrites an input here; there are no other ways."""
+    """Whether ``node`` is one of the two operators by which a forward overwrites."""
     return (
         node.target in (aten.copy_.default, aten.set_.source_Tensor)
         and node.args[0] is source
@@ -131,7 +132,7 @@ def _copy(source: fx.Node, readers: list[fx.Node]) -> fx.Node:
     for reader in readers:
         reader.replace_input_with(source, copy)
         if "custom" in reader.meta:
-            # Such as the budget of a region.
+            # For example, a region's own memory budget.
             copy.meta["custom"] = reader.meta["custom"]
     return copy
 
@@ -141,7 +142,8 @@ def _update_views(
 ) -> None:
     """Update ``meta["val"]`` of readers' views of the sources to views of the copies.
 
-    If a clone by the user was taken out, its views still have its storage.
+    Where the user's own clone of a source was optimized away, its views still have the
+    clone's storage, so views are found by what they read as well as by storage.
     """
     stale = {storage for source in copies for storage in _storages(source)}
     views = {*copies.values()}

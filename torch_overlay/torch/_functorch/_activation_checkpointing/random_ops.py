@@ -5,9 +5,10 @@ it reads), MUST_SAVE before a cut.  It is enough that every path from such a nod
 backward goes through a saved value: a dropout's boolean mask, the seed of inductor's
 random numbers, or the numbers of a router's experts.
 
-This has what those rules leave out: operators within the graphs that a higher-order
-operator runs, and positions that are counted in floats, or rounded.  There, what is
-rounded decides, not what makes an integer of it: a weight may be made of it as well.
+This module adds what those rules leave out: operators within the graphs that a
+higher-order operator runs, and positions that are computed in floats, or by rounding.
+For these, the rounded value is the decision, not an integer made from it: weights may
+be computed from the rounded value as well.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _packets(names: str) -> set[Any]:
 
 
 _ROUNDING = _packets("ceil floor floor_divide round trunc")
-# Integers that a float32 can hold stay integers, in any order of additions.
+# Operators that keep integers exact in a float32, whatever the order of additions.
 _INTEGERS_STAY = _packets(
     "_to_copy _unsafe_view abs add amax amin arange cat clamp clamp_max clamp_min clone "
     "copy cumsum expand full gather index index_select masked_fill maximum minimum mul "
@@ -77,12 +78,12 @@ def is_decision(node: fx.Node) -> bool:
 
 
 def may_differ(node: fx.Node) -> bool:
-    """Whether the backward may not come to the same result as the forward."""
+    """Whether running ``node`` again in the backward may give another result."""
     return is_decision(node) or is_random(node)
 
 
 def is_kept(node: fx.Node) -> bool:
-    """Whether a node's value is always saved, not just what is made of it."""
+    """Whether a node's own value is always saved, not just what is made of it."""
     is_tagged = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
     return is_tagged and not may_differ(node)
 
@@ -118,8 +119,8 @@ def recomputable_nodes(joint_graph: fx.Graph) -> OrderedSet[fx.Node] | None:
 def mark_what_runs_once(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> None:
     """Mark what the partitioner's own rules leave out, and correct what they marked.
 
-    No node of the ``backward`` decides.  O(nodes + edges), those of the graphs that
-    higher-order operators run included.
+    No node of the ``backward`` is a decision.  O(nodes + edges), including those of the
+    graphs that higher-order operators run.
     """
     theirs = _partitioners()
     decisions = _decisions(graph, backward)
@@ -134,12 +135,12 @@ def mark_what_runs_once(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> None:
             regions.add(node)
     theirs.force_save(decisions | regions)
     for node in theirs.find_decisions(graph, _exact(graph), backward) - decisions:
-        # An integer that is made of what has been rounded.
+        # It only converts a rounded value, which is the decision, to an integer.
         node.meta.pop("recompute", None)
 
 
 def _decisions(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> OrderedSet[fx.Node]:
-    """What decides in a graph, or in one that a node of it runs."""
+    """The decisions of a graph, and the nodes that run a graph with decisions."""
     exact = _exact(graph)
     for node in graph.nodes:
         if _is_rounded(node, exact):
@@ -158,7 +159,7 @@ def _exact(graph: fx.Graph) -> OrderedSet[fx.Node]:
 
 
 def _partitioners() -> Any:
-    """The module that imports this one; it is complete when a graph is split."""
+    """The partitioner's module, imported late because it imports this one."""
     from torch._functorch import partitioners
 
     return partitioners

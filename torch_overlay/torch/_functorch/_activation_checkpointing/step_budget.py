@@ -1,3 +1,3 @@
-"""Another address of :mod:`torch._functorch.memory_planner`, for older scripts."""
+"""An old import path of :mod:`torch._functorch.memory_planner`, kept for scripts."""
 
 from ..memory_planner.step.budget import *  # noqa: F403

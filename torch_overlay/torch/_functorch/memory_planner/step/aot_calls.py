@@ -59,7 +59,7 @@ def boxed(compiled: Any) -> Any:
 
 
 def marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """The same compiler, with its results called through ``run``."""
+    """Wrap a compiler, so that its results are called by ``run(result, args)``."""
 
     def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
         return boxed_call(run, boxed(compile_graph(graph, inputs)))

@@ -60,7 +60,7 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         largest = 0
         # Compiling changes the graph. The copy shares its tensors.
         graph = GraphModule(module, copy.deepcopy(module.graph)).graph
-        # A step that is recorded counts its kernels.
+        # A recorded step counts what the graph's kernels hold.
         with inductor_config.patch({"live_bytes_of": str(device)}):
             run, metadata = compile_graph(state, capture, *arguments)
 

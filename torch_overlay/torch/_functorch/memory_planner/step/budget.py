@@ -9,14 +9,14 @@
     ...         optimizer.zero_grad()
     >>> print(budget)
 
-The first step runs by lean plans and is recorded: the calls of each graph, and the
-bytes that eager code holds meanwhile.  When the next one starts (or the one after, if
-the first leaves more behind than gradients), :class:`.Curve` chooses one or two plans
-for each graph, and the traced joint graphs are split and compiled again.
+The first step runs on lean plans, which save little, and is recorded: the calls of each
+graph, and the bytes that eager code holds meanwhile.  When the next one starts (or the
+one after, if the first leaves more behind than gradients), :class:`.Curve` chooses one
+or two plans for each graph, and the joint graphs are partitioned and compiled again.
 
-Only storages on the training device count.  What a kernel allocates for itself does
-not, nor what an allocator loses to fragmentation, nor the generator states (5 KB each)
-by which random operators are repeated.
+Only storages on the training device count.  Not counted are the workspaces of kernels,
+what an allocator loses to fragmentation, and the generator states (5 KB each) that let
+random operators repeat their draws.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 
-# Fixed sizes in each graph blur its growth: below this factor, none is due.
+# A graph's fixed sizes blur its growth, so factors below this one are ignored.
 _GROWN = 1.1
 
 
@@ -64,26 +64,26 @@ class StepBudget(Warns):
     """A bound on the peak of each training step that runs within ``with budget:``.
 
     Args:
-        share: the bound, from 0 (the step's lowest peak) to 1 (its peak unbudgeted).
-        peak_bytes: most live bytes beyond those that are there when the step starts
-            (parameters, optimizer states, the batch, gradients that are not None): a
-            number, which is rounded down, or text such as "24GiB" (2**30 bytes each),
-            "24GB" or "24G" (10**9 bytes each).
-        device_bytes: most live bytes in all.  If none of the three is given, the memory
-            of the device.
+        share: from 0 (the lowest peak found) to 1 (the peak without a budget).
+        peak_bytes: the most bytes that may be live beyond those live at the step's
+            start (parameters, optimizer states, the batch, gradients that are not
+            None): a number, which is rounded down, or text such as "24GiB" (2**30 bytes
+            each), "24GB" or "24G" (10**9 bytes each).
+        device_bytes: the most bytes that may be live in all, given likewise.  If none
+            of the three is given, the accelerator's memory; ValueError without one.
         strict: raise a `StepBudgetError` before the bound can be exceeded, instead of
             warning that it may be.
-        plan: the path of a file for the plans.  Each time that some are made, they are
-            written to it; another process that trains by the same program reads it, and
-            runs its first step by them.  That step is recorded, too: where the program
-            or the bound differs, a warning says so, and plans are made anew.  Not
-            written where sizes vary.
+        plan: the path of a file for the plans, written whenever plans are made, unless
+            sizes vary.  Another process that runs the same program reads the file, and
+            its first step runs on them.  That step is recorded all the same: if the
+            program or the bound differs, a warning says so, and new plans are made.
 
-    ``plan`` is the :class:`StepSummary` of the steps from the second on, None before.
-    ``measured_peak`` is what the device counted in the last of them, as the plan's
-    ``predicted_peak``; None if it does not count.  A pickle or a copy keeps the
-    arguments and nothing that was learned.  Raises ValueError for invalid values, and
-    FileNotFoundError if the file's folder does not exist.
+    ``plan`` is the :class:`StepSummary` of the plans in use, None before there are any.
+    ``measured_peak`` is the peak that the device counted in the last step run on them,
+    in bytes, comparable with ``plan.predicted_peak``; None if the device counts none.
+    A pickle or a copy keeps the arguments, but nothing that was learned.  Raises
+    ValueError for invalid arguments, more than one bound or a ``plan`` that is some
+    other file, and FileNotFoundError if its folder does not exist.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StepBudget(Warns):
         strict: bool = False,
         plan: Optional[str | os.PathLike[str]] = None,
     ) -> None:
-        # A GPU build of torch names one even on machines that have none.
+        # Unchecked, a GPU build of torch names one even on machines that have none.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = accelerator if accelerator is not None else torch.device("cpu")
         asked = one_bound(share=share, peak_bytes=peak_bytes, device_bytes=device_bytes)
@@ -113,7 +113,7 @@ class StepBudget(Warns):
         self.counter = DeviceBytes(self.device)
         self.watch = Watch(self.device_bytes is not None)
         self.graphs = Graphs()
-        # The plans of each graph's slots.
+        # By graph, the plan of each slot.
         self.choices: weakref.WeakKeyDictionary[Graph, tuple[int, ...]] = (
             weakref.WeakKeyDictionary()
         )
@@ -131,19 +131,19 @@ class StepBudget(Warns):
             self._begin(stored)
 
     def _begin(self, stored: Optional[StoredStep] = None) -> None:
-        """Know of the program what another process stored, by default nothing."""
+        """Start over: from what another process stored, by default from nothing."""
         self._learned, self._recording = Learned(), Recording()
-        # The bytes present when a step starts, and those of the allowed ones that are
-        # free while no call waits for its backward.
+        # The bytes live when a step starts, and how many of the allowed bytes are free
+        # while no call waits for its backward.
         self._present = Present()
         self._spare = 0
         self.plan: Optional[StepSummary] = None
-        # The graphs that there are stored plans for.
+        # By graph number, the stored plans.
         self._stored: dict[int, StoredGraph] = {}
         self.choices.clear()
         if stored is not None:
             self._learned = Learned(stored.programs)
-            # Eager code may have changed: each program is compared with a step.
+            # Eager code may have changed: record a step to compare with each program.
             self._recording.left = min(len(stored.programs), MOST_RECORDED)
             self._present, self._spare = stored.present, stored.spare
             self.plan, self._stored = stored.summary, stored.graphs
@@ -152,7 +152,7 @@ class StepBudget(Warns):
         return functools.partial(type(self), **self._arguments), ()
 
     def __enter__(self) -> Self:
-        # An exception may have kept a callback from ending a step.
+        # An exception may have kept a callback from ending the last step.
         close_step_of(self)
         with self.warn_on_failure("no plan could be made for the step"):
             recorded, self._recorded = self._recorded, None
@@ -211,9 +211,9 @@ class StepBudget(Warns):
             self.warn_unplanned(min(new, key=lambda state: state[:3]))
 
     def _check_start(self) -> None:
-        """Plan for it if more is live than when earlier steps began.
+        """Take note if more is live than when earlier steps began.
 
-        Eager code may hold more during the step as well, so it is recorded.
+        Eager code may hold more during the step as well, so the step is recorded.
         """
         if self.plan is None or self._recording.left or self._is_new:
             return
@@ -221,12 +221,12 @@ class StepBudget(Warns):
         if more:
             given = self._present.given + more
             self._present = self._present._replace(given=given)
-            # Only a bound for the device counts these: they are not a step's own bytes.
+            # Only device_bytes counts them; other bounds are for a step's own bytes.
             self._is_new = self.device_bytes is not None
             self._recording.again(1)
 
     def _check(self, step: Step, recorder: Recorder) -> None:
-        """Keep a recorded step for the next plan, and warn of what it lacks."""
+        """Keep a recorded step for the next plan, and warn of what no plan covers."""
         if recorder.error is not None:
             self._learned.states |= step.states
             raise recorder.error
@@ -252,9 +252,9 @@ class StepBudget(Warns):
             check_held(held + self._bound.counted(self._present), self.plan, self)
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:
-        """Whether so many bytes that no plan counts are acceptable.
+        """Whether there is room for ``nbytes`` that no plan counts.
 
-        While calls wait for their backwards, next to none are.
+        While calls wait for their backward, there is next to none.
         """
         if self.plan is None:
             return False
@@ -266,7 +266,7 @@ class StepBudget(Warns):
             self.watch.check_live(self.counter.live(), self.plan, self)
 
     def _learn(self, recorder: Recorder, states: set[State]) -> None:
-        # What only garbage holds will be gone in the next step.
+        # What only reference cycles keep alive will be gone in the next step.
         gc.collect()
         timeline = StepTimeline(recorder)
         self._leaves = weakref.WeakSet(recorder.leaves)
@@ -278,7 +278,7 @@ class StepBudget(Warns):
         least = NEW * self.plan.predicted_peak if self.plan is not None else 0
         if self._stored and not self._learned.has(program, least):
             if is_first and leaves_much:
-                # What it made for good may be all the difference to the next one.
+                # Buffers that only a first step makes may be all that differs.
                 return
             self._begin()
             self._warn_of_file("a step had other calls, or eager code held more in it")
@@ -309,9 +309,9 @@ class StepBudget(Warns):
         )
 
     def stored_plans(self, number: int, name: str, key: str) -> Optional[StoredGraph]:
-        """The plans that the file has for a graph, if it has some.
+        """The file's plans for a graph, None if it has none.
 
-        If it has them for another graph of this number, it is of another program.
+        If they are for another graph of this number, the file is of another program.
         """
         found = self._stored.get(number)
         if found is not None and found.key != key:
@@ -343,8 +343,8 @@ class StepBudget(Warns):
     def make_plan(self, is_growing: bool = False) -> None:
         """Choose plans for what was learned, and for the largest calls so far.
 
-        If one ``is_growing``, calls of the other graphs later in the step are expected
-        to grow as much.
+        If ``is_growing``, a call has outgrown its plans, and calls of other graphs
+        later in the step are expected to grow as much.
         """
         self.measured_peak = None
         self.watch.was_compiling()
@@ -353,11 +353,11 @@ class StepBudget(Warns):
         for number, graph in graphs.items():
             graph.expect(learned.missing(number))
         growth = learned.growth(graphs) if is_growing else {}
-        # If they have not grown by the next step, it is planned anew for their sizes.
+        # The next step is planned anew, for the sizes that they turn out to have.
         self._is_new = any(factor > _GROWN for factor in growth.values())
 
         def compile_plans(plans: Iterable[Choice]) -> None:
-            """Compile what ran last of each graph, by each plan."""
+            """Compile each graph, in the size that ran last, by each plan."""
             for plan in plans:
                 for number, graph in graphs.items():
                     compiled = graph.current()
@@ -391,7 +391,7 @@ class StepBudget(Warns):
         return "\n".join([*lines, *self.reasons])
 
     def plot(self, path: str) -> None:
-        """Plot what is live over the step, by kind, to a file of a matplotlib format.
+        """Plot the step's live bytes by kind into a file, in the format of its suffix.
 
         Raises RuntimeError before there is a plan, ImportError without matplotlib.
         """

@@ -25,7 +25,11 @@ __all__ = ["await_backward", "run_backward", "run_forward"]
 def run_forward(
     call: Call, run: Callable[..., Any], args: list[Any], primals: int, outputs: int
 ) -> Any:
-    """Run a call's forward; its first results are the ``outputs`` of its caller."""
+    """Run a call's forward, and note the storages that it reads and returns.
+
+    The first ``primals`` tensors of ``args`` are the graph's inputs.  The caller gets
+    the first ``outputs`` results; the others are saved values.
+    """
     recorder = call.step.recorder
     if recorder is None:
         results = run(args)

@@ -1,7 +1,8 @@
 """The calls that a training step makes of its compiled graphs.
 
 A :class:`Step` is one run of a step.  It gives each call its slot and its plan, and
-notes each event as a :class:`State`, by which steps are compared.
+notes each event as a :class:`State`, by which steps are compared.  Calls of a graph
+that wait for their backward at once have different slots: each takes the lowest free.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class State(NamedTuple):
 
     ``kind`` is "F" or "B" where a forward or backward begins, or "I" where a call of a
     graph without a backward begins.  The ``slot`` of the latter is the number of
-    earlier calls whose results are still there, its ``size`` the largest so far.
-    ``graph`` is the graph's number.
+    earlier calls whose results are still there, its ``size`` the largest product of
+    symbolic sizes so far.  ``graph`` is the graph's number, ``flag`` that of an
+    :class:`.Event`.
     """
 
     kind: str
@@ -102,7 +104,7 @@ class Call:
     node: Optional[weakref.ref[Any]] = None
 
     def gone(self) -> frozenset[int]:
-        """The outputs that nobody holds any more, except as saved values."""
+        """The indices of outputs that nobody holds any more, except as saved values."""
         saved = self.graph.plans.plans[self.plan].outputs
         found = set()
         for at, storage in enumerate(self.returned):
@@ -133,14 +135,14 @@ class Step:
         self.is_largest = True
         # The call whose forward is running.
         self.call: Optional[Call] = None
-        # Calls without a backward, and the storages that they returned; those that no
-        # plan has to count, as there is room for them.
+        # Calls without a backward, and the storages that they returned; which of the
+        # calls no plan has to count, as there is room for them.
         self._returned: list[tuple[State, list[weakref.ref[Any]]]] = []
         self.passed: set[State] = set()
         # The calls that something is kept for, and a hash of them.
         self._waiting: set[Call] = set()
         self._key = 0
-        # Gradients are made in the first round, and accumulated in later ones.
+        # Backwards make gradients in the first round, and add to them in later ones.
         self._is_first_round = True
         # The plans of calls that a checkpoint runs again, which must save the same.
         self._checkpointed: dict[CompiledGraph, int] = {}
@@ -194,9 +196,10 @@ class Step:
     def begin_alone(
         self, graph: int, name: str, size: int, peak: Optional[int]
     ) -> State:
-        """Start a call of a graph that has no backward; its ``peak`` may be unknown.
+        """Start a call of a graph that has no backward.
 
-        If there is room for it, only a step that is recorded notes it.
+        If the budget has room for its ``peak`` bytes (None if unknown), no plan has to
+        count it, and only a step that is recorded notes it.
         """
         left, passed = self._left()
         slot = sum(each.graph == graph for each in left)
@@ -218,7 +221,7 @@ class Step:
         self._returned.append((state, made))
 
     def _left(self) -> tuple[list[State], int]:
-        """Calls without a backward whose results live; the bytes of the passed ones."""
+        """Calls without backward whose results live; the bytes held by passed ones."""
         nbytes: dict[int, int] = {}
         left: list[tuple[State, list[weakref.ref[Any]]]] = []
         for state, references in self._returned:

@@ -1,7 +1,7 @@
 """The compiled graphs of a training step, and the calls that a step makes of them.
 
-A graph is split and compiled by the lean plan when a step first meets it, and again,
-from the traced joint graph, by each other plan that a call is to run by.
+A graph is partitioned and compiled by the lean plan when a step first meets it, and
+again, from the traced joint graph, by each other plan that a call is to run by.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ __all__ = ["CompiledGraph"]
 class CompiledGraph:
     """A joint graph that was compiled in a step, and its compiled code by plan.
 
-    Raises CannotPlan where the planner does not split the graph.
+    Raises CannotPlan if the backend does not partition by the budget, or if the graph
+    calls nested compiled regions or would be replayed as a CUDA graph.
     """
 
     # Set by the first compile: the graph, and its plans for the traced size.
@@ -83,9 +84,9 @@ class CompiledGraph:
         self._name = traced_name() or get_aot_graph_name()
         self._is_retained = self.has_plans = False
         self._runs: dict[int, Callable[..., Any]] = {}
-        # Their kernels, until a call runs by the plan.
+        # By plan, the kernels to compile before a call first runs by it.
         self._kernels: dict[int, DeferredKernels] = {}
-        # The compiled plan that runs in place of each, given what compiles told.
+        # The results of `as_good`, by plan and what compiles have told.
         self._instead: dict[Any, int] = {}
         # The plan of the first compile, and its code.
         self.first = 0
@@ -99,7 +100,7 @@ class CompiledGraph:
         self.guarded: set[int] = set()
         self._as_traced = context_of_tracing()
         self._symbols = symbols_in(self._state.flat_args)
-        # By sizes, how many times the bytes of the graph's first call a call computes.
+        # By sizes, the bytes that a call computes over those of the graph's first one.
         self.scales: dict[tuple[int, ...], float] = {}
         # The same for the size that was traced.
         self._scale = 1.0
@@ -114,9 +115,9 @@ class CompiledGraph:
         return boxed_call(self._call), metadata
 
     def meet(self, sizes: tuple[int, ...]) -> bool:
-        """Make the graph's plans cover calls of these sizes; whether they did not.
+        """Make the graph's plans cover calls of these sizes; return whether they grew.
 
-        They do not if a batch has more rows than all before, or fewer but longer ones.
+        They do if a batch has more rows than all before, or fewer but longer ones.
         """
         self._renew()
         if sizes in self.scales:
@@ -182,10 +183,10 @@ class CompiledGraph:
             self._tried_guarded, self.guarded, self.scales = set(), set(), {}
 
     def as_good(self, plan: int) -> int:
-        """A compiled plan that holds no more, for calls of this size, than a plan may.
+        """A compiled plan that holds no more in calls of this size than ``plan`` may.
 
-        The plan itself, if there is none.  Where each size has a graph of its own,
-        plans are for the largest, and another one may be compiled already.
+        If there is none, ``plan`` itself.  Where each size has a graph of its own,
+        plans are for the largest, and for this size a compiled one may do as well.
         """
         known = plan, *self.plans.told.items()
         if known not in self._instead:
@@ -200,13 +201,13 @@ class CompiledGraph:
     def compile(self, plans: Iterable[int], budget: StepBudget) -> None:
         """Compile plans that have not been, and list the first one in `plans()`.
 
-        All but their kernels: a plan may be replaced before it runs.
+        Kernels are left for later, as a plan may be replaced before it runs.
         """
         plans = [*plans]
         self._renew()
         for plan in sorted({*plans}):
             if plan not in self._runs:
-                # Replaced if it compiles.
+                # It stays if the plan does not compile.
                 self._runs[plan] = self._first_run
                 with self._warn_of_failure(budget), self._as_traced():
                     self._runs[plan], _, self._kernels[plan] = self._compiled(plan)
@@ -251,7 +252,7 @@ class CompiledGraph:
             self.guarded.add(plan)
 
     def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
-        """Split and compile a copy of the joint graph by a plan, None for the first.
+        """Partition and compile a copy of the graph by a plan, None for the first.
 
         Returns the code, AOTAutograd's metadata, and the kernels that it needs, which
         are compiled already for the first.
@@ -259,10 +260,11 @@ class CompiledGraph:
         step = running_step()
         if step is not None:
             step.budget.watch.was_compiling()
-        # Splitting a graph writes into these.
+        # Partitioning a graph writes into these.
         state, capture = fresh_copy(self._state, self._capture)
-        # Whether another plan compiles has to be known before it runs. But where graphs
-        # are retained, the backward is compiled once that is seen.
+        # Whether another plan's backward compiles has to be known before its forward
+        # runs. But where backwards retain their graph, AOTAutograd has to see that when
+        # it compiles one.
         is_another = plan is not None and not self._is_retained
         state.aot_config = replace(
             state.aot_config,

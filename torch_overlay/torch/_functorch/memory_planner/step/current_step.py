@@ -1,4 +1,4 @@
-"""The step that runs, and the code that began it."""
+"""The step that is running, and the code that began it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ def _abandon(step: Step) -> None:
 class Caller:
     """The code that began a step, for as long as it may still end the step.
 
-    Where callbacks begin and end steps, each returns, and an exception in the loop that
-    calls them leaves a step open, whatever its thread runs then.
+    A callback that begins a step returns, and another one is to end the step.  If an
+    exception leaves the loop that calls them, none does, and the step would stay open
+    for whatever the thread runs next.
     """
 
     def __init__(self, frame: Optional[FrameType]) -> None:
@@ -83,7 +84,7 @@ class Caller:
         self._has_failed = False
 
     def has_failed(self) -> bool:
-        """Whether an exception has ended it.  O(depth of the stack)."""
+        """Whether an exception has ended that code.  O(depth of the stack)."""
         if self._frame is None or threading.get_ident() != self._thread:
             return self._has_failed
         while self._frame is not None and not _is_running(self._frame):

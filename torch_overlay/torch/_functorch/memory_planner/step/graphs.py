@@ -26,10 +26,11 @@ __all__ = ["Graph", "Graphs"]
 class Graph:
     """A graph that a step calls, and its plans, for the largest calls seen so far.
 
-    It may be compiled several times, for other sizes: ``current`` returns the one that
-    ran last.  ``number`` is AOTAutograd's for the first of these, ``key`` identifies that
-    one in other processes, ``structural_key`` what all have in common, and ``lean`` the
-    plan of calls until one is chosen.
+    It may be compiled several times, for other sizes: ``current`` returns the compiled
+    graph that ran last.  ``number`` is AOTAutograd's for the first of these, ``key``
+    identifies that one in other processes, and ``structural_key`` is what all have in
+    common.  ``scale`` is how many times as large as the first call the largest one is,
+    and ``lean`` the index of the plan of calls until one is chosen.
     """
 
     lean: int
@@ -61,7 +62,7 @@ class Graph:
         return self.scale != 1.0 or any(free_symbols(n.meta["val"]) for n in given)
 
     def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
-        """Have the plans cover calls of this size, too."""
+        """Make the plans cover calls of this size, too."""
         if scale > self.scale:
             self.scale, self.largest = scale, joint
             self.plans, plans = plans, self.plans
@@ -79,7 +80,7 @@ class Graphs(weakref.WeakValueDictionary[int, Graph]):
     """Graphs by number; they die with the models that they were compiled for."""
 
     def like(self, structural_key: Any) -> Optional[Graph]:
-        """The graph with this key, compiled for another size; None if the key is."""
+        """The graph with this key, compiled for another size; None if there is none."""
         if structural_key is None:
             return None
         same = (g for g in self.values() if g.structural_key == structural_key)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["StepBudgetError", "Warns"]
 
-# So many plans are logged at first, and then every tenth.
+# This many plans are logged at first, and then every tenth.
 _TOLD = 3
 
 
@@ -43,11 +43,14 @@ class Warns:
 
     @contextmanager
     def warn_on_failure(self, what: str, is_risk: bool = True) -> Iterator[None]:
-        """Turn a failure within into a warning, logged once; training goes on."""
+        """Turn a failure within into a warning, logged once; training goes on.
+
+        If it ``is_risk`` and the budget is strict, raises StepBudgetError instead.
+        """
         try:
             yield
         except (RestartAnalysis, StepBudgetError):
-            # The first is how Dynamo starts over.
+            # Dynamo starts a trace over by a RestartAnalysis.
             raise
         except Exception as error:
             log.debug("%s", what, exc_info=error)
@@ -55,9 +58,10 @@ class Warns:
             self.warn(f"{what}: {type(error).__name__}: {error}", is_risk=is_risk)
 
     def warn(self, reason: str, kind: str = "", is_risk: bool = True) -> None:
-        """Log a reason, the first of its kind; the report has the last of each.
+        """Log the first reason of each ``kind``, and keep the last for the report.
 
-        Unless it ``is_risk``, the bound is kept all the same, and nothing is raised.
+        A reason without a kind is one of its own.  If it ``is_risk``, the bound may be
+        exceeded, and a strict budget raises StepBudgetError instead.
         """
         risk = " may be exceeded" if is_risk else ""
         if self.strict and is_risk:
@@ -67,7 +71,7 @@ class Warns:
         self._reasons[kind or reason] = f"may be exceeded: {reason}" if risk else reason
 
     def tell(self, headline: str) -> None:
-        """Log a line for the user, even by default, when torch shows warnings only."""
+        """Log a line that is shown by default, too, when torch shows warnings only."""
         self._plans += 1
         is_told = self._plans <= _TOLD or self._plans % 10 == 0
         if is_told and log.isEnabledFor(logging.WARNING):

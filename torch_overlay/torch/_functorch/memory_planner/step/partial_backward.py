@@ -28,8 +28,8 @@ __all__ = ["Backward"]
 class Backward:
     """A compiled backward, also for calls that miss some of the tangents.
 
-    They do where the caller drops an output.  Autograd would pass zeros as large as the
-    output, for the backward to add.
+    A tangent is missing where the caller drops an output.  Autograd would otherwise
+    pass zeros as large as the output, only for the backward to add them.
     """
 
     _boxed_call = True
@@ -42,7 +42,12 @@ class Backward:
         absent: frozenset[int],
         as_traced: Callable[[], Any],
     ) -> None:
-        """Compile the variant for calls without the ``absent`` tangents."""
+        """Compile the variant for calls without the ``absent`` tangents.
+
+        ``compile_graph`` compiles a ``module`` for its fake ``inputs``; ``as_traced``
+        returns a context to compile further variants in.  ``absent`` are positions
+        among the tangents.
+        """
         self._compile_graph, self._as_traced = compile_graph, as_traced
         # Compiling may change the module.
         self._module, self._inputs = copy_of(module), inputs
@@ -116,7 +121,7 @@ def _drop_tangents(module: GraphModule, places: Iterable[int]) -> None:
     tangents = [placeholders[place] for place in places]
     if not tangents:
         return
-    # Without its value, not even a size is read from a tangent.
+    # Without this entry, no size can be read from a tangent either.
     values = [tangent.meta.pop("val") for tangent in tangents]
     for tangent, value in zip(tangents, values):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["NEW", "OVER", "Watch", "check_held", "check_workspace"]
 
-# By which share a step may exceed what is allowed without a warning.
+# The share by which a step may exceed what is allowed without a warning.
 OVER = 0.005
-# By which share a device's count may differ from the prediction.
+# The share by which a device's count may differ from the prediction.
 _MISS = 0.02
-# The share of what eager code makes that the first step may leave behind and be
-# recorded only once; the share of a planned peak by which bytes may grow unnoticed.
+# If the first step leaves behind more than this share of what its eager code makes,
+# another one is recorded.  Also the share of a planned peak by which bytes may grow
+# before that counts as new.
 NEW = 0.01
 # Fewer bytes mean nothing on a CPU, where the whole process is counted.
 _NOISE = 2**18
@@ -30,9 +31,9 @@ _NOISE = 2**18
 class Watch:
     """Compares what a device counts with the plan of a step.
 
-    ``counts_all`` tells whether plans are for all bytes, not those beyond a step's
-    start; ``missed`` are bytes that plans leave free because so many more were counted
-    than predicted.  A count is None if nothing counts.
+    ``counts_all`` tells whether plans are for all live bytes, not just those beyond a
+    step's start.  ``missed`` is how many bytes plans have to leave free, because that
+    many more were counted than predicted.  Counts are in bytes, None if unknown.
     """
 
     def __init__(self, counts_all: bool) -> None:
@@ -84,7 +85,10 @@ class Watch:
             check_held(live - self._beyond_start(start), plan, warns, _NOISE)
 
     def peak_of(self, counted: Optional[int]) -> Optional[int]:
-        """The peak of a step, as plans have it; None if nothing counts it."""
+        """A counted peak, less the step's start where plans are for what is beyond it.
+
+        None if either is unknown.
+        """
         if counted is None or self._start is None:
             return None
         return counted - self._beyond_start(self._start)
@@ -92,9 +96,9 @@ class Watch:
     def check_peak(
         self, peak: int, plan: StepSummary, is_all: bool, warns: Warns
     ) -> bool:
-        """Warn if the prediction missed; whether plans are to leave more free.
+        """Warn if the prediction missed; return whether plans have to leave more free.
 
-        It may be lower than predicted, unless the step ``is_all`` that was planned for.
+        A lower peak is no miss, unless the step ran all that was planned (``is_all``).
         """
         missed = peak - plan.predicted_peak
         if missed > _MISS * plan.predicted_peak or (
@@ -116,7 +120,7 @@ class Watch:
 def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> None:
     """Warn if a step held more than is allowed, because of eager code.
 
-    At least ``more`` bytes above that are tolerated.
+    An excess of ``more`` bytes is always tolerated.
     """
     allowed = max(plan.allowed, plan.predicted_peak)
     if held > allowed + max(OVER * allowed, more):
@@ -128,7 +132,7 @@ def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> Non
 
 
 def check_workspace(nbytes: int, plan: StepSummary, warns: Warns) -> None:
-    """Warn if a convolution takes so many bytes for itself on a CPU that it matters."""
+    """Warn if a convolution's workspace on a CPU matters beside the plan's peak."""
     if nbytes > OVER * plan.predicted_peak:
         warns.warn(
             f"a convolution takes up to {format_bytes(nbytes)} for itself on this CPU, "

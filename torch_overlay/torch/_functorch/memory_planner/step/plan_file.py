@@ -1,7 +1,7 @@
 """The file of a StepBudget: what it learned and planned, for later processes.
 
-A process that trains by the same program runs its first step by the stored plans, and
-compiles none that is then replaced.
+Another process that runs the same program has its first step run on the stored plans,
+and so compiles no plans that are replaced after one step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _VERSION = 1
 
 
 class StoredGraph(NamedTuple):
-    """The plans of a graph, and by which of them its calls run.
+    """The plans of a graph, and which of them its calls run by.
 
     Args:
         key: identifies the joint graph, see :func:`key_of`.
@@ -51,7 +51,7 @@ class StoredGraph(NamedTuple):
         heads: by number of chunks, the rows and the cost of the :class:`.Variant`.
         lean: the plan of calls that none was chosen for.
         choice: the plan of each slot.
-        guarded: the plans that were compiled with fusions guarded.
+        guarded: the plans that are compiled without fusions that raise the peak.
     """
 
     key: str
@@ -96,8 +96,8 @@ class StoredStep:
 class PlanFile:
     """A file for the plans that a StepBudget makes for this ``bound``.
 
-    Raises FileNotFoundError if its folder does not exist, and ValueError if it has
-    something else in it, which is not overwritten.
+    Raises FileNotFoundError if its folder does not exist, and ValueError if the file
+    has other content, which is never overwritten.
     """
 
     def __init__(self, path: str, bound: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class PlanFile:
             raise ValueError(f"{path} exists and is not the file of a StepBudget")
 
     def read(self) -> tuple[Optional[StoredStep], str]:
-        """What is stored, or why it is of no use; neither if there is no file."""
+        """The stored step and "", or None and why there is none: "" without a file."""
         content = self._content() if self.path.exists() else None
         if content is None:
             return None, ""
@@ -130,7 +130,7 @@ class PlanFile:
         return step, ""
 
     def write(self, step: StoredStep) -> None:
-        """Replace the file, at once: several ranks may share it."""
+        """Replace the file atomically, as several ranks may share it."""
         content = {"format": _FORMAT, **self._origin, "step": _encoded(step)}
         folder, name = self.path.parent, f"{self.path.name}."
         with tempfile.NamedTemporaryFile(
@@ -155,9 +155,9 @@ class PlanFile:
 
 
 def key_of(joint: Planner) -> str:
-    """What a joint graph computes, on tensors of which sizes, and how it is planned.
+    """A digest of what a joint graph computes, on which sizes, and how it is planned.
 
-    The same in every process.  O(nodes).
+    It is the same in every process.  O(nodes).
     """
     digest = hashlib.sha256()
     for chunks, each in joint.variants.items():
@@ -169,7 +169,7 @@ def key_of(joint: Planner) -> str:
 
 
 def _nodes(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
-    """Those of the graph, each followed by those of the graphs that it runs."""
+    """The graph's nodes, each followed by those of the graphs that it runs."""
     for node in graph.nodes:
         yield node
         for body in subgraphs(node):
@@ -197,7 +197,7 @@ _CONTAINERS: dict[str, Any] = {
 
 
 def _encoded(value: Any) -> Any:
-    """Numbers, text and None as they are, all else as the name of its type, and items."""
+    """As JSON: numbers, text and None as they are, all else as [type name, items]."""
     kind = type(value)
     name = kind.__name__
     if name in _CLASSES:

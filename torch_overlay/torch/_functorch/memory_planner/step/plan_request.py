@@ -18,9 +18,9 @@ __all__ = ["PlanRequest"]
 
 
 class PlanRequest(NamedTuple):
-    """A request for a graph's ``plan``, None for the plan of the first call.
+    """A request for a graph's ``plan``; None asks for the plan of the first call.
 
-    ``compiled`` is told what the partitioned graph returns, and the device that counts.
+    ``compiled`` is told how many values the forward returns, and which device counts.
     """
 
     graph: CompiledGraph
@@ -41,6 +41,7 @@ class PlanRequest(NamedTuple):
         return self.graph.plans.plans[self.chosen].chunks if self.has_begun else 1
 
     def begin(self, graph: Planner) -> None:
+        """Make the graph's plans, when the first one is requested."""
         device = self.graph.device
         variants = graph.in_chunks.items()
         in_chunks = {n: replace(each, device=device) for n, each in variants}
@@ -48,7 +49,7 @@ class PlanRequest(NamedTuple):
         self.compiled.guarded = self.graph.first in self.graph.guarded
 
     def decide(self, graph: Planner) -> Decision:
-        """What to save by the plan.  Raises CannotPlan where the graph has no model."""
+        """What to save by the plan.  Raises CannotPlan if the graph has no model."""
         if not self.has_begun:
             self.begin(graph)
         graph = replace(graph, device=self.graph.device)

@@ -32,12 +32,12 @@ class Bound(NamedTuple):
     device_bytes: Optional[int] = None
 
     def counted(self, present: Present) -> int:
-        """The bytes present when a step starts that the bound is for, too."""
+        """The bytes live when a step starts that the bound includes."""
         return present.given if self.device_bytes is not None else 0
 
 
 class Present(NamedTuple):
-    """The bytes present when a step starts, and those of two kinds among them."""
+    """The bytes live when a step starts, in all and of two kinds among them."""
 
     given: int = 0
     parameters: int = 0
@@ -67,10 +67,19 @@ def plan_step(
     growth: Mapping[int, float],
     compile_plans: Callable[[Iterable[Choice]], None],
 ) -> PlannedStep:
-    """Choose plans within a bound, by what compiles tell that they hold.
+    """Choose plans within a bound, by the bytes that compiled plans turn out to hold.
 
-    ``missed`` bytes of the bound are left free; each graph's calls are expected to
-    grow by its factor in ``growth``.  O(tries) compiles of each graph.
+    Args:
+        graphs: the step's graphs, by number.
+        learned: the programs that recorded steps ran.
+        bound: what the user asked for.
+        present: the bytes live when a step starts.
+        missed: the bytes of the bound to leave free.
+        growth: by graph number, the factor by which its calls are expected to grow.
+        compile_plans: compiles each graph by some plans, and records in the graphs'
+            menus what these hold.
+
+    Each graph is compiled O(``_TRIES``) times.
     """
     moments = learned.expected(graphs)
     rest = {held: nbytes.total for held, nbytes in moments.items()}
@@ -91,7 +100,7 @@ def plan_step(
     if bound.share is not None:
         if any(graph.plans.told for graph in graphs.values()):
             compile_plans(search.plans_for_share(bound.share))
-        # This stays fixed, whatever compiles tell from here on.
+        # Fixed from here on, although later compiles may correct the curve.
         allowed = search.known().allowed(bound.share)
     elif bound.peak_bytes is not None:
         allowed = bound.peak_bytes

@@ -42,10 +42,11 @@ class Event(NamedTuple):
     """A change while a step runs.
 
     Args:
-        kind: "+" and "-", a storage is made and freed; "=", it grows by ``nbytes``; "F"
-            and "f", "B" and "b", the forward or backward of a ``call`` begins and ends;
-            "x", no backward of it is to come; "d", the caller drops an output.
-        storage: its number, -1 for the event of a call.
+        kind: "+" and "-", a storage is made and freed; "=", it grows by ``nbytes``;
+            "d", the caller drops an output; "F" and "f", "B" and "b", the forward or
+            backward of a ``call`` begins and ends; "x", its backward will never run.
+        storage: the storage's number, -1 for the event of a call.
+        nbytes: of "+", the storage's bytes; of "=", the change, perhaps negative.
         flag: of "+", whether grad mode was on; of a call, whether anything is kept for
             a backward to come.
         inputs: of "B", the storages of the graph's inputs and tangents, and of what its
@@ -62,7 +63,7 @@ class Event(NamedTuple):
 
 def _end_in_child() -> None:
     """Keep a process forked within a step, such as a data loader's, from recording."""
-    # Another thread may have held it during the fork.
+    # Another thread may have held the lock during the fork.
     _patches.lock = threading.Lock()
     step = running.get()
     if step is not None:
@@ -81,7 +82,7 @@ class Recorder(TorchDispatchMode):
     not, and ``leaves`` the parameters that are known by then.
     """
 
-    # A checkpoint inside a compiled graph wraps random operators in those.
+    # Checkpoints in compiled graphs wrap random operators in higher-order ones.
     supports_higher_order_operators = True
 
     def __init__(
@@ -94,8 +95,8 @@ class Recorder(TorchDispatchMode):
         self.inside = 0
         # Whether gradients are reduced over ranks, as DDP does.
         self.reduces = False
-        # Whether compiled graphs ran that are not the budget's, such as earlier ones,
-        # and whether some did not tell their bytes.
+        # Whether compiled graphs ran that are not the budget's, such as ones compiled
+        # before it was made, and whether the bytes of some are unknown.
         self.saw_unplanned = self.saw_uncounted = False
         # The failure that ended the recording.
         self.error: Optional[Exception] = None
@@ -133,7 +134,7 @@ class Recorder(TorchDispatchMode):
         if modes and modes[-1] is self:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         else:
-            # The step was left early: this mode stays, below another one.
+            # The step was left early: below another mode, this one stays, but inert.
             self.inside = 1
             self.error = RuntimeError(
                 "the step did not end in the dispatch mode it began in"
@@ -147,8 +148,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # What a compile traces looks like tensors of the device. DDP compiles the parts
-        # of a model while it runs.
+        # Tensors that a compile traces look like the device's. Compiles happen within
+        # steps: DDP compiles the parts of a model while it runs.
         if self.inside or TracingContext.try_get() is not None:
             return func(*args, **kwargs)
         if self.caller.has_failed():
@@ -158,7 +159,7 @@ class Recorder(TorchDispatchMode):
             self._ran_backward = False
             self.seen_gradients |= self.gradients()
         self.reduces |= func.name() == "c10d::allreduce_"
-        # lift_fresh takes a tensor just made out of the dispatcher's sight.
+        # lift_fresh is given a tensor just made, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
             self.numbers((args, kwargs), is_existing=True)
         result = func(*args, **kwargs)
@@ -166,7 +167,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _leave_after(self, result: Any) -> Any:
-        """Close the step when this or an earlier result dies while no operator runs."""
+        """Return a result, and close the step once one dies while no operator runs."""
 
         def gone(_: Any) -> None:
             step = running.get()
@@ -185,9 +186,9 @@ class Recorder(TorchDispatchMode):
             self.error = error
 
     def numbers(self, values: Any, is_existing: bool = False) -> list[Optional[int]]:
-        """The number of each value's storage, None where it has none.
+        """Follow the values' storages; return each one's number, None without storage.
 
-        Unknown storages were there before the step if ``is_existing``, else just made.
+        New ones count as older than the step if ``is_existing``, else as just made.
         """
         found: list[Optional[int]] = []
         with self.guarded():
@@ -198,7 +199,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def around(self, begin: Event) -> Iterator[None]:
-        """Attribute what runs within to a compiled graph."""
+        """Log a compiled graph's begin and end, and follow nothing in between."""
         self.seen_gradients |= self.gradients()
         self._ran_backward |= begin.kind == "B"
         self.log.append(begin)
@@ -256,7 +257,7 @@ class Recorder(TorchDispatchMode):
             self.saw_unplanned = _is_unplanned(node)
 
     def uses(self, nbytes: int) -> None:
-        """Note bytes that something had for itself for a moment."""
+        """Note bytes that were allocated and freed out of the dispatcher's sight."""
         s = len(self.nbytes)
         self.nbytes.append(nbytes)
         self.log += Event("+", s, nbytes, flag=True), Event("-", s)
@@ -297,9 +298,9 @@ class Recorder(TorchDispatchMode):
             self._states.update((s._cdata, s.nbytes()) for s in states)
 
     def bytes_at_next_start(self) -> tuple[int, int, int]:
-        """The bytes that will be live when the next step starts.
+        """The bytes expected to be live when the next step starts.
 
-        Beside all of them, those of the parameters that were seen, and those of the
+        Returns all of them, those of the parameters that were seen, and those of the
         states of optimizers that have stepped.
         """
         made = {event.storage for event in self.log if event.kind == "+"}
@@ -320,8 +321,8 @@ def _is_unplanned(node: Any) -> bool:
 class _Patches:
     """Lets recorders see what the dispatcher does not.
 
-    These are storages that are resized, as sharded parameters are when gathered, and
-    runs of inductor's graphs.  The patches are shared by all threads that record.
+    That is storages being resized, as sharded parameters are when gathered, and runs of
+    inductor's graphs.  The patches are shared by all threads that record.
     """
 
     def __init__(self) -> None:

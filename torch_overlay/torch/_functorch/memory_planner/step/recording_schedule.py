@@ -25,7 +25,7 @@ class Recording:
         self._is_first, self._idle = True, 0
 
     def again(self, count: int) -> None:
-        """Record the next steps, unless that was done too recently."""
+        """Record the next ``count`` steps, unless some were recorded too recently."""
         if not self._wait:
             self.left = count
             # Pauses of 1, 3, 7, ... do not stay aligned with a loop's period.
@@ -37,9 +37,9 @@ class Recording:
         self._wait = max(self._wait - 1, 0)
 
     def end_without_backward(self) -> bool:
-        """A recorded step does not train; returns whether that is worth a warning.
+        """A recorded step had no backward; returns whether that is worth a warning.
 
-        The first one may be a sanity check of all but the training.
+        Not for the first one, as trainers may try out validation before they train.
         """
         self._idle += 1
         if self._idle < MOST_RECORDED:
@@ -50,8 +50,9 @@ class Recording:
     def begin_training(self, reduces: bool, leaves_much: bool) -> bool:
         """A step that trains was recorded; returns whether it is the first.
 
-        Buffers that the first step makes for good are already there in a second.  DDP,
-        which ``reduces``, makes its own again in the second, beside those of the first.
+        If it ``leaves_much`` behind, another one is recorded, in which buffers that are
+        made for good are already there.  Two are for DDP, which ``reduces`` gradients:
+        in the second step it makes its buckets again, beside those of the first.
         """
         is_first, self._is_first = self._is_first, False
         if is_first and reduces:

@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 __all__ = ["CALL", "backward_of", "with_warnings"]
 
-# Under this key, the autograd node of a compiled backward has its call.
+# Under this key, the autograd node of a compiled backward stores its call.
 CALL = "activation memory budget: call"
 
 
 def _symbolic_sizes(arguments: Sequence[Any]) -> tuple[list[int], int]:
-    """The arguments with symbolic sizes, and their bytes by the hints."""
+    """The indices of arguments with symbolic sizes, and their bytes by the hints."""
     found = [
         i
         for i, each in enumerate(arguments)
@@ -49,7 +49,11 @@ def _bytes_of(arguments: Sequence[Any], indices: Iterable[int]) -> int:
 
 
 def backward_of(result: Any) -> Any:
-    """The autograd node of the compiled backward behind these outputs, or None."""
+    """The autograd node of the compiled backward behind these outputs, or None.
+
+    Up to three nodes, of views for example, may come between.  Nodes that have a call
+    already belong to earlier calls.
+    """
     node: Any
     pending = [
         (value.grad_fn, 3)
@@ -84,10 +88,11 @@ def warn_of_calls() -> None:
 
 
 def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) -> Any:
-    """A compiled graph that warns when its calls are not the only ones alive.
+    """Make a compiled graph warn when its own plan does not bound the peak.
 
-    Also if a call is larger than the ``given`` one it was planned for, and exceeds the
-    limit.  ``metadata`` is the graph's ViewAndMutationMeta, with its plan.
+    That is when other calls wait for their backward, too, or when a call is larger than
+    the ``given`` one that it was planned for, and is expected to exceed the limit.
+    ``metadata`` is the graph's ViewAndMutationMeta, which has the plan.
     """
     ask = Ask.of_config()
     limit = ask.peak_bytes

@@ -33,13 +33,14 @@ class StepProgram:
 
     Args:
         states: every event of a call, with the calls that waited meanwhile.
-        moments: by what calls held at a moment, the bytes that eager code had then.
+        moments: by what calls held at a moment, the most bytes eager code had then.
         calls: by graph number, the most calls in each slot.
-        scales: by graph number, the largest scale of its calls.
-        replaced: the step, by the fate of the gradients that it leaves: "anew" if they
-            are gone when the next one starts, "F" and "B" if that drops them before its
-            first forward or backward.  Empty if it began with some and kept them.
-        leaf: one of the parameters that have these gradients.
+        scales: by graph number, the largest of its calls, as a multiple of the first.
+        replaced: the step's timeline, by the fate of the gradients that it leaves:
+            "anew" if they are gone when the next step starts, "F" or "B" if the next
+            step drops them before its first forward or backward.  Empty if it began
+            with gradients and kept them.
+        leaf: returns a parameter that has such a gradient, None if it is gone.
     """
 
     states: set[State]
@@ -50,7 +51,7 @@ class StepProgram:
     leaf: Callable[[], Optional[torch.Tensor]] = lambda: None
 
     def add(self, other: StepProgram, least: float) -> bool:
-        """Merge another step; whether it has new events or ``least`` bytes more."""
+        """Merge a step; return whether it has new events or ``least`` bytes more."""
         known = self.scaled(other.scales)
         is_more = not other.states <= self.states or any(
             held not in known or nbytes.total > known[held].total + least
@@ -85,18 +86,22 @@ class Learned:
         return _most_calls(program.calls for program in self.programs)
 
     def has(self, program: StepProgram, least: float) -> bool:
-        """Whether a program is known that had the same events, and ``least`` no more."""
+        """Whether a known program had the same events, and at most ``least`` less.
+
+        If the events are the same, the program is merged into the known one.
+        """
         same = [each for each in self.programs if each.states == program.states]
         return bool(same) and not same[0].add(program, least)
 
     def figures(self) -> list[tuple[Any, ...]]:
-        """The programs, by what can be stored."""
+        """What a file can store of each program: its first arguments."""
         return [(p.states, p.moments, p.calls, p.scales) for p in self.programs]
 
     def add(self, new: StepProgram, least: float = 0) -> bool:
-        """Add a program; whether it is new, or adds ``least`` bytes to a known one.
+        """Add a program; return whether it is new, or adds to a known one.
 
-        Steps with the same events are one program, and so are all beyond the maximum.
+        Steps with the same events are one program.  Once there are ``_PROGRAMS``, any
+        other is merged into the last.  See :meth:`StepProgram.add` for ``least``.
         """
         self.states |= new.states
         same = (each for each in self.programs if each.states == new.states)
@@ -108,7 +113,11 @@ class Learned:
         return program.add(new, least)
 
     def drop_gradients(self, before: Optional[str]) -> bool:
-        """Expect steps to drop gradients that they begin with; see `StepProgram`."""
+        """Expect steps to drop the gradients that they begin with.
+
+        ``before`` is the kind of event, a key of ``StepProgram.replaced``, or None.
+        Returns whether that changes what is expected.
+        """
         known = [each for each in self.programs if before in each.replaced]
         for program in known:
             program.moments = program.replaced[before or ""].moments
@@ -117,9 +126,9 @@ class Learned:
         return bool(known)
 
     def check_gradients(self) -> bool:
-        """Expect new gradients where a step begins without; whether that is a change.
+        """Expect new gradients where a step begins without; return whether any does.
 
-        It is where two programs take turns, and each drops its own.
+        One does where two programs take turns, and each drops its own gradients.
         """
         found = False
         for program in self.programs:
@@ -132,7 +141,7 @@ class Learned:
     def have_other_calls_than(self, states: set[State]) -> bool:
         """Whether a step used other slots than every recorded one, usually fewer.
 
-        What runs eagerly instead, as beyond Dynamo's recompile limit, has no plan.
+        What runs eagerly instead, say beyond Dynamo's recompile limit, has no plan.
         """
         slots = slots_of(states)
         return all(slots != slots_of(program.states) for program in self.programs)
@@ -150,12 +159,12 @@ class Learned:
         )
 
     def missing(self, graph: int) -> Optional[Missing]:
-        """What a graph's calls miss in their backward, if all miss the same."""
+        """What the graph's backwards miss; None unless all miss the same."""
         found = {s.missing for s in self.states if (s.kind, s.graph) == ("B", graph)}
         return found.pop() if len(found) == 1 else None
 
     def growth(self, graphs: Mapping[int, Graph]) -> dict[int, float]:
-        """The factors by which graphs have yet to grow to keep up with their step."""
+        """By graph number, the factors by which graphs have yet to grow with a step."""
         found = dict.fromkeys(graphs, 1.0)
         for program in self.programs:
             of = program.scales.items()

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Bytes(NamedTuple):
-    """What eager code holds: in all, what does not grow with inputs, and gradients."""
+    """The bytes of eager code: all, what no input's size changes, and gradients."""
 
     total: int
     fixed: int
@@ -37,14 +37,18 @@ def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
 class StepTimeline:
     """Live bytes and waiting calls of a recorded step, as expected of the next one.
 
-    Optimizer states that the step leaves are not made again.  Its new gradients live
-    only until they are added to existing ones, unless ``replaced`` tells their fate:
-    see :class:`StepProgram`.  Freeing a storage that is ``given`` as the step begins,
-    by default a gradient, lowers the live bytes.
-    ``moments`` is the step.  Eager code makes ``made`` bytes in all, and leaves
-    ``live`` behind, beside those states and gradients.  By graph number, ``calls`` has
-    how many are in each slot, and ``scales`` the largest of their scales.
-    O(events).
+    Args:
+        recorder: the recording.
+        replaced: the fate of the step's new gradients, see :class:`.StepProgram`.  By
+            default they live only until they are added to existing ones.
+        given: storages that were there before the step, but whose freeing lowers the
+            live bytes; by default the gradients among them.
+
+    ``moments`` has, by what calls hold at a moment, the most :class:`Bytes` that eager
+    code holds then.  It makes ``made`` bytes in all and leaves ``live`` behind, not
+    counting new gradients and optimizer states, which the next step does not make
+    again.  By graph number, ``calls`` has how many are in each slot, and ``scales`` the
+    largest of their scales.  O(events).
     """
 
     def __init__(
@@ -75,13 +79,17 @@ class StepTimeline:
         returned = {s for call in calls for s in call.outputs}
         stays = self._remaining - returned
         self._of_no_input = stays | resized | self._all_gradients
-        # Outputs that were dropped and that backwards miss count only if saved.
+        # Dropped outputs that a backward gets no tangent of count only if saved.
         backwards = (event.call for event in self._log if event.kind == "B")
         self._dropped = {
             call.outputs[at]
             for call in backwards
             for at in (call.missing.outputs if call.missing else ())
         }
+        # The bytes of new gradients until they are added to existing ones, and the most
+        # bytes since the last event of a call.
+        # The bytes of new gradients until they are added to existing ones, and the most
+        # bytes since the last event of a call.
         self._passing, self._most = 0, Bytes(0, 0, 0)
         # By storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
@@ -112,7 +120,7 @@ class StepTimeline:
         self._most = max(self._most, self._live())
 
     def _change(self, event: Event) -> None:
-        """A storage is resized or gone."""
+        """A storage is resized, freed, or held by no caller any more."""
         self._passing = 0
         # What was there before may have been made out of sight: freeing it does not
         # lower the live bytes, and restoring it does not raise them.
@@ -156,7 +164,7 @@ class StepTimeline:
         )
 
     def _drop_given(self, nbytes: int) -> None:
-        """Gradients are freed that were there when the step began."""
+        """Free gradients that were there when the step began."""
         self.live -= nbytes
         self.fixed -= nbytes
         self.of_gradients -= nbytes
@@ -208,7 +216,7 @@ class StepTimeline:
         self._most = self._live()
 
     def _note(self, nbytes: Bytes, held: frozenset[Held]) -> None:
-        """Note what eager code has at most while calls hold this."""
+        """Note the most bytes that eager code has while calls hold this."""
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
     def _held_by(self, call: Any, what: str, of: Any = None) -> frozenset[Held]:
@@ -227,7 +235,7 @@ class StepTimeline:
         )
 
     def _held_alone(self, at: int, begin: Event) -> frozenset[int]:
-        """The inputs that only the backward holds, as they die while it runs."""
+        """The indices of inputs that only the backward holds, as they die in it."""
         dying = set()
         while self._log[at].kind != "b":
             if self._log[at].kind == "-":

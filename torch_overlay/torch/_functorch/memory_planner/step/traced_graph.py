@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedGraph", "context_of_tracing"]
 
-# Calls of a model's part that are assumed to be alive at once, until a step shows it.
+# Calls of a model's part that are assumed to be alive at once, until a step is seen.
 _CALLS = 4
-# The functions that call a module.
+# The code of the functions that call a module, to find modules on the stack.
 _CALLING = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
 
 
@@ -108,7 +108,10 @@ class TracedGraph:
         return calls_in(model)[0], self.joint.num_fwd_outputs, ends, shapes
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
-        """Plans for calls that miss this, and the index of the lean one."""
+        """Plans for calls whose backward misses this, and the index of the lean one.
+
+        The lean plan has the lowest estimated peak with all of the graph's calls.
+        """
         joint, is_only = self.joint, self._has_own_budget
 
         def menu_for(each: Planner) -> Menu:
@@ -122,7 +125,10 @@ class TracedGraph:
         returned, gradients = model.nbytes_of(model.outputs), self._gradient_bytes()
 
         def peak(index: int) -> tuple[float, float]:
-            """When all calls wait for their backwards, or when only the first does."""
+            """A plan's estimated peak in bytes, and its cost, which breaks ties.
+
+            The peak comes when all calls wait for their backward, or only the first.
+            """
             plan, others = found.plans[index], calls - 1
             waiting = others * (plan.kept + returned)
             all_wait = waiting + max(plan.forward, plan.backward)
@@ -131,7 +137,7 @@ class TracedGraph:
         return found, min(range(len(found.plans)), key=peak)
 
     def _gradient_bytes(self) -> int:
-        """Of the parameters."""
+        """The bytes of the parameters' gradients."""
         inputs, values = self._state.fw_metadata, self._state.flat_args
         trained = (
             values[i].untyped_storage()
@@ -151,10 +157,10 @@ class TracedGraph:
 
 
 def _modules_alike() -> int:
-    """How many parts of the model that runs are like the one that is called now.
+    """How many parts of the running model are like the one called now: its blocks, say.
 
-    The blocks of a model, say.  A stack of calls tells the part and the model: 0 if no
-    module is called by one that is not compiled.  O(stack + modules).
+    The part and the model are the innermost and outermost module on the call stack.
+    Returns 0 if there is none.  O(stack + modules).
     """
     called: list[nn.Module] = []
     frame: Any = sys._getframe()
@@ -169,5 +175,5 @@ def _modules_alike() -> int:
 
 
 def _form(module: nn.Module) -> Any:
-    """What modules have in common that a compiled graph cannot tell apart."""
+    """A key that is equal for modules that a compiled graph cannot tell apart."""
     return type(module), [each.shape for each in module.parameters()]

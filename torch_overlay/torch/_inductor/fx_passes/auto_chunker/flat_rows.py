@@ -1,8 +1,9 @@
 """Makes a graph compute on rows what it computes on batches of rows.
 
 The logits of a language model are the rows of one product, [batch * tokens, words].
-Most models look at them as [batch, tokens, words] in between, to convert or scale them,
-and as rows again for the loss.  Chunks are of rows, and no chunk is a batch of them.
+Most models view them as [batch, tokens, words] in between, to convert or scale them,
+and as rows again for the loss.  The chunker divides rows, and a chunk of rows cannot be
+viewed as batches of them.
 """
 
 from __future__ import annotations
@@ -50,13 +51,12 @@ __all__ = [
 
 
 def head_of(graph: Graph) -> Optional[tuple[int, int, int]]:
-    """The rows, the inner size and the columns of the product to divide into chunks.
+    """The rows, inner size and columns of the product to divide into chunks, as counts.
 
-    The rows are those that the loss reads.
-
-    None if there is none, or if sizes are symbolic, which the chunker does not take.
+    Only rows that the loss reads count.  None if there is no such product, or if sizes
+    are symbolic, which the chunker does not take.
     """
-    # Comparing symbolic sizes would guard.
+    # Comparing symbolic sizes would add guards.
     head = None if has_symbolic_sizes(graph) else find_amplifier_node(graph)
     if head is None:
         return None
@@ -72,7 +72,7 @@ def has_symbolic_sizes(graph: Graph) -> bool:
 
 
 def is_last_product(node: Node) -> bool:
-    """Whether the forward computes no other product of what this one makes.  O(nodes)."""
+    """Whether the forward computes no product from what this one makes.  O(nodes)."""
     made = OrderedSet([node])
     for other in node.graph.nodes:
         if use_tangent(other):
@@ -85,7 +85,7 @@ def is_last_product(node: Node) -> bool:
 
 
 def is_returned(graph: Graph) -> bool:
-    """Whether a graph returns the product to divide, or what is made as large of it."""
+    """Whether a graph returns the product to divide, or a node `amplified` from it."""
     head = find_amplifier_node(graph)
     (output,) = graph.find_nodes(op="output")
     return head is not None and not amplified(head).isdisjoint(output.all_input_nodes)
@@ -115,7 +115,7 @@ def amplified(head: Node) -> OrderedSet[Node]:
 
 
 def slice_of_rows(head: Node) -> Optional[Node]:
-    """The slice that leaves out some rows of a product, or of what is as large.
+    """The slice that leaves out some rows of a product, or of what is made as large.
 
     None if there is none, or if there are several.
     """
@@ -131,10 +131,9 @@ def slice_of_rows(head: Node) -> Optional[Node]:
 def compute_on_rows(graph: Graph, number: int) -> None:
     """Replace ``op(view(rows))`` by ``view(op(rows))``, for pointwise operators.
 
-    What is [batch, tokens], with an element for each of a number of rows, gets a vector
-    of these, whatever it is computed of.
-    A view back to what was viewed goes away, and so does what nothing reads any more.
-    O(nodes).
+    What is [batch, tokens], with one element for each of ``number`` rows, is computed
+    as a vector of them, whatever it is computed from.  A view back to what was viewed
+    goes away, and so does what nothing reads any more.  O(nodes).
     """
     for node in list(graph.nodes):
         if _is_for_tokens(node, number):
@@ -176,7 +175,7 @@ def _compute_on_rows(graph: Graph, node: Node) -> None:
 
 
 def _is_for_tokens(node: Node, number: int) -> bool:
-    """Whether a node computes an element for each of so many rows, by batches of them."""
+    """Whether a node computes one element for each of ``number`` rows, in batches."""
     shape = shape_of(node)
     if len(shape) < 2 or math.prod(shape) != number or shape[0] == number:
         return False
@@ -188,7 +187,7 @@ def _is_for_tokens(node: Node, number: int) -> bool:
 
 
 def _without_rows(graph: Graph, node: Node, number: int) -> None:
-    """Have a node read what is the same for all rows without a dimension for these."""
+    """View arguments that are the same for all rows without their dimension of 1."""
     if shape_of(node)[:1] != (number,):
         return
     for argument in node.all_input_nodes:
@@ -232,7 +231,7 @@ def _compute_a_vector(graph: Graph, node: Node, number: int) -> None:
 
 
 def call_like(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node, of the same part of the program as another one."""
+    """A new call, with the metadata of a node of the same part of the program."""
     new = like.graph.call_function(target, args, kwargs)
     args, kwargs = map_arg((args, kwargs), lambda each: each.meta["val"])
     new.meta = {**like.meta, "val": target(*args, **kwargs)}

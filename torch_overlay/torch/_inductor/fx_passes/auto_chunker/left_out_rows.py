@@ -1,11 +1,11 @@
-"""Has the product that makes the logits make no rows that the loss leaves out.
+"""Makes the product behind the logits compute no rows that the loss leaves out.
 
-A language model predicts the next token, so most losses leave out the logits of the last
-one, with a slice of [batch, tokens, words].  No chunk of rows is such a slice.  The rows
-are left out of what the product reads instead: all of them are computed independently.
-In the backward, the gradient of a slice is padded with zeros, and zeros add nothing to
-the gradient of the weights.  So the two products there read the gradient as it is before
-it is padded, and what the first makes, which is much smaller, is padded afterwards.
+A language model predicts the next token, so most losses leave out the logits of the
+last one, with a slice of [batch, tokens, words], which no chunk of rows can take.
+As rows are independent, they are left out of what the product reads instead.  In the
+backward, the gradient of the slice is padded with zeros, which add nothing to the
+gradient of the weights.  So the two products there read the gradient before it is
+padded, and the gradient of the product's input, much smaller, is padded instead.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ prims = torch.ops.prims
 
 __all__ = ["leave_out_rows"]
 
-# What makes zeros of zeros, whatever the other argument of a product is.
+# Operators that make zeros of zeros, whatever the other factor or the divisor is.
 _LINEAR = (aten.clone.default, aten.neg.default, prims.convert_element_type.default)
 _TIMES = (aten.mul.Tensor, aten.mul.Scalar)
 _OVER = (aten.div.Tensor, aten.div.Scalar)
 
 
 def leave_out_rows(head: Node) -> Node:
-    """The product without the rows that are left out; the same one if there are none.
+    """A product without the rows that are left out; ``head`` itself if there are none.
 
     Where anything else reads them, the graph is left as it is.  O(nodes).
     """
@@ -61,14 +61,14 @@ class _Rows:
             (*self.all, words): (*self.left, words),
             (math.prod(self.all), words): (math.prod(self.left), words),
         }
-        # Nodes, and what of them is read.
+        # By node, a copy that has only the rows that are read.
         self.short: dict[Node, Node] = {}
-        # Those of them that are zero elsewhere, and the transposed ones of these.
+        # Those that are zero in all other rows, and copies of their transposes.
         self.padded: OrderedSet[Node] = OrderedSet()
         self.transposed: dict[Node, Node] = {}
-        # Rows of what products read; one node each, as the chunker has to recognize them.
+        # Rows of what products read; one node each, for the chunker to recognize.
         self.factors: dict[tuple[Node, int], Node] = {}
-        # What the copy makes of parts of the graph that are no rows of logits.
+        # By node, what replaces it where the values are no longer rows of logits.
         self.results: dict[Node, Node] = {}
 
     def take(self, node: Node) -> bool:
@@ -93,7 +93,7 @@ class _Rows:
                 return is_same and node.args[1:] == self.slice
             if is_pointwise(node):
                 return self.take_pointwise(node, read)
-            # All else reads the other rows, too.
+            # All else reads the other rows, too, so these have to be zero.
             if not all(arg in self.padded for arg in read):
                 return False
             if node.target is aten.permute.default and node.args[1] == [1, 0]:
@@ -136,7 +136,7 @@ class _Rows:
     def take_pointwise(self, node: Node, read: list[Node]) -> bool:
         for each in node.all_input_nodes:
             shape = shape_of(each)
-            # What is no part of the head has to be the same for all rows.
+            # An argument from outside the head has to be the same for all rows.
             is_same = shape == shape_of(node) if each in read else _is_one_row(shape)
             if not is_same:
                 return False
@@ -175,7 +175,7 @@ class _Rows:
         return True
 
     def rows_of(self, value: Any, dim: int, like: Node) -> Node:
-        """What of a value's rows, in a dimension, is read."""
+        """The rows of a value, along ``dim``, that are read; always the same node."""
         if (value, dim) not in self.factors:
             self.factors[value, dim] = self.cut_rows(value, dim, like)
         return self.factors[value, dim]
@@ -191,7 +191,7 @@ class _Rows:
         return call_like(like, view, left, [*before, math.prod(self.left), *after])
 
     def pad(self, rows: Node, node: Node) -> Node:
-        """What a node is, of its rows that are not zero."""
+        """The value of a node, from those of its rows that are not padding."""
         value, view = node.meta["val"], aten.view.default
         sizes = [*self.all, value.shape[-1]]
         kind = {"dtype": value.dtype, "device": value.device}

@@ -51,9 +51,10 @@ def is_made_once(node: Node) -> bool:
 
 
 def mark_made_before(nodes: list[Node], depends: dict[Node, bool]) -> None:
-    """Mark what chunks read though it does not depend on the product, in the graph's order.
+    """Mark what chunks read that does not depend on the product to divide.
 
-    A sum over all rows may be among it, which the rows of one chunk do not give.
+    ``nodes`` are in the graph's order, and ``depends`` tells which depend on it.  What
+    is marked is made before the chunks: it may need all rows, for a sum over them.
     """
     for node in reversed(nodes):
         if node.all_input_nodes:
@@ -68,21 +69,21 @@ def is_made_before(node: Node) -> bool:
 
 
 def is_unchunked(meta: Optional[ChunkingMeta]) -> bool:
-    """Whether a scalar is the same for all chunks, if perhaps to be scaled later."""
+    """Whether a scalar is the same for all chunks, even if it is to be scaled later."""
     return meta is None or (meta.chunk_dim is None and not meta.need_sum)
 
 
 def needs_sum(*nodes: Any) -> bool:
     """Whether a value is known only when all chunks have run.
 
-    Nothing but sums may be computed of what each chunk adds to it.
+    Until then, nothing but sums may be computed from what each chunk adds to it.
     """
     metas = (node.meta.get("chunking") for node in nodes if hasattr(node, "meta"))
     return any(meta is not None and meta.need_sum for meta in metas)
 
 
 def is_behind_chunks(node: Node) -> bool:
-    """Whether the dimensions that a node is told come after that of the chunks."""
+    """Whether all dimensions in a node's arguments come after that of the chunks."""
     metas = (each.meta.get("chunking") for each in (node, *node.all_input_nodes))
     chunked = [m.chunk_dim for m in metas if m is not None and m.chunk_dim is not None]
     dims = positive_dims(node.args[0], node.args[1])
@@ -90,7 +91,7 @@ def is_behind_chunks(node: Node) -> bool:
 
 
 def positive_dims(node: Any, dims: Any) -> list[int]:
-    """Dimensions of a node's value, counted from the first one; none stands for all."""
+    """Dimensions of a node's value as indices from 0; no ``dims`` stands for all."""
     value: Any = get_fake_tensor_from_node_arg(node)
     dims = [dims] if isinstance(dims, int) else dims
     return [dim % value.ndim for dim in dims or range(value.ndim)]
@@ -103,6 +104,6 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def mutates(node: Node) -> bool:
-    """Whether a node overwrites an argument: chunks read that as it was before."""
+    """Whether a node overwrites an argument, which chunks need as it was before."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
