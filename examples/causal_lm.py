@@ -1,4 +1,4 @@
-"""A causal language model of the transformers library, within a bound for its logits.
+"""A causal language model of transformers, under a bound that needs logits in chunks.
 
 scripts/run_patched.sh python examples/causal_lm.py
 
@@ -22,7 +22,7 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
 
-    # If what is compiled also returned the logits, these would have to be there at once.
+    # If it also returned the logits, all of them would have to exist at once.
     @torch.compile
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=ids, labels=ids).loss

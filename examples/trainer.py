@@ -20,8 +20,8 @@ from transformers import (
 class StepBudgetCallback(TrainerCallback):
     """Runs every step of a Trainer under a StepBudget; ready to be imported.
 
-    A step is all micro-batches of an optimizer's. Where one raises, the next closes it,
-    so train() can be called again.
+    A step is all micro-batches of one optimizer step. If it raises, the next one closes
+    it, so train() can be called again.
     """
 
     def __init__(self, budget: StepBudget) -> None:
