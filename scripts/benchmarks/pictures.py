@@ -18,8 +18,8 @@ from benchmarks.plans import lowest, right
 # Okabe and Ito's colours; shapes differ, too.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
 LABELS = {
-    "upstream": "stock torch.compile, by its budget",
-    "saved": "stock torch.compile, a budget per block",
+    "upstream": "stock, by its budget",
+    "saved": "stock, a budget per block",
     "eager": "eager mode",
     "checkpoint": "checkpoint per block",
     "graph": "this set, target peak",
@@ -52,15 +52,26 @@ def drawn(
         handles, labels = figure.axes[0].get_legend_handles_labels()
         at = 0.5, 1 - 0.29 / height
         how: Any = {"loc": "upper center", "bbox_to_anchor": at, "frameon": False}
-        figure.legend(handles, labels, ncols=len(labels), **how)
+        figure.legend(handles, labels, ncols=len(labels), fontsize=11, **how)
         figure.supxlabel(source.strip(), fontsize=9, color=GREY, x=0.01, ha="left")
         figure.savefig(place, metadata={"Date": None})
 
 
 def source_of(rows: list[Row], data: Row) -> str:
-    _, how = bounds.view(rows[0]["device"])
-    versions = f"torch {data['environment']['torch']}"
-    return f"{how.rstrip(',')}, {versions}.\nPeaks beyond parameters and inputs."
+    """How the rows were measured, those of each device."""
+    devices = dict.fromkeys(row["device"] for row in rows)
+    first, *others = (bounds.view(device)[1].rstrip(",") for device in devices)
+    views = [first, *(f"{how[0].lower()}{how[1:]}" for how in others)]
+    how = "; ".join([*views, f"torch {data['environment']['torch']}"])
+    return f"{how}.\nStock is torch.compile. Peaks beyond parameters and inputs."
+
+
+def megabytes_or_gigabytes(axes: Axes) -> None:
+    """Bytes so that numbers stay short."""
+    is_large = axes.get_ylim()[1] > 1e10
+    unit, name = (1e9, "GB") if is_large else (1e6, "MB")
+    axes.yaxis.set_major_formatter(lambda nbytes, _: f"{nbytes / unit:,.3g}")
+    axes.set_ylabel(f"peak memory, {name}")
 
 
 def panels(
@@ -74,6 +85,7 @@ def panels(
         axes.set_title(net)
         draw(axes, good(rows, net=net))
         axes.set_ylim(bottom=0)
+        megabytes_or_gigabytes(axes)
         axes.grid(alpha=0.3)
 
 
@@ -81,15 +93,15 @@ def by_budget(axes: Axes, rows: list[Row]) -> None:
     """Ways that no budget changes are lines across."""
     for row in rows:
         kind, steps = row["kind"], row["steps"]
-        points = sorted((b, s["peak"] / 1e6) for s in steps for b in bounds.asked(s))
+        points = sorted((b, s["peak"]) for s in steps for b in bounds.asked(s))
         if kind in LABELS and points:
             axes.plot(*zip(*points), **STYLES[kind], label=LABELS[kind])
         elif kind in LABELS and steps:
             how = {**STYLES[kind], "marker": "", "linestyle": "-."}
-            axes.axhline(steps[0]["peak"] / 1e6, **how, label=LABELS[kind])
-    whole = bounds.base_of(rows)[rows[0]["net"]]["peak"] / 1e6
-    axes.axhline(whole, color=GREY, linestyle=":", label="stock's default, no budget")
-    axes.set(xlim=(0, 1), xlabel="budget", ylabel="peak memory, MB")
+            axes.axhline(steps[0]["peak"], **how, label=LABELS[kind])
+    whole = bounds.base_of(rows)[rows[0]["net"]]["peak"]
+    axes.axhline(whole, color=GREY, linestyle=":", label="stock's default")
+    axes.set(xlim=(0, 1), xlabel="budget")
 
 
 def by_compute(axes: Axes, rows: list[Row]) -> None:
@@ -98,9 +110,9 @@ def by_compute(axes: Axes, rows: list[Row]) -> None:
         steps, label = right(row["steps"]), LABELS.get(row["kind"])
         if label and steps:
             more = ((s["flops"] / base["flops"] - 1) * 100 for s in steps)
-            points = sorted(zip(more, (step["peak"] / 1e6 for step in steps)))
+            points = sorted(zip(more, (step["peak"] for step in steps)))
             axes.plot(*zip(*points), **STYLES[row["kind"]], label=label)
-    axes.set(xlabel="extra compute, %", ylabel="peak memory, MB")
+    axes.set_xlabel("extra compute, %")
     axes.set_xlim(left=-1)
 
 
@@ -180,7 +192,7 @@ def heads(place: Path, data: Row) -> None:
 def rfc(place: Path, data: Row) -> None:
     rows = good(data["measured"], net="llama-8")
     title = "A smaller budget can need more memory"
-    with drawn(place, title, source_of(rows, data), 9, 5) as figure:
+    with drawn(place, title, source_of(rows, data), 11, 5) as figure:
         panels(figure, {"measured": rows}, by_budget)
 
 
