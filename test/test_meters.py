@@ -4,7 +4,14 @@ import functools
 
 import pytest
 import torch
-from benchmarks.meters import allocations, CountedStorages, record_step
+from benchmarks import nets
+from benchmarks.architectures import ClassicShape
+from benchmarks.meters import (
+    allocations,
+    CountedStorages,
+    random_operators,
+    record_step,
+)
 
 
 BACKEND = "aot_eager_decomp_partition"
@@ -93,3 +100,11 @@ def test_step_of_a_chain(compiled):
     assert found.peak - found.given == found.own_peak
     products = 4 if compiled else 5
     assert found.own_peak == pytest.approx(products * MATRIX + LOSS, abs=2 * LOSS)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_net_says_whether_it_draws_numbers(share):
+    """Attention's operator is random by its tag, but draws nothing without dropout."""
+    name, shape = "draws", ClassicShape(layers=1, tokens=32, dropout=share)
+    found = random_operators(*nets.language(name, shape).fake())
+    assert bool(found) == (share > 0)

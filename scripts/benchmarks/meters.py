@@ -164,6 +164,32 @@ def allocations(call: Callable[[], Any], scratch: bool = True) -> tuple[Any, int
     return result, max(live), live[-1]
 
 
+class _Drawn(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            arguments = func._schema.arguments
+            given = {each.name: each.default_value for each in arguments}
+            given.update(zip(given, args), **(kwargs or {}))
+            # Attention without dropout draws nothing.
+            if given.get("dropout_p") != 0:
+                self.operators.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def random_operators(mode: Any, module: torch.nn.Module, inputs: Any) -> set[str]:
+    """Those that draw numbers in a forward of fake tensors."""
+    drawn = _Drawn()
+    with mode, drawn:
+        module(*inputs)
+    return drawn.operators
+
+
 def device_peak(call: Callable[[], Any], device: str) -> int:
     """The most bytes that a call takes of a device's allocator beyond what was there.
 

@@ -48,6 +48,7 @@ from benchmarks.meters import (
     compile_seconds,
     device_peak,
     gradients,
+    random_operators,
     relative_error,
 )
 from benchmarks.pages import good, Row
@@ -126,9 +127,11 @@ def measure(
 ) -> Row:
     kind, device, budgets = task["kind"], task["device"], task["budgets"]
     gpu, net = GPUS.get(device), catalogue.find(task["net"])
-    # The bytes and flops of a plan of upstream's are those of fakes; gradients are not.
-    fake = kind in ON_THE_WHEEL and "dropout" not in net.name and not of
-    fake = device not in DEVICES and (device != RUN or fake)
+    # Fakes tell the bytes and flops of upstream's plans, but not if random numbers that are
+    # drawn again make gradients wrong.
+    fake = device not in (RUN, *DEVICES)
+    if device == RUN and kind in ON_THE_WHEEL and not of:
+        fake = not random_operators(*net.fake())
     if gpu is None and device != "cuda":
         net = replace(net, dtype=torch.float32)
     with backend_of(device) as backend, ExitStack() as stack:
