@@ -101,3 +101,10 @@ def test_a_test_that_another_patch_makes_pass_gets_no_tick(
     monkeypatch.setattr(refresh, "isolated", None)
     assert refresh.check(release) == [ticked, unticked]
     assert list(json.loads(refresh.RESULTS.read_text())) == [release]
+    for text, is_same in (
+        ("import os  # other words\n", True),
+        ("import os, sys\n", False),
+    ):
+        other = replace(idle, edits=(replace(idle.edits[0], replacement=text),))
+        monkeypatch.setitem(refresh.FORMS, "idle", other)
+        assert (refresh.read("idle", release).tree == unticked.tree) == is_same

@@ -6,13 +6,13 @@ it is, so that it can be compared where there is no history, and the commit that
 them last.
 """
 
-import ast
 import functools
 import hashlib
 import subprocess
 from collections.abc import Iterable
 from typing import Any
 
+from patchset.meaning import meaning
 from patchset.patch import REPOSITORY
 
 
@@ -35,22 +35,6 @@ def fingerprint(release: str) -> str:
     for place in sorted((PATCHES / release).glob("*.patch")):
         digest.update("\n".join(changes(place.read_text())).encode())
     return digest.hexdigest()[:12]
-
-
-def meaning(text: str) -> str:
-    """A module without its comments and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [each for each in body if not is_text(each)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
-
-
-def is_text(statement: ast.AST) -> bool:
-    value = getattr(statement, "value", None)
-    is_constant = isinstance(value, ast.Constant) and isinstance(value.value, str)
-    return isinstance(statement, ast.Expr) and is_constant
 
 
 def changes(patch: str) -> Iterable[str]:

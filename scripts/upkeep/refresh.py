@@ -26,6 +26,7 @@ from typing import Any, Optional
 
 from patchset.files import replace_file
 from patchset.images import ABSENT, CONFLICTS, FAULTY, LANDED, overlay, survey
+from patchset.meaning import meaning
 from patchset.patch import minor, Patch, RELEASES, REPOSITORY
 from patchset.series import FORMS, stack
 from patchset.target import exit_status, find
@@ -201,7 +202,10 @@ def read(name: str, release: str) -> Finding:
     # A wheel's tree has no tests.
     run = [Change(path, None, overlay(path)) for path in patch.tests]
     for change in (*run, *(change for step in steps for change in step.changes)):
-        tested.update(change.path.encode() + b"\0" + change.after + b"\0")
+        after = change.after
+        if change.path.endswith(".py"):
+            after = meaning(after.decode()).encode()
+        tested.update(change.path.encode() + b"\0" + after + b"\0")
     digest = tested.hexdigest()[:16]
     return Finding(name, patch, top.state, top.detail, tree=digest)
 
