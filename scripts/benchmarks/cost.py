@@ -71,13 +71,23 @@ def measure(task: fresh.Task) -> Row:
 
 
 def of_step(task: fresh.Task) -> Row:
-    """By a share of the range, whose ends are compiled too, and by as many bytes."""
+    """By a share of the range, whose ends are compiled too, and by as many bytes.
+
+    Nothing for a net without blocks.
+    """
     net = replace(catalogue.find(task["net"]), dtype=torch.float32)
+    if not plans.has_blocks(net):
+        return {}
     compile_something()
     budget = budget_of(share=task["share"])
     row = {"of_share": plans_after_the_first_step(net, budget)}
     by_bytes = budget_of(peak_bytes=budget.plan.allowed)
     return {**row, "of_bytes": plans_after_the_first_step(net, by_bytes)}
+
+
+def stepped(rows: Sequence[Row]) -> list[Row]:
+    """Those of nets that have blocks."""
+    return [row for row in good(rows, kind="step") if "of_share" in row]
 
 
 def plans_after_the_first_step(net: nets.Net, budget: Any) -> float:
@@ -146,7 +156,7 @@ def measures(rows: Sequence[Row]) -> dict[str, list[pages.Named]]:
         found["plans lowered for a graph"].append((ours["plans"], named(ours)))
         kernels = ours["kernels"] / ours["of_one_plan"]
         found["kernels compiled / the most of one plan"].append((kernels, named(ours)))
-    for row in good(rows, kind="step"):
+    for row in stepped(rows):
         for asked, entry in ENTRIES.items():
             what = f"plans for a StepBudget's graph after its first step, {asked} asked"
             found[what].append((row[entry], named(row)))
@@ -233,7 +243,7 @@ def page(data: Row) -> str:
             steps[f"plans after the first, {asked} asked"] = partial(
                 lambda row, entry: f"{row[entry]:.2f}", entry=entry
             )
-        of_steps = pages.columns(good(part, kind="step"), steps)
+        of_steps = pages.columns(stepped(part), steps)
         tables[name] = f"{pages.columns(pairs(part), both)}\n{of_steps}"
     firsts = {
         "first step": lambda row: row["loop"],

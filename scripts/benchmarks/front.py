@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import unasked
-from benchmarks.cost import pairs
+from benchmarks.cost import pairs, stepped
 from benchmarks.pages import good, Row
 
 
@@ -52,4 +52,4 @@ def compiling(data: dict[str, Any]) -> str:
 
 
 def mean(rows: Sequence[Row], entry: str) -> float:
-    return statistics.fmean(row[entry] for row in good(rows, kind="step"))
+    return statistics.fmean(row[entry] for row in stepped(rows))

@@ -143,7 +143,7 @@ def measure(
         elif kind in ON_THE_WHEEL:
             steps = plans.upstreams(budgets, kind == "saved")
         elif kind in CHECKPOINTS:
-            steps = [plans.checkpointed(" " in kind)] if plans.has_blocks() else []
+            steps = [plans.checkpointed(" " in kind)] if has_blocks(net) else []
         elif kind == "graph":
             steps = [plans.by_peak(budget) for budget in budgets]
         elif kind == "bytes":
@@ -251,12 +251,6 @@ class Plans:
             row = self.measured(self.graph())
         return {**row, **bound(), "allowed": nbytes}
 
-    def has_blocks(self) -> bool:
-        try:
-            return bool(blocks_of(self.net.fake()[1], self.net.blocks))
-        except ValueError:
-            return False
-
     def checkpointed(self, is_selective: bool) -> Row:
         """A checkpoint of each block; inductor makes its plan inside the graph."""
         saving = {"context_fn": saving_products} if is_selective else {}
@@ -272,7 +266,7 @@ class Plans:
                 plan = self.within if by_bytes else self.by_peak
                 yield {**each, **plan(*each.values())}
             return
-        if not self.has_blocks():
+        if not has_blocks(self.net):
             return
         ways = {"blocks": compiled(self.backend)}
         if not self.fake:
@@ -293,6 +287,14 @@ class Plans:
             plan = budget.plan
             row.update(predicted=plan.predicted_peak, allowed=plan.allowed)
             yield {**row, "floor": plan.floor}
+
+
+def has_blocks(net: nets.Net) -> bool:
+    """Whether a net has blocks that repeat."""
+    try:
+        return bool(blocks_of(net.fake()[1], net.blocks))
+    except ValueError:
+        return False
 
 
 def bound() -> Row:
