@@ -8,7 +8,7 @@ bound; and what it was asked for: a ``budget`` or a ``share``, or, of upstream's
 import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Optional
 
 from benchmarks import pages
 from benchmarks.meters import TOLERANCE
@@ -365,12 +365,15 @@ and one graph by a number of bytes, those of stock's plans for which no budget b
 tried. In what was found, "a / b" divides the one by the other, and "at no higher peak"
 compares with each plan of b the cheapest of a.
 """
+# On a guide, examples included.
+MOST_ROWS = 10
 # What is compared on guides, in the order of what matters.
 COMPARED = (("upstream", "graph"), ("saved", "blocks"), ("checkpoint", "blocks"))
 
 
 def page(*files: Row) -> str:
-    lines, examples, tables = list[list[str]](), "", dict[str, str]()
+    lines, tables = list[list[str]](), dict[str, str]()
+    shown: Optional[tuple[list[Row], list[str], str, str]] = None
     origins = dict[str, None]()
     for data in files:
         for name, part in parts(data["measured"]).items():
@@ -388,12 +391,14 @@ def page(*files: Row) -> str:
                 ratios = sorted(lowest_peaks(part, theirs, ours))
                 if ratios:
                     lines.append([name, *compared(part, ratios, theirs, ours)])
-                    shown = (0, len(ratios) // 2, -1)
-                    nets = [*dict.fromkeys(ratios[at][1] for at in shown)]
-                    examples = examples or examples_of(part, nets, theirs, ours)
+                    places = (0, len(ratios) // 2, -1)
+                    nets = [*dict.fromkeys(ratios[at][1] for at in places)]
+                    shown = shown or (part, nets, theirs, ours)
     heading = ("nets", "what", "lowest peak, mean", "worst", "compute / time, mean")
     short = "Nothing to compare was measured.\n"
-    if lines:
+    if shown is not None:
+        part, nets, *kinds = shown
+        examples = examples_of(part, nets[: MOST_ROWS - len(lines)], *kinds)
         short = f"{pages.markdown(heading, lines)}\n{examples}\n{IN_SHORT}"
     broken = pages.limits((), [row for data in files for row in data["measured"]])
     return pages.page(HOW, "".join(origins), short, broken, tables)
