@@ -359,11 +359,10 @@ it was found and of how many, without plans that give wrong gradients. "this set
 has the cheapest plan of this set at no higher peak than that.
 
 Stock is torch.compile of the untouched wheel, as one graph or with a budget for each block;
-eager mode compiles nothing.
-This set's are: one graph by the target "peak"; a StepBudget, each block compiled by itself;
-and one graph by a number of bytes, those of stock's plans for which no budget between was
-tried. In what was found, "a / b" divides the one by the other, and "at no higher peak"
-compares with each plan of b the cheapest of a.
+eager mode compiles nothing. This set's are: one graph by the target "peak"; a StepBudget,
+each block compiled by itself; and one graph by a number of bytes, those of stock's plans for
+which no budget between was tried. In what was found, "a / b" divides the one by the other,
+and "at no higher peak" compares with each plan of b the cheapest of a.
 """
 # On a guide, examples included.
 MOST_ROWS = 10

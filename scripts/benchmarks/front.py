@@ -25,8 +25,8 @@ def installed(data: dict[str, Any]) -> str:
     least = ", ".join(f"`{net}` {lost(ratio)}" for ratio, net in peaks[:3])
     return (
         f"Of {len(rows)} nets in training, {lower} have a lower peak than with stock and "
-        f"{higher or 'none'} a higher one. It is {lost(statistics.fmean(ratios))} lower in "
-        f"the mean, and most where the vocabulary is large: {least}. No step takes longer "
+        f"{higher or 'none'} a higher one. It is {lost(statistics.median(ratios))} lower in "
+        f"the median, and most where the vocabulary is large: {least}. No step takes longer "
         f"than {max(times):.3f} times stock's. Simulated by inductor's schedule for an H100, bfloat16, "
         f"with the roofline's times; torch {data['environment']['torch']}.\n"
     )

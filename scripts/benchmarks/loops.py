@@ -323,18 +323,13 @@ def again(turns: Sequence[Turn], found: Sequence[Row]) -> int:
     return sum(now["learned"] and not may for now, may in zip(found, may_change))
 
 
-def exceeded(row: Row) -> int:
-    """Kinds of warnings; others tell of what no plan counts."""
-    return sum("may be exceeded" in text for text in row["warnings"])
-
-
 def told(row: Row) -> str:
     return f"{row['net']}, {row['loop']}, {row['way']}, share {row['share']:g}"
 
 
 LIMITS = {
     "again": "Steps that are like earlier ones are planned again, up to {0} times ({1}).",
-    "exceeded": "Steps warn that the budget may be exceeded ({1}).",
+    "warned": "Steps warn, up to {0} times ({1}).",
     "first": "The first step peaks {2:.0%} above the lowest peak ({1}).",
     "bound": "A peak is {2:.1%} above what is allowed ({1}).",
     "flops": "At share 1, a step computes {2:.1%} more than without a budget ({1}).",
@@ -362,12 +357,8 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
 
 def judged_set(rows: Sequence[Row]) -> Iterator[Mark]:
     planned = [row for row in rows if "worst" in row]
-    again = [(row["again"], told(row)) for row in planned if "again" in row]
-    over = [(exceeded(row), told(row)) for row in planned]
-    for what, entry, found in (
-        ("steps learned again", "again", again),
-        ("warnings of a budget that may be exceeded", "exceeded", over),
-    ):
+    for what, entry in ("steps learned again", "again"), ("warnings", "warned"):
+        found = [(row[entry], told(row)) for row in planned if entry in row]
         show = "", "{:.0f} ({})"
         yield from pages.at_most(what, found, 0, *show, limit=LIMITS[entry])
     without = [told(row) for row in planned if not row["worst"]]

@@ -31,11 +31,10 @@ def read(
     as_int: Callable[[Any], int] = concrete,
     device: Optional[torch.device] = None,
 ) -> Program:
-    """The program of a joint graph.
+    """The program of a joint graph; its first ``num_fwd_outputs`` are the forward's.
 
-    Its first ``num_fwd_outputs`` results are the forward's.  ``as_int`` evaluates a
-    symbolic size, by default to its hint.  Only bytes on ``device`` count, by default
-    the graph's own (:func:`.graph.storages.device_of`).
+    ``as_int`` evaluates a symbolic size, by default to its hint.  Only bytes on
+    ``device`` count, by default the graph's own (:func:`.graph.storages.device_of`).
     O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
     """
     (output,) = graph.find_nodes(op="output")
