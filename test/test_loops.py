@@ -38,6 +38,16 @@ def test_what_is_off_is_seen(step, change, marks):
         assert what.startswith(f"Nets of the project: {begin}")
 
 
+def test_a_loop_without_a_plan_is_seen():
+    found = [dict(PLANNED) for _ in TURNS]
+    for now in found:
+        del now["allowed"]
+    row = {**loops.summed_up(found), "again": 0}
+    row.update(net="x", loop="gan", way="whole", share=0.2)
+    (mark,) = (mark for mark in loops.judged([row]) if not mark.passed)
+    assert "x, gan, whole, share 0.2" in mark.limit
+
+
 def test_a_batch_is_cut():
     ids, noise = torch.arange(32).view(4, 8), torch.randn(4, 8)
     small, same = loops.cut((ids, noise), (6, 5))
