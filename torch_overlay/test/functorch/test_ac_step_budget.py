@@ -639,6 +639,15 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch())
         self.assertLessEqual(first, 1.05 * budget.plan.floor)
 
+    @parametrize("rows", (32, 128))
+    def test_first_step_of_micro_batches(self, rows):
+        # The second one keeps its values beside all gradients of the first.
+        model, budget = Net(12), StepBudget(share=0)
+        batches = [batch(rows), batch(rows, seed=2)]
+        first = measured(budget, model, *batches)
+        steps(budget, model, *batches)
+        self.assertLessEqual(first, 1.05 * budget.plan.floor)
+
     # Two graphs, as Dynamo finds that sizes vary, or one for each.
     @parametrize("dynamic", (None, False))
     def test_sizes_that_vary(self, dynamic):
