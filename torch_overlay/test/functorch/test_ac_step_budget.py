@@ -41,7 +41,10 @@ from torch._functorch.memory_planner.step import (
     single_graph_warnings,
 )
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
+from torch._functorch.memory_planner.step.calls import State
 from torch._functorch.memory_planner.step.current_step import running_step
+from torch._functorch.memory_planner.step.step_programs import Learned, StepProgram
+from torch._functorch.memory_planner.step.timeline import Bytes
 from torch._inductor import config as inductor_config
 from torch._inductor.deferred_kernels import DeferredKernels
 from torch._inductor.pattern_matcher import joint_fwd_bwd
@@ -1370,6 +1373,8 @@ class StepBudgetTest(TestCase):
                 "device_bytes is '24 apples'; .* as '24GiB'",
                 {"device_bytes": "24 apples"},
             ),
+            ("peak_bytes is '5i'", {"peak_bytes": "5i"}),
+            ("peak_bytes is tensor", {"peak_bytes": torch.ones(2)}),
             ("pass only one of", {"share": 0.5, "peak_bytes": 1}),
         ):
             with self.assertRaisesRegex(ValueError, message):
@@ -1569,6 +1574,43 @@ class StepBudgetTest(TestCase):
                 StepBudget(share=0.2, plan=path)
             with self.assertRaisesRegex(FileNotFoundError, "no such folder: .*runs"):
                 StepBudget(share=0.2, plan=os.path.join(folder, "runs", "run.json"))
+
+    def test_a_file_for_other_memory_is_not_used(self):
+        memory = mock.patch.object(step_budget, "memory_of", side_effect=[2**30, 2**31])
+        with tempfile.TemporaryDirectory() as folder, memory:
+            path = os.path.join(folder, "run.json")
+            steps(StepBudget(plan=path), Net(), batch(), count=3)
+            with self.assertLogs("torch._functorch", "WARNING") as logs:
+                StepBudget(plan=path)
+        self.assertIn("it was made with bound {'device_bytes': 1073", logs.output[0])
+
+    def test_a_file_may_be_read_by_others(self):
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [os.path.join(folder, name) for name in ("run.json", "other")]
+            steps(StepBudget(share=0.2, plan=paths[0]), Net(), batch(), count=3)
+            with open(paths[1], "w"):
+                pass
+            modes = {os.stat(path).st_mode for path in paths}
+        self.assertEqual(len(modes), 1)
+
+    def test_a_plan_that_is_not_stored_hides_no_warning(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "run.json")
+            budget, model = StepBudget(share=0.2, plan=path), Net()
+        steps(budget, model, batch(), count=3)
+        self.assertIn("the plan could not be stored", " ".join(budget.reasons))
+        self.assertFalse(budget.has_unplanned)
+
+    def test_asking_for_a_program_does_not_learn_it(self):
+        states = {State("F", 0, 0, "graph")}
+        known, more = (
+            StepProgram({*states}, {frozenset(): Bytes(n, 0, 0)}, {}, {}) for n in (1, 2)
+        )
+        learned = Learned()
+        learned.add(known)
+        for _ in range(2):
+            self.assertFalse(learned.has(more, 0))
+        self.assertTrue(learned.has(known, 0))
 
     def test_no_file_where_sizes_vary(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -109,6 +109,9 @@ class _Kernel:
         return self.compiled(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # Copying or inspecting a kernel asks for these, and should not compile it.
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.compiled, name)
 
 

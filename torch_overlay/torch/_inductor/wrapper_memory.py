@@ -241,8 +241,10 @@ class _Walk:
             indices.insert(0, ast.literal_eval(whole.slice))
             whole = whole.value
         found = self._value(whole, names)
-        if isinstance(found, list):
-            return found[indices[0]]
+        while indices and isinstance(found, list):
+            found = found[indices.pop(0)]
+        if not indices:
+            return found
         return found.get((*indices,)) if isinstance(found, dict) else None
 
     def _result(

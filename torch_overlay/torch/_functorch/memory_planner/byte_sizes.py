@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["as_bytes"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([kmgt]?)(i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
 
 def as_bytes(value: Any) -> int:
@@ -27,7 +27,7 @@ def as_bytes(value: Any) -> int:
         if match and match[2]:
             base = 1024 if match[3] else 1000
             unit = base ** ("kmgt".index(match[2].lower()) + 1)
-    elif hasattr(value, "item"):
+    elif getattr(value, "ndim", None) == 0:
         # A scalar of numpy or torch.
         number = value.item()
     is_number = isinstance(number, Real) and not isinstance(number, bool)

@@ -156,14 +156,19 @@ class _Compiles:
                 self._check(self.menu, self.peaks.told, state.fw_metadata)
             return compiled
 
-        compiled = compile_graph(
-            state,
-            capture,
-            partition_by(partition, self),
-            _like(compilers[0], self.peaks.forward),
-            _like(compilers[1], compile_backward),
-        )
-        kernels.compile()
+        try:
+            compiled = compile_graph(
+                state,
+                capture,
+                partition_by(partition, self),
+                _like(compilers[0], self.peaks.forward),
+                _like(compilers[1], compile_backward),
+            )
+            kernels.compile()
+        except BaseException:
+            # The graph is compiled again, or not at all.
+            replace_plan(logged_plan(state.fw_metadata), None)
+            raise
         return compiled
 
     def decide(self, graph: Planner) -> Decision:
@@ -213,7 +218,6 @@ class _Compiles:
                 self._guards[plan] = is_guarded
             self.trying = self._next(menu)
             if self.trying != (plan, is_guarded):
-                replace_plan(report, None)
                 log.info(
                     "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
                     "it is compiled again",

@@ -139,8 +139,11 @@ def _with_variants(
 ) -> Optional[Planner]:
     """The graph that the partitioner gets, with its variants.
 
-    None if it has no large head, or no backward.
+    None if it has no large head or no backward, if the user has turned the chunker on,
+    or with the C++ wrapper.
     """
+    if config.auto_chunker.enable or config.cpp_wrapper:
+        return None
 
     def read(number: int) -> Planner:
         own = copy_of(module)
@@ -227,13 +230,7 @@ def _in_words(why: str) -> str:
 
 
 def _numbers_of(module: fx.GraphModule) -> list[int]:
-    """The numbers of chunks to consider for a graph.
-
-    Empty if it has no large head, if the user has turned the chunker on, or with the
-    C++ wrapper.
-    """
-    if config.auto_chunker.enable or config.cpp_wrapper:
-        return []
+    """The numbers of chunks to consider for a graph, none without a large head."""
     head = head_of(module.graph)
     if head is None:
         return []

@@ -146,9 +146,8 @@ def solve(graph: Planner, budget: float, solver: Any) -> Decision:
         if excess <= 0 or not isinstance(solver, str):
             return plan
         over += excess
-    least = graph.least()
-    kept = graph.kept_bytes(least)
-    return replace(plan, saved_values=least, activation_bytes=kept)
+    least = graph.saving(graph.least(), budget, "budget 0")
+    return replace(least, limits=graph.limits)
 
 
 def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Decision:

@@ -100,11 +100,11 @@ class StepBudget(Warns):
         self.device = accelerator if accelerator is not None else torch.device("cpu")
         asked = one_bound(share=share, peak_bytes=peak_bytes, device_bytes=device_bytes)
         self._arguments = {**asked, "strict": True} if strict else asked
+        asked = asked or {"device_bytes": memory_of(accelerator)}
         self._file = None
         if plan is not None:
             self._file = PlanFile(os.fspath(plan), asked)
             self._arguments = {**self._arguments, "plan": os.fspath(plan)}
-        asked = asked or {"device_bytes": memory_of(accelerator)}
         ((name, value),) = asked.items()
         super().__init__(f"StepBudget({name}={value})", strict)
         self._bound = Bound(**asked)

@@ -137,14 +137,14 @@ class CompiledGraph:
         if step is None or TracingContext.try_get() is not None:
             return run(args)
         call, failure = None, f"a call of {self.graph.name} could not be tracked"
-        with step.budget.warn_on_failure(failure):
-            call = self._begin(step, args)
-            plan = call.plan
-            if plan not in self._runs:
-                self.compile([plan], step.budget)
-            run = self._ready(plan, step.budget)
-        step.call = call
         try:
+            with step.budget.warn_on_failure(failure):
+                call = self._begin(step, args)
+                plan = call.plan
+                if plan not in self._runs:
+                    self.compile([plan], step.budget)
+                run = self._ready(plan, step.budget)
+            step.call = call
             result = run(args)
             if call is not None:
                 with step.budget.warn_on_failure(failure):

@@ -54,7 +54,7 @@ class Warns:
             raise
         except Exception as error:
             log.debug("%s", what, exc_info=error)
-            self.has_unplanned = True
+            self.has_unplanned |= is_risk
             self.warn(f"{what}: {type(error).__name__}: {error}", is_risk=is_risk)
 
     def warn(self, reason: str, kind: str = "", is_risk: bool = True) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import tempfile
-from contextlib import suppress
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -132,18 +131,13 @@ class PlanFile:
     def write(self, step: StoredStep) -> None:
         """Replace the file atomically, as several ranks may share it."""
         content = {"format": _FORMAT, **self._origin, "step": _encoded(step)}
-        folder, name = self.path.parent, f"{self.path.name}."
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, prefix=name, delete=False
-        ) as file:
-            new = Path(file.name)
-            try:
-                json.dump(content, file)
-                file.close()
-                new.replace(self.path)
-            finally:
-                with suppress(FileNotFoundError):
-                    new.unlink()
+        # Unlike those of tempfile, it may be read by other users.
+        new = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        try:
+            new.write_text(json.dumps(content))
+            new.replace(self.path)
+        finally:
+            new.unlink(missing_ok=True)
 
     def _content(self) -> Optional[dict[str, Any]]:
         try:

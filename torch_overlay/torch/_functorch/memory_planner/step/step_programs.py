@@ -50,13 +50,17 @@ class StepProgram:
     replaced: dict[str, StepTimeline] = field(default_factory=dict)
     leaf: Callable[[], Optional[torch.Tensor]] = lambda: None
 
-    def add(self, other: StepProgram, least: float) -> bool:
-        """Merge a step; return whether it has new events or ``least`` bytes more."""
+    def covers(self, other: StepProgram, least: float) -> bool:
+        """Whether a step has no other events, and no ``least`` bytes more anywhere."""
         known = self.scaled(other.scales)
-        is_more = not other.states <= self.states or any(
-            held not in known or nbytes.total > known[held].total + least
+        return other.states <= self.states and all(
+            held in known and nbytes.total <= known[held].total + least
             for held, nbytes in other.moments.items()
         )
+
+    def add(self, other: StepProgram, least: float) -> bool:
+        """Merge a step; return whether it was not covered before."""
+        is_more = not self.covers(other, least)
         self.states |= other.states
         keep_largest(self.moments, other.moments)
         keep_largest(self.scales, other.scales)
@@ -86,12 +90,9 @@ class Learned:
         return _most_calls(program.calls for program in self.programs)
 
     def has(self, program: StepProgram, least: float) -> bool:
-        """Whether a known program had the same events, and at most ``least`` less.
-
-        If the events are the same, the program is merged into the known one.
-        """
-        same = [each for each in self.programs if each.states == program.states]
-        return bool(same) and not same[0].add(program, least)
+        """Whether a known program had the same events, and at most ``least`` less."""
+        same = (each for each in self.programs if each.states == program.states)
+        return any(each.covers(program, least) for each in same)
 
     def figures(self) -> list[tuple[Any, ...]]:
         """What a file can store of each program: its first arguments."""
