@@ -51,19 +51,19 @@ class Search:
 
     def compiled(self) -> Curve:
         """The compiled plans, and all plans of graphs of which nothing was told."""
-        return self._settled(())
+        return self._restricted(())
 
     def known(self) -> Curve:
         """Those of `compiled`, and the fastest plans, corrected by what was told."""
-        return self._settled((0,))
+        return self._restricted((0,))
 
-    def _settled(self, others: tuple[int, ...]) -> Curve:
-        def settled(menu: Menu) -> Menu:
+    def _restricted(self, others: tuple[int, ...]) -> Curve:
+        def restricted(menu: Menu) -> Menu:
             if not menu.told:
                 return menu
             return menu.corrected().restricted_to({*others, *menu.told})
 
-        return self._curve(settled, self._untold_margin)
+        return self._curve(restricted, self._untold_margin)
 
     def plans_for_share(self, share: float) -> Iterator[Choice]:
         """The plans to compile to know the range of peaks that a share refers to."""

@@ -126,7 +126,7 @@ class Planner:
         return Range(self.kept_bytes(self.least()), self.kept_bytes(self.fastest()))
 
     @functools.cached_property
-    def banned(self) -> list[fx.Node]:
+    def solver_nodes(self) -> list[fx.Node]:
         """A solver's items: no cut recomputes these, but the backward may."""
         return [node for node in self._upstreams_items if not must_run_once(node)]
 
@@ -335,7 +335,7 @@ def _never_saving(storages: set[int], program: Program) -> Program:
 def candidates(graph: Planner) -> list[Item]:
     """The items that a solver chooses among, largest first."""
     items = []
-    for node in graph.banned:
+    for node in graph.solver_nodes:
         storages = frozenset(graph.model.saveable([node]))
         ops = {node: recompute_cost(node, graph.ask.estimator)}
         items.append(Item(node, ops, storages, graph.model.nbytes_of(storages)))

@@ -99,7 +99,7 @@ class Kernels:
         on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
         # The most operators and reads of an inlined expression.
         most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
-        repeated = _Fusion(program, _backward_of(program), program.returned)
+        repeated = _Fusion(program, _repeating_backward(program), program.returned)
         required = [each for each in program.forward if each.is_required]
         first = _Fusion(program, required, program.outputs | program.written_back)
         kernels = repeated.kernels(most)
@@ -139,7 +139,7 @@ def _shapes(program: Program) -> dict[int, Any]:
     return shapes
 
 
-def _backward_of(program: Program) -> list[Operator]:
+def _repeating_backward(program: Program) -> list[Operator]:
     """The operators of a backward that repeats all it can, in the order they run in."""
     saved = program.saved_by([()])
     _, repeated = program.follow(saved, 1)

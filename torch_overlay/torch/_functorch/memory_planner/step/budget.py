@@ -168,7 +168,7 @@ class StepBudget(Warns):
         recorder = None
         if self._recording.left:
             recorder = Recorder(self.device, self.counter.given(), self._leaves)
-        Step(self, self.choices, self._learned.states, recorder).open(sys._getframe(1))
+        Step(self, self.choices, self._learned.states, recorder).enter(sys._getframe(1))
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:

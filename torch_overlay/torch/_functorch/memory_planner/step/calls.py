@@ -103,7 +103,7 @@ class Call:
     # Kept for its callback, which tells when the node dies without having run.
     node: Optional[weakref.ref[Any]] = None
 
-    def gone(self) -> frozenset[int]:
+    def dropped_outputs(self) -> frozenset[int]:
         """The indices of outputs that nobody holds any more, except as saved values."""
         saved = self.graph.plans.plans[self.plan].outputs
         found = set()
@@ -150,7 +150,7 @@ class Step:
         # The step of another budget within which this one runs.
         self.outer: Optional[Step] = None
 
-    def open(self, caller: FrameType) -> None:
+    def enter(self, caller: FrameType) -> None:
         self.caller, self.outer = Caller(caller), running.get()
         running.set(self)
         # A cached graph would not have the plan of the step.
@@ -162,7 +162,7 @@ class Step:
             self.recorder.caller = self.caller
             self._context.enter_context(self.recorder)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         running.set(self.outer)
         self.call = None
         self.caller.forget()
@@ -190,7 +190,7 @@ class Step:
         self, call: Call, is_retained: bool, absent: frozenset[int]
     ) -> None:
         # Set each time: a retained backward may run again, with other tangents.
-        call.missing = Missing(absent, call.gone()) if absent else None
+        call.missing = Missing(absent, call.dropped_outputs()) if absent else None
         self._note("B", call, is_retained)
 
     def begin_alone(

@@ -58,7 +58,7 @@ def close_step_of(budget: StepBudget) -> Optional[Step]:
     steps = [*running_steps()]
     own = next((step for step in steps if step.budget is budget), None)
     for step in steps[: steps.index(own) + 1] if own is not None else ():
-        step.close()
+        step.leave()
     return own
 
 
@@ -66,7 +66,7 @@ def _abandon(step: Step) -> None:
     """Close a step, unless its recorder is handling an operator."""
     modes = _get_current_dispatch_mode_stack()
     if step.recorder is None or (modes and modes[-1] is step.recorder):
-        step.close()
+        step.leave()
 
 
 class Caller:

@@ -67,7 +67,7 @@ def _end_in_child() -> None:
     _patches.lock = threading.Lock()
     step = running.get()
     if step is not None:
-        step.close()
+        step.leave()
 
 
 if hasattr(os, "register_at_fork"):
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         self.nbytes.append(nbytes)
         self.log += Event("+", s, nbytes, flag=True), Event("-", s)
 
-    def remaining(self) -> set[int]:
+    def live_storages(self) -> set[int]:
         """The storages that are still live."""
         return {s for s, _ in self._live.values()}
 
@@ -304,8 +304,8 @@ class Recorder(TorchDispatchMode):
         states of optimizers that have stepped.
         """
         made = {event.storage for event in self.log if event.kind == "+"}
-        left = self.nbytes_of(self.remaining() & made)
-        gone = self.nbytes_of(self.given_gradients - self.remaining())
+        left = self.nbytes_of(self.live_storages() & made)
+        gone = self.nbytes_of(self.given_gradients - self.live_storages())
         given = (self._given or self.nbytes_of(self.existing)) + left - gone
         storages = self._storages(self.leaves)
         parameters = {s._cdata: s.nbytes() for s in storages}

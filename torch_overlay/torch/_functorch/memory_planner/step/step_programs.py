@@ -212,7 +212,7 @@ def dropped_before(recorder: Recorder) -> Optional[str]:
     None where some stay, or go after the first backward has begun.
     """
     left = recorder.given_gradients.copy()
-    if left and left.isdisjoint(recorder.remaining()):
+    if left and left.isdisjoint(recorder.live_storages()):
         begun: set[str] = set()
         for event in recorder.log:
             begun.add(event.kind)

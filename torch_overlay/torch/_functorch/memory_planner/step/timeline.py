@@ -63,7 +63,7 @@ class StepTimeline:
         self.live = self.fixed = self.of_gradients = self.made = 0
         self._log = recorder.log
         self._nbytes = recorder.nbytes
-        self._remaining = recorder.remaining()
+        self._remaining = recorder.live_storages()
         self._given = recorder.given_gradients if given is None else given
         new = recorder.gradients(recorder.with_new_gradients())
         self._gradients = new if replaced is None else set()
