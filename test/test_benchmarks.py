@@ -113,11 +113,13 @@ QUESTION = """
 import json, os, pathlib, time
 NETS = {"project": ("one", "two"), "held-out": ("three",), "check": ()}
 FOLDER = pathlib.Path(__file__).parent
+TORCH = "patched"
 def tasks(asked, rows):
     for net in asked.nets:
-        yield {"set": asked.set, "net": net, "kind": "first"}
+        of = {"set": asked.set, "net": net, "torch": TORCH}
+        yield {**of, "kind": "first"}
         best = [row["found"] for row in rows if row["kind"] == "first"]
-        yield {"set": asked.set, "net": net, "kind": "second", "_best": best}
+        yield {**of, "kind": "second", "_best": best}
 def measure(task):
     with open(FOLDER / "log", "a") as log:
         print(task["net"], task["kind"], os.getpid(), file=log)
@@ -167,6 +169,19 @@ def test_what_the_same_code_has_stored_is_not_measured_again(question):
     assert question() == ["one first", "one second", "two second"]
     codes = [row["code"] for row in question.rows()]
     assert codes == ["new"] * 4 + ["old"] * 2
+
+
+def test_what_the_untouched_wheel_does_is_measured_once(question, monkeypatch):
+    monkeypatch.setattr(sys.modules["question"], "TORCH", "untouched")
+    question.code("old")
+    assert "two first" in question(nets=["two"])
+    question.code("new")
+    assert question(nets=["two"]) == []
+    assert {row["code"] for row in question.rows()} == {provenance.STOCK}
+    assert provenance.complaints("question", question.rows()) == []
+    # Where times are held to those of other rows, they are of one run.
+    monkeypatch.setattr(sys.modules["question"], "IN_TURN", True, raising=False)
+    assert "two first" in question(nets=["two"])
 
 
 def test_a_signal_ends_all_tasks_and_leaves_what_is_stored(question, tmp_path):

@@ -41,6 +41,7 @@ NETS = {
     "check": ("vit",),
 }
 BUDGETS = (0.2, 0.0)
+IN_TURN = True
 WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched", "step": "patched"}
 # The source of a kernel in the code that inductor generates.
 KERNEL = re.compile(r"cpp_pybinding\(.*?'''(.*?)'''", re.DOTALL)

@@ -60,6 +60,8 @@ class Runner:
         # A question as a whole leaves no rows of its set behind that it does not have.
         chosen = ("nets", "kind", "part", "check")
         self.is_whole = not any(getattr(asked, name, None) for name in chosen)
+        # Times of rows are held to each other where a benchmark says so: those of one run.
+        self.in_turn: bool = getattr(benchmark, "IN_TURN", False)
         self.code = provenance.here()
         self.lock = threading.Lock()
         self.started, self.begun, self.measured = time.monotonic(), 0, list[float]()
@@ -85,9 +87,14 @@ class Runner:
             if not self.asked.kind or kinds & {*self.asked.kind}:
                 yield task
 
+    def code_of(self, task: fresh.Task) -> Row:
+        if task.get("torch") == fresh.UNTOUCHED and not self.in_turn:
+            return {"release": self.code["release"], "code": provenance.STOCK}
+        return self.code
+
     def stored_row(self, task: fresh.Task) -> Optional[Row]:
         """Its row, where it has been measured by this code."""
-        wanted = json.loads(json.dumps({**fresh.told(task), **self.code}))
+        wanted = json.loads(json.dumps({**fresh.told(task), **self.code_of(task)}))
         for row in self.stored:
             same = all(row.get(k) == v for k, v in wanted.items() if k != "commit")
             if same and "error" not in row:
@@ -142,7 +149,7 @@ class Runner:
         if "error" in found:
             print(f"{fresh.words(task)}: {found['error']}", file=sys.stderr)
         took = round(time.monotonic() - before, 1)
-        row = {**fresh.told(task), **found, "took": took, **self.code}
+        row = {**fresh.told(task), **found, "took": took, **self.code_of(task)}
         with self.lock:
             self.measured.append(took)
             put(self.rows, row)
