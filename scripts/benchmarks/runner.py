@@ -19,6 +19,7 @@ from typing import Any, Optional
 from benchmarks import fresh, provenance
 from benchmarks.everything import AT_A_TIME, minutes, stored
 from benchmarks.pages import environment, Row, store
+from benchmarks.plans import DEVICES
 
 
 # What --kind chooses by, and what tells rows apart.
@@ -60,7 +61,7 @@ class Runner:
         # A question as a whole leaves no rows of its set behind that it does not have.
         chosen = ("nets", "kind", "part", "check")
         self.is_whole = not any(getattr(asked, name, None) for name in chosen)
-        # Times of rows are held to each other where a benchmark says so: those of one run.
+        # Whether the times of rows are held to each other, which have to be of one run.
         self.in_turn: bool = getattr(benchmark, "IN_TURN", False)
         self.code = provenance.here()
         self.lock = threading.Lock()
@@ -88,7 +89,8 @@ class Runner:
                 yield task
 
     def code_of(self, task: fresh.Task) -> Row:
-        if task.get("torch") == fresh.UNTOUCHED and not self.in_turn:
+        is_timed = self.in_turn or task.get("device") in DEVICES
+        if task.get("torch") == fresh.UNTOUCHED and not is_timed:
             return {"release": self.code["release"], "code": provenance.STOCK}
         return self.code
 
