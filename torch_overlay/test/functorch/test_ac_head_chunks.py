@@ -286,9 +286,11 @@ class HeadChunksTest(TestCase):
         self.assertIn("its sizes vary", last_plan().head.why_whole)
 
     def test_sizes_that_vary_are_no_reason_where_the_user_asks_for_chunks(self):
-        with compiling(activation_memory_peak_bytes=MB):
-            with inductor_config.patch({"auto_chunker.enable": True}):
-                gradients(Model(), torch.compile(Model(), dynamic=True))
+        with (
+            compiling(activation_memory_peak_bytes=MB),
+            inductor_config.patch({"auto_chunker.enable": True}),
+        ):
+            gradients(Model(), torch.compile(Model(), dynamic=True))
         self.assertIsNone(last_plan().head)
 
     def test_other_estimators(self):

@@ -1603,9 +1603,8 @@ class StepBudgetTest(TestCase):
 
     def test_asking_for_a_program_does_not_learn_it(self):
         states = {State("F", 0, 0, "graph")}
-        known, more = (
-            StepProgram({*states}, {frozenset(): Bytes(n, 0, 0)}, {}, {}) for n in (1, 2)
-        )
+        moments = ({frozenset(): Bytes(nbytes, 0, 0)} for nbytes in (1, 2))
+        known, more = (StepProgram({*states}, each, {}, {}) for each in moments)
         learned = Learned()
         learned.add(known)
         for _ in range(2):
