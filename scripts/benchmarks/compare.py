@@ -75,10 +75,8 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         kinds = {**KINDS, "checkpoint": ()} if is_full else KINDS
         kinds = MORE if is_full and net == FULL[0] else kinds
         device = "inductor" if net == WORDS else plans.RUN
-        # Each budget is a compile; kernels take their time.
-        parts = FINER if is_full and net != WORDS else FINER[:1]
         for task in plans.tasks([net], kinds, device):
-            yield {"set": asked.set, **task, "_parts": parts}
+            yield {"set": asked.set, **task}
 
 
 # --------------------------------------------------------- in a fresh process
@@ -100,7 +98,9 @@ def sweep(task: fresh.Task) -> list[Row]:
     """Peaks by budgets from 0 to 1, each time finer around the lowest so far."""
     found: list[Row] = []
     least, most = 0.0, 1.0
-    for parts in task["_parts"]:
+    # Each budget is a compile; kernels take their time.
+    is_fine = task["set"] == "full" and task["net"] != WORDS
+    for parts in FINER if is_fine else FINER[:1]:
         known = {budget for step in found for budget in step["budgets"]}
         asked = (n / parts for n in range(parts, -1, -1))
         budgets = [b for b in asked if least <= b <= most and b not in known]
