@@ -251,6 +251,9 @@ def test_rows_of_several_codes_and_of_other_code_are_complained_of():
     several, changed = provenance.complaints("steps", [row, other])
     assert "several codes (abc, def)" in several
     assert "steps: the code has changed since def" in changed
+    older = {"release": "2.13.0", "code": provenance.STOCK}
+    (releases,) = provenance.complaints("steps", [row, older])
+    assert "several releases (2.13.0, 2.15.0)" in releases
     (unknown,) = provenance.complaints("steps", [{}])
     assert "1 rows do not say" in unknown
 

@@ -41,6 +41,7 @@ NETS = {
     "check": ("vit",),
 }
 BUDGETS = (0.2, 0.0)
+# Compile times are held to each other.
 IN_TURN = True
 WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched", "step": "patched"}
 # The source of a kernel in the code that inductor generates.

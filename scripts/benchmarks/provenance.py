@@ -77,10 +77,14 @@ def is_of_now(row: Row) -> bool:
 
 def complaints(name: str, rows: Iterable[Row]) -> list[str]:
     """What is wrong with the rows of a table: of several codes, or not of this one."""
-    rows = [row for row in rows if row.get("code") != STOCK]
-    again = f"run scripts/benchmark.sh all --only {name}"
-    found = {row.get("code", ""): row for row in rows}
+    rows, again = list(rows), f"run scripts/benchmark.sh all --only {name}"
     wrong = []
+    releases = sorted({row["release"] for row in rows if "release" in row})
+    if len(releases) > 1:
+        several = ", ".join(releases)
+        wrong.append(f"{name}: the rows are of several releases ({several}); {again}")
+    rows = [row for row in rows if row.get("code") != STOCK]
+    found = {row.get("code", ""): row for row in rows}
     if "" in found:
         count = sum("code" not in row for row in rows)
         wrong.append(f"{name}: {count} rows do not say which code they are of; {again}")
