@@ -57,7 +57,7 @@ def test_before_and_after(own, capsys, monkeypatch):
     assert entry["models"] == {"one": [0, 1], "large": [2e6, 2e6]}
     assert entry["what"] == "capacities that are kept, of 1"
     assert entry["torch"] == RELEASE
-    rows = "| one | 0 | 1 |\n| large | 2,000,000 | 2,000,000 |\n"
+    rows = "| one | 0 → 1 |\n| large | 2,000,000 |\n"
     assert rows in capsys.readouterr().out
 
     # The text of the pull request has it, and of one without a module nothing.
@@ -79,6 +79,13 @@ def test_before_and_after(own, capsys, monkeypatch):
     assert f"{TOPIC}: ZeroDivisionError: division by zero" in said
     assert f"could not be measured: {TOPIC}" in said
     assert json.loads(forms.RESULTS.read_text()) == {TOPIC: entry}
+
+
+def test_several_figures_of_a_model_are_columns():
+    models = {"one: s": [1, 2], "one: MB": [3, 3], "two: s": [4, 5], "two: MB": [6, 7]}
+    told = forms.table({"what": "a step", "torch": "2.15.0", "models": models})
+    assert told.startswith("A step, before → after, on torch 2.15.0:")
+    assert told.endswith("| one | 1 → 2 | 3 |\n| two | 4 → 5 | 6 → 7 |\n")
 
 
 def test_a_branch_that_cannot_be_made_is_not_measured(own, monkeypatch, capsys):

@@ -156,10 +156,25 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
             enforced=exact,
             limit="A smaller budget can peak higher, by up to {2:.1%} ({1}).",
         )
+    yield from judged_lowered(rows)
     yield from judged_gradients(rows)
     for theirs in THEIRS:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
+
+
+def judged_lowered(rows: Sequence[Row]) -> Iterator[Mark]:
+    yield from pages.at_most(
+        "plans that a graph is lowered by",
+        (
+            (step["lowered"], at)
+            for at, step in every(rows, "graph")
+            # At budget 1 there is nothing to choose.
+            if step.get("lowered") and step["budget"] < 1
+        ),
+        *(3, "at most 3", "{mean:.2f} on average, {0:g} at most ({1}); {count} in all"),
+        limit="A graph can be lowered by {0:g} plans before one is kept ({1}).",
+    )
 
 
 def judged_gradients(rows: Sequence[Row]) -> Iterator[Mark]:

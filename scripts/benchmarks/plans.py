@@ -34,6 +34,7 @@ import torch._functorch.config as config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.graph import GraphLowering
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -198,11 +199,13 @@ class Plans:
 
         Its time is that of the CPU, with the compilers that are started.
         """
-        with warnings_noted() as said:
+        lowered = mock.patch.object(GraphLowering, "save_output_code")
+        with warnings_noted() as said, lowered as codes:
             seconds = compile_seconds(lambda: training.warmed(steps))
         row = self.found(training)
         row["warned"] = any("allowed" in text for text in said)
-        return {**row, "compile_s": seconds}
+        # Of each plan of a graph, a forward and a backward.
+        return {**row, "compile_s": seconds, "lowered": codes.call_count / 2}
 
     def found(self, training: Training) -> Row:
         """Of one more step, its peak and what it takes."""

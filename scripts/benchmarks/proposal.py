@@ -1,11 +1,11 @@
 """The pull requests of docs/rfc.md: what each changes, and where it was tested."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from patchset.patch import REPOSITORY
 from patchset.series import exported, FORMS, SERIES
+from upkeep import forms
 
 from benchmarks.pages import markdown
 from benchmarks.pages import page as page_of
@@ -18,18 +18,9 @@ are noise.
 
 
 def page(data: dict[str, Any]) -> str:
-    tables = {}
-    for name, found in data.items():
-        lines = ([model, *shown(both)] for model, both in found["models"].items())
-        table = markdown(("model", "before", "after"), lines)
-        how = f"{found['what'].capitalize()}; torch {found['torch']}."
-        tables[name] = f"{how}\n\n{table}"
+    tables = {name: forms.table(entry) for name, entry in data.items()}
     origin = "Each was run without the pull request and with it, by the torch that it names.\n"
     return page_of(LEGEND, origin, summary(data), (), tables)
-
-
-def shown(both: list[float]) -> Iterator[str]:
-    return (f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in both)
 
 
 def summary(data: dict[str, Any]) -> str:
@@ -66,7 +57,7 @@ def summary(data: dict[str, Any]) -> str:
             model, both = max(models, key=lambda each: changed(*each[1]))
             what = f"{found['what']} ({model})"
             lines = str(found["lines"])
-            cells = [*shown(both)]
+            cells = [*map(forms.number, both)]
         needs = f"; builds on {', '.join(form.needs)}" if form.needs else ""
         rows.append(
             [

@@ -10,12 +10,13 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 from patchset.files import replace_file
 from patchset.images import APPLIES, FAULTY, survey
+from patchset.meaning import meaning
 from patchset.patch import RELEASES, REPOSITORY
 from patchset.series import exported, FORMS, stack
 from patchset.target import Conflict, find
@@ -73,14 +74,23 @@ def digest(topic: str, release: str) -> str:
 
 
 def table(entry: Entry) -> str:
-    """What is stored of a form, in Markdown."""
-    lines = [
-        ("model", "before", "after"),
-        ("---", "---:", "---:"),
-        *((model, *map(number, both)) for model, both in entry["models"].items()),
-    ]
+    """What is stored of a form, in Markdown: a column for each figure of a model."""
+    found: dict[str, dict[str, Sequence[float]]] = {}
+    for name, both in entry["models"].items():
+        model, _, figure = name.partition(": ")
+        found.setdefault(model, {})[figure] = both
+    figures = [*next(iter(found.values()))]
+    lines = [("model", *(figure or "measured" for figure in figures))]
+    lines.append(("---", *["---:"] * len(figures)))
+    lines += ((model, *map(change, of.values())) for model, of in found.items())
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{entry['what']}, on torch {entry['torch']}:\n\n{rows}"
+    what = entry["what"][0].upper() + entry["what"][1:]
+    return f"{what}, before → after, on torch {entry['torch']}:\n\n{rows}"
+
+
+def change(both: Iterable[float]) -> str:
+    """What is before and after, or one of them where they do not differ."""
+    return " → ".join(dict.fromkeys(map(number, both)))
 
 
 def number(value: float) -> str:
@@ -102,9 +112,17 @@ def run(topic: str, checkout: Path, python: str) -> Entry:
     return row
 
 
-def measure(topic: str, checkout: Path, release: str, python: str) -> Entry:
-    """The topic's entry; ``checkout`` is the untouched release, and left alone."""
-    before = run(topic, checkout, python)
+def measure(
+    topic: str, checkout: Path, release: str, python: str, untouched: dict[str, Entry]
+) -> Entry:
+    """The topic's entry; ``checkout`` is the untouched release, and left alone.
+
+    Several modules may measure the same: ``untouched`` has what they found there.
+    """
+    asks = meaning((MODULES / f"{module(topic)}.py").read_text())
+    if asks not in untouched:
+        untouched[asks] = run(topic, checkout, python)
+    before = untouched[asks]
     with clone(checkout) as root:
         series = stack(FORMS[exported(topic)])
         *below, own = survey(find(str(root)), series=series, release=release).patches
@@ -153,10 +171,11 @@ def measure_all(wanted: Sequence[str], release: str, again: bool, check: bool) -
         return int(bool(pending or failed))
     if pending:
         with environment(release) as (python, checkout):
-            for number, (topic, tree) in enumerate(pending.items(), 1):
-                print(f"{topic} ({number} of {len(pending)}) ...", flush=True)
+            untouched: dict[str, Entry] = {}
+            for at, (topic, tree) in enumerate(pending.items(), 1):
+                print(f"{topic} ({at} of {len(pending)}) ...", flush=True)
                 try:
-                    entry = measure(topic, checkout, release, python)
+                    entry = measure(topic, checkout, release, python, untouched)
                 except Conflict as error:
                     print(f"{topic}: {error}", file=sys.stderr)
                     failed.append(topic)
