@@ -30,6 +30,7 @@ dynamic program would have them, so the true ones may exceed ``max_memory`` toge
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Callable
 
@@ -77,7 +78,9 @@ def dp_knapsack(
     """
     check_items(memory, runtime)
     sizes: list[float] = [_quanta(size) for size in memory]
-    capacity = _quanta(check_budget(max_memory))
+    capacity = check_budget(max_memory)
+    if capacity < math.inf:
+        capacity = _quanta(capacity)
     found = solve_knapsack(sizes, runtime, capacity, max_states=sys.maxsize)
     return found[:3]
 
