@@ -341,6 +341,12 @@ class TestPlans(TestCase):
         found = graph.kept_bytes(graph.upstreams_choice(0.98))
         self.assertGreater(found, 1.5 * graph.kept_bytes(graph.least()))
 
+    def test_bytes_of_calls_of_another_size(self):
+        joint = Joint(chain, CHAIN)
+        graph = Planner(joint.graph, joint.info, joint.outputs, 1)
+        larger = graph.of_size(lambda size: 2 * size)
+        self.assertEqual(larger.limits, Range(*(2 * each for each in graph.limits)))
+
     def test_no_item_is_left(self):
         """No cast is an item; where the cut saves them, budget 0's plan is left."""
 

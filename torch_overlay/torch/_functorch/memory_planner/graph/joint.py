@@ -284,7 +284,7 @@ class Planner:
         """The bytes that saving these nodes keeps, without those of inputs."""
         # Copies of overwritten inputs exist for the backward alone, so they count.
         given = (node for node in self.info.inputs if node.op == "placeholder")
-        return activation_bytes(given, saved, self.counted)
+        return activation_bytes(given, saved, self.counted, self.as_int)
 
 
 def _filling_again(program: Program) -> Program:
@@ -383,18 +383,18 @@ def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item
 
 
 def activation_bytes(
-    inputs: Iterable[fx.Node], saved: Iterable[fx.Node], device: torch.device
+    inputs: Iterable[fx.Node],
+    saved: Iterable[fx.Node],
+    device: torch.device,
+    as_int: Callable[[Any], int] = concrete,
 ) -> int:
-    """The bytes on a device that are live because of ``saved``.
-
-    Storages count whole, and those of the ``inputs`` do not count.
-    """
+    """The bytes, on a device, of the whole storages of ``saved``, without ``inputs``."""
     from torch._inductor.fx_utils import get_node_storage
 
     there = {get_node_storage(node) for node in inputs} | {None}
     kept = {get_node_storage(node): node.meta["val"] for node in saved}
     return sum(
-        concrete(value.untyped_storage().nbytes())
+        as_int(value.untyped_storage().nbytes())
         for storage, value in kept.items()
         if storage not in there and is_on(device, value)
     )
