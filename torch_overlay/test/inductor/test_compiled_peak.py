@@ -212,9 +212,12 @@ class CompiledPeakTest(TestCase):
                     self.assertEqual(found, wanted)
                 compiled = glob(f"{cache_dir()}/**/*.main.so", recursive=True)
             asked = [re.findall(KERNEL, code, re.DOTALL) for code in codes]
-            kept = {*asked[-2], *asked[-1]}
-            self.assertGreater(len({*chain.from_iterable(asked)}), len(kept))
-            self.assertEqual(len(compiled), len(kept))
+            # A forward and a backward of each plan; none is generated twice.
+            plans = [*zip(codes[::2], codes[1::2])]
+            self.assertEqual(times * len({*plans}), len(plans))
+            of_plans = [len({*a, *b}) for a, b in zip(asked[::2], asked[1::2])]
+            self.assertIn(len(compiled), of_plans)
+            self.assertGreater(len({*chain.from_iterable(asked)}), len(compiled))
 
     def test_plans_of_other_threads_stay(self):
         plan, *_ = planned(0.5)
@@ -262,7 +265,7 @@ class CompiledPeakTest(TestCase):
     def test_a_step_is_planned_by_what_compiles_tell(self):
         # The lean plan, which comes first, holds much more than was estimated.
         plan, measured, compiled = self.step(0.0, 3, 1)
-        self.assertEqual(plan.predicted_peak, plan.allowed)
+        self.assertLessEqual(plan.predicted_peak, plan.allowed)
         self.assertLess(plan.predicted_peak, 0.8 * plan.unbudgeted)
         self.assertLessEqual(compiled, 5)
         self.assertEqual(plan.predicted_peak, measured)
@@ -327,7 +330,7 @@ class CompiledPeakTest(TestCase):
         moments = peak_target.PeakBytes(0.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         tried = []
-        for plan in found.plans_within(105, lambda curve: curve.within(105)):
+        for plan in found.plans_within(lambda: 105):
             peak = plans[plan.only].kept
             told = 190 if peak == 100 else peak * 11 // 10
             own.record(plan.only, menu.Told(told, told, told), None)
@@ -345,7 +348,7 @@ class CompiledPeakTest(TestCase):
         own = menu.Menu(plans, {1: whole}, 0, 0, {}, 0)
         moments = peak_target.PeakBytes(1.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
-        for plan in found.plans_within(1020, lambda curve: curve.within(1020)):
+        for plan in found.plans_within(lambda: 1020):
             self.assertEqual(plan.only, 1)
             own.record(1, menu.Told(890, 890, 890), None)
         self.assertEqual(found.compiled().within(1020).only, 1)

@@ -29,7 +29,6 @@ from ...._inductor.deferred_kernels import DeferredKernels
 from ..ask import Ask
 from ..decide import by_config, requested
 from ..decision import Peak
-from ..peak.curve import allowed_peak
 from ..peak.peak_bytes import CALLS, PeakBytes
 from ..report.saved_values import log_peak, logged_plan, replace_plan
 from .recompile import (
@@ -137,6 +136,9 @@ class _Compiles:
         self.menu: Optional[Menu] = None
         # For each compiled plan, whether its lowest peak is that with guarded fusions.
         self._guards: dict[int, bool] = {}
+        # What was compiled, and the output strides that this reported, by try and graph.
+        self._codes: dict[tuple[_Try, str], tuple[Any, list[Any]]] = {}
+        self._kernels: dict[_Try, DeferredKernels] = {}
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
         """Compile by one plan.  Raises `_Over` if another one is to be tried."""
@@ -145,8 +147,8 @@ class _Compiles:
         state.aot_config = replace(
             state.aot_config, force_non_lazy_backward_lowering=True
         )
-        kernels = DeferredKernels()
-        self.peaks = CompiledPeaks(*compilers, kernels=kernels)
+        kernels = self._kernels.setdefault(self.trying, DeferredKernels())
+        self.peaks = CompiledPeaks(*map(self._once, compilers), kernels=kernels)
         self.peaks.guarded = self.trying.is_guarded
 
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -170,6 +172,24 @@ class _Compiles:
             replace_plan(logged_plan(state.fw_metadata), None)
             raise
         return compiled
+
+    def _once(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiler that compiles nothing twice: the plan to keep is tried again."""
+
+        def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            strides = getattr(TracingContext.try_get(), "output_strides", None)
+            strides = [] if strides is None else strides
+            key = self.trying, str(module.graph)
+            if key in self._codes:
+                code, reported = self._codes[key]
+                strides.extend(reported)
+                return code
+            before = len(strides)
+            code = compiler(module, inputs)
+            self._codes[key] = code, strides[before:]
+            return code
+
+        return compile_graph
 
     def decide(self, graph: Planner) -> Decision:
         """The decision by the plan that is to be tried now."""
@@ -202,9 +222,7 @@ class _Compiles:
         moments = self.asked.moments(menu)
         margin = self.asked.margin
         self.search = Search(lambda: {0: menu}, CALLS, moments, margin, TRIES)
-        self._plans = self.search.plans_within(
-            allowed, lambda curve: curve.within(allowed)
-        )
+        self._plans = self.search.plans_within(lambda: allowed)
         self.trying = _Try(next(self._plans).only)
 
     def _check(self, menu: Menu, told: Told, metadata: Any) -> None:
@@ -251,15 +269,12 @@ class _Compiles:
 
     def _kept(self) -> tuple[int, int, Choice]:
         """The allowed bytes, the floor, and which of the compiled plans to keep."""
-        compiled, allowed = self.search.compiled(), self.allowed
-        kept = compiled.within(allowed)
-        if kept.peak <= allowed:
-            return allowed, min(self.curve.floor, compiled.floor), kept
-        if self.asked.limit is None:
-            # A share counts from the lowest peak that a compile has reached.
-            reached = compiled.floor, self.search.known().unbudgeted.peak
-            allowed = max(allowed, allowed_peak(self.asked.budget, *reached))
-        return allowed, compiled.floor, compiled.within(allowed)
+        share = self.asked.budget if self.asked.limit is None else None
+        allowed, kept = self.search.kept(self.allowed, share)
+        floor = self.search.compiled().floor
+        if kept.peak <= self.allowed:
+            floor = min(self.curve.floor, floor)
+        return allowed, floor, kept
 
 
 def _can_search(graph: Planner) -> bool:

@@ -8,9 +8,9 @@ plan.  The chosen plan is compiled.  If it holds more than allowed, so is anothe
 from __future__ import annotations
 
 import math
-from typing import Any, TYPE_CHECKING
+from typing import Any, Optional, TYPE_CHECKING
 
-from ..peak.curve import Curve
+from ..peak.curve import allowed_peak, Curve
 from ..peak.menu import Menu
 
 
@@ -57,6 +57,33 @@ class Search:
         """Those of `compiled`, and the fastest plans, corrected by what was told."""
         return self._restricted((0,))
 
+    def believed(self) -> Curve:
+        """All plans, corrected by what was told."""
+        return self._curve(Menu.corrected, self._untold_margin)
+
+    def allowed(self, share: float) -> int:
+        """The bytes that a share allows, by what plans are believed to hold.
+
+        The floor is at most what was estimated: what was told may be an exception.
+        """
+        estimated = self._curve(lambda menu: menu, self._margin)
+        most = estimated.at_most(estimated.plans[0])
+        return self.believed().allowed(share, most)
+
+    def kept(
+        self, allowed: int, share: Optional[float], unused: int = 0
+    ) -> tuple[int, Choice]:
+        """The bytes that are allowed, and which of the compiled plans to keep.
+
+        ``allowed`` is returned as it is unless all plans exceed it, less ``unused``, and
+        a ``share`` is asked for: that counts from the lowest peak that was compiled.
+        """
+        compiled = self.compiled()
+        if share is not None and compiled.floor > allowed - unused:
+            reached = compiled.floor, self.known().unbudgeted.peak
+            allowed = max(allowed, allowed_peak(share, *reached))
+        return allowed, compiled.within(allowed - unused)
+
     def _restricted(self, others: tuple[int, ...]) -> Curve:
         def restricted(menu: Menu) -> Menu:
             if not menu.told:
@@ -65,35 +92,28 @@ class Search:
 
         return self._curve(restricted, self._untold_margin)
 
-    def plans_for_share(self, share: float) -> Iterator[Choice]:
-        """The plans to compile to know the range of peaks that a share refers to."""
-        if share > 0:
-            yield from self._new(self._believed().unbudgeted)
-        if share < 1:
-            estimated = self._curve(lambda menu: menu, self._margin)
-            floor = estimated.at_most(estimated.plans[0])
-            yield from self.plans_within(floor, lambda curve: curve.plans[0], leaving=1)
-
-    def plans_within(
-        self, peak: int, choose: Callable[[Curve], Choice], leaving: int = 0
-    ) -> Iterator[Choice]:
+    def plans_within(self, allowed: Callable[[], int]) -> Iterator[Choice]:
         """The plans to compile, one after the other, until one is within a peak.
 
-        ``choose`` picks the wanted plan of a curve.  The last ``leaving`` tries are not
-        used.  The caller has to compile each plan before it asks for the next.
+        ``allowed`` returns the peak, which may depend on what was told.  The caller has
+        to compile each plan before it asks for the next.
         """
         is_first = True
         # No compiled plan should have a higher peak than the fastest plan's estimate.
         fastest = self._curve(lambda menu: menu).unbudgeted
-        while self._tries_left > leaving:
-            plan, told = choose(self._believed()), self._told()
-            is_above = any(told) and choose(self.compiled()).peak > fastest.peak
-            is_last = self._tries_left == leaving + 1
-            new = self._new(fastest if is_above and is_last else plan)
-            if not new and plan.peak > peak and self._errs():
-                if is_first:
-                    new, is_first = self._new(self._between(plan.peak)), False
-                new = new or self._new(self._untried())
+        while self._tries_left:
+            peak, told = allowed(), self._told()
+            plan = self.believed().within(peak)
+            compiled = self.compiled().within(peak)
+            is_above = any(told) and compiled.peak > fastest.peak
+            is_last = self._tries_left == 1
+            is_over = plan.peak > peak and self._errs()
+            new: list[Choice] = []
+            if is_over and is_first and any(self._tried.values()):
+                new, is_first = self._new(self._between(plan.peak)), False
+            new = new or self._new(fastest if is_above and is_last else plan)
+            if not new and is_over:
+                new = self._new(self._untried())
             if not new and is_above:
                 new = self._new(fastest)
             if not new:
@@ -101,7 +121,8 @@ class Search:
             yield from new
             # If nothing new was told, the plans had been compiled before: not a try.
             self._tries_left -= told != self._told()
-            kept = choose(self.compiled())
+            peak = allowed()
+            kept = self.compiled().within(peak)
             if kept.peak <= peak and kept.cost <= plan.cost:
                 break
 
@@ -120,9 +141,6 @@ class Search:
     def _untold_margin(self) -> float:
         """The margin, or 0 as soon as some compile has told."""
         return 0.0 if any(self._told()) else self._margin
-
-    def _believed(self) -> Curve:
-        return self._curve(Menu.corrected, self._untold_margin)
 
     def _errs(self) -> bool:
         """Whether some compile has told more than the estimate with its margin."""

@@ -148,15 +148,16 @@ class Curve:
         """The most bytes that the peak of a plan may turn out to take."""
         return plan.peak + math.ceil(plan.peak * self.margin)
 
-    def allowed(self, share: float) -> int:
+    def allowed(self, share: float, most: float = math.inf) -> int:
         """The peak in bytes that a share allows; at 0, the floor plus its margin.
 
-        If that is no lower than the peak without a budget, the margin is added to both.
+        That counts as at most ``most``.  If it is no lower than the peak without a
+        budget, the margin is added to both.
         """
-        floor, top = self.at_most(self.plans[0]), self.unbudgeted.peak
+        floor, top = min(self.at_most(self.plans[0]), most), self.unbudgeted.peak
         if floor >= top:
             top = self.at_most(self.unbudgeted)
-        return allowed_peak(share, floor, top)
+        return allowed_peak(share, int(floor), top)
 
     def within(self, peak: int) -> Choice:
         """The cheapest plan sure to stay within a peak in bytes, or else the lowest."""

@@ -97,19 +97,20 @@ def plan_step(
 
     margin = max(margins, default=0.0)
     search = Search(menus, learned.calls, rest, margin, _TRIES)
-    if bound.share is not None:
-        if any(graph.plans.told for graph in graphs.values()):
-            compile_plans(search.plans_for_share(bound.share))
-        # Fixed from here on, although later compiles may correct the curve.
-        allowed = search.known().allowed(bound.share)
-    elif bound.peak_bytes is not None:
-        allowed = bound.peak_bytes
-    else:
-        allowed = (bound.device_bytes or 0) - bound.counted(present)
-    wanted = allowed - missed
-    compile_plans(search.plans_within(wanted, lambda curve: curve.within(wanted)))
-    plan, curve = search.compiled().within(wanted), search.known()
+
+    def allowed_now() -> int:
+        if bound.share is not None:
+            return search.allowed(bound.share)
+        if bound.peak_bytes is not None:
+            return bound.peak_bytes
+        return (bound.device_bytes or 0) - bound.counted(present)
+
+    compile_plans(search.plans_within(lambda: allowed_now() - missed))
+    allowed, plan = search.kept(allowed_now(), bound.share, missed)
     compile_plans([plan])
+    wanted = allowed - missed
+    # Where no plan was low enough, estimates of lower ones are not credible.
+    curve = search.believed() if plan.peak <= wanted else search.known()
     idle = moments.get(frozenset())
     facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)
     return PlannedStep(
