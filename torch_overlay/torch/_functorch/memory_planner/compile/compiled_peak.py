@@ -4,8 +4,9 @@ The planner only estimates what inductor's kernels hold.  What they really hold 
 from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`).  If
 that exceeds the peak asked for, the joint graph is split and compiled again before
 anything runs: first by the same plan without the fusions that raise a graph's peak,
-then by other plans.  These are chosen by estimates, corrected by what was told.  If all
-of ``TRIES`` plans exceed the peak, the lowest is kept, and a warning has both numbers.
+then by other plans.  These are chosen by estimates, corrected by what was told.  If
+what each of ``TRIES`` compiles gives exceeds the peak, the lowest is kept, and a warning
+has both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.  But the
 compilation of kernels waits until a plan is kept
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 __all__ = ["within_peak"]
 
 
-# The most plans that a graph is compiled by; a fourth was hardly ever better.
+# The most times that a graph is compiled; a fourth plan was hardly ever better.
 TRIES = 3
 
 
@@ -136,7 +137,7 @@ class _Compiles:
         self.menu: Optional[Menu] = None
         # For each compiled plan, whether its lowest peak is that with guarded fusions.
         self._guards: dict[int, bool] = {}
-        # What was compiled, and the output strides that this reported, by try and graph.
+        # By try and graph, what was compiled and the output strides that it reported.
         self._codes: dict[tuple[_Try, str], tuple[Any, list[Any]]] = {}
         self._kernels: dict[_Try, DeferredKernels] = {}
 
@@ -259,7 +260,8 @@ class _Compiles:
         over = not is_within and menu.holds_more(plan, self.asked.margin)
         if is_first and over and can_guard():
             return _Try(plan, True)
-        following = next(self._plans, None)
+        may_try = len(self._kernels) < TRIES
+        following = next(self._plans, None) if may_try else None
         if following is not None:
             # Guarded if the plan compiled last holds less that way.
             return _Try(following.only, self._guards[plan])
