@@ -48,8 +48,9 @@ from torch._functorch.memory_planner.step import (
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
 from torch._functorch.memory_planner.step.calls import State
 from torch._functorch.memory_planner.step.current_step import running_step
+from torch._functorch.memory_planner.step.recorder import Recorder
 from torch._functorch.memory_planner.step.step_programs import Learned, StepProgram
-from torch._functorch.memory_planner.step.timeline import Bytes
+from torch._functorch.memory_planner.step.timeline import Bytes, StepTimeline
 from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor_config
 from torch._inductor.deferred_kernels import DeferredKernels
@@ -584,6 +585,17 @@ class StepBudgetTest(TestCase):
             step()
         predicted, peak = budget.plan.predicted_peak, allocated_at_most(step)
         self.assertLessEqual(abs(peak - predicted), 0.01 * predicted)
+
+    def test_gradients_that_change_their_size(self):
+        leaf = torch.ones(8, requires_grad=True)
+        for size in (64, 0):
+            leaf.grad = torch.ones(8)
+            recorder = Recorder(torch.device("cpu"), 0, [leaf])
+            leaf.grad.untyped_storage().resize_(size)
+            recorder.numbers(leaf.grad)
+            leaf.grad = None
+            # They leave as much less as they had when the step began.
+            self.assertEqual(StepTimeline(recorder).live, -32)
 
     @parametrize("limit", ("peak_bytes", "device_bytes"))
     def test_bytes(self, limit):
