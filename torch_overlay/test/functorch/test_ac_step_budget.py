@@ -1347,6 +1347,19 @@ class StepBudgetTest(TestCase):
         self.assertEqual(len(logs.output), 1)
         self.assertIn("RuntimeError: no kernel for this split", logs.output[0])
         self.assertEqual(gradients, before, rtol=0, atol=0)
+        # Which outputs only its forward holds, a call knows by the plan that it ran by.
+        (graph,) = budget.graphs.values()
+        plans, first = graph.plans.plans, graph.current().first
+        plans[:] = [plan._replace(outputs=frozenset([0])) for plan in plans]
+        plans[first] = plans[first]._replace(outputs=frozenset())
+        with budget:
+            loss = model(batch())
+            for call in running_step()._waiting:
+                # The next block holds its storage.
+                call.tensors[0] = lambda: None
+            dropped = {call.dropped_outputs() for call in running_step()._waiting}
+            loss.backward()
+        self.assertEqual(dropped, {frozenset()})
 
     @parametrize(
         "stage",
