@@ -1626,7 +1626,7 @@ class StepBudgetTest(TestCase):
                 ("step", None),
                 ("step", ["StoredStep", []]),
                 ("step", ["Unknown", []]),
-                ("version", 2),
+                ("version", 1),
             ):
                 with open(path, "w") as file:
                     json.dump({**stored, entry: value}, file)
