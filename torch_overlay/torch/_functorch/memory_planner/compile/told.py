@@ -89,12 +89,11 @@ class CompiledPeaks:
         absent, gone = self.missing or ((), ())
         saved = module.graph.find_nodes(op="placeholder")
         names = _names(saved)
-        tangents = [
+        held = [
             node
-            for node in saved
-            if _is_tangent(node) and get_node_storage(node) not in self._storages
+            for at, node in enumerate(filter(_is_tangent, saved))
+            if at not in absent and get_node_storage(node) not in self._storages
         ]
-        held = [node for at, node in enumerate(tangents) if at not in absent]
         tangent_bytes = activation_bytes((), held, self.device)
         compiled = self._compile(1, module, inputs)
         memory = getattr(compiled, "memory", None)

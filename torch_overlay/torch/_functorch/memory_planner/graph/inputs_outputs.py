@@ -110,6 +110,8 @@ def without(missing: Missing, model: Program, joint: Planner) -> Program:
     )
     nbytes = [*model.nbytes]
     for s in model.storages(absent):
+        # A copy that nothing reads was counted among the tangents.
+        fewer += nbytes[s] if s not in model.owned else 0
         nbytes[s] = 0
     returned = [*storages_returned(joint, model)]
     gone = {s for s, index in returned if index in missing.outputs}

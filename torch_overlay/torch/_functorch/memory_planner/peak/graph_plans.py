@@ -115,13 +115,12 @@ def menu_of(
     best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
     if keeps_fastest:
         best = found[:1] + [plan for plan in best if plan.storages != fastest]
-    tangents = len(model.tangents)
-    primals = len(tensors_given(joint)) - tangents
+    primals = len(tensors_given(joint)) - len(model.tangents)
     variants = {1: Variant.of(joint, missing)}
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
     outputs = output_bytes(joint, model)
-    return Menu(best, variants, primals, tangents, outputs, work, missing)
+    return Menu(best, variants, primals, outputs, work, missing)
 
 
 def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:

@@ -112,17 +112,16 @@ class Menu:
     """The plans of a graph that no other beats, by rising cost, for calls of one size.
 
     ``variants`` has the graph by its number of chunks, 1 for the graph as it is.
-    ``primals`` and ``tangents`` count the tensors among the joint graph's inputs, and
-    ``outputs`` has the bytes of what the forward returns, by index.  For each compiled
-    plan, ``told`` has the errors of the estimates ``kept``, ``forward`` and
-    ``backward``: the told bytes minus the estimated ones, as shares of the estimated
-    ``backward``, so that they also apply to other sizes.
+    ``primals`` counts the tensors among the forward's inputs, and ``outputs`` has the
+    bytes of what it returns, by index.  For each compiled plan, ``told`` has the errors
+    of the estimates ``kept``, ``forward`` and ``backward``: the told bytes minus the
+    estimated ones, as shares of the estimated ``backward``, so that they also apply to
+    other sizes.
     """
 
     plans: list[Footprint]
     variants: dict[int, Variant]
     primals: int
-    tangents: int
     outputs: dict[int, int]
     # What the graph computes without a budget, in FLOP; 0 with estimators other than
     # "flops".

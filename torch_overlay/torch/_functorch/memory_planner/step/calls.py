@@ -93,6 +93,8 @@ class Call:
     # Evaluates a symbolic size.
     as_int: Callable[[Any], int]
     plan: int = 0
+    # The indices of outputs that it saves, too.
+    saved: frozenset[int] = frozenset()
     # Weak references to what its forward returned: storages, and the caller's tensors.
     returned: list[Any] = field(default_factory=list)
     tensors: dict[int, Any] = field(default_factory=dict)
@@ -105,11 +107,10 @@ class Call:
 
     def dropped_outputs(self) -> frozenset[int]:
         """The indices of outputs that nobody holds any more, except as saved values."""
-        saved = self.graph.plans.plans[self.plan].outputs
         found = set()
         for at, storage in enumerate(self.returned):
             is_dropped = at in self.tensors and self.tensors[at]() is None
-            if is_dropped and (at in saved or storage() is None):
+            if is_dropped and (at in self.saved or storage() is None):
                 found.add(at)
         return frozenset(found)
 

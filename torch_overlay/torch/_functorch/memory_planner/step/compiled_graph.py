@@ -88,8 +88,9 @@ class CompiledGraph:
         self._kernels: dict[int, DeferredKernels] = {}
         # The results of `as_good`, by plan and what compiles have told.
         self._instead: dict[Any, int] = {}
-        # The plan of the first compile, and its code.
+        # The plan of the first compile, the outputs that it saves, and its code.
         self.first = 0
+        self._first_saved: frozenset[int] = frozenset()
         self._first_run: Callable[..., Any]
         # The report of each compiled plan, and the one that `plans()` lists now.
         self._reports: dict[int, Optional[Plan]] = {}
@@ -112,6 +113,7 @@ class CompiledGraph:
         """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
         run, metadata, _ = self._compiled(None)
         self._runs[self.first] = self._first_run = run
+        self._first_saved = self.plans.plans[self.first].outputs
         return boxed_call(self._call), metadata
 
     def meet(self, sizes: tuple[int, ...]) -> bool:
@@ -144,6 +146,9 @@ class CompiledGraph:
                 if plan not in self._runs:
                     self.compile([plan], step.budget)
                 run = self._ready(plan, step.budget)
+                # The plan may have failed to compile.
+                is_first, plans = run is self._first_run, self.graph.plans.plans
+                call.saved = self._first_saved if is_first else plans[plan].outputs
             step.call = call
             result = run(args)
             if call is not None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["PlanFile", "StoredGraph", "StoredStep", "key_of"]
 
 _FORMAT = "plan of a StepBudget"
-_VERSION = 1
+_VERSION = 2
 
 
 class StoredGraph(NamedTuple):

@@ -88,8 +88,6 @@ class StepTimeline:
         }
         # The bytes of new gradients until they are added to existing ones, and the most
         # bytes since the last event of a call.
-        # The bytes of new gradients until they are added to existing ones, and the most
-        # bytes since the last event of a call.
         self._passing, self._most = 0, Bytes(0, 0, 0)
         # By storage, its bytes beyond those that it had before the step.
         self._beyond: dict[int, int] = {}
@@ -127,7 +125,8 @@ class StepTimeline:
         is_resized = event.kind == "="
         before = self._beyond.get(event.storage, 0)
         if event.kind == "-" and event.storage in self._given:
-            self._drop_given(self._nbytes[event.storage])
+            # The bytes at the step's start: others count as beyond them.
+            self._drop_given(self._nbytes[event.storage] - before)
         self._set(event.storage, before + event.nbytes if is_resized else 0)
         if not is_resized:
             self._beyond.pop(event.storage, None)
