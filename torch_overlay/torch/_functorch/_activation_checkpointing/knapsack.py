@@ -30,7 +30,6 @@ dynamic program would have them, so the true ones may exceed ``max_memory`` toge
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Callable
 
@@ -78,9 +77,7 @@ def dp_knapsack(
     """
     check_items(memory, runtime)
     sizes: list[float] = [_quanta(size) for size in memory]
-    capacity = check_budget(max_memory)
-    if capacity < math.inf:
-        capacity = _quanta(capacity)
+    capacity = _quanta(check_budget(max_memory))
     found = solve_knapsack(sizes, runtime, capacity, max_states=sys.maxsize)
     return found[:3]
 

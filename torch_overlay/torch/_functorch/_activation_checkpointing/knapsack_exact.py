@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple, TYPE_CHECKING
 
 from .knapsack_numbers import by_density, check_budget, check_items, fill, total
-from .knapsack_search import MAX_STATES, rounded_sum, search
+from .knapsack_search import MAX_STATES, search
 
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def solve_knapsack(
     bound = 0.0
     if gap:
         most = gap + sum(Fraction(runtime[i]) for i in found)
-        bound = math.nextafter(rounded_sum([most]), math.inf)
+        bound = math.nextafter(float(most), math.inf)
         greedy = fill(by_density(memory, runtime), memory, max_memory)
         found = max(found, greedy, key=lambda each: total(runtime, each))
     value, saved, left = solution_of(runtime, found)

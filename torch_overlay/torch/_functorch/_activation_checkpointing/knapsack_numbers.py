@@ -6,7 +6,7 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from .knapsack_search import exact_integers, integer_capacity, rounded_sum
+from .knapsack_search import exact_integers, integer_capacity
 
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def check_items(memory: Sequence[float], runtimes: Sequence[float]) -> None:
 
 
 def total(values: Sequence[float], indices: Iterable[int]) -> float:
-    """The sum of some values, rounded once; infinite beyond the largest float."""
-    return rounded_sum(values[index] for index in indices)
+    """The sum of some values, correctly rounded."""
+    return math.fsum(values[index] for index in indices)
 
 
 def by_density(memory: Sequence[float], runtimes: Sequence[float]) -> list[int]:

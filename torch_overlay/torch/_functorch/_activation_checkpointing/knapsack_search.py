@@ -15,10 +15,9 @@ import logging
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
 from fractions import Fraction
 from operator import itemgetter, mul
-from typing import Any, Union
+from typing import Any
 
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ def exact_knapsack(
 ) -> tuple[float, list[int], list[int]]:
     """The solver that activation_memory_budget_solver = "exact" selects."""
     saved, gap = search(memory, runtimes, max_memory, MAX_STATES)
-    value = rounded_sum(runtimes[i] for i in saved)
+    value = math.fsum(runtimes[i] for i in saved)
     if gap:
         log.warning("saved runtime is %g, and at most %g below the optimum", value, gap)
     return value, saved, sorted({*range(len(memory))}.difference(saved))
@@ -50,7 +49,7 @@ def search(
     for that, the set is the best one found.  Items without runtime are never saved.
     """
     worthy = [i for i, runtime in enumerate(runtimes) if runtime]
-    if rounded_sum(memory[i] for i in worthy) <= max_memory:
+    if math.fsum(memory[i] for i in worthy) <= max_memory:
         return worthy, Fraction(0)
     members = defaultdict(list)
     for i in worthy:
@@ -69,14 +68,6 @@ def search(
     return sorted(saved), gap * value_unit
 
 
-def rounded_sum(numbers: Iterable[Union[float, Fraction]]) -> float:
-    """The float nearest to the exact sum, infinite beyond the largest one."""
-    try:
-        return math.fsum(numbers)
-    except OverflowError:
-        return math.inf
-
-
 def exact_integers(numbers: list[float]) -> tuple[list[int], Fraction]:
     """Integers and the largest unit with ``numbers[i] == integers[i] * unit``."""
     ratios = [number.as_integer_ratio() for number in numbers]
@@ -93,7 +84,7 @@ def integer_capacity(max_memory: float, unit: Fraction) -> int:
     half_an_ulp = Fraction(math.ulp(max_memory)) / 2
     capacity: int = math.floor((Fraction(max_memory) + half_an_ulp) / unit)
     # Halfway between two floats, the sum rounds to the even one.
-    return capacity - (rounded_sum([capacity * unit]) > max_memory)
+    return capacity if float(capacity * unit) <= max_memory else capacity - 1
 
 
 class _Search:
