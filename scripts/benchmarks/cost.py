@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 
-from benchmarks import catalogue, first_steps, fresh, nets, pages, plans, ways
+from benchmarks import catalogue, first_steps, fresh, pages, plans, ways
 from benchmarks.catalogue import HELD_OUT, PROJECT
 from benchmarks.meters import compile_seconds
 from benchmarks.pages import good, Mark, Row
@@ -73,7 +72,7 @@ def measure(task: fresh.Task) -> Row:
 
 
 def of_step(task: fresh.Task) -> Row:
-    """By a share of the range, whose ends are compiled too, and by as many bytes.
+    """The plans that a graph is lowered for after the first step, which has one.
 
     Nothing for a net without blocks.
     """
@@ -81,26 +80,18 @@ def of_step(task: fresh.Task) -> Row:
     if not plans.has_blocks(net):
         return {}
     compile_something()
-    budget = budget_of(share=task["share"])
-    row = {"of_share": plans_after_the_first_step(net, budget)}
-    by_bytes = budget_of(peak_bytes=budget.plan.allowed)
-    return {**row, "of_bytes": plans_after_the_first_step(net, by_bytes)}
-
-
-def stepped(rows: Sequence[Row]) -> list[Row]:
-    """Those of nets that have blocks."""
-    return [row for row in good(rows, kind="step") if "of_share" in row]
-
-
-def plans_after_the_first_step(net: nets.Net, budget: Any) -> float:
-    """The plans that each graph is lowered for, which the first step does by its own."""
     training = ways.Training(net, blocks=ways.compiled("inductor"))
-    training.within = budget
+    training.within = budget_of(share=task["share"])
     with mock.patch.object(GraphLowering, "save_output_code") as lowered:
         training.step()
         first = lowered.call_count
         training.warmed(3)
-        return lowered.call_count / first - 1
+    return {"plans_after": lowered.call_count / first - 1}
+
+
+def stepped(rows: Sequence[Row]) -> list[Row]:
+    """Those of nets that have blocks."""
+    return [row for row in good(rows, kind="step") if "plans_after" in row]
 
 
 def of_graph(task: fresh.Task) -> Row:
@@ -159,13 +150,11 @@ def measures(rows: Sequence[Row]) -> dict[str, list[pages.Named]]:
         kernels = ours["kernels"] / ours["of_one_plan"]
         found["kernels compiled / the most of one plan"].append((kernels, named(ours)))
     for row in stepped(rows):
-        for asked, entry in ENTRIES.items():
-            what = f"plans for a StepBudget's graph after its first step, {asked} asked"
-            found[what].append((row[entry], named(row)))
+        found[AFTER].append((row["plans_after"], named(row)))
     return {what: each for what, each in found.items() if each}
 
 
-ENTRIES = {"a share": "of_share", "bytes": "of_bytes"}
+AFTER = "plans for a StepBudget's graph after its first step"
 # What each may be at most, and what it means where it is more.
 LIMITS = {
     "compile time / stock's, first plan kept": (
@@ -182,15 +171,9 @@ LIMITS = {
         3,
         "A graph can be lowered for {0} plans ({1}).",
     ),
-    "plans for a StepBudget's graph after its first step, a share asked": (
+    AFTER: (
         2,
-        "Asked for a share, a StepBudget compiles a graph up to {0:.2g} times after its "
-        "first step ({1}).",
-    ),
-    "plans for a StepBudget's graph after its first step, bytes asked": (
-        2,
-        "Asked for bytes, a StepBudget compiles a graph up to {0:.2g} times after its "
-        "first step ({1}).",
+        "A StepBudget compiles a graph up to {0:.2g} times after its first step ({1}).",
     ),
     "kernels compiled / the most of one plan": (
         1,
@@ -219,9 +202,9 @@ LEGEND = """Compile time is in CPU seconds, those of the C++ compiler included. 
 and a cache of its own, in which something else was compiled before: small nets in float32,
 for a CPU, with their kernels. Stock is the untouched wheel at the same budget. "Plans
 lowered": how many plans inductor generated code for; kernels are compiled for the last alone.
-A StepBudget compiles every graph again after the first step, for each of its plans; asked
-for a share, also for the ends of its range. "First step" has the peak of the first step under
-a StepBudget at its lowest peak, beside the lowest that can be held, run operator by operator.
+A StepBudget compiles every graph again after the first step, for each of its plans. "First
+step" has the peak of the first step under a StepBudget at its lowest peak, beside the lowest
+that can be held, run operator by operator.
 """
 
 
@@ -240,11 +223,8 @@ def page(data: Row) -> str:
         steps: dict[str, Any] = {
             "net, in blocks": lambda row: row["net"],
             "share": lambda row: f"{row['share']:g}",
+            "plans after the first": lambda row: f"{row['plans_after']:.2f}",
         }
-        for asked, entry in ENTRIES.items():
-            steps[f"plans after the first, {asked} asked"] = partial(
-                lambda row, entry: f"{row[entry]:.2f}", entry=entry
-            )
         of_steps = pages.columns(stepped(part), steps)
         tables[name] = f"{pages.columns(pairs(part), both)}\n{of_steps}"
     firsts = {
@@ -258,6 +238,6 @@ def page(data: Row) -> str:
     origin = pages.measured_on(
         data["environment"], "Compiled for a CPU, float32,", rows
     )
-    # Without kernels.
-    short = pages.found(marks[:10])
-    return pages.page(LEGEND, origin, short, pages.limits(marks, rows), tables)
+    return pages.page(
+        LEGEND, origin, pages.found(marks), pages.limits(marks, rows), tables
+    )

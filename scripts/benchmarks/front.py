@@ -52,11 +52,10 @@ def compiling(data: dict[str, Any]) -> str:
         f"{statistics.median(ratios):.2f} times stock's in the median of {len(ratios)}, "
         f"{held_out(ours for ours, _ in both)}, and {max(ratios):.2f} at worst, where a plan that held too much was replaced. A "
         "StepBudget compiles again when the second step starts, in the mean "
-        f"{mean(rows, 'of_share'):.1f} plans of each graph for a share and "
-        f"{mean(rows, 'of_bytes'):.1f} for bytes. CPU seconds of small nets by inductor on a "
-        f"CPU, torch {data['environment']['torch']}; on a GPU nobody has measured it.\n"
+        f"{mean_after(rows):.1f} plans of each graph. CPU seconds of small nets by inductor on a CPU, "
+        f"torch {data['environment']['torch']}; on a GPU nobody has measured it.\n"
     )
 
 
-def mean(rows: Sequence[Row], entry: str) -> float:
-    return statistics.fmean(row[entry] for row in stepped(rows))
+def mean_after(rows: Sequence[Row]) -> float:
+    return statistics.fmean(row["plans_after"] for row in stepped(rows))
