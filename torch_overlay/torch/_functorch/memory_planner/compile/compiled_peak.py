@@ -5,8 +5,8 @@ from the wrappers that inductor generates (:mod:`torch._inductor.wrapper_memory`
 that exceeds the peak asked for, the joint graph is split and compiled again before
 anything runs: first by the same plan without the fusions that raise a graph's peak,
 then by other plans.  These are chosen by estimates, corrected by what was told.  If
-what each of ``TRIES`` compiles gives exceeds the peak, the lowest is kept, and a warning
-has both numbers.
+all that ``TRIES`` compiles give exceeds the peak, the lowest is kept, and a warning has
+both numbers.
 
 A backward is therefore compiled with its forward, not when it first runs.  But the
 compilation of kernels waits until a plan is kept
@@ -168,6 +168,9 @@ class _Compiles:
                 _like(compilers[1], compile_backward),
             )
             kernels.compile()
+            # AOTAutograd keeps the backward's compiler, and so this.
+            self._codes.clear()
+            self._kernels.clear()
         except BaseException:
             # The graph is compiled again, or not at all.
             replace_plan(logged_plan(state.fw_metadata), None)
@@ -259,9 +262,9 @@ class _Compiles:
         is_first = len(self._guards) == 1 and not is_guarded
         over = not is_within and menu.holds_more(plan, self.asked.margin)
         if is_first and over and can_guard():
+            self.search.count_try()
             return _Try(plan, True)
-        may_try = len(self._kernels) < TRIES
-        following = next(self._plans, None) if may_try else None
+        following = next(self._plans, None)
         if following is not None:
             # Guarded if the plan compiled last holds less that way.
             return _Try(following.only, self._guards[plan])

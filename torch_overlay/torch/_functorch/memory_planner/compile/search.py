@@ -64,10 +64,11 @@ class Search:
     def allowed(self, share: float) -> int:
         """The bytes that a share allows, by what plans are believed to hold.
 
-        The floor is at most what was estimated: what was told may be an exception.
+        The floor is at most that of the estimates, as what was told may be an error,
+        and at most the lowest peak that was compiled.
         """
-        estimated = self._curve(lambda menu: menu, self._margin)
-        most = estimated.at_most(estimated.plans[0])
+        curves = self._curve(lambda menu: menu, self._margin), self.compiled()
+        most = min(curve.at_most(curve.plans[0]) for curve in curves)
         return self.believed().allowed(share, most)
 
     def kept(
@@ -75,11 +76,11 @@ class Search:
     ) -> tuple[int, Choice]:
         """The bytes that are allowed, and which of the compiled plans to keep.
 
-        ``allowed`` is returned as it is unless all plans exceed it, less ``unused``, and
-        a ``share`` is asked for: that counts from the lowest peak that was compiled.
+        ``allowed`` is returned as it is unless all plans exceed it and a ``share`` is
+        asked for: that counts from the lowest peak that was compiled.
         """
         compiled = self.compiled()
-        if share is not None and compiled.floor > allowed - unused:
+        if share is not None and compiled.floor > allowed:
             reached = compiled.floor, self.known().unbudgeted.peak
             allowed = max(allowed, allowed_peak(share, *reached))
         return allowed, compiled.within(allowed - unused)
@@ -101,7 +102,7 @@ class Search:
         is_first = True
         # No compiled plan should have a higher peak than the fastest plan's estimate.
         fastest = self._curve(lambda menu: menu).unbudgeted
-        while self._tries_left:
+        while self._tries_left > 0:
             peak, told = allowed(), self._told()
             plan = self.believed().within(peak)
             compiled = self.compiled().within(peak)
@@ -109,7 +110,8 @@ class Search:
             is_last = self._tries_left == 1
             is_over = plan.peak > peak and self._errs()
             new: list[Choice] = []
-            if is_over and is_first and any(self._tried.values()):
+            may_save_more = is_first and any(self._tried.values())
+            if is_over and may_save_more and not (is_above and is_last):
                 new, is_first = self._new(self._between(plan.peak)), False
             new = new or self._new(fastest if is_above and is_last else plan)
             if not new and is_over:
@@ -125,6 +127,10 @@ class Search:
             kept = self.compiled().within(peak)
             if kept.peak <= peak and kept.cost <= plan.cost:
                 break
+
+    def count_try(self) -> None:
+        """Use up a try for a compile that was not proposed here."""
+        self._tries_left -= 1
 
     def _new(self, plan: Choice) -> list[Choice]:
         """The plan, if it is new for some graph; it then counts as proposed."""

@@ -43,6 +43,8 @@ __all__ = ["Choice", "Curve", "Held", "Moments", "allowed_peak"]
 _COMBINED, _SPLITS = 16, 32
 # How many peaks to plan for, between the floor and the peak of the fastest plans.
 _LEVELS = 48
+# More bytes than any real peak has, and fewer than those of a plan ruled out.
+_REAL = 2**43
 # The most rounds in which each graph chooses again, after the others' choices.
 _SWEEPS = 8
 
@@ -235,6 +237,11 @@ class Curve:
         floor = self._settled(state, 0.0)
         states.append(self._plan(floor))
         low, high = states[1].peak, states[0].peak
+        if high > _REAL:
+            # The fastest plans are ruled out: begin with the fastest of the others.
+            state = self._settled(state, _REAL)
+            states.append(self._plan(state))
+            high = states[-1].peak
         for level in range(_LEVELS - 1, -1, -1):
             peak = low + math.floor((high - low) * (level / _LEVELS) ** 1.5)
             lower = self._lowered(state, peak)

@@ -106,11 +106,15 @@ def plan_step(
         return (bound.device_bytes or 0) - bound.counted(present)
 
     compile_plans(search.plans_within(lambda: allowed_now() - missed))
-    allowed, plan = search.kept(allowed_now(), bound.share, missed)
+    asked = allowed_now()
+    allowed, plan = search.kept(asked, bound.share, missed)
     compile_plans([plan])
     wanted = allowed - missed
-    # Where no plan was low enough, estimates of lower ones are not credible.
-    curve = search.believed() if plan.peak <= wanted else search.known()
+    # Where no plan was low enough, or a compiled one is the lowest, estimates of lower
+    # ones are not credible, or not lower.
+    curve, known = search.believed(), search.known()
+    if plan.peak > asked - missed or known.floor < curve.floor:
+        curve = known
     idle = moments.get(frozenset())
     facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)
     return PlannedStep(
