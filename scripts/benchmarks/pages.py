@@ -155,9 +155,10 @@ def found(marks: Iterable[Mark]) -> str:
             name, what = "", mark.what
         cells.setdefault(what, {})[name] = mark.measured
     named = {name for of in cells.values() for name in of}
-    heads = [name for name in ("found", *SETS_OF_NETS) if name in named]
+    columns = [name for name in ("", *SETS_OF_NETS) if name in named]
+    heads = [name.lower() or ("all" if columns[1:] else "found") for name in columns]
     lines = (
-        [what, *(of.get(name, "") for name in heads)] for what, of in cells.items()
+        [what, *(of.get(name, "") for name in columns)] for what, of in cells.items()
     )
     return markdown(("what", *heads), lines)
 
