@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from benchmarks import report
-from benchmarks.pages import LIMITS
+from benchmarks.pages import found, LIMITS, Mark
 
 
 @pytest.fixture
@@ -53,6 +53,16 @@ def test_guides_have_few_rows_and_a_link():
             heads = sum(line.startswith("| ---") for line in lines)
             assert sum(line.startswith("| ") for line in lines) - 2 * heads <= 10
             assert f"results/{name}.md)" in text
+
+
+def test_sets_of_nets_are_columns():
+    named = ("Nets of the project: peak", "Held-out nets: peak", "of both")
+    marks = [Mark(what, str(at), "", True) for at, what in enumerate(named)]
+    assert found(marks[2:]) == "| what | found |\n| --- | --- |\n| of both | 2 |\n"
+    assert found(marks).splitlines()[0::2] == [
+        "| what | all | nets of the project | held-out nets |",
+        "| peak |  | 0 | 1 |",
+    ]
 
 
 def test_check_sees_a_picture_a_page_and_a_result_that_changed(copies, capsys):

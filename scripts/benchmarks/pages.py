@@ -64,12 +64,15 @@ def good(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     ]
 
 
+SETS_OF_NETS = ("Nets of the project", "Held-out nets")
+
+
 def by_set(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows of the project's nets, and of those that nothing was tuned on, if any."""
-    found: dict[str, list[Row]] = {"Nets of the project": [], "Held-out nets": []}
+    found: dict[str, list[Row]] = {name: [] for name in SETS_OF_NETS}
     for row in good(rows):
         held_out = row.get("held_out") or row.get("set", "project") != "project"
-        found["Held-out nets" if held_out else "Nets of the project"].append(row)
+        found[SETS_OF_NETS[bool(held_out)]].append(row)
     return {name: part for name, part in found.items() if part}
 
 
@@ -144,8 +147,20 @@ def columns(items: Iterable[Any], cells: Mapping[str, Callable[..., str]]) -> st
 
 
 def found(marks: Iterable[Mark]) -> str:
-    """What was measured, whatever the marks are."""
-    return markdown(("what", "found"), ((m.what, m.measured) for m in marks))
+    """What was measured, whatever the marks are; a column for each set of nets."""
+    cells: dict[str, dict[str, str]] = {}
+    for mark in marks:
+        name, _, what = mark.what.partition(": ")
+        if name not in SETS_OF_NETS:
+            name, what = "", mark.what
+        cells.setdefault(what, {})[name] = mark.measured
+    named = {name for of in cells.values() for name in of}
+    columns = [name for name in ("", *SETS_OF_NETS) if name in named]
+    heads = [name.lower() or ("all" if columns[1:] else "found") for name in columns]
+    lines = (
+        [what, *(of.get(name, "") for name in columns)] for what, of in cells.items()
+    )
+    return markdown(("what", *heads), lines)
 
 
 def limits(marks: Iterable[Mark], rows: Iterable[Row] = ()) -> list[str]:

@@ -158,7 +158,7 @@ def kernels(place: Path, data: Row, *others: Row) -> None:
         values = [100 * of.get(net, nan) / bases[net]["peak"] for _, net in both]
         label = LABELS[kind].partition(",")[0] + ", lowest" * (kind in BUDGETED)
         found[label] = (color, values)
-    held_out = {row["net"] for row in pages.by_set(rows).get("Held-out nets", ())}
+    held_out = {row["net"] for row in pages.by_set(rows).get(pages.SETS_OF_NETS[1], ())}
     names = [f"{net} *" if net in held_out else net for _, net in both]
     title = "Lowest peak of one training step that a budget finds"
     source = f"{source_of(rows, data)} *: held out."

@@ -199,7 +199,10 @@ class Plans:
 
         Its time is that of the CPU, with the compilers that are started.
         """
-        lowered = mock.patch.object(GraphLowering, "save_output_code")
+        name, lower = "_compile_to_module", GraphLowering._compile_to_module
+        lowered = mock.patch.object(
+            GraphLowering, name, autospec=True, side_effect=lower
+        )
         with warnings_noted() as said, lowered as codes:
             seconds = compile_seconds(lambda: training.warmed(steps))
         row = self.found(training)

@@ -8,6 +8,7 @@ import argparse
 import difflib
 import hashlib
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -75,22 +76,37 @@ def digest(topic: str, release: str) -> str:
 
 def table(entry: Entry) -> str:
     """What is stored of a form, in Markdown: a column for each figure of a model."""
-    found: dict[str, dict[str, Sequence[float]]] = {}
-    for name, both in entry["models"].items():
-        model, _, figure = name.partition(": ")
-        found.setdefault(model, {})[figure] = both
+    found = by_model(entry)
     figures = [*next(iter(found.values()))]
     lines = [("model", *(figure or "measured" for figure in figures))]
     lines.append(("---", *["---:"] * len(figures)))
     lines += ((model, *map(change, of.values())) for model, of in found.items())
+    if len(figures) > 1:
+        columns = zip(*(of.values() for of in found.values()))
+        lines.append(("after / before: mean, most", *map(compared, columns)))
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     what = entry["what"][0].upper() + entry["what"][1:]
     return f"{what}, before → after, on torch {entry['torch']}:\n\n{rows}"
 
 
+def by_model(entry: Entry) -> dict[str, dict[str, Sequence[float]]]:
+    """The figures of each model, before and after, by what they are."""
+    found: dict[str, dict[str, Sequence[float]]] = {}
+    for name, both in entry.get("models", {}).items():
+        model, _, figure = name.partition(": ")
+        found.setdefault(model, {})[figure] = both
+    return found
+
+
 def change(both: Iterable[float]) -> str:
     """What is before and after, or one of them where they do not differ."""
     return " → ".join(dict.fromkeys(map(number, both)))
+
+
+def compared(column: Sequence[Sequence[float]]) -> str:
+    """The geometric mean of what is after / before, and the most."""
+    ratios = [after / before for before, after in column]
+    return f"{statistics.geometric_mean(ratios):.3f}, {max(ratios):.3f}"
 
 
 def number(value: float) -> str:

@@ -182,7 +182,7 @@ def overview(branches: Sequence[Branch], found: dict[str, list[str]]) -> str:
                 str(branch.lines),
                 "-" if patch.lines is None else str(patch.lines),
                 f"{len(found[branch.topic])} new" if found[branch.topic] else "clean",
-                str(len(measured.get(branch.topic, {}).get("models", ())) or "-"),
+                str(len(forms.by_model(measured.get(branch.topic, {}))) or "-"),
                 " ".join(tested_on(patch)),
                 " ".join(patch.needs) or "-",
             )
