@@ -56,6 +56,26 @@ def layers(x, *weights):
     return x.tanh().sum(), x.detach()
 
 
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(64)
+        self.wide, self.out = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.out(F.gelu(self.wide(self.norm(x))))
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = torch.nn.Linear(64, 128), torch.nn.Linear(64, 128)
+        self.out = torch.nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.out(F.silu(self.gate(x)) * self.up(x)).tanh()
+
+
 def given():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, SIDE, generator=generator)
@@ -273,6 +293,22 @@ class CompiledPeakTest(TestCase):
         plan, _, _ = self.step(1.0, 1, 1.05)
         self.assertEqual(plan.cost, 0)
         self.assertEqual(plan.predicted_peak, plan.allowed)
+
+    @unittest.skipUnless(step_budget, "a patch of its own brings the step's budget")
+    def test_a_share_between_the_ends_of_two_graphs(self):
+        torch.manual_seed(0)
+        blocks = [Wide() for _ in range(LAYERS)] + [Gated() for _ in range(LAYERS)]
+        budget = step_budget.StepBudget(share=0.4)
+        with budgeted(1):
+            for block in blocks:
+                block.compile()
+            for _ in range(2):
+                with budget:
+                    torch.nn.Sequential(*blocks)(torch.randn(1024, 64)).sum().backward()
+        plan = budget.plan
+        # By the lowest plans of both graphs it would be the floor.
+        self.assertLessEqual(plan.predicted_peak, plan.allowed)
+        self.assertGreater(plan.predicted_peak, (plan.floor + plan.allowed) / 2)
 
     def test_fusions_are_guarded_first(self):
         (name, value), limits = *told_module.GUARD.items(), []

@@ -64,8 +64,8 @@ class Search:
     def allowed(self, share: float) -> int:
         """The bytes that a share allows, by what plans are believed to hold.
 
-        The floor is at most that of the estimates, as what was told may be an error,
-        and at most the lowest peak that was compiled.
+        It counts from a floor that is at most the lowest estimate, as plans that are
+        not compiled yet may hold less, and at most the lowest peak that was compiled.
         """
         curves = self._curve(lambda menu: menu, self._margin), self.compiled()
         most = min(curve.at_most(curve.plans[0]) for curve in curves)

@@ -142,7 +142,7 @@ class CompiledGraph:
         try:
             with step.budget.warn_on_failure(failure):
                 call = self._begin(step, args)
-                plan = call.plan
+                plan, call.saved = call.plan, self._first_saved
                 if plan not in self._runs:
                     self.compile([plan], step.budget)
                 run = self._ready(plan, step.budget)
