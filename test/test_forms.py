@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from benchmarks import catalogue
 from patchset.series import FORMS, SERIES
 from upkeep import forms, pull_request
 
@@ -106,6 +107,16 @@ def test_every_module_is_a_topics():
         form = importlib.import_module(f"benchmarks.forms.{forms.module(topic)}")
         assert len(form.WHAT) > 10 and callable(form.measured)
     assert forms.stored().keys() <= set(topics)
+
+
+def test_what_decides_a_measurement_counts():
+    found = {place.name for place in forms.measuring("kernel-order")}
+    assert found == {"kernel_order.py", "scheduled.py"}
+    found = {place.name for place in forms.measuring("solver-by-name")}
+    assert found == {"solver_by_name.py", "memory_budget.py", "nets.py", "tracing.py"}
+    # These measure the nets of the catalogue.
+    nets = {net.name for of in catalogue.AT_SIZE.values() for net in of}
+    assert nets == forms.by_model(forms.stored()["kernel-order"]).keys()
 
 
 def test_hirschberg_keeps_its_capacity_here():

@@ -5,6 +5,7 @@ that is the newest release's, as it came out and with the pull request's branch.
 """
 
 import argparse
+import ast
 import difflib
 import hashlib
 import json
@@ -66,12 +67,24 @@ def store(entries: dict[str, Entry]) -> None:
 
 
 def digest(topic: str, release: str) -> str:
-    """Of what the branch changes there, and of the module that measures it."""
+    """Of what the branch changes there, and of the modules that decide what is measured."""
     found = read(exported(topic), release)
     if found.state not in (APPLIES, FAULTY):
         raise Conflict(f"{found.state} on torch {release} ({found.detail})")
-    measuring = (MODULES / f"{module(topic)}.py").read_bytes()
-    return hashlib.sha256(f"{found.tree}\0".encode() + measuring).hexdigest()[:16]
+    deciding = "".join(meaning(place.read_text()) for place in measuring(topic))
+    return hashlib.sha256(f"{found.tree}\0{deciding}".encode()).hexdigest()[:16]
+
+
+def measuring(topic: str) -> list[Path]:
+    """The topic's module, and those of ``benchmarks`` that it imports."""
+    own = MODULES / f"{module(topic)}.py"
+    found = {own}
+    for node in ast.walk(ast.parse(own.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = node.module, *(f"{node.module}.{name.name}" for name in node.names)
+            places = (SCRIPTS / f"{name.replace('.', '/')}.py" for name in names)
+            found.update(place for place in places if place.is_file())
+    return sorted(found)
 
 
 def table(entry: Entry) -> str:
