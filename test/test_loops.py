@@ -31,7 +31,7 @@ def test_what_is_off_is_seen(step, change, marks):
     found = [dict(PLANNED) for _ in TURNS]
     found[step].update(change)
     row = {**loops.summed_up(found), "again": loops.again(TURNS, found)}
-    row.update(net="x", loop="gan", way="whole", share=0.2, held_out=False)
+    row.update(net="x", loop="gan", way="whole", share=0.2)
     failed = [mark.what for mark in loops.judged([row]) if not mark.passed]
     assert len(failed) == len(marks)
     for what, begin in zip(failed, marks):

@@ -43,7 +43,8 @@ def test_branch_and_text(repository, bodies, tmp_path, topic):
     assert all(item in text for item in patches[-1].trailers)
     # A reviewer pastes it.
     assert len(patches[-1].repro.strip().splitlines()) <= 15
-    assert "fails without this change and passes with it, on torch 2." in text
+    ran = r"fails without this change and passes with it, .*\bon torch 2\."
+    assert re.search(ran, text)
 
     mails = tmp_path / "mails"
     git(repository, "format-patch", "--quiet", "-o", str(mails), f"HEAD..{branch}")
@@ -154,7 +155,7 @@ def test_all_branches(repository, bodies, monkeypatch, capsys):
             r"cache-key +7 +6 +clean +\d +2.11.0 2.*2.15.0 +-\n", printed.out
         )
         assert re.search(r"config-solver-name +1 +- +1 new", printed.out)
-        assert re.search(r"knapsack-solvers +1 +2 +clean +5 +2", printed.out)
+        assert re.search(r"knapsack-solvers +1 +2 +clean +5 +\(?2", printed.out)
         assert "3 of 4 branches" in printed.out
         conflicts = printed.err.splitlines()
         assert len(conflicts) == 3, conflicts

@@ -108,3 +108,11 @@ def test_a_test_that_another_patch_makes_pass_gets_no_tick(
         other = replace(idle, edits=(replace(idle.edits[0], replacement=text),))
         monkeypatch.setitem(refresh.FORMS, "idle", other)
         assert (refresh.read("idle", release).tree == unticked.tree) == is_same
+
+    # Of other files, it is due again; until then it is kept, and marked.
+    assert refresh.marked([release]) == 1
+    cells = json.loads(refresh.RESULTS.read_text())[release]
+    assert cells == {"mends": ticked.cell, "idle": {**unticked.cell, "changed": True}}
+    monkeypatch.setitem(refresh.FORMS, "idle", idle)
+    assert refresh.marked([release]) == 0
+    assert json.loads(refresh.RESULTS.read_text())[release]["idle"] == unticked.cell

@@ -127,7 +127,7 @@ def test_limits_are_upstreams_peaks_where_budgets_plans_cost_more():
     # Measured anew they are the same.
     assert bounds.cheaper(rows, net="x", device="h100") == [held]
     # Where no plan of upstream's costs less, there is none to measure.
-    asked = argparse.Namespace(device="cpu", check=False, steps=False, nets=["vit"])
+    asked = argparse.Namespace(device="cpu", check=False, nets=["vit"])
     assert "bytes" not in {task["kind"] for task in kernels.tasks(asked, rows)}
 
 

@@ -385,36 +385,33 @@ MOST_ROWS = 10
 COMPARED = (("upstream", "graph"), ("saved", "blocks"), ("checkpoint", "blocks"))
 
 
-def page(*files: Row) -> str:
+def page(data: Row) -> str:
     lines, tables = list[list[str]](), dict[str, str]()
     shown: Optional[tuple[list[Row], list[str], str, str]] = None
     origins = dict[str, None]()
-    for data in files:
-        for name, part in parts(data["measured"]).items():
-            marks = [*judged_part(part)]
-            limits = "".join(f"- {limit}\n" for limit in pages.limits(marks))
-            limits = f"\n{pages.LIMITS}:\n\n{limits}" if limits else ""
-            none = [row["net"] for row in part if not row["steps"]]
-            without = (
-                f"\nWithout blocks that repeat: {', '.join(none)}.\n" if none else ""
-            )
-            _, how = view(part[0]["device"])
-            origins[pages.measured_on(data["environment"], how, part)] = None
-            tables[name] = f"{pages.found(marks)}{limits}\n{table(part)}{without}"
-            for theirs, ours in COMPARED:
-                ratios = sorted(lowest_peaks(part, theirs, ours))
-                if ratios:
-                    lines.append([name, *compared(part, ratios, theirs, ours)])
-                    places = (0, len(ratios) // 2, -1)
-                    nets = [*dict.fromkeys(ratios[at][1] for at in places)]
-                    shown = shown or (part, nets, theirs, ours)
+    for name, part in parts(data["measured"]).items():
+        marks = [*judged_part(part)]
+        limits = "".join(f"- {limit}\n" for limit in pages.limits(marks))
+        limits = f"\n{pages.LIMITS}:\n\n{limits}" if limits else ""
+        none = [row["net"] for row in part if not row["steps"]]
+        without = f"\nWithout blocks that repeat: {', '.join(none)}.\n" if none else ""
+        _, how = view(part[0]["device"])
+        origins[pages.measured_on(data["environment"], how, part)] = None
+        tables[name] = f"{pages.found(marks)}{limits}\n{table(part)}{without}"
+        for theirs, ours in COMPARED:
+            ratios = sorted(lowest_peaks(part, theirs, ours))
+            if ratios:
+                lines.append([name, *compared(part, ratios, theirs, ours)])
+                places = (0, len(ratios) // 2, -1)
+                nets = [*dict.fromkeys(ratios[at][1] for at in places)]
+                shown = shown or (part, nets, theirs, ours)
     heading = ("nets", "what", "lowest peak, mean", "worst", "compute / time, mean")
     short = "Nothing to compare was measured.\n"
     if shown is not None:
         part, nets, *kinds = shown
         examples = examples_of(part, nets[: MOST_ROWS - len(lines)], *kinds)
         short = f"{pages.markdown(heading, lines)}\n{examples}\n{IN_SHORT}"
-    broken = pages.limits((), [row for data in files for row in data["measured"]])
+    broken = pages.limits((), data["measured"])
     return pages.page(HOW, "".join(origins), short, broken, tables)
 
 

@@ -47,10 +47,8 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     configurations' defaults overridden by ``settings``. ValueError says what is wrong
     with a spec.
     """
-    known = {
-        **nets.NETS,
-        **{net.name: net for net in (*held_out.AT_SIZE, *held_out.SMALL)},
-    }
+    own = (*held_out.AT_SIZE, *held_out.SMALL, *held_out.LOOPED)
+    known = {**nets.NETS, **{net.name: net for net in own}}
     if spec in known:
         if sizes:
             raise ValueError(f"{spec} has a batch of its own")

@@ -304,7 +304,7 @@ NAMES = {
 LEGEND = """Nets of one or two layers with a large vocabulary, and two towers whose pairs are scored with
 each other; bfloat16, 8,192 tokens or 16,384 pairs. Peaks are in MB beyond parameters and
 inputs, gradients included. Stock is the untouched wheel, its lowest over budgets from 0 to 1.
-Inductor's own chunker was asked for 2 to 64 chunks, as the wheel has it, which takes few of
+Inductor's own chunker was asked for 2, 8 and 32 chunks, as the wheel has it, which takes few of
 these nets, and as the patch auto-chunker mends it. Then the target "peak" of this set at its
 lowest, in how many chunks that is, and its time by the GPU's roofline beside its fastest
 plan's.

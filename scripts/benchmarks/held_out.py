@@ -72,6 +72,11 @@ def detected(
     return loss + F.l1_loss(found.pred_boxes, boxes)
 
 
+def repeated(model: nn.Module, input_values: Tensor) -> Tensor:
+    """Sounds against themselves, by way of codes, which pass no gradients on."""
+    return F.mse_loss(model(input_values).audio_values, input_values)
+
+
 # --------------------------------------------------------------------- nets
 
 
@@ -395,5 +400,18 @@ SMALL = (
         decoder_ffn_dim=128,
         decoder_self_attention_heads=4,
         decoder_cross_attention_heads=4,
+    ),
+)
+# For loops alone: an LSTM, which no graph holds, and codebooks.
+LOOPED = (
+    small_by_loss(
+        "encodec-small",
+        "EncodecModel",
+        repeated,
+        {"input_values": (8, 1, 3200)},
+        num_filters=8,
+        hidden_size=32,
+        upsampling_ratios=[8, 5, 4],
+        target_bandwidths=[6.0],
     ),
 )

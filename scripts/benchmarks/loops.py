@@ -10,9 +10,8 @@ operator by operator. In each row, a letter for each step says what it did to th
 R, it was recorded; C, plans were compiled; w, it warned. Peaks are bytes beyond those
 that are there when a step starts, over what the budget says is allowed.
 
-    lengths             forty steps of eight sizes, by graphs for all sizes from the start
-                        once a second size is seen (automatic), or for each
-                        size (buckets)
+    lengths             forty steps of eight sizes, by graphs for all sizes once a second
+                        one is seen (automatic), or by one for each size (buckets)
     last batch          a smaller one ends each epoch
     evaluation          between steps
     accumulation        over one to four micro-batches
@@ -258,7 +257,7 @@ PROGRAMS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 NETS = {
     PROJECT: ("llama-4", "vit", *PROGRAMS),
-    HELD_OUT: ("hiera-small", "m2m100-small"),
+    HELD_OUT: ("hiera-small", "m2m100-small", "mobilenet-small", "encodec-small"),
     "check": ("llama-4",),
 }
 WHOLE = ("lengths, automatic", "last batch", "evaluation", "gan", "cost")
@@ -276,7 +275,7 @@ def loops_of(way: str, is_check: bool) -> Sequence[str]:
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     for net in asked.nets:
         of = PROJECT if net in PROGRAMS else catalogue.set_of(net)
-        task = {"set": of, "net": net, "share": SHARE, "held_out": of == HELD_OUT}
+        task = {"set": of, "net": net, "share": SHARE}
         for loop, ways in PROGRAMS.get(net, {}).items():
             yield from ({**task, "way": way, "loop": loop} for way in ways)
         for way in () if net in PROGRAMS else WAYS[:1] if asked.check else WAYS:
@@ -405,8 +404,8 @@ they nor those before them were new. In "steps" a letter stands for each: R, it 
 C, plans were compiled; w, it warned; a dot, none of these. Peaks are bytes beyond those that
 are there when a step starts.
 
-Lengths are forty steps of eight sizes, by graphs for all sizes from the start (dynamic), once
-a second size is seen (automatic), or by one for each size (buckets). A smaller last batch ends
+Lengths are forty steps of eight sizes, by graphs for all sizes once a second one is seen
+(automatic), or by one for each size (buckets). A smaller last batch ends
 each epoch. Accumulation is over one to four micro-batches. Skipped are a batch without a
 backward, and a step without a batch. In gan and curriculum two models, or two sizes, take
 turns.
@@ -442,7 +441,7 @@ def page(data: Row) -> str:
         "warnings": lambda row: str(row["warned"]),
         "steps": lambda row: f"`{row['trace']}`",
     }
-    rows = [row for row in data["measured"] if row["net"] != "first steps"]
+    rows = data["measured"]
     marks = [*judged(rows)]
     tables = {
         f"{name[0].upper()}{name[1:]}": pages.columns(part, cells)

@@ -71,8 +71,7 @@ def by_set(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows of the project's nets, and of those that nothing was tuned on, if any."""
     found: dict[str, list[Row]] = {name: [] for name in SETS_OF_NETS}
     for row in good(rows):
-        held_out = row.get("held_out") or row.get("set", "project") != "project"
-        found[SETS_OF_NETS[bool(held_out)]].append(row)
+        found[SETS_OF_NETS[row.get("set", "project") != "project"]].append(row)
     return {name: part for name, part in found.items() if part}
 
 
@@ -207,7 +206,7 @@ def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f}"
 
 
-def show(text: str, least_width: int = 140) -> None:
+def show(text: str) -> None:
     """Print Markdown; tables get room enough, wherever they go."""
     if importlib.util.find_spec("rich") is None:
         # A machine with a GPU may have nothing but torch.
@@ -217,4 +216,4 @@ def show(text: str, least_width: int = 140) -> None:
     from rich.markdown import Markdown
 
     console = Console()
-    Console(width=max(console.width, least_width)).print(Markdown(text))
+    Console(width=max(console.width, 140)).print(Markdown(text))

@@ -123,7 +123,7 @@ def operators(place: Path, data: Row) -> None:
         panels(figure, data, by_budget)
 
 
-def steps(place: Path, data: Row, *others: Row) -> None:
+def steps(place: Path, data: Row) -> None:
     title = "Peak memory of one training step, each block compiled by itself"
     source = source_of(good(data["measured"]), data)
     with drawn(place, title, source, 13, 8) as figure:
@@ -145,7 +145,7 @@ def bars(
     axes.margins(y=0.01)
 
 
-def kernels(place: Path, data: Row, *others: Row) -> None:
+def kernels(place: Path, data: Row) -> None:
     """The lowest peaks of all nets that both were measured of, beside stock's default."""
     rows = good(data["measured"])
     both = sorted(

@@ -33,9 +33,7 @@ from benchmarks.ways import blocks_of, compiled, OPERATORS, Training
 
 ROWS, LENGTH, STEPS = 8, 128, 12
 SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
     "accumulation": {"gradient_accumulation_steps": 2},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 3},
     "checkpointing": {"gradient_checkpointing": True},
 }
 
@@ -100,7 +98,6 @@ def trained(loop: str, way: str) -> Row:
             model,
             arguments,
             train_dataset=data,
-            eval_dataset=data[: ROWS // 2],
             callbacks=[steps],
         ).train()
     return summed_up(steps.found)

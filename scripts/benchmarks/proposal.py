@@ -1,11 +1,10 @@
 """The pull requests of docs/rfc.md: what each changes, and where it was tested."""
 
-import json
 from typing import Any
 
-from patchset.patch import REPOSITORY
 from patchset.series import exported, FORMS, SERIES
 from upkeep import forms
+from upkeep.pull_request import tested_on
 
 from benchmarks.pages import markdown
 from benchmarks.pages import page as page_of
@@ -25,7 +24,6 @@ def page(data: dict[str, Any]) -> str:
 
 def summary(data: dict[str, Any]) -> str:
     """Each with the model that it changes most."""
-    ticks = json.loads((REPOSITORY / "results" / "releases.json").read_text())
     heading = (
         "pull request",
         "lines",
@@ -43,11 +41,6 @@ def summary(data: dict[str, Any]) -> str:
             # It is large, and comes with the small ones or after them.
             continue
         answers = dict.fromkeys(word for line in form.trailers for word in line.split())
-        tested = [
-            release
-            for release, of in ticks.items()
-            if name in of and of[name]["with"] and not of[name]["without"]
-        ]
         what, lines, cells = "-", "-", ["-", "-"]
         if found is not None:
             # Times of compiles are noise.
@@ -65,7 +58,7 @@ def summary(data: dict[str, Any]) -> str:
                 lines,
                 " ".join(link(each) for each in answers if "#" in each),
                 *(what, *cells),
-                " ".join(tested[-2:]),
+                " ".join(tested_on(form)[-2:]),
             ]
         )
     return markdown(heading, rows)

@@ -144,7 +144,7 @@ LEGEND = """Every net is compiled as one graph with no option set, by the untouc
 set installed. Figures are the set's divided by the wheel's: 1 is the same, less is better, in
 bold what is above 1. Training is a step of it, inference the loss alone. Peaks are beyond
 parameters and inputs, time is by the GPU's roofline: each kernel takes the time of its flops
-or of its bytes, the longer. Three nets were worse at first and were mended ("tuned on").
+or of its bytes, the longer. One net was worse at first and was mended ("tuned on").
 """
 
 

@@ -50,20 +50,27 @@ class Branch(NamedTuple):
         return mark is not None and self.lines > mark
 
 
-def tested_on(patch: Patch) -> list[str]:
-    """Where its own test was seen to fail without it and to pass with it."""
+def tested_on(patch: Patch, changed: bool = False) -> list[str]:
+    """Where its own test was seen to fail without it and to pass with it.
+
+    On its files as they are, or on those before they were ``changed``.
+    """
     name = next(name for name, form in FORMS.items() if form is patch)
     return [
         release
         for release, patches in json.loads(RESULTS.read_text()).items()
-        if name in patches and patches[name]["with"] and not patches[name]["without"]
+        if (found := patches.get(name))
+        and (found["without"], found["with"]) == (False, True)
+        and found.get("changed", False) == changed
     ]
 
 
 def body(patch: Patch, below: list[Patch]) -> str:
     """The text of the pull request; Conflict where the test was never run."""
-    releases = ", ".join(tested_on(patch))
-    if not releases:
+    now, before = tested_on(patch), tested_on(patch, changed=True)
+    ran = [f"on torch {', '.join(now)}"] * bool(now)
+    ran += [f"before its last edit on torch {', '.join(before)}"] * bool(before)
+    if not ran:
         raise Conflict(
             f"the test of {patch.name} was not run: scripts/refresh.sh --all"
         )
@@ -78,7 +85,7 @@ def body(patch: Patch, below: list[Patch]) -> str:
         "Change": change,
         "Measured": measured and forms.table(measured),
         "Test plan": f"`{patch.tested}` fails without this change and passes with it, "
-        f"on torch {releases}.",
+        f"{'; '.join(ran)}.",
         "What it does not do": patch.beyond,
         "Risks": patch.risks,
     }
@@ -176,6 +183,7 @@ def overview(branches: Sequence[Branch], found: dict[str, list[str]]) -> str:
     measured = forms.stored()
     for branch in branches:
         patch = branch.step.patch
+        before_its_last_edit = (f"({r})" for r in tested_on(patch, changed=True))
         rows.append(
             (
                 branch.topic,
@@ -183,7 +191,7 @@ def overview(branches: Sequence[Branch], found: dict[str, list[str]]) -> str:
                 "-" if patch.lines is None else str(patch.lines),
                 f"{len(found[branch.topic])} new" if found[branch.topic] else "clean",
                 str(len(forms.by_model(measured.get(branch.topic, {}))) or "-"),
-                " ".join(tested_on(patch)),
+                " ".join([*tested_on(patch), *before_its_last_edit]),
                 " ".join(patch.needs) or "-",
             )
         )

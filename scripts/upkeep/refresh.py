@@ -42,7 +42,8 @@ RESULTS = REPOSITORY / "results" / "releases.json"
 EPILOG = """\
 What was stored of the very same files is not run again, so that a call that was stopped
 goes on where it was. exit codes: 0 taken in, or all as it was; 1 a person must decide,
-nothing was written; 2 bad call, or the release or the checkout cannot be had
+nothing was written, or with --check tests have to be run again; 2 bad call, or the
+release or the checkout cannot be had
 """
 
 WORDS = {None: "-", True: "passes", False: "fails"}
@@ -54,7 +55,7 @@ class Finding:
 
     ``without`` and ``with_it`` say whether the patch's own tests pass on top of what
     it needs, without it and with it; None: they were not run. ``tree`` is a digest of
-    what they ran on, ``date`` the day.
+    what they ran on, ``date`` the day; ``changed`` where that is not what is there now.
     """
 
     name: str
@@ -65,6 +66,12 @@ class Finding:
     with_it: Optional[bool] = None
     tree: Optional[str] = None
     date: Optional[str] = None
+    changed: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its test has to be run, for the first time or again."""
+        return self.state != ABSENT and (self.changed or not self.with_it)
 
     @property
     def verdict(self) -> str:
@@ -108,6 +115,7 @@ class Finding:
             "with": self.with_it,
             "tree": self.tree,
             "date": self.date,
+            **({"changed": True} if self.changed else {}),
         }
 
 
@@ -250,21 +258,30 @@ def take_in(release: str, findings: Sequence[Finding]) -> int:
 
 
 def recalled(finding: Finding, cell: dict[str, Any]) -> Finding:
-    """The finding with what is stored of it, unless its files changed or it failed."""
-    if cell.get("tree") != finding.tree or not cell["with"]:
+    """The finding with what is stored of it, and whether its files have changed since."""
+    if not cell.get("date"):
         return finding
-    return replace(finding, without=cell["without"], with_it=True, date=cell["date"])
+    return replace(
+        finding,
+        without=cell["without"],
+        with_it=cell["with"],
+        tree=cell["tree"],
+        date=cell["date"],
+        changed=cell["tree"] != finding.tree,
+    )
 
 
-def check(release: str) -> list[Finding]:
+def check(release: str, runs: bool = True) -> list[Finding]:
     """Every form on the release by its own torch, but for what is stored of it.
 
-    Of a known release each finding is stored at once.
+    Of a known release each finding is stored at once.  Without ``runs`` no test is run:
+    those that have to be keep what is stored, marked as of other files.
     """
     stored = json.loads(RESULTS.read_text()).get(release, {})
-    row = {f.name: recalled(f, stored.get(f.name, {})) for f in by_text(release)}
-    wanted = [f for f in row.values() if not f.date and f.state != ABSENT]
-    for finding in examine(release, wanted) if wanted else ():
+    now = {f.name: f for f in by_text(release)}
+    row = {name: recalled(f, stored.get(name, {})) for name, f in now.items()}
+    wanted = [now[f.name] for f in row.values() if f.is_due]
+    for finding in examine(release, wanted) if wanted and runs else ():
         row[finding.name] = finding
         if release in RELEASES:
             store(release, [*row.values()])
@@ -272,6 +289,20 @@ def check(release: str) -> list[Finding]:
     if release in RELEASES:
         store(release, [*row.values()])
     return [*row.values()]
+
+
+def marked(releases: Iterable[str]) -> int:
+    """Store what has to be run again, and say how much it is."""
+    due = 0
+    for release in releases:
+        names = [
+            finding.name for finding in check(release, runs=False) if finding.is_due
+        ]
+        due += len(names)
+        print(
+            f"torch {release}: {'; '.join(names) or 'all tests are of the code as it is'}"
+        )
+    return int(due > 0)
 
 
 def store(release: str, findings: Sequence[Finding]) -> None:
@@ -299,6 +330,11 @@ def options(arguments: Optional[list[str]] = None) -> argparse.Namespace:
         "then scripts/report.sh shows the table",
     )
     parser.add_argument(
+        "--check",
+        action="store_true",
+        help="with --all: run no test, mark in the table those that were run on other files",
+    )
+    parser.add_argument(
         "--from",
         dest="checkout",
         metavar="CHECKOUT",
@@ -310,6 +346,8 @@ def options(arguments: Optional[list[str]] = None) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if [found.all, bool(found.release), bool(found.checkout)].count(True) != 1:
         parser.error("name one VERSION, --all or --from CHECKOUT")
+    if found.check and not found.all:
+        parser.error("--check goes with --all")
     if found.release:
         try:
             minor(found.release)
@@ -323,6 +361,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
     if asked.checkout:
         return exit_status(lambda: from_checkout.take(find(asked.checkout)))
     try:
+        if asked.check:
+            return marked(RELEASES)
         if asked.all:
             # The newest matter most.
             found = [finding for r in reversed(RELEASES) for finding in check(r)]
