@@ -184,11 +184,3 @@ def test_what_is_not_by_this_set_is_refused(repository, tmp_path, capsys):
     assert "exact_by_default.py: what was applied" in capsys.readouterr().err
     assert take(tmp_path / "missing") == 2
     assert "no such folder" in capsys.readouterr().err
-
-
-def test_calls_that_name_two_things(capsys):
-    for words in ([], ["--all", "--from", "x"], ["2.15.0", "--from", "x"]):
-        with pytest.raises(SystemExit) as refused:
-            refresh.main(words)
-        assert refused.value.code == 2
-        assert "name one VERSION, --all or --from" in capsys.readouterr().err

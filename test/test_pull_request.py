@@ -170,22 +170,6 @@ def test_all_branches(repository, bodies, monkeypatch, capsys):
     assert pull_request.main(["--all", str(repository)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "name a TOPIC, --all or --status"),
-        (["--all", "cache-key"], "name a TOPIC, or --all"),
-        (["--all", "--status"], "not allowed with"),
-        (["--status", "--force"], "nothing to force"),
-        (["cache-ke"], "invalid choice: 'cache-ke'"),
-    ],
-)
-def test_bad_calls(repository, words, message, capsys):
-    with pytest.raises(SystemExit) as refused:
-        pull_request.main([*words, str(repository)])
-    assert refused.value.code == 2 and message in capsys.readouterr().err
-
-
 # ------------------------------------------------------------- what has landed
 
 

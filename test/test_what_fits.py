@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch
 from benchmarks import catalogue, fits
-from benchmarks.replay import GPUS
 from torch import nn
 from what_fits import __main__ as command
 from what_fits import answer, page, picture
@@ -493,10 +492,6 @@ def test_headroom():
         *(0.1, 0.25, 0),
         2 * 2**30,
     ]
-
-
-def test_the_names_of_the_gpus():
-    assert {*command.GPU_NAMES} == {*GPUS}
 
 
 SLOW = """

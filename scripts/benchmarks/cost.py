@@ -40,8 +40,6 @@ NETS = {
     "check": ("vit",),
 }
 BUDGETS = (0.2, 0.0)
-# Compile times are held to each other.
-IN_TURN = True
 WAYS = {"saved": fresh.UNTOUCHED, "peak": "patched", "step": "patched"}
 # The source of a kernel in the code that inductor generates.
 KERNEL = re.compile(r"cpp_pybinding\(.*?'''(.*?)'''", re.DOTALL)
@@ -59,7 +57,8 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         for at, budget in enumerate(budgets[: 1 if asked.check else None]):
             for target, wheel in WAYS.items():
                 if target != "step" or at == 0:
-                    yield {**of, "share": budget, "kind": target, "torch": wheel}
+                    kind = {"kind": target, "torch": wheel, "device": "inductor"}
+                    yield {**of, "share": budget, **kind}
 
 
 # -------------------------------------------------------------- in a process

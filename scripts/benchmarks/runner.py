@@ -61,8 +61,6 @@ class Runner:
         # A question as a whole leaves no rows of its set behind that it does not have.
         chosen = ("nets", "kind", "part", "check")
         self.is_whole = not any(getattr(asked, name, None) for name in chosen)
-        # Whether the times of rows are held to each other, which have to be of one run.
-        self.in_turn: bool = getattr(benchmark, "IN_TURN", False)
         self.code = provenance.here()
         self.lock = threading.Lock()
         self.started, self.begun, self.measured = time.monotonic(), 0, list[float]()
@@ -89,7 +87,8 @@ class Runner:
                 yield task
 
     def code_of(self, task: fresh.Task) -> Row:
-        is_timed = self.in_turn or task.get("device") in DEVICES
+        # Times are held to each other, and have to be of one run.
+        is_timed = task.get("device") in DEVICES
         if task.get("torch") == fresh.UNTOUCHED and not is_timed:
             return {"release": self.code["release"], "code": provenance.STOCK}
         return self.code

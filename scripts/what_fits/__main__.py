@@ -27,12 +27,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Optional, Union
 
+from benchmarks.options import GPUS
 from patchset.patch import planner_path, RELEASES
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# By these names `benchmarks.replay` knows them, which needs torch.
-GPU_NAMES = ("h100", "rtx4090")
 HEADROOM = "10%"
 # The pattern for the blocks that models commonly repeat.
 COMMON = ""
@@ -126,7 +125,7 @@ def options() -> argparse.ArgumentParser:
         default: {HEADROOM}%"""
     add("--headroom", type=headroom, default=HEADROOM, metavar="SHARE", help=room)
     gpu = "by inductor's schedule for it; without it, operator by operator, unfused"
-    add("--gpu", choices=GPU_NAMES, help=gpu)
+    add("--gpu", choices=GPUS, help=gpu)
     blocks = """compile these submodules one by one, under a StepBudget; without a
         PATTERN of their names, those that models commonly repeat"""
     add(
