@@ -20,13 +20,12 @@ from benchmarks.options import SETS
 
 
 PROJECT, HELD_OUT = SETS
-# Eight kinds of nets, and twelve others, as `Net.held_out` says: each at real size, and
-# small. What is asked of a part of them says so.
+# Eight kinds of nets, and twelve others, as `Net.held_out` says. What is asked of a part
+# of them, or of the small ones that `nets` and `held_out` have as well, says so.
 AT_SIZE: dict[str, tuple[Net, ...]] = {
     PROJECT: nets.AT_SIZE,
     HELD_OUT: held_out.AT_SIZE,
 }
-SMALL: dict[str, tuple[Net, ...]] = {PROJECT: nets.SMALL, HELD_OUT: held_out.SMALL}
 LIBRARIES = {"transformers": with_inputs, "diffusers": denoising}
 
 
@@ -47,7 +46,7 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     configurations' defaults overridden by ``settings``. ValueError says what is wrong
     with a spec.
     """
-    own = (*held_out.AT_SIZE, *held_out.SMALL, *held_out.LOOPED)
+    own = (*held_out.AT_SIZE, *held_out.SMALL)
     known = {**nets.NETS, **{net.name: net for net in own}}
     if spec in known:
         if sizes:

@@ -85,11 +85,6 @@ small = functools.partial(at_size, dtype=torch.float32)
 small_by_loss = functools.partial(by_loss, dtype=torch.float32)
 NARROW = sized(128, 512, 2, 4)
 FEW_WORDS = {**NARROW, "vocab_size": 1024}
-# Mixtures: the first layer has a plain MLP, the second one the experts.
-MIXTURE: dict[str, Any] = {
-    "first_k_dense_replace": 1,
-    "experts_implementation": "grouped_mm",
-}
 # Without what leaves out layers, or time, at random: such a graph varies.
 HEARD: dict[str, Any] = {"layerdrop": 0.0, "apply_spec_augment": False}
 # Without copies of the queries, which are for matching.
@@ -125,13 +120,15 @@ AT_SIZE = (
         num_key_value_heads=8,
         head_dim=128,
     ),
+    # The first layer has a plain MLP, the second one experts.
     at_size(
         "dots",
         "Dots1ForCausalLM",
         1,
         2048,
         **sized(4096, 10944, 2, 32),
-        **MIXTURE,
+        first_k_dense_replace=1,
+        experts_implementation="grouped_mm",
         vocab_size=50304,
         num_key_value_heads=32,
         moe_intermediate_size=1408,
@@ -259,21 +256,6 @@ SMALL = (
         head_dim=32,
     ),
     small(
-        "dots-small",
-        "Dots1ForCausalLM",
-        4,
-        128,
-        **FEW_WORDS,
-        **MIXTURE,
-        num_key_value_heads=4,
-        moe_intermediate_size=128,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-    ),
-    small(
         "deberta-small",
         "DebertaV2ForMaskedLM",
         4,
@@ -336,26 +318,6 @@ SMALL = (
         num_heads=[1, 2, 4],
         num_query_pool=2,
     ),
-    small_by_loss(
-        "sana-small",
-        "SanaTransformer2DModel",
-        denoised,
-        {
-            "hidden_states": (4, 4, 16, 16),
-            "encoder_hidden_states": (4, 20, 64),
-            "timestep": numbers(1000, 4),
-            "noise": (4, 4, 16, 16),
-        },
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_attention_heads=4,
-        attention_head_dim=32,
-        num_cross_attention_heads=4,
-        cross_attention_head_dim=32,
-        cross_attention_dim=128,
-        caption_channels=64,
-    ),
     small(
         "falcon-h1-small",
         "FalconH1ForCausalLM",
@@ -368,20 +330,6 @@ SMALL = (
         mamba_d_head=32,
         mamba_d_state=16,
         mamba_chunk_size=32,
-    ),
-    small_by_loss(
-        "siglip-small",
-        "SiglipModel",
-        contrasted,
-        {"input_ids": numbers(1000, 8, 32), "pixel_values": (8, 3, 64, 64)},
-        text_config={
-            **FEW_WORDS,
-            "max_position_embeddings": 32,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        },
-        vision_config={**NARROW, "image_size": 64},
     ),
     small_by_loss(
         "lw-detr-small",
@@ -401,9 +349,7 @@ SMALL = (
         decoder_self_attention_heads=4,
         decoder_cross_attention_heads=4,
     ),
-)
-# For loops alone: an LSTM, which no graph holds, and codebooks.
-LOOPED = (
+    # An LSTM, which no graph holds, and codebooks.
     small_by_loss(
         "encodec-small",
         "EncodecModel",
