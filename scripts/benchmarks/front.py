@@ -35,7 +35,8 @@ def installed(data: dict[str, Any]) -> str:
 
 def held_out(rows: Iterable[Row]) -> str:
     """How many are of nets that nothing was tuned on."""
-    return f"{sum(row['set'] == HELD_OUT for row in rows)} of them held out from tuning"
+    count = sum(row["set"] == HELD_OUT for row in rows)
+    return f"{count or 'none'} of them held out from tuning"
 
 
 def lost(ratio: float) -> str:

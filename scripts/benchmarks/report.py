@@ -93,9 +93,12 @@ def page_of(name: str) -> str:
 
 
 def left_out(name: str, module: Any, data: Any) -> str:
-    """The nets of a question that have no rows."""
-    found = {row.get("net") for row in data["measured"]} if name in IN_SETS else set()
-    nets = {net for of in SETS for net in module.NETS[of]} if found else set()
+    """The nets of a question that have no rows of this set."""
+    if name not in IN_SETS:
+        return ""
+    own = (row for row in data["measured"] if row.get("code") != provenance.STOCK)
+    found = {row.get("net") for row in own}
+    nets = {net for of in SETS for net in module.NETS[of]}
     if not nets - found:
         return ""
     return (
