@@ -710,6 +710,19 @@ class PeakBudgetTest(TestCase):
             self.assertEqual(saved(full, target=target), [])
             self.assertEqual(len(saved(random, target=target)), 3)
 
+    def test_sizes_are_saved_where_what_has_them_is_not(self):
+        conv = torch.nn.Conv1d(4, 4, 3, padding=2)
+
+        def part(x):
+            # Its gradient is filled up to the size of what it is a part of.
+            y = conv(x)
+            return y[..., : y.shape[-1] - 2]
+
+        with configured(0.9):
+            compiled = torch.compile(part, backend=AOT, dynamic=True)
+            compiled(torch.randn(2, 4, 32)).sum().backward()
+        self.assertNotIn("convolution", [each.name for each in last_plan().recomputed])
+
     def test_wrong_settings(self):
         joint = self.joint(layers(dense, 1))
         short = {

@@ -8,6 +8,7 @@ from typing import Any, Optional, TYPE_CHECKING
 import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from ..._activation_checkpointing.random_ops import is_kept, must_run_once
@@ -17,7 +18,7 @@ from .storages import device_of, nodes_in, Operator, Storages
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from torch._functorch.partitioners import NodeInfo
 
@@ -39,7 +40,8 @@ def read(
     """
     (output,) = graph.find_nodes(op="output")
     results = tree_leaves(output.args)
-    required, closure = set(node_info.required_fw_nodes), node_info.tangents_closure
+    closure = node_info.tangents_closure
+    required = _with_sizes(graph, set(node_info.required_fw_nodes), closure)
     backward = {node for node in graph.nodes if node in closure} - required
     tangents = {node for node in backward if node.op == "placeholder"}
     device = device_of(graph) if device is None else device
@@ -91,6 +93,24 @@ def read_forward(graph: fx.Graph) -> Program:
     (output,) = graph.find_nodes(op="output")
     every_node = SimpleNamespace(required_fw_nodes=[*graph.nodes], tangents_closure=())
     return read(graph, every_node, len(tree_leaves(output.args)))
+
+
+def _with_sizes(
+    graph: fx.Graph, required: set[fx.Node], closure: Container[fx.Node]
+) -> set[fx.Node]:
+    """``required``, with the sizes that the forward can return though it needs none.
+
+    To compute them in the backward, what they are the sizes of would have to be there.
+    """
+    for node in graph.nodes:
+        is_size = isinstance(node.meta.get("val"), py_sym_types)
+        if (
+            is_size
+            and node not in closure
+            and required.issuperset(node.all_input_nodes)
+        ):
+            required.add(node)
+    return required
 
 
 def _producers(operators: list[Operator], count: int) -> list[int]:
