@@ -254,6 +254,25 @@ class StepLoopsTest(TestCase):
         self.assertIn("a step held", logs.output[0])
         self.assertLessEqual(peaks[-1], 1.005 * budget.plan.predicted_peak)
 
+    @torch._dynamo.config.patch(recompile_limit=4)
+    def test_blocks_that_are_compiled_no_more(self):
+        model = Net(dynamic=False)
+        rows = (64, 64, 32, 512, 512, 512)
+
+        def step(at):
+            model(batch(rows[at])).square().mean().backward()
+            model.zero_grad()
+
+        budget = StepBudget(share=0.5)
+        with self.assertNoLogs("torch._functorch", "WARNING"):
+            self.run_steps(budget, step, 3)
+        peaks = []
+        with self.assertLogs("torch._functorch", "WARNING") as logs:
+            for _ in rows[3:]:
+                peaks += self.run_steps(budget, lambda at: step(3), 1)
+        self.assertIn("recompile_limit", logs.output[0])
+        self.check(budget, peaks[-1])
+
     def test_buffers_that_the_forward_overwrites(self):
         class Normed(nn.Module):
             def __init__(self):

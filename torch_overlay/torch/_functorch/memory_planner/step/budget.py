@@ -199,7 +199,14 @@ class StepBudget(Warns):
                 self._check(step, step.recorder)
         else:
             self._measure(step)
-            if self._learned.have_other_calls_than(step.states):
+            if self.watch.saw_compiles_fail():
+                self.warn(
+                    "Dynamo did not compile all of this step, and what runs eagerly "
+                    "instead had not been recorded; if its recompile limit was reached, "
+                    "raise torch._dynamo.config.recompile_limit"
+                )
+                self._recording.again(MOST_RECORDED)
+            elif self._learned.have_other_calls_than(step.states):
                 self._recording.again(1)
 
     def _check_new(self, step: Step) -> None:

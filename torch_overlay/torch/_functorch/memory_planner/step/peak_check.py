@@ -44,10 +44,13 @@ class Watch:
         self._usual_start: Optional[int] = None
         # How many graphs Dynamo had made by then: compiling leaves bytes behind, too.
         self._compiled = 0
+        # How many frames it had not compiled when this step began.
+        self._not_compiled = 0
 
     def begin(self, live: Optional[int]) -> None:
         """A step starts, with so many live bytes."""
         self._start = live
+        self._not_compiled = _frames_not_compiled()
 
     def more_at_start(self, plan: StepSummary) -> int:
         """How many more bytes are live than when earlier steps began; 0 for very few.
@@ -64,6 +67,10 @@ class Watch:
             return 0
         self._usual_start = self._start
         return more
+
+    def saw_compiles_fail(self) -> bool:
+        """Whether Dynamo could not, or would not, compile some frame of this step."""
+        return _frames_not_compiled() > self._not_compiled
 
     def was_compiling(self) -> None:
         """Forget what was live as steps began: compiling changes that."""
@@ -115,6 +122,11 @@ class Watch:
         if misses:
             self.missed = missed
         return misses
+
+
+def _frames_not_compiled() -> int:
+    frames = counters["frames"]
+    return frames["total"] - frames["ok"]
 
 
 def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> None:
