@@ -35,6 +35,14 @@ class Bound(NamedTuple):
         """The bytes live when a step starts that the bound includes."""
         return present.given if self.device_bytes is not None else 0
 
+    def allowed(self, search: Search, present: Present) -> int:
+        """The peak that it allows, by what is known of the plans so far."""
+        if self.share is not None:
+            return search.allowed(self.share)
+        if self.peak_bytes is not None:
+            return self.peak_bytes
+        return (self.device_bytes or 0) - self.counted(present)
+
 
 class Present(NamedTuple):
     """The bytes live when a step starts, in all and of two kinds among them."""
@@ -98,15 +106,8 @@ def plan_step(
     margin = max(margins, default=0.0)
     search = Search(menus, learned.calls, rest, margin, _TRIES)
 
-    def allowed_now() -> int:
-        if bound.share is not None:
-            return search.allowed(bound.share)
-        if bound.peak_bytes is not None:
-            return bound.peak_bytes
-        return (bound.device_bytes or 0) - bound.counted(present)
-
-    compile_plans(search.plans_within(lambda: allowed_now() - missed))
-    asked = allowed_now()
+    compile_plans(search.plans_within(lambda: bound.allowed(search, present) - missed))
+    asked = bound.allowed(search, present)
     allowed, plan = search.kept(asked, bound.share, missed)
     compile_plans([plan])
     wanted = allowed - missed
