@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Optional
 
 from patchset import images
-from patchset.mailbox import mail
 from patchset.patch import MANIFEST, RELEASES, REPOSITORY
 from patchset.series import SERIES
 from patchset.target import find
 from patchset.transaction import digest
 
+from .mailbox import mail
 from .releases import tree
 
 
@@ -50,7 +50,7 @@ def derived(
         if edits:
             name = f"{number:04d}-{state.patch.name}.patch"
             mails[PATCHES / release / name] = mail(
-                state.patch, edits, number, len(SERIES), context=1
+                state.patch, edits, number, len(SERIES)
             )
     return row, mails, result.patches
 
