@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from conftest import edit, git, lay, PATHS, refuses, rewrite, run, snapshot
 from patchset import apply, images, transaction
-from patchset.patch import CONFIG, KNAPSACK, KNOWN, OVERLAY, PARTITIONERS, REPOSITORY
+from patchset.patch import (
+    CONFIG,
+    KNAPSACK,
+    KNOWN,
+    OVERLAY,
+    PARTITIONERS,
+    RELEASES,
+    REPOSITORY,
+)
 from patchset.series import SERIES, stack
 from patchset.target import find, STATE_NAME
 
@@ -165,18 +173,31 @@ def test_a_release_that_is_not_offered(root, version):
         refuses(2, words, *action, root, tree=root)
 
 
-@pytest.mark.parametrize("version", ["2.6.0a0", "2.99.0a0"])
-def test_unknown_base_is_checked_by_structure(root, version):
+@pytest.mark.parametrize(
+    ("base", "version"),
+    [("2.13.0", "2.6.0a0"), ("2.13.0", "2.99.0a0"), (RELEASES[-1], "2.16.0a0")],
+)
+def test_unknown_base_is_checked_by_structure(checkout, base, version):
     """Where the version misleads, as on main, the edits that fit are taken."""
+    root = checkout(base)
     (root / "version.txt").write_text(version + "\n")
-    edit(root / PARTITIONERS, "import os\n", "import os  # a local change\n")
+    edit(root / PARTITIONERS, "import os\n", "import os\n\nimport sys\n")
     before = snapshot(root)
+
+    def status(state):
+        result = run("--status", root)
+        assert result.code == 0 and not result.report["in_manifest"]
+        assert result.report["version"] == version
+        assert result.report["release"] != "2.6.0"
+        assert set(result.states.values()) <= {state, images.FAULTY}
+
+    status(images.APPLIES)
     assert run("--check", root).code == 3
+    assert snapshot(root) == before
     result = run(root)
-    assert result.code == 3 and not result.report["in_manifest"]
-    assert "no checksum vouches" in result.text
-    assert result.report["release"] != "2.6.0"
-    assert run(root).code == 0
+    assert result.code == 3 and "no checksum vouches" in result.text
+    status(images.APPLIED)
+    assert run(root).code == run("--check", root).code == 0
     assert run("--reverse", root).code == 0
     assert snapshot(root) == before
 
@@ -327,8 +348,6 @@ def test_commit_and_revert(repository):
     result = run("--commit", repository)
     assert result.code == 0 and len(result.report["commits"]) == len(SERIES)
     assert git(repository, "status", "--porcelain") == "A  mine.txt\n"
-    subjects = git(repository, "log", "--format=%s", "--reverse").splitlines()
-    assert subjects == ["base", *(patch.subject for patch in SERIES)]
     assert "Fixes: #197871" in git(repository, "log", "--format=%B")
     assert run("--commit", repository).report["commits"] == []
 

@@ -222,27 +222,6 @@ def newer(checkout):
     return root
 
 
-def test_a_tree_newer_than_any_release(newer):
-    before = snapshot(newer)
-
-    def status(state):
-        result = run("--status", newer)
-        assert result.code == 0 and not result.report["in_manifest"]
-        assert result.report["version"] == "2.16.0a0"
-        assert result.report["release"] == RELEASES[-1]
-        assert set(result.states.values()) <= {state, images.FAULTY}
-
-    status(images.APPLIES)
-    assert run("--check", newer).code == 3
-    assert snapshot(newer) == before
-    result = run(newer)
-    assert result.code == 3 and "no checksum vouches" in result.text
-    status(images.APPLIED)
-    assert run(newer).code == run("--check", newer).code == 0
-    assert run("--reverse", newer).code == 0
-    assert snapshot(newer) == before
-
-
 @pytest.mark.parametrize(
     ("path", "name"),
     [
