@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import edit, git, lay, PATHS, refuses, rewrite, run, snapshot
+from conftest import edit, FEW, git, lay, PATHS, refuses, rewrite, run, snapshot
 from patchset import apply, images, transaction
 from patchset.patch import (
     CONFIG,
@@ -21,7 +21,7 @@ from patchset.patch import (
     RELEASES,
     REPOSITORY,
 )
-from patchset.series import SERIES, stack
+from patchset.series import SERIES
 from patchset.target import find, STATE_NAME
 
 
@@ -280,10 +280,7 @@ def hook_has_its_function(root):
 def test_kill_at_every_step(root, steps, monkeypatch, action):
     # A kill loses nothing that was written; a power cut does, and is not tried here.
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    # Enough patches for files that are new, and edited by several.
-    kept = stack(next(p for p in SERIES if p.name == "solver-by-name"))
-    without = [w for p in SERIES if p not in kept for w in ("--without", p.name)]
-    calls = {"apply": [*without, str(root)], "reverse": ["--reverse", str(root)]}
+    calls = {"apply": [*FEW, str(root)], "reverse": ["--reverse", str(root)]}
     opposite = {"apply": "reverse", "reverse": "apply"}[action]
     outcomes = {"reverse": snapshot(root)}
     assert run(*calls["apply"]).code == 0

@@ -11,17 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import edit, git, lay, refuses, rewrite, run, snapshot
+from conftest import edit, FEW, git, KEPT, lay, refuses, rewrite, run, snapshot
 from patchset import images
 from patchset.patch import CONFIG, module_path, PARTITIONERS, RELEASES, REPOSITORY
-from patchset.series import SERIES, stack
 from patchset.target import STATE_NAME
 
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
-# Enough patches for files that are new, and edited by several.
-_KEPT = stack(next(p for p in SERIES if p.name == "solver-by-name"))
-FEW = [word for p in SERIES if p not in _KEPT for word in ("--without", p.name)]
 
 
 def mount(place, *options):
@@ -300,5 +296,5 @@ def test_commits_that_cannot_be_made(repository):
     assert result.code == 4 and "index.lock" in result.text
     lock.unlink()
     result = run("--commit", *FEW, repository)
-    assert len(result.report["commits"]) == len(_KEPT), result.text
+    assert len(result.report["commits"]) == len(KEPT), result.text
     assert git(repository, "status", "--porcelain") == ""
