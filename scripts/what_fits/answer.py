@@ -1,6 +1,7 @@
 """Measures what `what_fits.sh` was asked, in the Python and with the torch it found."""
 
 import argparse
+import gc
 import itertools
 import logging
 import os
@@ -130,6 +131,8 @@ def main(words: Optional[list[str]] = None) -> int:
 
 def answered(asked: argparse.Namespace) -> int:
     check_model(command.options(), asked)
+    # Each plan collects garbage, which need not be looked for in all that was imported.
+    gc.freeze()
     todo = [*tasks({**vars(asked), "json": None})]
     sizes = sum(task["way"] == page.OURS for task in todo)
     progress = Progress(sizes * (1 + len(page.SHARES) + (asked.memory is not None)))
