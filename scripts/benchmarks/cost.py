@@ -151,7 +151,7 @@ def measures(rows: Sequence[Row]) -> dict[str, list[pages.Named]]:
         found["kernels compiled / the most of one plan"].append((kernels, named(ours)))
     for row in stepped(rows):
         found[AFTER].append((row["plans_after"], named(row)))
-    return {what: each for what, each in found.items() if each}
+    return found
 
 
 AFTER = "plans for a StepBudget's graph after its first step"
@@ -183,15 +183,10 @@ LIMITS = {
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    kernels = "kernels compiled / the most of one plan"
     for of, part in pages.by_set(rows).items():
         for what, found in measures(part).items():
-            if what != kernels:
-                most, limit = LIMITS[what]
-                yield from pages.at_most(f"{of}: {what}", found, most, limit=limit)
-    most, limit = LIMITS[kernels]
-    found = measures(rows).get(kernels, [])
-    yield from pages.at_most(kernels, found, most, limit=limit)
+            most, limit = LIMITS[what]
+            yield from pages.at_most(f"{of}: {what}", found, most, limit=limit)
 
 
 def named(row: Row) -> str:
