@@ -124,10 +124,9 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    print(words(task), "...", file=sys.stderr, flush=True)
     row = {**told(task), **measure_in_child(module, task, seconds)}
     if "error" in row:
-        print(row["error"], file=sys.stderr)
+        print(f"{words(task)}: {row['error']}", file=sys.stderr)
     return row
 
 

@@ -145,12 +145,9 @@ class Runner:
     def measure(self, task: fresh.Task) -> Row:
         self.tell(task)
         before = time.monotonic()
-        name = self.benchmark.__name__
-        found = fresh.measure_in_child(name, task, fresh.SECONDS)
-        if "error" in found:
-            print(f"{fresh.words(task)}: {found['error']}", file=sys.stderr)
+        row = fresh.measured(self.benchmark.__name__, task)
         took = round(time.monotonic() - before, 1)
-        row = {**fresh.told(task), **found, "took": took, **self.code_of(task)}
+        row.update(took=took, **self.code_of(task))
         with self.lock:
             self.measured.append(took)
             put(self.rows, row)
