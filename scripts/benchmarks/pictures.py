@@ -145,6 +145,12 @@ def bars(
     axes.margins(y=0.01)
 
 
+def lowest_of(rows: list[Row], net: str, kind: str) -> float:
+    """The lowest peak of a net's plans, NaN where none of the kind was measured."""
+    found = (lowest(row["steps"]) for row in good(rows, net=net, kind=kind))
+    return next((step["peak"] for step in found), nan)
+
+
 def kernels(place: Path, data: Row) -> None:
     """The lowest peaks of all nets that both were measured of, beside stock's default."""
     rows = good(data["measured"])
@@ -154,8 +160,8 @@ def kernels(place: Path, data: Row) -> None:
     bases = bounds.base_of(rows)
     found = {}
     for kind, color in (("eager", GREY), ("upstream", ORANGE), ("graph", BLUE)):
-        of = {row["net"]: lowest(row["steps"])["peak"] for row in good(rows, kind=kind)}
-        values = [100 * of.get(net, nan) / bases[net]["peak"] for _, net in both]
+        peaks = ((lowest_of(rows, net, kind), bases[net]["peak"]) for _, net in both)
+        values = [100 * peak / base for peak, base in peaks]
         label = LABELS[kind].partition(",")[0] + ", lowest" * (kind in BUDGETED)
         found[label] = (color, values)
     held_out = {row["net"] for row in pages.by_set(rows).get(pages.SETS_OF_NETS[1], ())}
@@ -177,7 +183,7 @@ def heads(place: Path, data: Row) -> None:
         "this set, target peak, lowest": ("graph", BLUE),
     }
     found = {
-        label: (color, [chunks.lowest(rows, net, kind) / 1e9 for net in names])
+        label: (color, [lowest_of(rows, net, kind) / 1e9 for net in names])
         for label, (kind, color) in kinds.items()
     }
     title = "Peak memory of one training step with a large vocabulary"
