@@ -59,7 +59,7 @@ class Scaled(torch.nn.Module):
 def test_graphs_of_fakes_may_have_constants():
     net = nets.Net("scaled", lambda: (Scaled(), (torch.ones(4, 8),)))
     with plans.backend_of(plans.RUN) as backend:
-        made = plans.Plans(net, plans.RUN, backend, True, lambda training: training)
+        made = plans.Plans(net, plans.RUN, backend, True)
         (step,) = made.upstreams([0.5], False)
     assert step["peak"] > 0
 

@@ -99,14 +99,14 @@ def measure(task: fresh.Task) -> Row:
     kind, net = task["kind"], catalogue.find(task["net"])
     if kind in ("kernels", "run"):
         net = replace(net, dtype=DTYPES[task["part"]])
-        ran = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
+        ran = plans.Plans(net, "inductor", "inductor", False)
         ran.first = exact_gradients(net)
         if kind == "run":
             return {"steps": [by_number(ran, task["_chunks"])]}
         # The first finds no kernel compiled.
         return {"steps": [with_chunks(ran.by_peak(budget)) for budget in (0.0, 1.0)]}
     with plans.backend_of(DEVICE) as backend:
-        made = plans.Plans(net, DEVICE, backend, True, lambda training: training)
+        made = plans.Plans(net, DEVICE, backend, True)
         if kind == "upstream":
             return {"steps": made.upstreams(task["budgets"], False)}
         if kind in ("wheel", "number"):

@@ -75,7 +75,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         kinds = {**KINDS, "checkpoint": ()} if is_full else KINDS
         kinds = MORE if is_full and net == FULL[0] else kinds
         device = "inductor" if net == WORDS else plans.RUN
-        for task in plans.tasks([net], kinds, device):
+        for task in plans.tasks(net, kinds, device):
             yield {"set": asked.set, **task}
 
 
@@ -126,15 +126,12 @@ def timed(task: fresh.Task) -> Iterator[Row]:
             yield made.measured(training)
         elif kind == "blocks":
             yield from made.asked(kind, [{"share": share} for share in budgets])
+        elif kind == "graph":
+            yield from map(made.by_peak, budgets)
         else:
             whole = compiled(backend, fullgraph=True)
             for budget in budgets:
-                by_peak = kind == "graph"
-                yield (
-                    made.by_peak(budget)
-                    if by_peak
-                    else made.by_budget(budget, whole=whole)
-                )
+                yield made.by_budget(budget, whole=whole)
 
 
 def with_optimizer(training: Training) -> Training:
@@ -147,9 +144,8 @@ class Timed(plans.Plans):
 
     def found(self, training: Training) -> Row:
         plain = with_optimizer(Training(self.net, beside=True)).warmed()
-        row = self.by_kernels(training, plain)
-        if self.device == plans.RUN:
-            row = self.by_operators(training, plain)
+        is_run = self.device == plans.RUN
+        row = (self.by_operators if is_run else self.by_kernels)(training, plain)
         pairs = [(training.seconds(), plain.seconds()) for _ in range(REPEATS)]
         step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
         return {**row, "step_over_eager": step_s / eager_s}

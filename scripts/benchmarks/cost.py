@@ -96,7 +96,7 @@ def stepped(rows: Sequence[Row]) -> list[Row]:
 
 def of_graph(task: fresh.Task) -> Row:
     net = replace(catalogue.find(task["net"]), dtype=torch.float32)
-    made = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
+    made = plans.Plans(net, "inductor", "inductor", False)
     compile_something()
     before, codes = compiled_kernels(), list[str]()
     with (
