@@ -35,10 +35,9 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 
-from benchmarks import catalogue, fresh, nets, pages, plans
+from benchmarks import catalogue, fresh, pages, plans
 from benchmarks.meters import (
     device_peak,
-    gradients,
     relative_error,
     storages,
     TOLERANCE,
@@ -167,13 +166,8 @@ class Timed(plans.Plans):
         there = [*training.parameters, *module.buffers(), *training.inputs, *states]
         given = {each.data_ptr(): each.nbytes() for each in storages(there)}
         peak = sum(given.values()) + device_peak(training.step, "cpu")
-        found = []
-        for each in (training, plain):
-            torch.manual_seed(nets.SEED)
-            with each.within:
-                each.loss().backward()
-            found.append(gradients(each.parameters))
-        return {"peak": peak, "off_eager": relative_error(*found)}
+        off = relative_error(*map(plans.gradients_of, (training, plain)))
+        return {"peak": peak, "off_eager": off}
 
 
 # ------------------------------------------------------------------- report

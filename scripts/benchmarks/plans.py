@@ -224,10 +224,7 @@ class Plans:
         """By inductor's kernels; the time is one thread's of the CPU, or the GPU's."""
         times = [training.seconds(device) for _ in range(RUNS)]
         row: Row = {"peak": device_peak(training.step, device)}
-        torch.manual_seed(nets.SEED)
-        with training.within:
-            training.loss().backward()
-        found = [each.float().cpu() for each in gradients(training.parameters)]
+        found = [each.float().cpu() for each in gradients_of(training)]
         self.first = self.first or found
         off = relative_error(found, self.first)
         return {**row, "seconds": median(times), "gradients_off": off}
@@ -299,6 +296,14 @@ class Plans:
             plan = budget.plan
             row.update(predicted=plan.predicted_peak, allowed=plan.allowed)
             yield {**row, "floor": plan.floor}
+
+
+def gradients_of(training: Training) -> list[Tensor]:
+    """Those of one more step, which changes no parameter."""
+    torch.manual_seed(nets.SEED)
+    with training.within:
+        training.loss().backward()
+    return gradients(training.parameters)
 
 
 def has_blocks(net: nets.Net) -> bool:
