@@ -73,13 +73,9 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
             for row in good(rows, net=net, kind="kernels", part=dtype):
                 chunks = row["steps"][0]["chunks"]
                 yield {"set": set_of(net), "kind": "run", **task, "_chunks": chunks}
-    if torch.version.cuda is None:
         # Of a GPU there are schedules only where torch has what it needs for them.
-        return
-    for net in asked.nets:
-        if net in SMALL:
-            continue
-        for kind, numbers in KINDS.items():
+        is_scheduled = net not in SMALL and torch.version.cuda is not None
+        for kind, numbers in KINDS.items() if is_scheduled else ():
             task = {"net": net, "kind": kind, "device": DEVICE, "budgets": numbers}
             task["torch"] = (
                 fresh.UNTOUCHED if kind in ("upstream", "wheel") else "patched"
