@@ -101,10 +101,8 @@ def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    for name, part in parts(rows).items():
-        named = "" if part[0]["device"] == OPERATORS else f"{name}: "
-        for mark in judged_part(part):
-            yield mark._replace(what=named + mark.what)
+    for part in parts(rows).values():
+        yield from judged_part(part)
 
 
 def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
