@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 
-from benchmarks import catalogue, fresh, pages, plans
+from benchmarks import bounds, catalogue, fresh, pages, plans
 from benchmarks.meters import (
     device_peak,
     relative_error,
@@ -177,16 +177,6 @@ def shown(rows: Sequence[Row], **wanted: Any) -> list[tuple[Row, Row]]:
     return [(row, step) for row in good(rows, **wanted) for step in row["steps"]]
 
 
-def is_right(step: Row) -> bool:
-    return bool(step["off_eager"] <= TOLERANCE)
-
-
-def lowest(rows: Sequence[Row], net: str, kind: str) -> Row:
-    """The step of the lowest peak, of those with right gradients."""
-    steps = [step for _, step in shown(rows, net=net, kind=kind) if is_right(step)]
-    return min(steps, key=lambda step: step["peak"])
-
-
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     """What must hold with the patch set applied."""
     errors = [
@@ -198,15 +188,9 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         "gradients with the set, off from eager mode's",
         *(errors, TOLERANCE, f"at most {TOLERANCE:.0e}", "{:.1e} ({})", True),
     )
-    for net in nets_of(rows):
-        if good(rows, net=net, kind="graph") and good(rows, net=net, kind="upstream"):
-            ours, theirs = (lowest(rows, net, k)["peak"] for k in ("graph", "upstream"))
-            what = f"{net}: lowest peak with right gradients, this set / stock"
-            yield Mark(what, f"{ours / theirs:.2f}", "below 1", ours < theirs)
-
-
-def nets_of(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["net"] for row in good(rows)))
+    for ratio, net in bounds.lowest_peaks(rows, "upstream", "graph"):
+        what = f"{net}: lowest peak with right gradients, this set / stock"
+        yield Mark(what, f"{ratio:.2f}", "below 1", ratio < 1)
 
 
 def budget_of(step: Row) -> str:
@@ -218,7 +202,7 @@ def budget_of(step: Row) -> str:
 
 def error_of(step: Row) -> str:
     text = f"{step['off_eager']:.0e}" if step["off_eager"] else "0"
-    return text if is_right(step) else f"**{text}**"
+    return text if plans.right([step]) else f"**{text}**"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -262,7 +246,7 @@ def measured_how(rows: Sequence[Row]) -> str:
     numbers = ", ".join(f"{number} for `{net}`" for net, number in swept.items())
     return (
         "Peaks count parameters, optimizer states, gradients and activations: operator by "
-        f"operator, every storage counted{words * (WORDS in nets_of(rows))}. "
+        f"operator, every storage counted{words * bool(good(rows, net=WORDS))}. "
         f"Step: CPU time, medians of {REPEATS} beside eager steps. Lowest peak of stock: "
         f"of budgets from 0 to 1, evenly or, if more than 9, finer around it: {numbers}. "
         "Gradient error: of the worst "
@@ -278,7 +262,9 @@ def seen(data: dict[str, Any]) -> str:
     if not all(good(rows, net=net, kind=kind) for net in QUICK for kind in kinds):
         return ""
     ours, theirs = (
-        pages.megabytes(lowest(rows, llama, kind)["peak"]) for kind in kinds
+        pages.megabytes(plans.lowest(row["steps"])["peak"])
+        for kind in kinds
+        for row in good(rows, net=llama, kind=kind)
     )
     worst = {
         kind: max(s["off_eager"] for _, s in shown(rows, net=dropout, kind=kind))
