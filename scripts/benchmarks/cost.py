@@ -139,54 +139,42 @@ def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
             yield ours, theirs
 
 
-def measures(rows: Sequence[Row]) -> dict[str, list[pages.Named]]:
-    """What is measured of some nets, and of which graph or net."""
-    found = {what: list[pages.Named]() for what in LIMITS}
-    for ours, theirs in pairs(rows):
-        which = "a plan replaced" if ours["plans"] > 1 else "first plan kept"
-        ratio = ours["compile_s"] / theirs["compile_s"]
-        found[f"compile time / stock's, {which}"].append((ratio, named(ours)))
-        found["plans lowered for a graph"].append((ours["plans"], named(ours)))
-        kernels = ours["kernels"] / ours["of_one_plan"]
-        found["kernels compiled / the most of one plan"].append((kernels, named(ours)))
-    for row in stepped(rows):
-        found[AFTER].append((row["plans_after"], named(row)))
-    return found
-
-
-AFTER = "plans for a StepBudget's graph after its first step"
-# What each may be at most, and what it means where it is more.
-LIMITS = {
-    "compile time / stock's, first plan kept": (
-        1.2,
-        "Where the first plan is kept, a compile takes up to {0:.2f} times as long as "
-        "stock's ({1}).",
-    ),
-    "compile time / stock's, a plan replaced": (
-        1.2,
-        "Where a plan is replaced, a compile takes up to {0:.2f} times as long as stock's "
-        "({1}).",
-    ),
-    "plans lowered for a graph": (
-        3,
-        "A graph can be lowered for {0} plans ({1}).",
-    ),
-    AFTER: (
-        2,
-        "A StepBudget compiles a graph up to {0:.2g} times after its first step ({1}).",
-    ),
-    "kernels compiled / the most of one plan": (
-        1,
-        "{2:.0%} more kernels are compiled than the plan that is kept can have ({1}).",
-    ),
-}
-
-
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     for of, part in pages.by_set(rows).items():
-        for what, found in measures(part).items():
-            most, limit = LIMITS[what]
-            yield from pages.at_most(f"{of}: {what}", found, most, limit=limit)
+        both = [*pairs(part)]
+        cases = "the first plan is kept", "a plan is replaced"
+        for is_replaced, where in enumerate(cases):
+            yield from pages.at_most(
+                f"{of}: compile time / stock's where {where}",
+                [
+                    (ours["compile_s"] / theirs["compile_s"], named(ours))
+                    for ours, theirs in both
+                    if (ours["plans"] > 1) == is_replaced
+                ],
+                1.2,
+                limit=f"Where {where}, a compile takes up to {{0:.2f}} times as long as "
+                "stock's ({1}).",
+            )
+        yield from pages.at_most(
+            f"{of}: plans lowered for a graph",
+            [(ours["plans"], named(ours)) for ours, _ in both],
+            3,
+            limit="A graph can be lowered for {0} plans ({1}).",
+        )
+        yield from pages.at_most(
+            f"{of}: plans for a StepBudget's graph after its first step",
+            [(row["plans_after"], named(row)) for row in stepped(part)],
+            2,
+            limit="A StepBudget compiles a graph up to {0:.2g} times after its first step "
+            "({1}).",
+        )
+        yield from pages.at_most(
+            f"{of}: kernels compiled / the most of one plan",
+            [(ours["kernels"] / ours["of_one_plan"], named(ours)) for ours, _ in both],
+            1,
+            limit="{2:.0%} more kernels are compiled than the plan that is kept can have "
+            "({1}).",
+        )
 
 
 def named(row: Row) -> str:
