@@ -107,7 +107,7 @@ def measured(task: fresh.Task, progress: Progress) -> Row:
         print(fresh.words(task), "...", file=sys.stderr, flush=True)
         return fresh.measured(page.__name__, task)
     name = " ".join(f"{k} {task[k]}" for k in ("batch", "length") if task[k])
-    row: Row = {**fresh.told(task), "steps": []}
+    row: Row = {**fresh.public(task), "steps": []}
     try:
         for step in page.plans_of(task):
             row["steps"].append(step)
