@@ -141,25 +141,15 @@ def exact_gradients(net: nets.Net) -> list[Tensor]:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    yield from over_in_silence(rows)
+    yield from bounds.judged_bounds(
+        (f"{row['net']}, {row['kind']}", step)
+        for row in good(rows)
+        for step in row["steps"]
+    )
     for of, part in pages.by_set(rows).items():
         for judge in (of_peaks, of_times, of_runs):
             for mark in judge(part):
                 yield mark._replace(what=f"{of}: {mark.what}")
-
-
-def over_in_silence(rows: Sequence[Row]) -> Iterator[Mark]:
-    steps = [
-        (step["peak"] / step["allowed"] - 1, f"{row['net']}, {row['kind']}")
-        for row in good(rows)
-        for step in row["steps"]
-        if step.get("allowed") and not step.get("warned")
-    ]
-    yield from pages.at_most(
-        *("peak, above what was asked, without a warning", steps, 0.005),
-        *("at most +0.5%", "{:+.2%} ({})", True),
-        "No warning says that the peak is {0:.1%} above what was asked ({1}).",
-    )
 
 
 def steps_of(rows: Sequence[Row], net: str, *kinds: str) -> list[Row]:
