@@ -152,8 +152,8 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
                     if (ours["plans"] > 1) == is_replaced
                 ],
                 1.2,
-                limit=f"Where {where}, a compile takes up to {{0:.2f}} times as long as "
-                "stock's ({1}).",
+                limit=f"Where {where}, a compile takes up to {{0:.2f}} times as long "
+                "as stock's ({1}).",
             )
         yield from pages.at_most(
             f"{of}: plans lowered for a graph",
@@ -165,15 +165,15 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
             f"{of}: plans for a StepBudget's graph after its first step",
             [(row["plans_after"], named(row)) for row in stepped(part)],
             2,
-            limit="A StepBudget compiles a graph up to {0:.2g} times after its first step "
-            "({1}).",
+            limit="A StepBudget compiles a graph up to {0:.2g} times after its first "
+            "step ({1}).",
         )
         yield from pages.at_most(
             f"{of}: kernels compiled / the most of one plan",
             [(ours["kernels"] / ours["of_one_plan"], named(ours)) for ours, _ in both],
             1,
-            limit="{2:.0%} more kernels are compiled than the plan that is kept can have "
-            "({1}).",
+            limit="{2:.0%} more kernels are compiled than the plan that is kept can "
+            "have ({1}).",
         )
 
 
@@ -227,17 +227,17 @@ def page(data: Row) -> str:
 
 
 def compiling(data: Row) -> str:
-    """The README's sentences: what a compile takes with a peak asked, beside stock's."""
+    """The README's sentences: what a compile takes with a peak asked."""
     rows = data["measured"]
     both = [*pairs(rows)]
     ratios = [ours["compile_s"] / theirs["compile_s"] for ours, theirs in both]
     after = statistics.fmean(row["plans_after"] for row in stepped(rows))
     return (
         "A whole compile with a peak asked, kernels included, takes "
-        f"{statistics.median(ratios):.2f} times stock's in the median of {len(ratios)}, "
-        f"{pages.held_out(ours for ours, _ in both)}, and {max(ratios):.2f} at worst, where a "
-        "plan that held too much was replaced. A StepBudget compiles again when the second "
-        f"step starts, in the mean {after:.1f} plans of each graph. CPU seconds of small nets "
-        f"by inductor on a CPU, torch {data['environment']['torch']}; on a GPU nobody has "
-        "measured it.\n"
+        f"{statistics.median(ratios):.2f} times stock's in the median of "
+        f"{len(ratios)}, {pages.held_out(ours for ours, _ in both)}, and "
+        f"{max(ratios):.2f} at worst, where a plan that held too much was replaced. "
+        "A StepBudget compiles again when the second step starts, in the mean "
+        f"{after:.1f} plans of each graph. CPU seconds of small nets by inductor on a "
+        f"CPU, torch {data['environment']['torch']}; on a GPU nobody has measured it.\n"
     )

@@ -188,10 +188,10 @@ def installed(data: Row) -> str:
     higher = sum(peak > SAME for peak in ratios)
     least = ", ".join(f"`{net}` {1 - peak:.0%}" for peak, net in peaks[:3])
     return (
-        f"Of {len(rows)} nets in training, {pages.held_out(rows)}, {lower} have a lower peak "
-        f"than with stock and {higher or 'none'} a higher one. It is "
+        f"Of {len(rows)} nets in training, {pages.held_out(rows)}, {lower} have a "
+        f"lower peak than with stock and {higher or 'none'} a higher one. It is "
         f"{1 - statistics.median(ratios):.0%} lower in the median, and most where the "
-        f"vocabulary is large: {least}. No step takes longer than {max(times):.3f} times "
-        "stock's. Simulated by inductor's schedule for an H100, bfloat16, with the "
-        f"roofline's times; torch {data['environment']['torch']}.\n"
+        f"vocabulary is large: {least}. No step takes longer than {max(times):.3f} "
+        "times stock's. Simulated by inductor's schedule for an H100, bfloat16, with "
+        f"the roofline's times; torch {data['environment']['torch']}.\n"
     )
