@@ -16,7 +16,6 @@ is that of the GPU's roofline.
                 takes few of these nets without; nothing else is asked
     graph       target "peak"
     bytes       a number of bytes: the peak of each ``number``
-    alone       for the bound in the middle of those, each number of chunks alone
     kernels     small nets run: how far gradients are off those in double precision,
                 beside those of budget 1, and what compiles tell beside what torch's
                 allocator counts
@@ -28,13 +27,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
 
-from benchmarks import catalogue, fresh, nets, pages, plans
+from benchmarks import bounds, catalogue, fresh, nets, pages, plans
 from benchmarks.catalogue import HELD_OUT, names, PROJECT, set_of
 from benchmarks.meters import gradients
 from benchmarks.pages import good, Mark, megabytes, Row
@@ -53,7 +51,6 @@ NETS = {
     HELD_OUT: AT_SIZE[HELD_OUT],
     "check": SMALL[:1],
 }
-ALONE = ("gpt2-xl-head", "towers", "deberta")
 NUMBERS = (2, 8, 32)
 BUDGETS = (1.0, 0.2, 0.0)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,7 +62,6 @@ KINDS = {
     "number": NUMBERS,
     "graph": BUDGETS,
     "bytes": (),
-    "alone": (1, *NUMBERS),
 }
 
 
@@ -77,23 +73,18 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
             for row in good(rows, net=net, kind="kernels", part=dtype):
                 chunks = row["steps"][0]["chunks"]
                 yield {"set": set_of(net), "kind": "run", **task, "_chunks": chunks}
-    if torch.version.cuda is None:
         # Of a GPU there are schedules only where torch has what it needs for them.
-        return
-    for net in asked.nets:
-        if net in SMALL:
-            continue
-        for kind, numbers in KINDS.items():
+        is_scheduled = net not in SMALL and torch.version.cuda is not None
+        for kind, numbers in KINDS.items() if is_scheduled else ():
             task = {"net": net, "kind": kind, "device": DEVICE, "budgets": numbers}
             task["torch"] = (
                 fresh.UNTOUCHED if kind in ("upstream", "wheel") else "patched"
             )
-            if kind in ("bytes", "alone"):
+            if kind == "bytes":
                 peaks = sorted({step["peak"] for step in steps_of(rows, net, "number")})
-                if not peaks or (kind == "alone" and net not in ALONE):
+                if not peaks:
                     continue
-                middle = peaks[len(peaks) // 2 : len(peaks) // 2 + 1]
-                task["_peaks"] = peaks if kind == "bytes" else middle
+                task["_peaks"] = peaks
             yield {"set": set_of(net), **task}
 
 
@@ -104,23 +95,21 @@ def measure(task: fresh.Task) -> Row:
     kind, net = task["kind"], catalogue.find(task["net"])
     if kind in ("kernels", "run"):
         net = replace(net, dtype=DTYPES[task["part"]])
-        ran = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
+        ran = plans.Plans(net, "inductor", "inductor", False)
         ran.first = exact_gradients(net)
         if kind == "run":
             return {"steps": [by_number(ran, task["_chunks"])]}
         # The first finds no kernel compiled.
         return {"steps": [with_chunks(ran.by_peak(budget)) for budget in (0.0, 1.0)]}
     with plans.backend_of(DEVICE) as backend:
-        made = plans.Plans(net, DEVICE, backend, True, lambda training: training)
+        made = plans.Plans(net, DEVICE, backend, True)
         if kind == "upstream":
             return {"steps": made.upstreams(task["budgets"], False)}
         if kind in ("wheel", "number"):
             return {"steps": [by_number(made, n) for n in task["budgets"]]}
         if kind == "graph":
             return {"steps": [with_chunks(made.by_peak(b)) for b in task["budgets"]]}
-        if kind == "bytes":
-            return {"steps": [with_chunks(made.within(b)) for b in task["_peaks"]]}
-        return {"steps": [alone(made, n, *task["_peaks"]) for n in task["budgets"]]}
+        return {"steps": [with_chunks(made.within(b)) for b in task["_peaks"]]}
 
 
 def by_number(made: plans.Plans, number: int) -> Row:
@@ -148,38 +137,19 @@ def exact_gradients(net: nets.Net) -> list[Tensor]:
     return [each.float() for each in gradients(list(module.parameters()))]
 
 
-def alone(made: plans.Plans, number: int, nbytes: int) -> Row:
-    """A plan within some bytes where heads may run in so many chunks alone."""
-    numbers = (number,) if number > 1 else ()
-    chunks = overlay("memory_planner.compile.head_chunks")
-    with mock.patch.object(chunks, "_NUMBERS", numbers):
-        row = with_chunks(made.within(nbytes))
-    return {**row, "number": number}
-
-
 # -------------------------------------------------------------------- marks
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    yield from over_in_silence(rows)
-    for of, part in pages.by_set(rows).items():
-        for judge in (of_peaks, of_times, of_numbers, of_runs):
-            for mark in judge(part):
-                yield mark._replace(what=f"{of}: {mark.what}")
-
-
-def over_in_silence(rows: Sequence[Row]) -> Iterator[Mark]:
-    steps = [
-        (step["peak"] / step["allowed"] - 1, f"{row['net']}, {row['kind']}")
+    yield from bounds.judged_bounds(
+        (f"{row['net']}, {row['kind']}", step)
         for row in good(rows)
         for step in row["steps"]
-        if step.get("allowed") and not step.get("warned")
-    ]
-    yield from pages.at_most(
-        *("peak, above what was asked, without a warning", steps, 0.005),
-        *("at most +0.5%", "{:+.2%} ({})", True),
-        "No warning says that the peak is {0:.1%} above what was asked ({1}).",
     )
+    for of, part in pages.by_set(rows).items():
+        for judge in (of_peaks, of_times, of_runs):
+            for mark in judge(part):
+                yield mark._replace(what=f"{of}: {mark.what}")
 
 
 def steps_of(rows: Sequence[Row], net: str, *kinds: str) -> list[Row]:
@@ -191,25 +161,12 @@ def nets_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["net"] for row in rows if row["net"] not in SMALL))
 
 
-def lowest(rows: Sequence[Row], net: str, *kinds: str) -> float:
-    found = plans.right(steps_of(rows, net, *kinds))
-    return min((step["peak"] for step in found), default=float("nan"))
-
-
-def lowest_peaks(rows: Sequence[Row], theirs: str) -> list[pages.Named]:
-    """The lowest that the target "peak" finds, beside those of another kind."""
-    return [
-        (lowest(rows, net, "graph") / lowest(rows, net, theirs), net)
-        for net in nets_of(rows)
-        if steps_of(rows, net, theirs) and steps_of(rows, net, "graph")
-    ]
-
-
 def of_peaks(rows: Sequence[Row]) -> Iterator[Mark]:
     """The lowest peaks, beside upstream's without chunks and with them."""
     for theirs, name in NAMES.items():
         yield from pages.at_most(
-            *(f"lowest peak / that of {name}", lowest_peaks(rows, theirs), 1.0),
+            f"lowest peak / that of {name}",
+            *(bounds.lowest_peaks(rows, theirs, "graph"), 1.0),
             limit=f"The lowest peak is {{2:.1%}} above that of {name} ({{1}}).",
         )
 
@@ -229,28 +186,6 @@ def of_times(rows: Sequence[Row]) -> Iterator[Mark]:
         limit=f"At no higher peak, a step takes up to {{2:.1%}} more roofline time than by "
         f"{NAMES['number']} ({{1}}).",
     )
-
-
-def of_numbers(rows: Sequence[Row]) -> Iterator[Mark]:
-    """Whether the chosen number is the one that costs least, alone, of those that fit."""
-    for row in good(rows, kind="alone"):
-        fitting = [s for s in row["steps"] if s["peak"] <= s["allowed"]]
-        (limit,) = {step["allowed"] for step in row["steps"]}
-        chosen = [
-            s for s in steps_of(rows, row["net"], "bytes") if s["allowed"] == limit
-        ]
-        if not fitting or not chosen:
-            continue
-        fewest = min(step["chunks"] for step in fitting)
-        fastest = min(fitting, key=lambda step: (step["seconds"], step["chunks"]))
-        ours, best = chosen[0]["chunks"], fastest["chunks"]
-        yield Mark(
-            f"chunks of {row['net']} within {megabytes(limit)} MB",
-            f"{ours}; {fewest} is the fewest that fit, {best} the fastest",
-            f"at most {best}",
-            ours <= best,
-            limit=f"{row['net']} runs in {ours} chunks where {best} are as low and faster.",
-        )
 
 
 def of_runs(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -314,13 +249,13 @@ plan's.
 def table(rows: Sequence[Row], nets_shown: Sequence[str]) -> str:
     def peak(net: str, kind: str) -> str:
         found = steps_of(rows, net, kind)
-        return megabytes(lowest(rows, net, kind)) if found else "-"
+        return megabytes(plans.lowest(found)["peak"]) if found else "-"
 
     def chosen(net: str) -> str:
         found = steps_of(rows, net, "graph")
-        low = min(found, key=lambda step: step["peak"], default=None)
-        if low is None:
+        if not found:
             return "-"
+        low = plans.lowest(found)
         more = low["seconds"] / min(step["seconds"] for step in found) - 1
         return f"{low['chunks']}, {more:+.0%} time"
 

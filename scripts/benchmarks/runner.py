@@ -95,7 +95,7 @@ class Runner:
 
     def stored_row(self, task: fresh.Task) -> Optional[Row]:
         """Its row, where it has been measured by this code."""
-        wanted = json.loads(json.dumps({**fresh.told(task), **self.code_of(task)}))
+        wanted = json.loads(json.dumps({**fresh.public(task), **self.code_of(task)}))
         for row in self.stored:
             same = all(row.get(k) == v for k, v in wanted.items() if k != "commit")
             if same and "error" not in row:
@@ -145,12 +145,9 @@ class Runner:
     def measure(self, task: fresh.Task) -> Row:
         self.tell(task)
         before = time.monotonic()
-        name = self.benchmark.__name__
-        found = fresh.measure_in_child(name, task, fresh.SECONDS)
-        if "error" in found:
-            print(f"{fresh.words(task)}: {found['error']}", file=sys.stderr)
+        row = fresh.measured(self.benchmark.__name__, task)
         took = round(time.monotonic() - before, 1)
-        row = {**fresh.told(task), **found, "took": took, **self.code_of(task)}
+        row.update(took=took, **self.code_of(task))
         with self.lock:
             self.measured.append(took)
             put(self.rows, row)

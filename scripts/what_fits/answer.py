@@ -105,9 +105,10 @@ class Progress:
 def measured(task: fresh.Task, progress: Progress) -> Row:
     """A row as `fresh.measured` has it, by this process."""
     if task["way"] == page.UPSTREAM:
+        print(fresh.words(task), "...", file=sys.stderr, flush=True)
         return fresh.measured(page.__name__, task)
     name = " ".join(f"{k} {task[k]}" for k in ("batch", "length") if task[k])
-    row: Row = {**fresh.told(task), "steps": []}
+    row: Row = {**fresh.public(task), "steps": []}
     try:
         for step in page.plans_of(task):
             row["steps"].append(step)
