@@ -12,7 +12,7 @@ from typing import Optional
 
 import torch
 import torch.nn.functional as F
-from benchmarks.meters import allocations
+from benchmarks.meters import allocations, digest
 from benchmarks.plans import warnings_noted
 from benchmarks.ways import OPERATORS
 from torch import nn
@@ -295,7 +295,7 @@ class Trained:
         return self.models[-1](x, wanted)
 
     def take(self, batches, turn, zero_grad):
-        """What a step computes, without keeping it: losses, then its gradients' bits."""
+        """What a step computes, without keeping it: losses, then its gradients."""
         if zero_grad == "first":
             self.optimizer.zero_grad()
         for x, wanted in batches:
@@ -314,8 +314,7 @@ class Trained:
             if turn.what in ("skipped", "no_grad"):
                 continue
             (loss / len(batches)).backward()
-        gradients = (each.grad for each in self.parameters)
-        yield hash(tuple(g if g is None else g.numpy().tobytes() for g in gradients))
+        yield digest(each.grad for each in self.parameters)
         if turn.what == "raises late":
             raise Planned
         if turn.what not in ("skipped", "no_grad"):
