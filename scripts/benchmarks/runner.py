@@ -23,7 +23,7 @@ from benchmarks.plans import DEVICES
 
 
 # What --kind chooses by, and what tells rows apart.
-KINDS = ("kind", "loop", "part")
+KINDS = ("kind", "loop")
 KEY = (*KINDS, "net", "device", "way", "share")
 
 
@@ -59,7 +59,7 @@ class Runner:
         self.rows = list(self.stored)
         self.took = {key(r): r["took"] for r in self.rows if "took" in r}
         # A question as a whole leaves no rows of its set behind that it does not have.
-        chosen = ("nets", "kind", "part", "check")
+        chosen = ("nets", "kind", "check")
         self.is_whole = not any(getattr(asked, name, None) for name in chosen)
         self.code = provenance.here()
         self.lock = threading.Lock()
@@ -125,9 +125,8 @@ class Runner:
 
     def expected(self, asked: Any) -> Iterator[fresh.Task]:
         """What is likely to be measured: how many tasks there are rows may decide."""
-        if self.benchmark.NETS:
-            tasks = self.tasks(asked, copy.deepcopy(self.rows))
-            yield from (task for task in tasks if self.stored_row(task) is None)
+        tasks = self.tasks(asked, copy.deepcopy(self.rows))
+        return (task for task in tasks if self.stored_row(task) is None)
 
     def run_group(self, asked: Any) -> list[Row]:
         rows = [] if self.is_whole else list(self.rows)
