@@ -16,6 +16,7 @@ is that of the GPU's roofline.
                 takes few of these nets without; nothing else is asked
     graph       target "peak"
     bytes       a number of bytes: the peak of each ``number``
+    alone       for the bound in the middle of those, each number of chunks alone
     kernels     small nets run: how far gradients are off those in double precision,
                 beside those of budget 1, and what compiles tell beside what torch's
                 allocator counts
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
@@ -51,6 +53,7 @@ NETS = {
     HELD_OUT: AT_SIZE[HELD_OUT],
     "check": SMALL[:1],
 }
+ALONE = ("gpt2-xl-head", "towers", "deberta")
 NUMBERS = (2, 8, 32)
 BUDGETS = (1.0, 0.2, 0.0)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,6 +65,7 @@ KINDS = {
     "number": NUMBERS,
     "graph": BUDGETS,
     "bytes": (),
+    "alone": (1, *NUMBERS),
 }
 
 
@@ -80,11 +84,12 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
             task["torch"] = (
                 fresh.UNTOUCHED if kind in ("upstream", "wheel") else "patched"
             )
-            if kind == "bytes":
+            if kind in ("bytes", "alone"):
                 peaks = sorted({step["peak"] for step in steps_of(rows, net, "number")})
-                if not peaks:
+                if not peaks or (kind == "alone" and net not in ALONE):
                     continue
-                task["_peaks"] = peaks
+                middle = peaks[len(peaks) // 2 : len(peaks) // 2 + 1]
+                task["_peaks"] = peaks if kind == "bytes" else middle
             yield {"set": set_of(net), **task}
 
 
@@ -109,7 +114,9 @@ def measure(task: fresh.Task) -> Row:
             return {"steps": [by_number(made, n) for n in task["budgets"]]}
         if kind == "graph":
             return {"steps": [with_chunks(made.by_peak(b)) for b in task["budgets"]]}
-        return {"steps": [with_chunks(made.within(b)) for b in task["_peaks"]]}
+        if kind == "bytes":
+            return {"steps": [with_chunks(made.within(b)) for b in task["_peaks"]]}
+        return {"steps": [alone(made, n, *task["_peaks"]) for n in task["budgets"]]}
 
 
 def by_number(made: plans.Plans, number: int) -> Row:
@@ -137,6 +144,15 @@ def exact_gradients(net: nets.Net) -> list[Tensor]:
     return [each.float() for each in gradients(list(module.parameters()))]
 
 
+def alone(made: plans.Plans, number: int, nbytes: int) -> Row:
+    """A plan within some bytes where heads may run in so many chunks alone."""
+    numbers = (number,) if number > 1 else ()
+    chunks = overlay("memory_planner.compile.head_chunks")
+    with mock.patch.object(chunks, "_NUMBERS", numbers):
+        row = with_chunks(made.within(nbytes))
+    return {**row, "number": number}
+
+
 # -------------------------------------------------------------------- marks
 
 
@@ -144,10 +160,11 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
     yield from bounds.judged_bounds(
         (f"{row['net']}, {row['kind']}", step)
         for row in good(rows)
+        if row["kind"] != "alone"
         for step in row["steps"]
     )
     for of, part in pages.by_set(rows).items():
-        for judge in (of_peaks, of_times, of_runs):
+        for judge in (of_peaks, of_times, of_numbers, of_runs):
             for mark in judge(part):
                 yield mark._replace(what=f"{of}: {mark.what}")
 
@@ -186,6 +203,28 @@ def of_times(rows: Sequence[Row]) -> Iterator[Mark]:
         limit=f"At no higher peak, a step takes up to {{2:.1%}} more roofline time than by "
         f"{NAMES['number']} ({{1}}).",
     )
+
+
+def of_numbers(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Whether the chosen number is the one that costs least, alone, of those that fit."""
+    for row in good(rows, kind="alone"):
+        fitting = [s for s in row["steps"] if s["peak"] <= s["allowed"]]
+        (limit,) = {step["allowed"] for step in row["steps"]}
+        chosen = [
+            s for s in steps_of(rows, row["net"], "bytes") if s["allowed"] == limit
+        ]
+        if not fitting or not chosen:
+            continue
+        fewest = min(step["chunks"] for step in fitting)
+        fastest = min(fitting, key=lambda step: (step["seconds"], step["chunks"]))
+        ours, best = chosen[0]["chunks"], fastest["chunks"]
+        yield Mark(
+            f"chunks of {row['net']} within {megabytes(limit)} MB",
+            f"{ours}; {fewest} is the fewest that fit, {best} the fastest",
+            f"at most {best}",
+            ours <= best,
+            limit=f"{row['net']} runs in {ours} chunks where {best} are as low and faster.",
+        )
 
 
 def of_runs(rows: Sequence[Row]) -> Iterator[Mark]:
