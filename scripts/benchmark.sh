@@ -3,17 +3,11 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-usage="usage: scripts/benchmark.sh all|compare|solvers|saved|operators|kernels|steps|loops|cost|unasked|chunks|fits|opinfo|fuzz-loops|gpu|forms [OPTIONS]"
+usage="usage: scripts/benchmark.sh all|compare|solvers|saved|operators|kernels|steps|loops|cost|unasked|chunks|fits|gpu|forms [OPTIONS]"
 case ${1:-} in
-  compare | solvers | saved | operators | kernels | steps | loops | cost | unasked | chunks | fits | opinfo) ;;
+  compare | solvers | saved | operators | kernels | steps | loops | cost | unasked | chunks | fits) ;;
   all)
     run_module "$(base_python)" benchmarks.everything "${@:2}"
-    ;;
-  fuzz-loops)
-    # A test draws them.
-    FUZZ=${3:-300} exec "$REPO/scripts/run_tests.sh" "$REPO/test/test_fuzz_loops.py" \
-      -n 0 -k drawn --hypothesis-seed "${2:-0}" --hypothesis-show-statistics \
-      --timeout 0 --show-capture=no
     ;;
   forms)
     ensure_environment
@@ -51,20 +45,16 @@ $usage
   chunks       large heads in as many chunks as a bound needs, beside inductor's own chunker
   fits         what what_fits.sh tells, beside torch's allocator and published figures
 
-  opinfo       that no operator of torch's OpInfo databases computes anything else under a
-               budget, operator by operator and by inductor (hours; stores nothing)
-  fuzz-loops SEED COUNT
-               loops that a test draws at random: the same bits as without a budget, peaks
-               within what is allowed, or a warning; a fault is shrunk (an hour for 300)
   gpu          what plans hold and take on the GPU of this machine, by the torch that python3
                has, beside that torch as it is (minutes)
   forms        what each pull request changes, on five models, by the newest release as it came
                out and with the pull request's branch; stored in results/forms.json (minutes
                for each)
 
-All but fuzz-loops have --help. Questions have --check, for the counts that must hold, and
+All have --help. Questions have --check, for the counts that must hold, and
 --json FILE, to store what they measure; all of them together take two cores 90 minutes at
-most for each set of nets.
+most for each set of nets. scripts/run_tests.sh --help tells of tests that can try more
+than CI does: every operator of torch's OpInfo databases, training loops drawn at random.
 EOF2
     exit
     ;;

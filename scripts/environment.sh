@@ -100,15 +100,6 @@ ensure_patched_checkout() {
   } 9>"$REPO/build/.lock"
 }
 
-# take_check ARGUMENTS: of a command that has no option but --check.
-take_check() {
-  case "$#${1:-}" in
-    0 | 1--check) ;;
-    1-h | 1--help) usage; exit ;;
-    *) refuse "$* is not among the options: --check, --help" ;;
-  esac
-}
-
 # answer MODULE ARGUMENTS: --help and wrong options, before anything is set up. The
 # module needs nothing but Python to read its `options`.
 answer() {

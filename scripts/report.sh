@@ -18,6 +18,10 @@ result is missing; 2 bad call.
 END
 }
 
-take_check "$@"
+case $* in
+  '' | --check) ;;
+  -h | --help) usage; exit ;;
+  *) refuse "$* is not among the options: --check, --help" ;;
+esac
 ensure_environment
 run_module "$PYTHON" benchmarks.report "$@"

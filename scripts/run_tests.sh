@@ -15,7 +15,13 @@ project's tests, or those that the pytest arguments name.
                     oldest, 2.13.0 and the newest (300 MB of wheels, the first time)
   -n N              processes (default: one per core, at most four); -n 0 to debug
 
-A release that cannot be had is skipped, and named at the end.
+A release that cannot be had is skipped, and named at the end. Some tests try as many cases
+as FUZZ says, which may take hours; --hypothesis-seed N draws the same ones again:
+
+  FUZZ=100000 scripts/run_tests.sh test/test_solvers.py -k equals_the_oracle --timeout 0
+  FUZZ=1000   scripts/run_tests.sh test/test_programs.py --timeout 0
+  FUZZ=300    scripts/run_tests.sh test/test_drawn_loops.py --timeout 0   # an hour
+  FUZZ=10000  scripts/run_tests.sh test/test_opinfo.py                    # all operators
 EOF
 }
 

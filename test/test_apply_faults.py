@@ -11,17 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import edit, git, lay, refuses, rewrite, run, snapshot
+from conftest import edit, FEW, git, KEPT, lay, refuses, rewrite, run, snapshot
 from patchset import images
 from patchset.patch import CONFIG, module_path, PARTITIONERS, RELEASES, REPOSITORY
-from patchset.series import SERIES, stack
 from patchset.target import STATE_NAME
 
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patch.sh"
-# Enough patches for files that are new, and edited by several.
-_KEPT = stack(next(p for p in SERIES if p.name == "solver-by-name"))
-FEW = [word for p in SERIES if p not in _KEPT for word in ("--without", p.name)]
 
 
 def mount(place, *options):
@@ -222,27 +218,6 @@ def newer(checkout):
     return root
 
 
-def test_a_tree_newer_than_any_release(newer):
-    before = snapshot(newer)
-
-    def status(state):
-        result = run("--status", newer)
-        assert result.code == 0 and not result.report["in_manifest"]
-        assert result.report["version"] == "2.16.0a0"
-        assert result.report["release"] == RELEASES[-1]
-        assert set(result.states.values()) <= {state, images.FAULTY}
-
-    status(images.APPLIES)
-    assert run("--check", newer).code == 3
-    assert snapshot(newer) == before
-    result = run(newer)
-    assert result.code == 3 and "no checksum vouches" in result.text
-    status(images.APPLIED)
-    assert run(newer).code == run("--check", newer).code == 0
-    assert run("--reverse", newer).code == 0
-    assert snapshot(newer) == before
-
-
 @pytest.mark.parametrize(
     ("path", "name"),
     [
@@ -321,5 +296,5 @@ def test_commits_that_cannot_be_made(repository):
     assert result.code == 4 and "index.lock" in result.text
     lock.unlink()
     result = run("--commit", *FEW, repository)
-    assert len(result.report["commits"]) == len(_KEPT), result.text
+    assert len(result.report["commits"]) == len(KEPT), result.text
     assert git(repository, "status", "--porcelain") == ""

@@ -251,8 +251,16 @@ def test_rows_of_several_codes_and_of_other_code_are_complained_of():
     older = {"release": "2.13.0", "code": provenance.STOCK}
     (releases,) = provenance.complaints("steps", [row, older])
     assert "several releases (2.13.0, 2.15.0)" in releases
-    (unknown,) = provenance.complaints("steps", [{}])
-    assert "1 rows do not say" in unknown
+
+
+def test_what_has_to_be_measured_again_takes_as_long_as_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(everything, "RESULTS", tmp_path)
+    stock = {"release": "2.13.0", "code": provenance.STOCK}
+    row = {"set": "full", "took": 120.0, **stock}
+    rows = [{**row, "error": "gone"}, row]
+    (tmp_path / "compare.json").write_text(json.dumps({"measured": rows}))
+    said = everything.estimate(["compare", "steps"], "project")
+    assert said.startswith("about 60 s for") and said.endswith("known of steps")
 
 
 def test_the_options_are_those_that_torch_has():

@@ -59,7 +59,7 @@ class Scaled(torch.nn.Module):
 def test_graphs_of_fakes_may_have_constants():
     net = nets.Net("scaled", lambda: (Scaled(), (torch.ones(4, 8),)))
     with plans.backend_of(plans.RUN) as backend:
-        made = plans.Plans(net, plans.RUN, backend, True, lambda training: training)
+        made = plans.Plans(net, plans.RUN, backend, True)
         (step,) = made.upstreams([0.5], False)
     assert step["peak"] > 0
 
@@ -103,11 +103,7 @@ def test_what_is_off_is_seen(kind, entry, value, wrong):
         ends[1].update({entry: value} if each == kind else {})
     marks = failed(rows)
     assert len(marks) == len(wrong)
-    for what, begin in zip(marks, wrong):
-        assert what.startswith(
-            "Held-out nets, by inductor's schedule for an NVIDIA H100"
-        )
-        assert what.partition(": ")[2].startswith(begin)
+    assert all(map(str.startswith, marks, wrong))
 
 
 def test_limits_are_upstreams_peaks_where_budgets_plans_cost_more():

@@ -471,22 +471,6 @@ def test_what_is_answered_without_an_environment(word, said, tmp_path):
     assert done.returncode == 0 and said in done.stdout and not done.stderr
 
 
-@pytest.mark.parametrize(
-    "text, nbytes",
-    [
-        ("24G", 24 * 10**9),
-        ("24GB", 24 * 10**9),
-        ("24GiB", 24 * 2**30),
-        ("24gib", 24 * 2**30),
-        ("1.5 GiB", 3 * 2**29),
-        (".5m", 500_000),
-        ("512", 512),
-    ],
-)
-def test_sizes_in_bytes(text, nbytes):
-    assert command.memory(text) == nbytes
-
-
 def test_headroom():
     assert [*map(command.headroom, ("10%", "0.25", "0", "2GiB"))] == [
         *(0.1, 0.25, 0),

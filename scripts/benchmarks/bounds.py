@@ -101,39 +101,19 @@ def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    for name, part in parts(rows).items():
-        named = "" if part[0]["device"] == OPERATORS else f"{name}: "
-        for mark in judged_part(part):
-            yield mark._replace(what=named + mark.what)
+    for part in parts(rows).values():
+        yield from judged_part(part)
 
 
 def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     """Of one set of nets on one device; of operators no inequality is an estimate."""
     exact = rows[0]["device"] == OPERATORS
-    bound = [
-        (step["peak"] / step["allowed"] - 1, at, step.get("warned", False))
+    # Other ways may have peaks that none of ours can be held to.
+    yield from judged_bounds(
+        (at, step)
         for at, step in every(rows, *BOUND)
-        # Other ways may have peaks that none of ours can be held to.
-        if step.get("allowed") and step["allowed"] >= step.get("floor", 0)
-    ]
-    silent = [each[:2] for each in bound if not each[2]]
-    yield from pages.at_most(
-        "peak, above what was asked for, without a warning",
-        silent,
-        *(0.005, "at most +0.5%"),
-        f"{{:+.2%}} ({{}}), {len(silent)} of {len(bound)} plans",
-        enforced=True,
-        limit="No warning says that the peak is {0:.1%} above what was asked ({1}).",
+        if (step.get("allowed") or 0) >= step.get("floor", 0)
     )
-    over = sorted((each for each in bound if each[0] >= 0.0005), reverse=True)
-    if over:
-        listed = ", ".join(
-            f"{at} by {more:.1%}" + ", without a warning" * (not is_told)
-            for more, at, is_told in over
-        )
-        limit = f"Over what was asked, and a warning says so: {listed}."
-        what = "plans over what was asked"
-        yield Mark(what, f"{len(over)} of {len(bound)}", "none", False, False, limit)
     # Of inductor's graphs plans are chosen by estimates: only a StepBudget predicts.
     is_simulated = not exact and rows[0]["device"] not in DEVICES
     apart = [
@@ -161,6 +141,33 @@ def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     for theirs in THEIRS:
         for ours in OURS:
             yield from judged_beside(rows, theirs, ours)
+
+
+def judged_bounds(plans: Iterable[Plan]) -> Iterator[Mark]:
+    """Those over what was asked, where something was: in silence none may be."""
+    bound = [
+        (step["peak"] / step["allowed"] - 1, at, step.get("warned", False))
+        for at, step in plans
+        if step.get("allowed")
+    ]
+    silent = [each[:2] for each in bound if not each[2]]
+    yield from pages.at_most(
+        "peak, above what was asked for, without a warning",
+        silent,
+        *(0.005, "at most +0.5%"),
+        f"{{:+.2%}} ({{}}), {len(silent)} of {len(bound)} plans",
+        enforced=True,
+        limit="No warning says that the peak is {0:.1%} above what was asked ({1}).",
+    )
+    over = sorted((each for each in bound if each[0] >= 0.0005), reverse=True)
+    if over:
+        listed = ", ".join(
+            f"{at} by {more:.1%}" + ", without a warning" * (not is_told)
+            for more, at, is_told in over
+        )
+        limit = f"Over what was asked, and a warning says so: {listed}."
+        what = "plans over what was asked"
+        yield Mark(what, f"{len(over)} of {len(bound)}", "none", False, False, limit)
 
 
 def judged_lowered(rows: Sequence[Row]) -> Iterator[Mark]:

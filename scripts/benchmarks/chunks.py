@@ -34,7 +34,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
 
-from benchmarks import catalogue, fresh, nets, pages, plans
+from benchmarks import bounds, catalogue, fresh, nets, pages, plans
 from benchmarks.catalogue import HELD_OUT, names, PROJECT, set_of
 from benchmarks.meters import gradients
 from benchmarks.pages import good, Mark, megabytes, Row
@@ -77,13 +77,9 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
             for row in good(rows, net=net, kind="kernels", part=dtype):
                 chunks = row["steps"][0]["chunks"]
                 yield {"set": set_of(net), "kind": "run", **task, "_chunks": chunks}
-    if torch.version.cuda is None:
         # Of a GPU there are schedules only where torch has what it needs for them.
-        return
-    for net in asked.nets:
-        if net in SMALL:
-            continue
-        for kind, numbers in KINDS.items():
+        is_scheduled = net not in SMALL and torch.version.cuda is not None
+        for kind, numbers in KINDS.items() if is_scheduled else ():
             task = {"net": net, "kind": kind, "device": DEVICE, "budgets": numbers}
             task["torch"] = (
                 fresh.UNTOUCHED if kind in ("upstream", "wheel") else "patched"
@@ -104,14 +100,14 @@ def measure(task: fresh.Task) -> Row:
     kind, net = task["kind"], catalogue.find(task["net"])
     if kind in ("kernels", "run"):
         net = replace(net, dtype=DTYPES[task["part"]])
-        ran = plans.Plans(net, "inductor", "inductor", False, lambda training: training)
+        ran = plans.Plans(net, "inductor", "inductor", False)
         ran.first = exact_gradients(net)
         if kind == "run":
             return {"steps": [by_number(ran, task["_chunks"])]}
         # The first finds no kernel compiled.
         return {"steps": [with_chunks(ran.by_peak(budget)) for budget in (0.0, 1.0)]}
     with plans.backend_of(DEVICE) as backend:
-        made = plans.Plans(net, DEVICE, backend, True, lambda training: training)
+        made = plans.Plans(net, DEVICE, backend, True)
         if kind == "upstream":
             return {"steps": made.upstreams(task["budgets"], False)}
         if kind in ("wheel", "number"):
@@ -161,25 +157,16 @@ def alone(made: plans.Plans, number: int, nbytes: int) -> Row:
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
-    yield from over_in_silence(rows)
+    yield from bounds.judged_bounds(
+        (f"{row['net']}, {row['kind']}", step)
+        for row in good(rows)
+        if row["kind"] != "alone"
+        for step in row["steps"]
+    )
     for of, part in pages.by_set(rows).items():
         for judge in (of_peaks, of_times, of_numbers, of_runs):
             for mark in judge(part):
                 yield mark._replace(what=f"{of}: {mark.what}")
-
-
-def over_in_silence(rows: Sequence[Row]) -> Iterator[Mark]:
-    steps = [
-        (step["peak"] / step["allowed"] - 1, f"{row['net']}, {row['kind']}")
-        for row in good(rows)
-        for step in row["steps"]
-        if step.get("allowed") and not step.get("warned")
-    ]
-    yield from pages.at_most(
-        *("peak, above what was asked, without a warning", steps, 0.005),
-        *("at most +0.5%", "{:+.2%} ({})", True),
-        "No warning says that the peak is {0:.1%} above what was asked ({1}).",
-    )
 
 
 def steps_of(rows: Sequence[Row], net: str, *kinds: str) -> list[Row]:
@@ -191,25 +178,12 @@ def nets_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["net"] for row in rows if row["net"] not in SMALL))
 
 
-def lowest(rows: Sequence[Row], net: str, *kinds: str) -> float:
-    found = plans.right(steps_of(rows, net, *kinds))
-    return min((step["peak"] for step in found), default=float("nan"))
-
-
-def lowest_peaks(rows: Sequence[Row], theirs: str) -> list[pages.Named]:
-    """The lowest that the target "peak" finds, beside those of another kind."""
-    return [
-        (lowest(rows, net, "graph") / lowest(rows, net, theirs), net)
-        for net in nets_of(rows)
-        if steps_of(rows, net, theirs) and steps_of(rows, net, "graph")
-    ]
-
-
 def of_peaks(rows: Sequence[Row]) -> Iterator[Mark]:
     """The lowest peaks, beside upstream's without chunks and with them."""
     for theirs, name in NAMES.items():
         yield from pages.at_most(
-            *(f"lowest peak / that of {name}", lowest_peaks(rows, theirs), 1.0),
+            f"lowest peak / that of {name}",
+            *(bounds.lowest_peaks(rows, theirs, "graph"), 1.0),
             limit=f"The lowest peak is {{2:.1%}} above that of {name} ({{1}}).",
         )
 
@@ -314,13 +288,13 @@ plan's.
 def table(rows: Sequence[Row], nets_shown: Sequence[str]) -> str:
     def peak(net: str, kind: str) -> str:
         found = steps_of(rows, net, kind)
-        return megabytes(lowest(rows, net, kind)) if found else "-"
+        return megabytes(plans.lowest(found)["peak"]) if found else "-"
 
     def chosen(net: str) -> str:
         found = steps_of(rows, net, "graph")
-        low = min(found, key=lambda step: step["peak"], default=None)
-        if low is None:
+        if not found:
             return "-"
+        low = plans.lowest(found)
         more = low["seconds"] / min(step["seconds"] for step in found) - 1
         return f"{low['chunks']}, {more:+.0%} time"
 

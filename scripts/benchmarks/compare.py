@@ -35,10 +35,9 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 
-from benchmarks import catalogue, fresh, nets, pages, plans
+from benchmarks import bounds, catalogue, fresh, pages, plans
 from benchmarks.meters import (
     device_peak,
-    gradients,
     relative_error,
     storages,
     TOLERANCE,
@@ -75,7 +74,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
         kinds = {**KINDS, "checkpoint": ()} if is_full else KINDS
         kinds = MORE if is_full and net == FULL[0] else kinds
         device = "inductor" if net == WORDS else plans.RUN
-        for task in plans.tasks([net], kinds, device):
+        for task in plans.tasks(net, kinds, device):
             yield {"set": asked.set, **task}
 
 
@@ -126,15 +125,12 @@ def timed(task: fresh.Task) -> Iterator[Row]:
             yield made.measured(training)
         elif kind == "blocks":
             yield from made.asked(kind, [{"share": share} for share in budgets])
+        elif kind == "graph":
+            yield from map(made.by_peak, budgets)
         else:
             whole = compiled(backend, fullgraph=True)
             for budget in budgets:
-                by_peak = kind == "graph"
-                yield (
-                    made.by_peak(budget)
-                    if by_peak
-                    else made.by_budget(budget, whole=whole)
-                )
+                yield made.by_budget(budget, whole=whole)
 
 
 def with_optimizer(training: Training) -> Training:
@@ -147,9 +143,8 @@ class Timed(plans.Plans):
 
     def found(self, training: Training) -> Row:
         plain = with_optimizer(Training(self.net, beside=True)).warmed()
-        row = self.by_kernels(training, plain)
-        if self.device == plans.RUN:
-            row = self.by_operators(training, plain)
+        is_run = self.device == plans.RUN
+        row = (self.by_operators if is_run else self.by_kernels)(training, plain)
         pairs = [(training.seconds(), plain.seconds()) for _ in range(REPEATS)]
         step_s, eager_s = (statistics.median(each) for each in zip(*pairs))
         return {**row, "step_over_eager": step_s / eager_s}
@@ -171,13 +166,8 @@ class Timed(plans.Plans):
         there = [*training.parameters, *module.buffers(), *training.inputs, *states]
         given = {each.data_ptr(): each.nbytes() for each in storages(there)}
         peak = sum(given.values()) + device_peak(training.step, "cpu")
-        found = []
-        for each in (training, plain):
-            torch.manual_seed(nets.SEED)
-            with each.within:
-                each.loss().backward()
-            found.append(gradients(each.parameters))
-        return {"peak": peak, "off_eager": relative_error(*found)}
+        off = relative_error(*map(plans.gradients_of, (training, plain)))
+        return {"peak": peak, "off_eager": off}
 
 
 # ------------------------------------------------------------------- report
@@ -185,16 +175,6 @@ class Timed(plans.Plans):
 
 def shown(rows: Sequence[Row], **wanted: Any) -> list[tuple[Row, Row]]:
     return [(row, step) for row in good(rows, **wanted) for step in row["steps"]]
-
-
-def is_right(step: Row) -> bool:
-    return bool(step["off_eager"] <= TOLERANCE)
-
-
-def lowest(rows: Sequence[Row], net: str, kind: str) -> Row:
-    """The step of the lowest peak, of those with right gradients."""
-    steps = [step for _, step in shown(rows, net=net, kind=kind) if is_right(step)]
-    return min(steps, key=lambda step: step["peak"])
 
 
 def judged(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -208,15 +188,9 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
         "gradients with the set, off from eager mode's",
         *(errors, TOLERANCE, f"at most {TOLERANCE:.0e}", "{:.1e} ({})", True),
     )
-    for net in nets_of(rows):
-        if good(rows, net=net, kind="graph") and good(rows, net=net, kind="upstream"):
-            ours, theirs = (lowest(rows, net, k)["peak"] for k in ("graph", "upstream"))
-            what = f"{net}: lowest peak with right gradients, this set / stock"
-            yield Mark(what, f"{ours / theirs:.2f}", "below 1", ours < theirs)
-
-
-def nets_of(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["net"] for row in good(rows)))
+    for ratio, net in bounds.lowest_peaks(rows, "upstream", "graph"):
+        what = f"{net}: lowest peak with right gradients, this set / stock"
+        yield Mark(what, f"{ratio:.2f}", "below 1", ratio < 1)
 
 
 def budget_of(step: Row) -> str:
@@ -228,7 +202,7 @@ def budget_of(step: Row) -> str:
 
 def error_of(step: Row) -> str:
     text = f"{step['off_eager']:.0e}" if step["off_eager"] else "0"
-    return text if is_right(step) else f"**{text}**"
+    return text if plans.right([step]) else f"**{text}**"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -272,7 +246,7 @@ def measured_how(rows: Sequence[Row]) -> str:
     numbers = ", ".join(f"{number} for `{net}`" for net, number in swept.items())
     return (
         "Peaks count parameters, optimizer states, gradients and activations: operator by "
-        f"operator, every storage counted{words * (WORDS in nets_of(rows))}. "
+        f"operator, every storage counted{words * bool(good(rows, net=WORDS))}. "
         f"Step: CPU time, medians of {REPEATS} beside eager steps. Lowest peak of stock: "
         f"of budgets from 0 to 1, evenly or, if more than 9, finer around it: {numbers}. "
         "Gradient error: of the worst "
@@ -288,7 +262,9 @@ def seen(data: dict[str, Any]) -> str:
     if not all(good(rows, net=net, kind=kind) for net in QUICK for kind in kinds):
         return ""
     ours, theirs = (
-        pages.megabytes(lowest(rows, llama, kind)["peak"]) for kind in kinds
+        pages.megabytes(plans.lowest(row["steps"])["peak"])
+        for kind in kinds
+        for row in good(rows, net=llama, kind=kind)
     )
     worst = {
         kind: max(s["off_eager"] for _, s in shown(rows, net=dropout, kind=kind))

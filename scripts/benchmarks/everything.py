@@ -116,19 +116,17 @@ def estimate(names: Iterable[str], of: str) -> str:
     """How long what has to be measured took last time."""
     total, unknown = 0.0, []
     for name in names:
-        every = stored(RESULTS / f"{name}.json")
-        rows = [row for row in every if row.get("set", of) == of]
-        if not any("took" in row for row in rows):
+        rows = stored(RESULTS / f"{name}.json")
+        if name in IN_SETS:
+            rows = [row for row in rows if row["set"] == of]
+        if not rows:
             unknown.append(name)
-        total += sum(row.get("took", 0.0) for row in rows if not is_current(row))
+        again = (r for r in rows if "error" in r or not provenance.is_of_now(r))
+        total += sum(row["took"] for row in again)
     text = f"about {minutes(total / AT_A_TIME)} for nets that were measured before"
     if unknown:
         text += f"; nothing is known of {', '.join(unknown)}"
     return text
-
-
-def is_current(row: dict[str, Any]) -> bool:
-    return "error" not in row and "code" in row and provenance.is_of_now(row)
 
 
 def stored(place: Path) -> list[dict[str, Any]]:

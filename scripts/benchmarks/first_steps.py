@@ -4,14 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._functorch import config
 
 from benchmarks import nets
 from benchmarks.architectures import ClassicShape
-from benchmarks.meters import gradients
 from benchmarks.pages import Row
 from benchmarks.tracing import cpu_attention_counted
-from benchmarks.watched import budget_of, summed_up, watched
+from benchmarks.watched import trained
 from benchmarks.ways import compiled, OPERATORS, Training
 
 
@@ -50,7 +48,7 @@ STEPS = (*((name, "blocks") for name in PROGRAMS), ("4 layers", "one function"))
 
 def measured(program: str, way: str) -> Row:
     net, batches = PROGRAMS[program]
-    with config.patch(enable_autograd_cache=False), cpu_attention_counted():
+    with cpu_attention_counted():
         ways: Any = {} if way == "one function" else {way: compiled(OPERATORS)}
         training = Training(net, **ways)
 
@@ -60,12 +58,4 @@ def measured(program: str, way: str) -> Row:
 
         if way == "one function":
             step = compiled(OPERATORS)(step)
-        trained = [each for each in training.parameters if each.requires_grad]
-        budget, found = budget_of(0.0), []
-        there = [*training.parameters, *training.module.buffers(), *training.inputs]
-        for _ in range(3):
-            with watched(budget, there) as row:
-                step()
-            gradients(trained)
-            found.append(row)
-    return summed_up(found)
+        return trained(step, training, share=0.0, count=3)

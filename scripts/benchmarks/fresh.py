@@ -64,13 +64,14 @@ def stop(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def told(task: Task) -> Task:
+def public(task: Task) -> Task:
     """The entries by which tasks differ, without those for ``measure`` alone."""
     return {name: v for name, v in task.items() if not name.startswith("_")}
 
 
 def words(task: Task) -> str:
-    return " ".join(str(v) for v in told(task).values() if isinstance(v, (str, float)))
+    values = public(task).values()
+    return " ".join(str(v) for v in values if isinstance(v, (str, float)))
 
 
 def measure_in_child(
@@ -124,10 +125,9 @@ def measured(module: str, task: Task, seconds: float = SECONDS) -> Row:
 
     Entries whose name begins with an underscore are for ``measure`` alone.
     """
-    print(words(task), "...", file=sys.stderr, flush=True)
-    row = {**told(task), **measure_in_child(module, task, seconds)}
+    row = {**public(task), **measure_in_child(module, task, seconds)}
     if "error" in row:
-        print(row["error"], file=sys.stderr)
+        print(f"{words(task)}: {row['error']}", file=sys.stderr)
     return row
 
 

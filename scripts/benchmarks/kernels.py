@@ -78,7 +78,7 @@ def planned(
     net: str, kinds: Kinds, device: str, rows: Sequence[Row]
 ) -> Iterator[fresh.Task]:
     """All kinds of plans of a net, but for limits in bytes that nothing asks for."""
-    for task in plans.tasks([net], kinds, device, rows):
+    for task in plans.tasks(net, kinds, device, rows):
         if task["kind"] == "bytes":
             task["_steps"] = plans.thinned(bounds.cheaper(rows, net=net, device=device))
             if not task["_steps"]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import fresh, kernels
 from benchmarks.catalogue import HELD_OUT, PROJECT
-from benchmarks.kernels import CHECKED, Kinds, planned
+from benchmarks.kernels import CHECKED, Kinds, planned, SHARES
 from benchmarks.pages import Row
 from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 
@@ -35,7 +35,7 @@ KINDS: Kinds = {
     "upstream": SWEEP,
     "eager": (),
     CHECKPOINTS[0]: (),
-    "graph": (1.0, 0.5, 0.2, 0.0),
+    "graph": SHARES,
 }
 
 

@@ -17,7 +17,6 @@ IN_SETS = (
     *("saved", "operators", "kernels", "steps", "loops", "cost", "unasked"),
     *("chunks", "fits"),
 )
-WITHOUT_NETS = ("solvers", "opinfo")
 # As `replay.GPUS` has them.
 GPUS = ("h100", "rtx4090")
 
@@ -32,15 +31,6 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "unasked": device(*GPUS, "cpu", "operators"),
     "gpu": device("cuda", "inductor", help="what runs them", default="cuda"),
     "cost": {"budgets": {"nargs": "+", "type": float, "help": "from 0 to 1"}},
-    "opinfo": {
-        "ops": {"nargs": "+", "metavar": "NAME", "help": "these operators alone"},
-        "sample": {
-            "type": int,
-            "metavar": "N",
-            "help": "so many operators, always the same",
-        },
-        "part": {"type": int, "nargs": "+", "help": "of 16"},
-    },
 }
 
 
@@ -67,16 +57,12 @@ def parser(name: str) -> argparse.ArgumentParser:
         add("--set", choices=SETS, default=SETS[0], help="of nets")
     else:
         found.set_defaults(set=SETS[0])
-    if name not in WITHOUT_NETS:
+    if name != "solvers":
         text = "these alone, or your own as module:function; others stay in FILE"
         add("--net", "--model", dest="nets", nargs="+", help=text)
     add("--kind", nargs="+", help="these kinds alone, likewise")
     for option, described in OWN.get(name, {}).items():
         add(f"--{option}", **described)
-    if name == "opinfo":
-        # A test of the planner rather than a figure.
-        found.set_defaults(json=None)
-        return found
     text = "store what is measured, and skip what the same code has stored"
     add("--json", type=in_a_folder, metavar="FILE", help=text)
     return found

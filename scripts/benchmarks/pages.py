@@ -75,6 +75,12 @@ def by_set(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return {name: part for name, part in found.items() if part}
 
 
+def held_out(rows: Iterable[Row]) -> str:
+    """How many are of nets that nothing was tuned on, in words."""
+    count = len(by_set(rows).get(SETS_OF_NETS[1], ()))
+    return f"{count or 'none'} of them held out from tuning"
+
+
 # -------------------------------------------------------------------- marks
 
 

@@ -34,6 +34,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "blocks": {"color": BLUE, "marker": "o"},
 }
 BUDGETED = ("upstream", "graph")
+MOST_PANELS = 6
+Draw = Callable[[Axes, list[Row]], None]  # a net's rows
 FACE: dict[str, Any] = {"font.size": 12, "axes.titlesize": 13, "lines.markersize": 5}
 
 
@@ -74,12 +76,9 @@ def megabytes_or_gigabytes(axes: Axes) -> None:
     axes.set_ylabel(f"peak memory, {name}")
 
 
-def panels(
-    figure: Figure, data: Row, draw: Callable[[Axes, list[Row]], None], most: int = 6
-) -> None:
+def panels(figure: Figure, rows: list[Row], draw: Draw) -> None:
     """One for each of the first nets, with what is on their axes."""
-    rows = good(data["measured"])
-    nets = [*dict.fromkeys(row["net"] for row in rows)][:most]
+    nets = [*dict.fromkeys(row["net"] for row in rows)][:MOST_PANELS]
     for at, net in enumerate(nets):
         axes = figure.add_subplot(-(-len(nets) // 3), min(3, len(nets)), at + 1)
         axes.set_title(net)
@@ -116,18 +115,17 @@ def by_compute(axes: Axes, rows: list[Row]) -> None:
     axes.set_xlim(left=-1)
 
 
-def operators(place: Path, data: Row) -> None:
-    title = "Peak memory of one training step, by budget"
-    source = source_of(good(data["measured"]), data)
-    with drawn(place, title, source, 13, 8) as figure:
-        panels(figure, data, by_budget)
+def by_net(
+    title: str, draw: Draw, size: tuple[int, int] = (13, 8), **wanted: Any
+) -> Callable[[Path, Row], None]:
+    """A picture that has a panel for each net of the rows with these entries."""
 
+    def picture(place: Path, data: Row) -> None:
+        rows = good(data["measured"], **wanted)
+        with drawn(place, title, source_of(rows, data), *size) as figure:
+            panels(figure, rows, draw)
 
-def steps(place: Path, data: Row) -> None:
-    title = "Peak memory of one training step, each block compiled by itself"
-    source = source_of(good(data["measured"]), data)
-    with drawn(place, title, source, 13, 8) as figure:
-        panels(figure, data, by_compute)
+    return picture
 
 
 def bars(
@@ -145,6 +143,12 @@ def bars(
     axes.margins(y=0.01)
 
 
+def lowest_of(rows: list[Row], net: str, kind: str) -> float:
+    """The lowest peak of a net's plans, NaN where none of the kind was measured."""
+    found = (lowest(row["steps"]) for row in good(rows, net=net, kind=kind))
+    return next((step["peak"] for step in found), nan)
+
+
 def kernels(place: Path, data: Row) -> None:
     """The lowest peaks of all nets that both were measured of, beside stock's default."""
     rows = good(data["measured"])
@@ -154,8 +158,8 @@ def kernels(place: Path, data: Row) -> None:
     bases = bounds.base_of(rows)
     found = {}
     for kind, color in (("eager", GREY), ("upstream", ORANGE), ("graph", BLUE)):
-        of = {row["net"]: lowest(row["steps"])["peak"] for row in good(rows, kind=kind)}
-        values = [100 * of.get(net, nan) / bases[net]["peak"] for _, net in both]
+        peaks = ((lowest_of(rows, net, kind), bases[net]["peak"]) for _, net in both)
+        values = [100 * peak / base for peak, base in peaks]
         label = LABELS[kind].partition(",")[0] + ", lowest" * (kind in BUDGETED)
         found[label] = (color, values)
     held_out = {row["net"] for row in pages.by_set(rows).get(pages.SETS_OF_NETS[1], ())}
@@ -177,7 +181,7 @@ def heads(place: Path, data: Row) -> None:
         "this set, target peak, lowest": ("graph", BLUE),
     }
     found = {
-        label: (color, [chunks.lowest(rows, net, kind) / 1e9 for net in names])
+        label: (color, [lowest_of(rows, net, kind) / 1e9 for net in names])
         for label, (kind, color) in kinds.items()
     }
     title = "Peak memory of one training step with a large vocabulary"
@@ -189,17 +193,14 @@ def heads(place: Path, data: Row) -> None:
         axes.set_xlabel("peak memory, GB")
 
 
-def rfc(place: Path, data: Row) -> None:
-    rows = good(data["measured"], net="llama-8")
-    title = "A smaller budget can need more memory"
-    with drawn(place, title, source_of(rows, data), 11, 5) as figure:
-        panels(figure, {"measured": rows}, by_budget)
-
-
-PICTURES: dict[str, Callable[..., None]] = {
-    "operators": operators,
-    "steps": steps,
+PICTURES: dict[str, Callable[[Path, Row], None]] = {
+    "operators": by_net("Peak memory of one training step, by budget", by_budget),
+    "steps": by_net(
+        "Peak memory of one training step, each block compiled by itself", by_compute
+    ),
     "kernels": kernels,
     "chunks": heads,
-    "rfc": rfc,
+    "rfc": by_net(
+        "A smaller budget can need more memory", by_budget, (11, 5), net="llama-8"
+    ),
 }

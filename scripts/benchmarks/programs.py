@@ -16,15 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn, Tensor
-from torch._functorch import config
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import nets
 from benchmarks.architectures import ClassicShape
 from benchmarks.libraries import with_inputs
-from benchmarks.meters import gradients
 from benchmarks.pages import Row
-from benchmarks.watched import budget_of, SHARE, summed_up, watched
+from benchmarks.watched import budget_of, SHARE, summed_up, trained, watched
 from benchmarks.ways import blocks_of, compiled, OPERATORS, Training
 
 
@@ -66,7 +64,7 @@ def compiled_by_operators() -> Any:
     return mock.patch.object(torch, "compile", compile_this)
 
 
-def trained(loop: str, way: str) -> Row:
+def by_trainer(loop: str, way: str) -> Row:
     """A Trainer's steps, with blocks, regions of accelerate's, or the model compiled."""
     torch.manual_seed(nets.SEED)
     sizes = nets.sized(64, 160, 4, 4)
@@ -136,27 +134,19 @@ def rank(number: int, place: str, loop: str, way: str) -> Row:
         "gloo", init_method=place, rank=number, world_size=RANKS, timeout=wait
     )
     training = Training(NET, blocks=compiled(OPERATORS) if way == "blocks" else ())
-    step, parameters = PARALLEL[loop](training, number, way)
-    budget, found = budget_of(SHARE), []
-    there = [*training.module.parameters(), *training.inputs]
-    with config.patch(enable_autograd_cache=False):
-        for _ in range(STEPS):
-            with watched(budget, [*there, *parameters]) as row:
-                step()
-            gradients(parameters)
-            found.append(row)
+    row = trained(PARALLEL[loop](training, number, way), training, SHARE, STEPS)
     dist.barrier()
     dist.destroy_process_group()
-    return summed_up(found)
+    return row
 
 
-Step = tuple[Callable[[], Any], list[Tensor]]
+Step = Callable[[], Any]
 
 
 def replicated(training: Training, _number: int, way: str) -> Step:
     model: Any = nn.parallel.DistributedDataParallel(training.module)
     training.forward = compiled(OPERATORS)(model) if way == "whole" else model
-    return lambda: training.loss().backward(), training.parameters
+    return lambda: training.loss().backward()
 
 
 def sharded(training: Training, _number: int, _way: str) -> Step:
@@ -165,7 +155,7 @@ def sharded(training: Training, _number: int, _way: str) -> Step:
     mesh = init_device_mesh("cpu", (RANKS,))
     for part in (*training.blocks, training.module):
         fully_shard(part, mesh=mesh)
-    return lambda: training.loss().backward(), [*training.module.parameters()]
+    return lambda: training.loss().backward()
 
 
 def split_by_columns(training: Training, _number: int, _way: str) -> Step:
@@ -179,7 +169,7 @@ def split_by_columns(training: Training, _number: int, _way: str) -> Step:
     for block in training.blocks:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
-    return lambda: training.loss().backward(), [*training.module.parameters()]
+    return lambda: training.loss().backward()
 
 
 def piped(training: Training, number: int, _way: str) -> Step:
@@ -197,12 +187,9 @@ def piped(training: Training, number: int, _way: str) -> Step:
     schedule = Schedule1F1B(stage, 4, loss_fn=loss)
     inputs = torch.randn(ROWS, LENGTH, 128)
     _, wanted = training.inputs
-    step = (
-        functools.partial(schedule.step, target=wanted)
-        if number
-        else functools.partial(schedule.step, inputs)
-    )
-    return step, [*part.parameters()]
+    if number:
+        return functools.partial(schedule.step, target=wanted)
+    return functools.partial(schedule.step, inputs)
 
 
 PARALLEL: dict[str, Callable[[Training, int, str], Step]] = {
@@ -213,4 +200,4 @@ PARALLEL: dict[str, Callable[[Training, int, str], Step]] = {
 }
 
 
-MEASURED = {"hf-trainer": trained, "two ranks": in_ranks}
+MEASURED = {"hf-trainer": by_trainer, "two ranks": in_ranks}

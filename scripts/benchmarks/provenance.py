@@ -79,19 +79,15 @@ def complaints(name: str, rows: Iterable[Row]) -> list[str]:
     """What is wrong with the rows of a table: of several codes, or not of this one."""
     rows, again = list(rows), f"run scripts/benchmark.sh all --only {name}"
     wrong = []
-    releases = sorted({row["release"] for row in rows if "release" in row})
+    releases = sorted({row["release"] for row in rows})
     if len(releases) > 1:
         several = ", ".join(releases)
         wrong.append(f"{name}: the rows are of several releases ({several}); {again}")
-    rows = [row for row in rows if row.get("code") != STOCK]
-    found = {row.get("code", ""): row for row in rows}
-    if "" in found:
-        count = sum("code" not in row for row in rows)
-        wrong.append(f"{name}: {count} rows do not say which code they are of; {again}")
+    found = {row["code"]: row for row in rows if row["code"] != STOCK}
     if len(found) > 1:
-        commits = ", ".join(row.get("commit", "unknown") for row in found.values())
+        commits = ", ".join(row["commit"] for row in found.values())
         wrong.append(f"{name}: the rows are of several codes ({commits}); {again}")
-    for code, row in found.items():
-        if code and not is_of_now(row):
+    for row in found.values():
+        if not is_of_now(row):
             wrong.append(f"{name}: the code has changed since {row['commit']}; {again}")
     return wrong

@@ -14,11 +14,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from patchset.patch import REPOSITORY
 
-from benchmarks import compare, everything, front, provenance
+from benchmarks import compare, cost, everything, provenance, unasked
 from benchmarks.options import IN_SETS, SETS
 from benchmarks.pages import brief
 from benchmarks.pictures import PICTURES
@@ -28,42 +28,30 @@ GUIDES = (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md")))
 RESULTS = REPOSITORY / "results"
 BLOCK = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- report end -->)", re.DOTALL)
 
-
-class Question(NamedTuple):
-    """What is asked, and the module whose ``page`` gets what is stored of it."""
-
-    asked: str
-    module: str
-
-
+# What is asked of what is stored as results/NAME.json.
 QUESTIONS = {
-    "solvers": Question("How good are the solvers?", "solvers"),
-    "saved": Question("Is a budget of saved bytes kept?", "saved"),
-    "operators": Question(
-        "What does one graph hold at its peak, operator by operator?", "operators"
-    ),
-    "kernels": Question(
-        "What does one graph hold at its peak, by inductor's kernels?", "kernels"
-    ),
-    "steps": Question(
-        "What does a whole step hold at its peak, each block compiled by itself?",
-        "steps",
-    ),
-    "gpu": Question("What does a GPU hold and take?", "gpu"),
-    "loops": Question("Is a budget kept in loops whose steps differ?", "loops"),
-    "cost": Question("What does it cost to compile, and to begin?", "cost"),
-    "unasked": Question("Is anything worse where nothing is asked?", "unasked"),
-    "chunks": Question("What do large heads hold in chunks?", "chunks"),
-    "fits": Question("Does what_fits.sh tell the truth?", "fits"),
-    "forms": Question("What does each pull request change?", "proposal"),
-    "releases": Question("Which patch was tested on which release?", "releases"),
+    "solvers": "How good are the solvers?",
+    "saved": "Is a budget of saved bytes kept?",
+    "operators": "What does one graph hold at its peak, operator by operator?",
+    "kernels": "What does one graph hold at its peak, by inductor's kernels?",
+    "steps": "What does a whole step hold at its peak, each block compiled by itself?",
+    "gpu": "What does a GPU hold and take?",
+    "loops": "Is a budget kept in loops whose steps differ?",
+    "cost": "What does it cost to compile, and to begin?",
+    "unasked": "Is anything worse where nothing is asked?",
+    "chunks": "What do large heads hold in chunks?",
+    "fits": "Does what_fits.sh tell the truth?",
+    "forms": "What does each pull request change?",
+    "releases": "Which patch was tested on which release?",
 }
+# The module whose ``page`` gets it, where that is not its name.
+MODULES = {"forms": "proposal"}
 # Of a guide alone.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("compare", compare.headline),
     "techniques": ("compare", compare.techniques),
-    "installed": ("unasked", front.installed),
-    "compiling": ("cost", front.compiling),
+    "installed": ("unasked", unasked.installed),
+    "compiling": ("cost", cost.compiling),
 }
 # That of the RFC is of one net.
 DRAWN = {name: name for name in PICTURES} | {"rfc": "operators"}
@@ -87,7 +75,7 @@ def not_yet(name: str) -> str:
 def page_of(name: str) -> str:
     if (data := stored(name)) is None:
         return not_yet(name)
-    module = importlib.import_module(f"benchmarks.{QUESTIONS[name].module}")
+    module = importlib.import_module(f"benchmarks.{MODULES.get(name, name)}")
     text: str = module.page(data)
     return text + left_out(name, module, data)
 
@@ -136,11 +124,11 @@ def written() -> Iterator[tuple[Path, str]]:
         f"{HEAD}# What was measured\n\nOne page a question; the files beside them have "
     )
     index += "all figures. `scripts/report.sh` writes the pages.\n\n"
-    for name, question in QUESTIONS.items():
-        picture = f"![{question.asked}]({name}.svg)\n\n" if name in PICTURES else ""
-        page = f"{HEAD}# {question.asked}\n\n{picture}{page_of(name)}"
+    for name, asked in QUESTIONS.items():
+        picture = f"![{asked}]({name}.svg)\n\n" if name in PICTURES else ""
+        page = f"{HEAD}# {asked}\n\n{picture}{page_of(name)}"
         yield RESULTS / f"{name}.md", page
-        index += f"- [{question.asked}]({name}.md)\n"
+        index += f"- [{asked}]({name}.md)\n"
     yield RESULTS / "README.md", index
     for name, draw in PICTURES.items():
         if (data := stored(DRAWN[name])) is None:
@@ -177,12 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def complaints() -> list[str]:
     """Rows of one question that are of several codes, or not of the code as it is."""
-    found = ((name, stored(name)) for name in everything.QUESTIONS)
     return [
         text
-        for name, data in found
-        if data is not None
-        for text in provenance.complaints(name, data["measured"])
+        for name in everything.QUESTIONS
+        for text in provenance.complaints(
+            name, everything.stored(RESULTS / f"{name}.json")
+        )
     ]
 
 

@@ -23,7 +23,7 @@ from benchmarks.plans import DEVICES
 
 
 # What --kind chooses by, and what tells rows apart.
-KINDS = ("kind", "loop", "part")
+KINDS = ("kind", "loop")
 KEY = (*KINDS, "net", "device", "way", "share")
 
 
@@ -59,7 +59,7 @@ class Runner:
         self.rows = list(self.stored)
         self.took = {key(r): r["took"] for r in self.rows if "took" in r}
         # A question as a whole leaves no rows of its set behind that it does not have.
-        chosen = ("nets", "kind", "part", "check")
+        chosen = ("nets", "kind", "check")
         self.is_whole = not any(getattr(asked, name, None) for name in chosen)
         self.code = provenance.here()
         self.lock = threading.Lock()
@@ -95,7 +95,7 @@ class Runner:
 
     def stored_row(self, task: fresh.Task) -> Optional[Row]:
         """Its row, where it has been measured by this code."""
-        wanted = json.loads(json.dumps({**fresh.told(task), **self.code_of(task)}))
+        wanted = json.loads(json.dumps({**fresh.public(task), **self.code_of(task)}))
         for row in self.stored:
             same = all(row.get(k) == v for k, v in wanted.items() if k != "commit")
             if same and "error" not in row:
@@ -125,9 +125,8 @@ class Runner:
 
     def expected(self, asked: Any) -> Iterator[fresh.Task]:
         """What is likely to be measured: how many tasks there are rows may decide."""
-        if self.benchmark.NETS:
-            tasks = self.tasks(asked, copy.deepcopy(self.rows))
-            yield from (task for task in tasks if self.stored_row(task) is None)
+        tasks = self.tasks(asked, copy.deepcopy(self.rows))
+        return (task for task in tasks if self.stored_row(task) is None)
 
     def run_group(self, asked: Any) -> list[Row]:
         rows = [] if self.is_whole else list(self.rows)
@@ -145,12 +144,9 @@ class Runner:
     def measure(self, task: fresh.Task) -> Row:
         self.tell(task)
         before = time.monotonic()
-        name = self.benchmark.__name__
-        found = fresh.measure_in_child(name, task, fresh.SECONDS)
-        if "error" in found:
-            print(f"{fresh.words(task)}: {found['error']}", file=sys.stderr)
+        row = fresh.measured(self.benchmark.__name__, task)
         took = round(time.monotonic() - before, 1)
-        row = {**fresh.told(task), **found, "took": took, **self.code_of(task)}
+        row.update(took=took, **self.code_of(task))
         with self.lock:
             self.measured.append(took)
             put(self.rows, row)

@@ -189,17 +189,16 @@ def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
         for row, step, where in peaks
         if step["peak"] > 1.001 * row["unbudgeted_peak"] > 1.01 * step["upstream_peak"]
     ]
-    if peaks:
-        worst, place = max(above, default=(1.0, "none"))
-        text = f"{len(above)} of {len(peaks)}, up to {worst:.2f} times it ({place})"
-        stock = f"Stock is lower at {', '.join(lower)}." if lower else ""
-        yield Mark(
-            f"{nets_of}: plans above the peak without a budget, each with a warning",
-            *(text, "none", not above),
-            enforced=False,
-            limit=f"{nets_of}: of {len(peaks)} plans {len(above)} peak above a step without a "
-            f"budget, up to {worst:.2f} times as high ({place}); a warning says so. {stock}".strip(),
-        )
+    worst, place = max(above, default=(1.0, "none"))
+    text = f"{len(above)} of {len(peaks)}, up to {worst:.2f} times it ({place})"
+    stock = f"Stock is lower at {', '.join(lower)}." if lower else ""
+    yield Mark(
+        f"{nets_of}: plans above the peak without a budget, each with a warning",
+        *(text, "none", not above),
+        enforced=False,
+        limit=f"{nets_of}: of {len(peaks)} plans {len(above)} peak above a step without a "
+        f"budget, up to {worst:.2f} times as high ({place}); a warning says so. {stock}".strip(),
+    )
 
 
 LEGEND = """Every net is traced once, as for a GPU, and its joint graph is split at each budget by this

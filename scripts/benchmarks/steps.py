@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import fresh, kernels, nets
 from benchmarks.catalogue import HELD_OUT, names, PROJECT
-from benchmarks.kernels import Kinds, planned
+from benchmarks.kernels import Kinds, planned, SHARES
 from benchmarks.pages import Row
 from benchmarks.plans import CHECKPOINTS, RUN, SWEEP
 
@@ -40,7 +40,6 @@ NETS = {
     **{of: (*SMALL[of], *AT_SIZE[of]) for of in SMALL},
     "check": ("llama-4",),
 }
-SHARES = (1.0, 0.5, 0.2, 0.0)
 BY_OPERATORS: Kinds = {
     "saved": SWEEP,
     "eager": (),

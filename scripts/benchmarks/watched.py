@@ -1,19 +1,20 @@
 """A step within a StepBudget, watched: its peak, and what it did to the plans."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from torch._functorch import partitioners
+from torch._functorch import config, partitioners
 
 from benchmarks import pages
-from benchmarks.meters import CountedStorages
+from benchmarks.meters import CountedStorages, gradients
 from benchmarks.pages import Row
 from benchmarks.plans import warnings_noted
 from benchmarks.tracing import overlay
+from benchmarks.ways import Training
 
 
 SHARE = 0.2
@@ -43,8 +44,24 @@ def watched(budget: Any, there: Sequence[Tensor]) -> Iterator[Row]:
         row.update(allowed=plan.allowed, floor=plan.floor, told=plan.predicted_peak)
 
 
-def budget_of(share: Optional[float] = None, **bound: int) -> Any:
-    return overlay("memory_planner").StepBudget(share=share, **bound)
+def budget_of(share: float) -> Any:
+    return overlay("memory_planner").StepBudget(share)
+
+
+def trained(
+    step: Callable[[], Any], training: Training, share: float, count: int
+) -> Row:
+    """So many steps of a training whose parameters stay as they are, summed up."""
+    budget, found = budget_of(share), []
+    module = training.module
+    there = [*module.parameters(), *module.buffers(), *training.inputs]
+    with config.patch(enable_autograd_cache=False):
+        for _ in range(count):
+            with watched(budget, there) as row:
+                step()
+            gradients(there)
+            found.append(row)
+    return summed_up(found)
 
 
 def summed_up(found: Sequence[Row]) -> Row:

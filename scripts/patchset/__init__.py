@@ -3,6 +3,6 @@
 Imports run one way: ``patch`` (what a patch is) <- ``topics`` (one patch each) <-
 ``series`` (their order); ``patch`` <- ``target`` (the tree at hand) <- ``images``
 (what each file was, is and becomes) <- ``transaction`` (writing it) <- ``apply``
-(the command). ``mailbox`` turns images into patches. Standard library only: the
-commands run on whatever Python a machine has, from 3.9 on.
+(the command). Standard library only: it runs on whatever Python a machine has, from
+3.9 on.
 """

@@ -18,7 +18,6 @@ from . import transaction
 from .commits import check_committable, commit_on_head
 from .files import fault
 from .images import ABSENT, APPLIED, Survey, survey
-from .mailbox import message
 from .patch import MANIFEST, OVERLAY, RELEASES, REPOSITORY
 from .series import SERIES
 from .target import (
@@ -140,7 +139,14 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument(
         "--commit", action="store_true", help="git checkouts: one commit per patch"
     )
-    add_without(parser)
+    parser.add_argument(
+        "--without",
+        metavar="PATCH",
+        action="append",
+        default=[],
+        choices=[patch.name for patch in SERIES],
+        help="leave this patch out, as --status names it; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="name every patch and file"
@@ -189,17 +195,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             text = report.as_text(verbose={"-v", "--verbose"} & {*arguments} != set())
             print(text, file=sys.stderr if failed else sys.stdout, flush=True)
     return report.exit_code
-
-
-def add_without(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--without",
-        metavar="PATCH",
-        action="append",
-        default=[],
-        choices=[patch.name for patch in SERIES],
-        help="leave this patch out, as --status names it; may be repeated",
-    )
 
 
 def _find(options: argparse.Namespace) -> Target:
@@ -264,7 +259,7 @@ def _apply(report: Report, target: Target, options: argparse.Namespace) -> None:
     else:
         report.messages.append("already applied")
     if options.commit:
-        steps = [(message(s.patch), s.changes) for s in result.patches if s.changes]
+        steps = [(s.patch.message, s.changes) for s in result.patches if s.changes]
         try:
             report.commits = commit_on_head(target, steps)
         except (Conflict, OSError) as error:

@@ -171,6 +171,9 @@ def _classify(
     """Every patch's state, from the files without the set and as they are."""
     view = dict(base)
     missing: set[str] = set()
+    # Where all of it is there already, nothing will be written that has to compile.
+    fit = (patch for patch in series if patch.fits(release))
+    is_new = bool(without) or not all(_is_there(p, release, current) for p in fit)
     for patch in series:
         lacks = [name for name in patch.needs if name in missing]
         if patch.name in without or (lacks and patch.fits(release)):
@@ -178,22 +181,27 @@ def _classify(
             detail = f"it needs {', '.join(lacks)}" if lacks else ""
             yield PatchState(patch, LEFT_OUT, detail)
         else:
-            state = _classify_one(patch, release, base, current, view)
+            state = _classify_one(patch, release, base, current, view, is_new)
             view.update((change.path, change.after) for change in state.changes)
             yield state
 
 
+def _is_there(patch: Patch, release: str, current: View) -> bool:
+    files = (path for path in patch.files if path in current)
+    return all(current[path] == overlay(path) for path in files) and all(
+        _has(current[edit.path], edit) for edit in patch.edits_for(release)
+    )
+
+
 def _classify_one(
-    patch: Patch, release: str, base: View, current: View, view: View
+    patch: Patch, release: str, base: View, current: View, view: View, is_new: bool
 ) -> PatchState:
-    """The state of one patch, on top of ``view``."""
+    """The state of one patch, on top of ``view``; what ``is_new`` has to compile."""
     if not patch.fits(release):
         return PatchState(patch, ABSENT, f"nothing to change in {release}")
     files = [path for path in patch.files if path in view]
     edits = patch.edits_for(release)
-    done = all(current[path] == overlay(path) for path in files) and all(
-        _has(current[edit.path], edit) for edit in edits
-    )
+    done = _is_there(patch, release, current)
     landed = bool(patch.landed) and all(
         text in _text(base.get(path)) for path, text in patch.landed
     )
@@ -205,7 +213,7 @@ def _classify_one(
     if landed and not faults and not done:
         return PatchState(patch, LANDED, "upstream has it; nothing is changed")
     try:
-        changes = _changes(files, edits, release, view)
+        changes = _changes(files, edits, release, view, is_new)
     except (LookupError, SyntaxError, ValueError) as error:
         return PatchState(patch, CONFLICTS, str(error))
     if done:
@@ -216,7 +224,11 @@ def _classify_one(
 
 
 def _changes(
-    files: Sequence[str], edits: Sequence[Edit], release: str, view: View
+    files: Sequence[str],
+    edits: Sequence[Edit],
+    release: str,
+    view: View,
+    is_new: bool,
 ) -> tuple[Change, ...]:
     """The patch's changes to ``view``.
 
@@ -238,7 +250,7 @@ def _changes(
         text = before.decode()
         start, end = edit.locate(text)
         after[edit.path] = (text[:start] + edit.replacement + text[end:]).encode()
-    for path, content in after.items():
+    for path, content in after.items() if is_new else ():
         here = tuple(edit for edit in edits if edit.path == path)
         _check_syntax(path, content, release, here)
     return tuple(

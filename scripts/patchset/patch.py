@@ -1,8 +1,8 @@
 """What a patch is: whole files of the overlay and anchored edits of upstream's.
 
-Everything else (the checked-in patches, the manifest, the exported series, what
-``apply_patch.sh`` does) is derived from the patches in ``topics/``, in the order of
-``series.SERIES``, and from the files in ``torch_overlay/``.
+Everything else (the checked-in patches, the manifest, what ``apply_patch.sh`` does) is
+derived from the patches in ``topics/``, in the order of ``series.SERIES``, and from the
+files in ``torch_overlay/``.
 """
 
 from __future__ import annotations
@@ -190,6 +190,12 @@ class Patch:
     def tested(self) -> str:
         """The command that fails without the patch."""
         return f"python {self.test}"
+
+    @property
+    def message(self) -> str:
+        """Of its commit: subject, reason, trailers, how it was tested."""
+        trailers = "\n".join((*self.trailers, f"Tested: {self.tested}"))
+        return f"{self.subject}\n\n{self.why}\n{trailers}\n"
 
     def paths(self) -> tuple[str, ...]:
         return self.files + tuple(dict.fromkeys(e.path for e in self.edits))

@@ -44,6 +44,23 @@ LARGEST_TEXT = 1 << 20
 # Which wheel a checkout was assembled from.
 MARKER = ".linked_from_wheel.json"
 
+DESCRIPTION = """\
+Links the binaries of the torch installed in the .venv into CHECKOUT, so that its Python
+tree runs without compiling PyTorch; --remove takes the links out again. The .venv is
+set up first where it is missing. CHECKOUT must be of the same major.minor release: for
+another one than the default, set TORCH_VERSION, or TORCH_VERSION=installed for the torch
+of APPLY_PYTHON or python3.
+
+Run the checkout with PYTHONPATH=CHECKOUT in front; its scripts and tests would import
+the installed torch otherwise.
+
+  TORCH_VERSION=2.15.0 scripts/link_build.sh CHECKOUT
+"""
+EPILOG = """\
+Exit status: 0 done or already in the wanted state; 2 bad call, or refused with the
+reason.
+"""
+
 
 # ---------------------------------------------------------------- the wheel
 
@@ -288,19 +305,29 @@ def run(arguments: argparse.Namespace) -> None:
         print(link(checkout, installed_wheel()))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Of ``link_build.sh``, after the command, ``link``; scripts alone call the other."""
     parser = argparse.ArgumentParser(
-        description="Make PyTorch checkouts that run on an installed wheel's binaries.",
-        epilog="exit status: 0 done, or already in the wanted state; 2 bad call, or "
-        "refused: the message says what is in the way and what to do",
+        prog="link_build.sh",
+        usage="scripts/%(prog)s [--remove] CHECKOUT",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("assemble", "link"))
-    parser.add_argument(
-        "--remove", action="store_true", help="take the links out again instead"
-    )
-    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: run(options))
+    add = parser.add_argument
+    add("command", choices=("assemble", "link"), help=argparse.SUPPRESS)
+    add("--remove", action="store_true", help="take the links out again instead")
+    add("checkout", type=Path, metavar="CHECKOUT", help="of PyTorch")
+    found = parser.parse_args(arguments)
+    tree, needed = found.checkout, "torch/__init__.py"
+    if found.command == "link" and not (tree / needed).is_file():
+        parser.error(f"'{tree}' is no PyTorch checkout: it has no {needed}")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = options(arguments)
+    return exit_status(lambda: run(asked))
 
 
 if __name__ == "__main__":

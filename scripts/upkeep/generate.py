@@ -1,7 +1,4 @@
-"""Writes what is checked in but derived: ``patches/`` and ``manifest.json``.
-
-``--check`` writes nothing and fails where the checked-in files differ.
-"""
+"""Writes what is checked in but derived: ``patches/`` and ``manifest.json``."""
 
 import argparse
 import json
@@ -11,12 +8,12 @@ from pathlib import Path
 from typing import Optional
 
 from patchset import images
-from patchset.mailbox import mail
 from patchset.patch import MANIFEST, RELEASES, REPOSITORY
 from patchset.series import SERIES
 from patchset.target import find
 from patchset.transaction import digest
 
+from .mailbox import mail
 from .releases import tree
 
 
@@ -50,7 +47,7 @@ def derived(
         if edits:
             name = f"{number:04d}-{state.patch.name}.patch"
             mails[PATCHES / release / name] = mail(
-                state.patch, edits, number, len(SERIES), context=1
+                state.patch, edits, number, len(SERIES)
             )
     return row, mails, result.patches
 
@@ -114,12 +111,26 @@ def write(changes: dict[Path, Optional[str]]) -> None:
             place.write_text(text)
 
 
+def options(arguments: Optional[list[str]] = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="generate_patches.sh",
+        description="Writes patches/ and scripts/patchset/manifest.json from the edits in "
+        "scripts/patchset/topics/. Fetches the Python trees of all releases, once.",
+        epilog="exit status: 0 written, or all as it should be; 1 with --check: something "
+        "is not; 2 bad call",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; name what is not what the edits give",
+    )
+    return parser.parse_args(arguments)
+
+
 def main(arguments: Optional[list[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args(arguments).check
+    asked = options(arguments)
     changes = differences(RELEASES)
-    if check:
+    if asked.check:
         for place in changes:
             print(f"{place.relative_to(REPOSITORY)}: not what the table gives")
         if changes:

@@ -9,7 +9,6 @@ from typing import NamedTuple, Optional
 
 from patchset.commits import check_committable, commit_on_branch, git
 from patchset.images import ABSENT, CONFLICTS, PatchState
-from patchset.mailbox import message
 from patchset.patch import Patch, REPOSITORY
 from patchset.series import exported, FORMS, SERIES, stack
 from patchset.target import BadCall, Conflict, exit_status, find, Target
@@ -113,7 +112,7 @@ def make(target: Target, topic: str, force: bool) -> Branch:
     if not steps or steps[-1].patch.name != topic:
         raise Conflict(f"{topic}: {result.patches[-1].state}")
     check_committable(target, result.changes)
-    commits = [(message(step.patch), step.changes) for step in steps]
+    commits = [(step.patch.message, step.changes) for step in steps]
     made = commit_on_branch(target, branch, commits, force)
     BODIES.mkdir(parents=True, exist_ok=True)
     (BODIES / f"{topic}.md").write_text(text)

@@ -1,6 +1,7 @@
 """Measures what `what_fits.sh` was asked, in the Python and with the torch it found."""
 
 import argparse
+import gc
 import itertools
 import logging
 import os
@@ -104,9 +105,10 @@ class Progress:
 def measured(task: fresh.Task, progress: Progress) -> Row:
     """A row as `fresh.measured` has it, by this process."""
     if task["way"] == page.UPSTREAM:
+        print(fresh.words(task), "...", file=sys.stderr, flush=True)
         return fresh.measured(page.__name__, task)
     name = " ".join(f"{k} {task[k]}" for k in ("batch", "length") if task[k])
-    row: Row = {**fresh.told(task), "steps": []}
+    row: Row = {**fresh.public(task), "steps": []}
     try:
         for step in page.plans_of(task):
             row["steps"].append(step)
@@ -130,6 +132,8 @@ def main(words: Optional[list[str]] = None) -> int:
 
 def answered(asked: argparse.Namespace) -> int:
     check_model(command.options(), asked)
+    # Each plan collects garbage, which need not be looked for in all that was imported.
+    gc.freeze()
     todo = [*tasks({**vars(asked), "json": None})]
     sizes = sum(task["way"] == page.OURS for task in todo)
     progress = Progress(sizes * (1 + len(page.SHARES) + (asked.memory is not None)))
