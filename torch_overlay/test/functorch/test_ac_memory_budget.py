@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from test_ac_random_ops import functional, tick
+from test_ac_must_save_at_zero import tick
+from test_ac_random_ops import functional
 
 import torch
 from torch._functorch import config, partitioners
