@@ -2,7 +2,8 @@
 """What is read is decided once, whatever is recomputed.
 
 Each net reads elements by a decision of its own kind.  Its plans must not repeat the
-operator that decides, and must keep no more than what was decided.
+operator that decides, and must keep no more than what was decided.  More kinds are in
+test_ac_routing.py, which this needs as well.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 aten = torch.ops.aten
 ROWS, WIDTH, EXPERTS = 32, 8, 4
-BUDGETS = (0, 0.1, 0.2, 0.5, 0.8, 1)
+BUDGETS = (0, 0.1, 0.5, 1)
 SETTINGS = [(budget, False) for budget in BUDGETS] + [(1, True)]
 TARGETS = ["saved"]
 if hasattr(functorch_config, "activation_memory_budget_target"):
@@ -70,12 +71,6 @@ def by_queue(x, scores, experts):
 # How each decides, and what is kept for it: bytes of a row.
 NETS = {
     "topk": (by_topk, aten.topk, 2 * (8 + 4)),
-    "argmax": (by_argmax, aten.argmax, 8),
-    "comparison": (
-        lambda x, scores, experts: x * experts[(scores[:, 0] > scores[:, 1]).long()],
-        aten.gt,
-        1,
-    ),
     "rounding": (by_rounding, aten.floor, 4),
     "queue": (by_queue, aten.argmax, 8),
     "mask": (
@@ -117,8 +112,6 @@ def attention(x, scores, experts):
 
 UNDECIDED = {
     "relu": lambda x, scores, experts: x * scores.relu().sum(1, keepdim=True),
-    "where": lambda x, scores, experts: torch.where(scores[:, :1] > 0, x, x.cos()),
-    "pool": lambda x, scores, experts: F.max_pool2d(x.view(1, 1, ROWS, WIDTH), 2),
     "quantized": lambda x, scores, experts: (
         x * ((scores * 100).round().to(torch.int8) * scores).sum(1, keepdim=True)
     ),
@@ -150,10 +143,9 @@ class DecisionsTest(TestCase):
 
     def test_checkpoints_keep_decisions(self):
         selective = checkpointed(by_topk, CheckpointPolicy.PREFER_RECOMPUTE)
-        for layer in (checkpointed(by_topk), selective):
-            for plan in plans(*net(layer), SETTINGS):
-                self.assertFalse(plan.repeats(aten.topk))
-                self.assertTrue(plan.repeats(aten.tanh) or plan.saved_bytes() > 0)
+        for plan in plans(*net(selective), SETTINGS):
+            self.assertFalse(plan.repeats(aten.topk))
+            self.assertTrue(plan.repeats(aten.tanh) or plan.saved_bytes() > 0)
         # Unless somebody insists.
         insisting = checkpointed(by_topk, CheckpointPolicy.MUST_RECOMPUTE, is_topk)
         for plan in plans(*net(insisting), SETTINGS):

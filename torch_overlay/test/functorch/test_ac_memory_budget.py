@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from test_ac_random_ops import functional, tick
+from test_ac_must_save_at_zero import tick
+from test_ac_random_ops import functional
 
 import torch
 from torch._functorch import config, partitioners
@@ -193,11 +194,11 @@ class TestOptions(TestCase):
         super().setUp()
         self.joint = Joint(chain, CHAIN[:3])
 
-    @parametrize("budget", [-0.1, 1.001, math.nan, math.inf, "0.5", None, True])
-    def test_bad_budget(self, budget):
-        message = f"budget is {re.escape(repr(budget))}; .* from 0 .* to 1 "
-        with self.assertRaisesRegex(RuntimeError, message):
-            self.joint.plan(budget)
+    def test_bad_budget(self):
+        for budget in (-0.1, 1.001, math.nan, math.inf, "0.5", None, True):
+            message = f"budget is {re.escape(repr(budget))}; .* from 0 .* to 1 "
+            with self.assertRaisesRegex(RuntimeError, message):
+                self.joint.plan(budget)
 
     @parametrize("option", [SOLVER, ESTIMATOR])
     def test_bad_choice(self, option):

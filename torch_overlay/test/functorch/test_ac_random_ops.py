@@ -1,7 +1,8 @@
 # Owner(s): ["module: functorch"]
 """Random numbers are drawn once, whatever is recomputed.
 
-The gradients are checked against finite differences of the compiled forward itself,
+What the patches below this one hold is in their own tests: test_ac_random_tags.py,
+test_ac_must_save_at_zero.py and test_ac_draws_on_one_side.py. The gradients are checked against finite differences of the compiled forward itself,
 under one seed: what they must fit is the randomness that this forward had.
 """
 
@@ -23,7 +24,6 @@ from torch._functorch._activation_checkpointing.random_ops import (
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
@@ -33,7 +33,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
@@ -42,7 +41,6 @@ from torch.utils.checkpoint import (
 
 
 aten = torch.ops.aten
-AOT = "aot_eager_decomp_partition"
 # (memory budget, aggressive recomputation)
 SETTINGS = ((0, False), (0.1, False), (1, True))
 LOW = ((0, False), (0.01, False))
@@ -163,10 +161,10 @@ def square(function):
     return lambda: (lambda x, w: function((x @ w).sin()), (double(4, 4), double(4, 4)))
 
 
-def attention(dropout_p):
+def attention():
     def function(q, k, v):
         q, k, v = q.sin(), k.sin(), v.sin()
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
         return y.sin().sum()
 
     return function, tuple(double(1, 2, 8, 4) for _ in range(3))
@@ -184,15 +182,6 @@ def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pair.register_fake
 def _(x):
     return torch.empty_like(x), torch.empty_like(x)
-
-
-OPERATORS = {
-    "dropout": square(lambda y: F.dropout(y, 0.4).cos().sum()),
-    "rand": square(lambda y: (y * torch.rand(4, 4)).cos().sum()),
-    "attention": functools.partial(attention, 0.3),
-    "attention_no_dropout": functools.partial(attention, 0.0),
-    "custom": square(lambda y: (y * pair(y.detach())[1]).cos().sum()),
-}
 
 
 def dropped(x, w):
@@ -233,43 +222,14 @@ def checkpointed(layer, policy=None, chosen=is_product):
 
 
 REPEATED = checkpointed(dropped, CheckpointPolicy.MUST_RECOMPUTE, is_drawn)
-REGIONS = {
+CASES = {
+    "dropout": square(lambda y: F.dropout(y, 0.4).cos().sum()),
+    "attention": attention,
+    "custom": square(lambda y: (y * pair(y.detach())[1]).cos().sum()),
     "checkpoint": lambda: two(checkpointed(dropped), dropped),
     "must_recompute": lambda: two(REPEATED, dropped),
     "subgraph": lambda: two(region, region),
 }
-
-
-class DrawnForBackward(torch.autograd.Function):
-    """Its noise reaches no output, and the backward needs it twice."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        noise = torch.rand(4, 4, dtype=x.dtype)
-        ctx.save_for_backward(x, w, noise)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w, noise = ctx.saved_tensors
-        return grad * ((x @ w).sin() * noise).sum(), grad * noise
-
-
-ticks = []
-
-
-@torch.library.custom_op("test_ac_random_ops::tick", mutates_args=())
-def tick(x: torch.Tensor) -> torch.Tensor:
-    ticks.append(1)
-    return x.clone()
-
-
-@tick.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-tick.register_autograd(lambda ctx, grad: grad)
 
 
 def check_gradients(compiled, inputs):
@@ -290,51 +250,18 @@ def check_gradients(compiled, inputs):
 
 
 class RandomOpsTest(TestCase):
-    def each(self, settings=SETTINGS):
-        for setting in settings:
+    def check(self, case, backend="aot_eager_decomp_partition"):
+        for setting in SETTINGS:
             with self.subTest(setting=setting), configured(*setting):
                 torch._dynamo.reset()
-                yield
+                torch.manual_seed(7)
+                function, inputs = case()
+                compiled = torch.compile(function, backend=backend, fullgraph=True)
+                check_gradients(compiled, inputs)
 
-    def check(self, case, backend=AOT, settings=SETTINGS):
-        for _ in self.each(settings):
-            torch.manual_seed(7)
-            function, inputs = case()
-            compiled = torch.compile(function, backend=backend, fullgraph=True)
-            check_gradients(compiled, inputs)
-
-    @parametrize("name", OPERATORS)
-    def test_operators(self, name):
-        self.check(OPERATORS[name])
-
-    @parametrize("name", REGIONS)
-    def test_regions(self, name):
-        self.check(REGIONS[name])
-
-    @unittest.skipIf(not HAS_CPU, "inductor cannot compile for the CPU here")
-    def test_inductor(self):
-        # One kernel each way: compiling them is most of this file's time.
-        case = square(lambda y: (F.dropout(y, 0.4) * torch.rand(4, 4)).cos().sum())
-        self.check(case, "inductor", LOW[:1])
-
-    def test_random_numbers_of_the_backward(self):
-        for _ in self.each():
-            x, w = double(4, 4), double(4, 4)
-            torch.compile(DrawnForBackward.apply, backend=AOT)(x, w).sum().backward()
-            scale = ((x @ w).sin() * w.grad).sum().item()
-            self.assertEqual(x.grad, torch.full_like(x, scale))
-
-    def test_effects_happen_once(self):
-        handle = _register_effectful_op(tick._opoverload, _EffectType.ORDERED)
-        self.addCleanup(handle.destroy)
-        for _ in self.each():
-            x, w = double(4, 4), double(4, 4)
-            ticks.clear()
-            compiled = torch.compile(
-                lambda x, w: tick((x @ w).sin()).cos().sum(), backend=AOT
-            )
-            compiled(x, w).backward()
-            self.assertEqual(len(ticks), 1)
+    @parametrize("name", CASES)
+    def test_gradients(self, name):
+        self.check(CASES[name])
 
     def test_no_more_is_saved_than_was_drawn(self):
         for plan in plans(*mlp(), LOW):
@@ -345,16 +272,6 @@ class RandomOpsTest(TestCase):
             self.assertFalse(any(map(is_random, plan.repeated)))
             self.assertEqual({v.dtype for v in plan.saved}, {torch.int64})
             self.assertEqual(plan.saved_bytes(), 2 * 8)
-        for plan in plans(*attention(0.0), LOW):
-            self.assertEqual(plan.saved_bytes(), 0)
-            again = aten._scaled_dot_product_flash_attention_for_cpu
-            self.assertTrue(plan.repeats(again))
-
-    def test_saved_tags_hold_at_budget_zero(self):
-        save_mm = checkpointed(dropped, CheckpointPolicy.MUST_SAVE)
-        for plan in plans(*two(save_mm, lambda x, w: x.exp()), LOW[:1]):
-            self.assertTrue(plan.repeats(aten.tanh))
-            self.assertFalse(plan.repeats(aten.mm))
 
     def test_is_random(self):
         graph = torch.fx.Graph()
@@ -394,7 +311,7 @@ class RandomOpsTest(TestCase):
     @parametrize("name", ("dropout", "checkpoint", "attention", "subgraph"))
     def test_cuda(self, name):
         def on_cuda():
-            function, inputs = {**OPERATORS, **REGIONS}[name]()
+            function, inputs = CASES[name]()
             return function, [x.detach().cuda().requires_grad_() for x in inputs]
 
         # With functionalized generators the random ops take a seed and an offset.

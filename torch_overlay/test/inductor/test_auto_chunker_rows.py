@@ -9,7 +9,12 @@ from torch._inductor import config, metrics
 from torch._inductor.fx_passes.auto_chunker import flat_rows
 from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
 from torch.testing._internal.inductor_utils import HAS_CPU
 
 
@@ -32,13 +37,8 @@ def in_float(hidden, weight, words):
     return F.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
-def capped(hidden, weight, words):
-    logits = torch.tanh(F.linear(hidden, weight) / 30) * 30
-    return F.cross_entropy(logits.view(-1, WORDS), words.view(-1))
-
-
 def next_words(hidden, weight, words):
-    """Leaves out the logits of the last token."""
+    """Caps the logits, and leaves out those of the last token."""
     logits = 30 * torch.tanh(F.linear(hidden.tanh(), weight).float() / 30)
     logits = logits[..., :-1, :].contiguous().view(-1, WORDS)
     return F.cross_entropy(logits, words[..., 1:].contiguous().view(-1))
@@ -59,6 +59,9 @@ def by_class(hidden, weight, words):
 
 
 @unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
+# Plain loops compile fastest.
+@config.patch({"cpp.simdlen": 1})
+@instantiate_parametrized_tests
 class AutoChunkerRowsTest(TestCase):
     def compiled(self, loss, inputs, budget=1.0):
         """The gradients of a loss in chunks, and the code of its backward."""
@@ -94,22 +97,16 @@ class AutoChunkerRowsTest(TestCase):
         for each, other in zip(found[1:], gradients):
             self.assertLess((each.float() - other).norm() / other.norm(), 1e-2)
 
-    def test_logits_that_are_capped(self):
-        self.check(capped, given())
-
-    def test_logits_that_are_left_out(self):
-        self.check(next_words, given())
+    @parametrize(
+        "loss", (next_words, masked, by_class), name_fn=lambda loss: loss.__name__
+    )
+    def test_losses_in_chunks(self, loss):
+        self.check(loss, given())
 
     def test_no_rows_are_made_that_are_left_out(self):
         with config.patch({"auto_chunker.output_size_threshold": 0}):
             graph = make_fx(next_words)(*given()).graph
             self.assertEqual(flat_rows.head_of(graph)[0], BATCH * (TOKENS - 1))
-
-    def test_losses_that_are_masked(self):
-        self.check(masked, given())
-
-    def test_weights_of_classes(self):
-        self.check(by_class, given())
 
     def test_as_many_tokens_as_features(self):
         """What is as large as the logits is not part of the head for that."""
@@ -224,52 +221,42 @@ class Adjusted(torch.nn.Module):
         return loss
 
 
+OTHERS = (
+    weighted,
+    over_tokens,
+    of_mean_share,
+    of_all_and_some,
+    of_two_parts,
+    picked,
+    in_double,
+    numbered,
+    Adjusted,
+)
+
+
 @unittest.skipUnless(HAS_CPU, "inductor cannot compile for the CPU here")
+@config.patch({"cpp.simdlen": 1})
+@instantiate_parametrized_tests
 class OtherLossesTest(TestCase):
     """Whether the chunker takes them or not, they are right."""
 
-    def check(self, make):
+    @parametrize("loss", OTHERS, name_fn=lambda loss: loss.__name__)
+    def test_gradients(self, loss):
         hidden, weight, words = given()
         scale = torch.tensor(0.3, requires_grad=True)
         leaves = hidden, weight, scale
+        make = loss if loss is Adjusted else lambda: loss
         found = []
-        for loss in (make(), torch.compile(make())):
+        for run in (make(), torch.compile(make())):
             torch._dynamo.reset()
             options = {"auto_chunker.enable": True, "auto_chunker.num_chunk": 4}
             with config.patch(force_disable_caches=True, **options):
                 for _ in range(2):
-                    result = loss(*leaves, words)
+                    result = run(*leaves, words)
                     # Not the factor that chunks assume.
                     gradients = torch.autograd.grad(8 * result, leaves)
             found.append([result, *gradients])
         self.assertEqual(*found, rtol=1e-4, atol=1e-5)
-
-    def test_a_weight_of_the_loss(self):
-        self.check(lambda: weighted)
-
-    def test_shares_of_tokens(self):
-        self.check(lambda: over_tokens)
-
-    def test_the_mean_share_of_each_word(self):
-        self.check(lambda: of_mean_share)
-
-    def test_rows_that_one_term_leaves_out(self):
-        self.check(lambda: of_all_and_some)
-
-    def test_two_slices(self):
-        self.check(lambda: of_two_parts)
-
-    def test_rows_in_another_order(self):
-        self.check(lambda: picked)
-
-    def test_double_precision(self):
-        self.check(lambda: in_double)
-
-    def test_numbers_of_rows(self):
-        self.check(lambda: numbered)
-
-    def test_a_buffer_that_is_overwritten(self):
-        self.check(Adjusted)
 
 
 class ComputeOnRowsTest(TestCase):
