@@ -290,7 +290,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
 
 
 def measure(task: fresh.Task) -> Row:
-    limits = {"recompile_limit": 64, "accumulated_recompile_limit": 512}
+    limits = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}
     with (
         config.patch(enable_autograd_cache=False),
         dynamo_config.patch(limits),
