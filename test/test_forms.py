@@ -6,7 +6,10 @@ import json
 import pytest
 import torch
 from benchmarks import catalogue
-from patchset.series import FORMS, SERIES
+from patchset.images import survey
+from patchset.patch import RELEASES
+from patchset.series import exported, FORMS, SERIES, stack
+from patchset.target import find
 from upkeep import forms, pull_request
 
 
@@ -117,3 +120,12 @@ def test_what_decides_a_measurement_counts():
     # These measure the nets of the catalogue.
     nets = {net.name for of in catalogue.AT_SIZE.values() for net in of}
     assert nets == forms.by_model(forms.stored()["kernel-order"]).keys()
+
+
+def test_a_small_form_adds_no_more_lines_than_its_patch_allows(release_tree):
+    target = find(str(release_tree(RELEASES[-1])))
+    for topic in (patch.name for patch in SERIES):
+        patch = FORMS[exported(topic)]
+        if patch.lines is not None:
+            own = survey(target, series=stack(patch), release=RELEASES[-1]).patches[-1]
+            assert forms.added(own.changes) <= patch.lines, topic

@@ -22,8 +22,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# About two CPU seconds; real graphs need some thousands.
-MAX_STATES = 1 << 20
+MAX_STATES = 1 << 20  # About two CPU seconds; real graphs need some thousands.
 
 # At most one state in _SAMPLED is completed greedily, by at most _COMPLETED classes.
 _SAMPLED, _COMPLETED = 8, 512
@@ -99,9 +98,8 @@ class _Search:
 
     A better set than the best one found has a loss of at most ``limit``.  ``states``
     maps changes of weight, ascending, to the least loss and the copies changed, as a
-    linked list that begins with the last class.  ``undecided`` has the changes still
-    open, by rising loss per weight: the class, the weight of one copy (negative to take
-    it away) and its loss, and the most copies.
+    linked list that begins with the last class.  ``undecided`` has the open changes, by
+    rising loss per weight: class, signed weight of a copy, loss, and the most copies.
     """
 
     def __init__(

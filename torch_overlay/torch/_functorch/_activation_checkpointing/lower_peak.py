@@ -1,8 +1,7 @@
 """Prefers, of plans that recompute about as much, the one with the lower peak.
 
 Where little is saved, the backward begins by recomputing a long part of the forward,
-all of it live at once. If the same bytes save all that is live at points where that is
-little, the backward recomputes one shorter part after the other.
+all of it live at once. Saving what is live at points where that is little cuts it up.
 """
 
 import operator
@@ -19,13 +18,7 @@ aten = torch.ops.aten
 def with_lower_peak(
     graph: Graph, info: Any, saved: Nodes, must_save: Nodes, runtimes: dict[Node, float]
 ) -> Nodes:
-    """``saved``, or what keeps no more and has the least product of peak and time.
-
-    ``info`` is the partitioner's NodeInfo, ``must_save`` is what every plan saves, and
-    ``runtimes`` has the items that may be recomputed, with their runtimes. By these, a
-    step takes at most 5% longer than with ``saved``. Where the forward overwrites an
-    input that leads to the backward, the answer is ``saved``.
-    """
+    """``saved``, or what keeps no more and has the least product of peak and time."""
     for node in info.inputs:
         overwritten = any(user.target is aten.copy_.default for user in node.users)
         overwritten |= "aot_runtime_epilogue_input_mutation" in node.meta
@@ -45,7 +38,7 @@ def with_lower_peak(
 
     allowed = model.kept(saved)
     least, longest, _ = evaluate(saved)
-    longest *= 1.05
+    longest *= 1.05  # So much longer may a step take.
     for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
         plan = always + model.handed_on(cuts)
         for node in sorted(evaluate(plan)[2], key=density.__getitem__, reverse=True):
