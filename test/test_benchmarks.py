@@ -251,6 +251,8 @@ def test_rows_of_several_codes_and_of_other_code_are_complained_of():
     older = {"release": "2.13.0", "code": provenance.STOCK}
     (releases,) = provenance.complaints("steps", [row, older])
     assert "several releases (2.13.0, 2.15.0)" in releases
+    (unknown,) = provenance.complaints("steps", [{}])
+    assert "1 rows do not say" in unknown
 
 
 def test_what_has_to_be_measured_again_takes_as_long_as_before(tmp_path, monkeypatch):

@@ -49,7 +49,9 @@ def test_help_is_given_at_once(fresh, command):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        ("apply_patch.sh --chek /tmp", "--chek"),
         ("apply_patch.sh", "no TARGET"),
+        ("apply_patch.sh /no/such", "/no/such"),
         ("build_from_source.sh --quick", "--quick"),
         ("build_from_source.sh", "no CMakeLists.txt"),
         ("build_from_source.sh /no/such", "/no/such"),
@@ -60,6 +62,7 @@ def test_help_is_given_at_once(fresh, command):
         ("export_pr.sh --all --status /tmp", "--status"),
         ("export_pr.sh --status --force /tmp", "nothing to force"),
         ("generate_patches.sh --chek", "--chek"),
+        ("generate_patches.sh 2.13.0", "2.13.0"),
         ("link_build.sh", "usage"),
         ("link_build.sh --nope /tmp", "--nope"),
         ("link_build.sh /no/such", "/no/such"),
@@ -71,6 +74,7 @@ def test_help_is_given_at_once(fresh, command):
         ("refresh.sh --all 2.13.0", "--all"),
         ("refresh.sh 2.15.0 --from /tmp", "name one VERSION, --all or --from"),
         ("refresh.sh --check 2.15.0", "--check goes with --all"),
+        ("report.sh --nope", "--nope"),
         ("report.sh README.md", "README.md"),
         ("report.sh --check now", "--check now"),
         ("run_patched.sh", "usage"),

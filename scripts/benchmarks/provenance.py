@@ -79,11 +79,17 @@ def complaints(name: str, rows: Iterable[Row]) -> list[str]:
     """What is wrong with the rows of a table: of several codes, or not of this one."""
     rows, again = list(rows), f"run scripts/benchmark.sh all --only {name}"
     wrong = []
-    releases = sorted({row["release"] for row in rows})
+    releases = sorted({row["release"] for row in rows if "release" in row})
     if len(releases) > 1:
         several = ", ".join(releases)
         wrong.append(f"{name}: the rows are of several releases ({several}); {again}")
-    found = {row["code"]: row for row in rows if row["code"] != STOCK}
+    unknown = sum("code" not in row for row in rows)
+    if unknown:
+        wrong.append(
+            f"{name}: {unknown} rows do not say which code they are of; {again}"
+        )
+    known = (row for row in rows if row.get("code", STOCK) != STOCK)
+    found = {row["code"]: row for row in known}
     if len(found) > 1:
         commits = ", ".join(row["commit"] for row in found.values())
         wrong.append(f"{name}: the rows are of several codes ({commits}); {again}")
