@@ -47,11 +47,9 @@ from torch._functorch.memory_planner.step import (
     single_graph_warnings,
 )
 from torch._functorch.memory_planner.step.budget import StepBudget, StepBudgetError
-from torch._functorch.memory_planner.step.calls import State
 from torch._functorch.memory_planner.step.current_step import running_step
 from torch._functorch.memory_planner.step.recorder import Recorder
-from torch._functorch.memory_planner.step.step_programs import Learned, StepProgram
-from torch._functorch.memory_planner.step.timeline import Bytes, StepTimeline
+from torch._functorch.memory_planner.step.timeline import StepTimeline
 from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor_config
 from torch._inductor.deferred_kernels import DeferredKernels
@@ -1643,16 +1641,6 @@ class StepBudgetTest(TestCase):
         steps(budget, model, batch(), count=3)
         self.assertIn("the plan could not be stored", " ".join(budget.reasons))
         self.assertFalse(budget.has_unplanned)
-
-    def test_asking_for_a_program_does_not_learn_it(self):
-        states = {State("F", 0, 0, "graph")}
-        moments = ({frozenset(): Bytes(nbytes, 0, 0)} for nbytes in (1, 2))
-        known, more = (StepProgram({*states}, each, {}, {}) for each in moments)
-        learned = Learned()
-        learned.add(known)
-        for _ in range(2):
-            self.assertFalse(learned.has(more, 0))
-        self.assertTrue(learned.has(known, 0))
 
     def test_no_file_where_sizes_vary(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
 from .recording_schedule import MOST_RECORDED, Recording
 from .step_programs import dropped_before, Learned, step_program_of
-from .timeline import StepTimeline
+from .timeline import peak_of, StepTimeline
 
 
 if TYPE_CHECKING:
@@ -199,12 +199,7 @@ class StepBudget(Warns):
                 self._check(step, step.recorder)
         else:
             self._measure(step)
-            if self.watch.saw_compiles_fail():
-                self.warn(
-                    "Dynamo did not compile all of this step, and what runs eagerly "
-                    "instead had not been recorded; if its recompile limit was reached, "
-                    "raise torch._dynamo.config.recompile_limit"
-                )
+            if self.watch.check_compiles(self):
                 self._recording.again(MOST_RECORDED)
             elif self._learned.have_other_calls_than(step.states):
                 self._recording.again(1)
@@ -226,8 +221,7 @@ class StepBudget(Warns):
             return
         more = self.watch.more_at_start(self.plan)
         if more:
-            given = self._present.given + more
-            self._present = self._present._replace(given=given)
+            self._present = self._present._replace(given=self._present.given + more)
             # Only device_bytes counts them; other bounds are for a step's own bytes.
             self._is_new = self.device_bytes is not None
             self._recording.again(1)
@@ -255,8 +249,8 @@ class StepBudget(Warns):
         self._recorded = recorder, step.states
         if self.plan is not None and step.states <= self._learned.states:
             timeline = StepTimeline(recorder, given=recorder.existing)
-            held = timeline.peak(self.graphs.alive(timeline.calls), self.choices)
-            check_held(held + self._bound.counted(self._present), self.plan, self)
+            peak = peak_of(timeline.moments, self.choices)
+            check_held(peak + self._bound.counted(self._present), self.plan, self)
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether there is room for ``nbytes`` that no plan counts.
@@ -282,8 +276,11 @@ class StepBudget(Warns):
         seen = recorder.reduces, leaves_much
         is_first = trains and recording.begin_training(*seen)
         program = step_program_of(recorder, states, timeline)
-        least = NEW * self.plan.predicted_peak if self.plan is not None else 0
-        if self._stored and not self._learned.has(program, least):
+        plan, is_planned = self.plan, False
+        if plan is not None:
+            most = plan.predicted_peak * (1 + NEW) - self._bound.counted(self._present)
+            is_planned = self._learned.covers(program, self.choices, most)
+        if self._stored and not is_planned:
             if is_first and leaves_much:
                 # Buffers that only a first step makes may be all that differs.
                 return
@@ -296,24 +293,20 @@ class StepBudget(Warns):
             recording.expects_new = True
             return
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
-        if self._learned.add(program, least) or is_dropped:
+        self._learned.add(program)
+        if is_dropped or not is_planned:
             self._is_new = is_trained(self._learned.states)
             if trains:
                 recording.after_program(is_first)
         before = self._present
         self._present = Present(*map(max, before, recorder.bytes_at_next_start()))
         if self._stored and self.device_bytes is not None:
+            least = NEW * plan.predicted_peak if plan is not None else 0
             self._is_new |= self._present.given > before.given + least
 
     def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
-        what = self._learned.what_is_new(state)
-        self.warn(
-            f"a step had {what}, and no recorded one had; from there on it ran by lean "
-            f"plans, and {MOST_RECORDED} more steps at most are recorded, to plan for it when "
-            "it comes again",
-            f"another {state.name}",
-        )
+        self.warn(self._learned.why_unplanned(state), f"another {state.name}")
 
     def stored_plans(self, number: int, name: str, key: str) -> Optional[StoredGraph]:
         """The file's plans for a graph, None if it has none.

@@ -68,9 +68,16 @@ class Watch:
         self._usual_start = self._start
         return more
 
-    def saw_compiles_fail(self) -> bool:
-        """Whether Dynamo could not, or would not, compile some frame of this step."""
-        return _frames_not_compiled() > self._not_compiled
+    def check_compiles(self, warns: Warns) -> bool:
+        """Warn if Dynamo did not compile some frame of this step; return whether."""
+        is_less = _frames_not_compiled() > self._not_compiled
+        if is_less:
+            warns.warn(
+                "Dynamo did not compile all of this step, and what runs eagerly instead "
+                "had not been recorded; if its recompile limit was reached, raise "
+                "torch._dynamo.config.recompile_limit"
+            )
+        return is_less
 
     def was_compiling(self) -> None:
         """Forget what was live as steps began: compiling changes that."""

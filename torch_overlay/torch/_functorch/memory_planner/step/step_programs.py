@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
 from .calls import slots_of
-from .timeline import Bytes, keep_largest, StepTimeline
+from .recording_schedule import MOST_RECORDED
+from .timeline import Bytes, keep_largest, peak_of, StepTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -50,22 +51,12 @@ class StepProgram:
     replaced: dict[str, StepTimeline] = field(default_factory=dict)
     leaf: Callable[[], Optional[torch.Tensor]] = lambda: None
 
-    def covers(self, other: StepProgram, least: float) -> bool:
-        """Whether a step has no other events, and no ``least`` bytes more anywhere."""
-        known = self.scaled(other.scales)
-        return other.states <= self.states and all(
-            held in known and nbytes.total <= known[held].total + least
-            for held, nbytes in other.moments.items()
-        )
-
-    def add(self, other: StepProgram, least: float) -> bool:
-        """Merge a step; return whether it was not covered before."""
-        is_more = not self.covers(other, least)
+    def add(self, other: StepProgram) -> None:
+        """Merge a step."""
         self.states |= other.states
         keep_largest(self.moments, other.moments)
         keep_largest(self.scales, other.scales)
         self.calls = _most_calls([self.calls, other.calls])
-        return is_more
 
     def scaled(self, scales: Mapping[int, float]) -> dict[frozenset[Held], Bytes]:
         """The moments as they would be with calls of these scales."""
@@ -89,29 +80,41 @@ class Learned:
         """By graph number, the most calls in each slot."""
         return _most_calls(program.calls for program in self.programs)
 
-    def has(self, program: StepProgram, least: float) -> bool:
-        """Whether a known program had the same events, and at most ``least`` less."""
-        same = (each for each in self.programs if each.states == program.states)
-        return any(each.covers(program, least) for each in same)
+    def covers(
+        self, new: StepProgram, choices: Mapping[Graph, tuple[int, ...]], most: float
+    ) -> bool:
+        """Whether a program's events are known, and plans hold at most so many bytes.
+
+        ``choices`` has, by graph, the plan of each slot.
+        """
+        known = self._like(new)
+        if known is None or not new.states <= known.states:
+            return False
+        scales = {graph.number: graph.scale for graph in choices}
+        return peak_of(new.scaled(scales), choices) <= most
 
     def figures(self) -> list[tuple[Any, ...]]:
         """What a file can store of each program: its first arguments."""
         return [(p.states, p.moments, p.calls, p.scales) for p in self.programs]
 
-    def add(self, new: StepProgram, least: float = 0) -> bool:
-        """Add a program; return whether it is new, or adds to a known one.
+    def add(self, new: StepProgram) -> None:
+        """Add a program, or merge it into a known one."""
+        self.states |= new.states
+        known = self._like(new)
+        if known is None:
+            self.programs.append(new)
+        else:
+            known.add(new)
+
+    def _like(self, program: StepProgram) -> Optional[StepProgram]:
+        """The known program that a step belongs to, None if there is none.
 
         Steps with the same events are one program.  Once there are ``_PROGRAMS``, any
-        other is merged into the last.  See :meth:`StepProgram.add` for ``least``.
+        other belongs to the last.
         """
-        self.states |= new.states
-        same = (each for each in self.programs if each.states == new.states)
+        same = (each for each in self.programs if each.states == program.states)
         last = self.programs[-1] if len(self.programs) == _PROGRAMS else None
-        program = next(same, last)
-        if program is None:
-            self.programs.append(new)
-            return True
-        return program.add(new, least)
+        return next(same, last)
 
     def drop_gradients(self, before: Optional[str]) -> bool:
         """Expect steps to drop the gradients that they begin with.
@@ -147,16 +150,22 @@ class Learned:
         slots = slots_of(states)
         return all(slots != slots_of(program.states) for program in self.programs)
 
-    def what_is_new(self, state: State) -> str:
-        """What a step has that no recorded one had, in words."""
+    def why_unplanned(self, state: State) -> str:
+        """What to warn of if a step had this state and no recorded one had it."""
         name, calls = state.name, sum(self.calls.get(state.graph, ()))
         if state.kind == "I":
-            return f"a call of {name}, which has no backward, or a larger one"
-        if not calls:
-            return f"a graph of its own, {name}"
+            what = f"a call of {name}, which has no backward, or a larger one"
+        elif not calls:
+            what = f"a graph of its own, {name}"
+        else:
+            what = (
+                f"more calls of {name} at once than {calls}, or in another order, or "
+                "with gradients of other outputs"
+            )
         return (
-            f"more calls of {name} at once than {calls}, or in another order, or with "
-            "gradients of other outputs"
+            f"a step had {what}, and no recorded one had; from there on it ran by lean "
+            f"plans, and {MOST_RECORDED} more steps at most are recorded, to plan for it "
+            "when it comes again"
         )
 
     def missing(self, graph: int) -> Optional[Missing]:

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from .recorder import Event, Recorder
 
 
-__all__ = [
-    "Bytes",
-    "StepTimeline",
-]
+__all__ = ["Bytes", "StepTimeline", "keep_largest", "peak_of"]
 
 
 class Bytes(NamedTuple):
@@ -27,6 +24,27 @@ class Bytes(NamedTuple):
     total: int
     fixed: int
     gradients: int
+
+
+def peak_of(
+    moments: Mapping[frozenset[Held], Bytes],
+    choices: Mapping[Graph, tuple[int, ...]],
+) -> int:
+    """The most bytes that are live when calls run by the plans of their slots."""
+    plans = {graph.number: graph.plans.corrected() for graph in choices}
+    chosen = {graph.number: plans for graph, plans in choices.items()}
+
+    @functools.cache
+    def live(graph: int, what: str, of: Any) -> list[int]:
+        return plans[graph].live(what, of)
+
+    def held_by(each: Held) -> int:
+        index = chosen[each.graph][each.slot]
+        return live(each.graph, each.what, each.of)[index]
+
+    return max(
+        nbytes.total + sum(map(held_by, held)) for held, nbytes in moments.items()
+    )
 
 
 def keep_largest(of: dict[Any, Any], new: Mapping[Any, Any]) -> None:
@@ -140,27 +158,6 @@ class StepTimeline:
             self.fixed += more
         if storage in self._all_gradients:
             self.of_gradients += more
-
-    def peak(
-        self,
-        graphs: Mapping[int, Graph],
-        choices: Mapping[Graph, tuple[int, ...]],
-    ) -> int:
-        """The most bytes that are live when calls run by the plans of their slots."""
-        plans = {n: graph.plans.corrected() for n, graph in graphs.items()}
-
-        @functools.cache
-        def live(graph: int, what: str, of: Any) -> list[int]:
-            return plans[graph].live(what, of)
-
-        def held_by(each: Held) -> int:
-            index = choices[graphs[each.graph]][each.slot]
-            return live(each.graph, each.what, each.of)[index]
-
-        return max(
-            nbytes.total + sum(map(held_by, held))
-            for held, nbytes in self.moments.items()
-        )
 
     def _drop_given(self, nbytes: int) -> None:
         """Free gradients that were there when the step began."""
