@@ -130,6 +130,24 @@ class StepLoopsTest(TestCase):
         self.assertIn("a step held", logs.output[0])
         self.assertLessEqual(peaks[-1], 1.005 * budget.plan.allowed)
 
+    @parametrize("share_of_peak", (0.3, 1.5))
+    def test_plans_are_replaced_only_where_they_hold_more(self, share_of_peak):
+        model, x, plans = Net(), batch(), []
+
+        def step(at):
+            plans.append(budget.plan)
+            model(x).square().mean().backward()
+            model.zero_grad()
+            if at == 1:
+                # While nothing waits for its backward, far from the step's peak.
+                torch.ones(
+                    int(share_of_peak * budget.plan.predicted_peak), dtype=torch.uint8
+                )
+
+        budget = StepBudget(share=0.5)
+        self.run_steps(budget, step, 4)
+        self.assertEqual(plans[3] is plans[1], share_of_peak < 1)
+
     def test_states_that_an_optimizer_makes_late(self):
         def train(budget, late):
             torch._dynamo.reset()
