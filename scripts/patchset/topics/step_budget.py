@@ -57,9 +57,9 @@ partitioned and compiled again from their joint graphs.
 +        return for_step(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
 -        return aot_stage2_inference(
-+        from ..memory_planner.step.aot_stages import noted_in_step
++        from ..memory_planner.step.aot_stages import for_step_without_backward
 +
-+        return noted_in_step(aot_stage2_inference)(
++        return for_step_without_backward(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_autograd(
 +            from ..memory_planner.step.aot_stages import for_step
@@ -67,9 +67,9 @@ partitioned and compiled again from their joint graphs.
 +            return for_step(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_inference(
-+            from ..memory_planner.step.aot_stages import noted_in_step
++            from ..memory_planner.step.aot_stages import for_step_without_backward
 +
-+            return noted_in_step(aot_stage2_inference)(
++            return for_step_without_backward(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load
                  compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
 +                from ..memory_planner.step.single_graph_warnings import with_warnings

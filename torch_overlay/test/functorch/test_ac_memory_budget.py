@@ -26,7 +26,7 @@ from torch._functorch.memory_planner.ask import Ask
 from torch._functorch.memory_planner.decision import Range
 from torch._functorch.memory_planner.graph import joint as joint_graph
 from torch._functorch.memory_planner.graph.joint import Item, Planner
-from torch._functorch.memory_planner.graph.reading import read
+from torch._functorch.memory_planner.graph.reading import read_joint
 from torch._functorch.memory_planner.graph.recompute_cost import (
     FLOP_PER_BYTE,
     flops,
@@ -156,7 +156,7 @@ def solved():
         # A patch of its own brings it.
         return contextlib.nullcontext()
     return patch.object(
-        lower_peak, "with_lower_peak", lambda graph, plan, allowed: plan
+        lower_peak, "lowered_if_too_high", lambda graph, plan, allowed: plan
     )
 
 
@@ -266,7 +266,7 @@ class TestPlans(TestCase):
         joint = Joint(gated, GATED)
         inputs = [torch.full(shape, 0.01, requires_grad=True) for shape in GATED]
         wanted = torch.autograd.grad(gated(*inputs), inputs)
-        broken = patch.object(joint_graph, "read", side_effect=ValueError("odd"))
+        broken = patch.object(joint_graph, "read_joint", side_effect=ValueError("odd"))
         with config.patch(activation_memory_budget=0.2), broken:
             saved = partitioners.choose_saved_values_set(joint.graph, joint.info, 0.2)
             with self.assertLogs("torch._functorch", "WARNING") as logs:
@@ -291,7 +291,7 @@ class TestPlans(TestCase):
         }[net]
         joint = Joint(net, shapes)
         fastest = joint.plan(1)
-        model = read(joint.graph, joint.info, joint.outputs)
+        model = read_joint(joint.graph, joint.info, joint.outputs)
         costs = [
             recompute_cost(node, "flops") if is_costly(node) else 0
             for node in model.nodes
@@ -460,10 +460,10 @@ class TestCosts(TestCase):
     def test_of_plans_as_fast_the_lightest_is_taken(self):
         """Ten FLOP of two hundred million do not decide for an eighth of the bytes."""
         memory, runtimes = [0.5, 0.375, 0.25], [1e8 + 10, 1e8, 1e7]
-        self.assertEqual(ties.lightest(memory, runtimes, [0, 2]), [1, 2])
+        self.assertEqual(ties.lightest_items(memory, runtimes, [0, 2]), [1, 2])
         # A hundredth is no noise.
         runtimes[0] = 1.02e8
-        self.assertEqual(ties.lightest(memory, runtimes, [0]), [0])
+        self.assertEqual(ties.lightest_items(memory, runtimes, [0]), [0])
 
 
 class TestCustomSolver(TestCase):

@@ -40,7 +40,7 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.memory_planner.compile import told
 from torch._functorch.memory_planner.graph.inputs_outputs import Missing
 from torch._functorch.memory_planner.graph.joint import Planner
-from torch._functorch.memory_planner.peak.plan_search import model_of
+from torch._functorch.memory_planner.peak.plan_search import live_bytes_model
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._functorch.memory_planner.step import (
     budget as step_budget,
@@ -929,7 +929,7 @@ class StepBudgetTest(TestCase):
         graph = Planner(joint.graph, joint.info, joint.outputs, 1)
         loss, cosines = 4, 4 * 8 * 5
         missing = Missing(frozenset([1]), frozenset())
-        self.assertEqual(model_of(graph, missing).tangent_bytes, loss + cosines)
+        self.assertEqual(live_bytes_model(graph, missing).tangent_bytes, loss + cosines)
 
     def test_a_dropped_output_that_views_an_input(self):
         class Same(torch.autograd.Function):
@@ -1353,7 +1353,7 @@ class StepBudgetTest(TestCase):
         (
             "step.compiled_graph.fresh_copy",
             "step.plan_request.PlanRequest.decide",
-            "step.call_runs.backward_of",
+            "step.call_runs.node_of_backward",
             "step.recorder.Recorder.follow",
             "step.recorder.Recorder.bytes_at_next_start",
             "step.calls.Step.begin",
@@ -1467,7 +1467,7 @@ class StepBudgetTest(TestCase):
 
     @parametrize("calls", (None, 4))
     def test_without_a_step_budget(self, calls):
-        single_graph_warnings.warn_of_calls.cache_clear()
+        single_graph_warnings.warn_of_several_calls.cache_clear()
         options = {
             "activation_memory_budget_target": "peak",
             "activation_memory_budget": 0.0,
@@ -1493,7 +1493,7 @@ class StepBudgetTest(TestCase):
             torch._dynamo.graph_break()
             return (x @ second).sin().sum()
 
-        single_graph_warnings.warn_of_calls.cache_clear()
+        single_graph_warnings.warn_of_several_calls.cache_clear()
         matrices = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
         options = {
             "activation_memory_budget_target": "peak",

@@ -109,10 +109,10 @@ def told_more(share):
     """Compiles tell peaks that are higher by a share than they are."""
 
     def more(*args):
-        return menu.Told(*(int(nbytes * (1 + share)) for nbytes in peaks_of(*args)))
+        return menu.Told(*(int(nbytes * (1 + share)) for nbytes in told_peaks(*args)))
 
-    peaks_of = told_module.peaks_of
-    return patch.object(told_module, "peaks_of", side_effect=more)
+    told_peaks = told_module.told_peaks
+    return patch.object(told_module, "told_peaks", side_effect=more)
 
 
 def saved(plan):
@@ -245,10 +245,10 @@ class CompiledPeakTest(TestCase):
 
         def between(*args):
             saved_report.recent_plans.append(other)
-            return peaks_of(*args)
+            return told_peaks(*args)
 
-        peaks_of = told_module.peaks_of
-        with budgeted(0.5), patch.object(told_module, "peaks_of", between):
+        told_peaks = told_module.told_peaks
+        with budgeted(0.5), patch.object(told_module, "told_peaks", between):
             gradients(torch.compile(layers), given())
         last, own = saved_report.plans()[-2:]
         self.assertEqual([replace(own, graph=plan.graph), last], [plan, other])
@@ -261,12 +261,12 @@ class CompiledPeakTest(TestCase):
 
         def more(*args):
             factor = factors[min(told.call_count, len(factors)) - 1]
-            return menu.Told(*(int(nbytes * factor) for nbytes in peaks_of(*args)))
+            return menu.Told(*(int(nbytes * factor) for nbytes in told_peaks(*args)))
 
-        peaks_of = told_module.peaks_of
+        told_peaks = told_module.told_peaks
         with (
             budgeted(1),
-            patch.object(told_module, "peaks_of", side_effect=more) as told,
+            patch.object(told_module, "told_peaks", side_effect=more) as told,
             patch.object(step_graph, "can_guard", return_value=False),
         ):
             compiled = torch.compile(layers)
@@ -317,17 +317,17 @@ class CompiledPeakTest(TestCase):
         def peaks_by_fusions(*args):
             # Half as much again, unless fusions are guarded.
             share = 1.5 if limits[-1] == usual else 1
-            return menu.Told(*(int(nbytes * share) for nbytes in peaks_of(*args)))
+            return menu.Told(*(int(nbytes * share) for nbytes in told_peaks(*args)))
 
         def note(*args):
             limits.append(getattr(inductor_config, name))
             return wrapper_memory.wrapper_memory(*args)
 
-        peaks_of = told_module.peaks_of
+        told_peaks = told_module.told_peaks
         plan, wanted, _ = planned(0.5)
         with (
             budgeted(0.5),
-            patch.object(told_module, "peaks_of", peaks_by_fusions),
+            patch.object(told_module, "told_peaks", peaks_by_fusions),
             patch.object(output_code, "wrapper_memory", note),
             self.assertNoLogs(decision.log, "WARNING"),
         ):

@@ -173,7 +173,7 @@ class _Walk:
                 first = statement.targets[0]
                 value = self._value(statement.value, names, first)
                 for target in statement.targets:
-                    _assign(target, value, names)
+                    _assign_in_scope(target, value, names)
                 # Only the wrapper's variables may keep its storages live.
                 del value
             elif isinstance(statement, ast.Delete):
@@ -187,7 +187,7 @@ class _Walk:
                 self._method(statement.value, names)
             elif isinstance(statement, ast.If):
                 # On a copy: what only this side drops is still there after the other.
-                self._block(statement.body, _copy_of(names))
+                self._block(statement.body, _copy_of_scope(names))
                 self._block(statement.orelse, names)
             elif isinstance(statement, ast.While):
                 # In the second round, the carried values are the loop's own.
@@ -294,18 +294,18 @@ def _with_subgraphs(graph: GraphLowering) -> Iterator[GraphLowering]:
                 yield from _with_subgraphs(part.graph)
 
 
-def _copy_of(names: dict[str, Any]) -> dict[str, Any]:
+def _copy_of_scope(names: dict[str, Any]) -> dict[str, Any]:
     return {
         name: [*value] if isinstance(value, list) else value
         for name, value in names.items()
     }
 
 
-def _assign(target: ast.expr, value: Any, names: dict[str, Any]) -> None:
+def _assign_in_scope(target: ast.expr, value: Any, names: dict[str, Any]) -> None:
     if isinstance(target, ast.Tuple):
         values = value if isinstance(value, list) else [None] * len(target.elts)
         for each, part in zip(target.elts, values):
-            _assign(each, part, names)
+            _assign_in_scope(each, part, names)
     elif isinstance(target, ast.Name):
         names[target.id] = value
     elif isinstance(target, ast.Subscript):

@@ -120,26 +120,28 @@ class Ask:
             if custom:
                 valid += f", or an instance of {custom.__module__}.{custom.__name__}"
             is_valid = isinstance(value, custom) or value in names
-            _check(f"budget_{option}", value, is_valid, valid)
+            _check_option(f"budget_{option}", value, is_valid, valid)
         for option, value, most in (
             ("peak_bytes", self.peak_bytes, 2**63),
             ("graph_calls", self.graph_calls, 1_000_000),
         ):
             is_count = type(value) is int and 1 <= value <= most
             valid = f"a whole number from 1 to {most:,}, or None"
-            _check(option, value, value is None or is_count, valid)
+            _check_option(option, value, value is None or is_count, valid)
         margin = self.peak_margin
         is_share = _is_number(margin, 0, 1) and margin < 1
-        _check("peak_margin", margin, is_share, "a share of the peak, less than 1")
+        _check_option(
+            "peak_margin", margin, is_share, "a share of the peak, less than 1"
+        )
 
 
 def check_budget(budget: float) -> None:
     """Raises RuntimeError for an invalid budget, with its value and what is valid."""
     valid = "a number from 0 (save the least) to 1 (run fastest)"
-    _check("budget", budget, _is_number(budget, 0, 1), valid)
+    _check_option("budget", budget, _is_number(budget, 0, 1), valid)
 
 
-def _check(option: str, value: Any, is_valid: bool, valid: str) -> None:
+def _check_option(option: str, value: Any, is_valid: bool, valid: str) -> None:
     if not is_valid:
         raise RuntimeError(
             f"activation_memory_{option} is {value!r}; it must be {valid}"

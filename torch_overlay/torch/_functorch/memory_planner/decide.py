@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Request", "by_config", "decide", "requested"]
+__all__ = ["Request", "decide", "decide_by_config", "request_of_config"]
 
 
 class Request(Protocol):
@@ -60,12 +60,12 @@ def decide(
     """
     check_budget(budget)
     graph = Planner(joint_graph, node_info, num_fwd_outputs, budget, fused)
-    return by_config(graph) if request is None else request.decide(graph)
+    return decide_by_config(graph) if request is None else request.decide(graph)
 
 
-def by_config(graph: Planner) -> Decision:
+def decide_by_config(graph: Planner) -> Decision:
     """The decision that the config asks for, or the fallback of :func:`decide`."""
-    request = requested(graph.ask, graph.budget)
+    request = request_of_config(graph.ask, graph.budget)
     try:
         return request.decide(graph)
     except WrongAnswer:
@@ -85,7 +85,7 @@ def by_config(graph: Planner) -> Decision:
         return decision
 
 
-def requested(ask: Ask, budget: float) -> Request:
+def request_of_config(ask: Ask, budget: float) -> Request:
     """What the config asks for, of a graph that has this budget."""
     if ask.peak_bytes is None and (ask.target == "saved" or budget == 1):
         return SavedBytes(budget)

@@ -28,14 +28,14 @@ from torch._guards import TracingContext
 from ...._inductor.deferred_kernels import DeferredKernels
 
 from ..ask import Ask
-from ..decide import by_config, requested
+from ..decide import decide_by_config, request_of_config
 from ..decision import Peak
 from ..peak.peak_bytes import CALLS, PeakBytes
 from ..report.saved_values import log_peak, logged_plan, replace_plan
 from .recompile import (
-    calls_nested_regions,
+    has_nested_regions,
     fresh_copy,
-    nodes_named_as,
+    nodes_of_same_names,
     partition_by,
     takes_request,
 )
@@ -76,7 +76,7 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_graph)
     def compile_within(*arguments: Any) -> Any:
         _, capture, partition, *_ = arguments
-        asked = _asked(capture.graph_module, partition)
+        asked = _peak_asked_for(capture.graph_module, partition)
         if asked is None:
             return compile_graph(*arguments)
         compiles = _Compiles(asked)
@@ -106,17 +106,17 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     return compile_within
 
 
-def _asked(
+def _peak_asked_for(
     module: fx.GraphModule, partition: Callable[..., Any]
 ) -> Optional[PeakBytes]:
     """The peak asked for, None if no plans of the joint graph are to be searched."""
     # Without a context, inductor is tracing its own patterns.
     if TracingContext.try_get() is None:
         return None
-    if not takes_request(partition) or calls_nested_regions(module):
+    if not takes_request(partition) or has_nested_regions(module):
         return None
     ask = Ask.of_config()
-    asked = requested(ask, ask.budget)
+    asked = request_of_config(ask, ask.budget)
     return asked if isinstance(asked, PeakBytes) else None
 
 
@@ -164,8 +164,8 @@ class _Compiles:
                 state,
                 capture,
                 partition_by(partition, self),
-                _like(compilers[0], self.peaks.forward),
-                _like(compilers[1], compile_backward),
+                _compiler_like(compilers[0], self.peaks.forward),
+                _compiler_like(compilers[1], compile_backward),
             )
             kernels.compile()
             # AOTAutograd keeps the backward's compiler, and so this.
@@ -197,15 +197,15 @@ class _Compiles:
 
     def decide(self, graph: Planner) -> Decision:
         """The decision by the plan that is to be tried now."""
-        if not _can_search(graph):
-            return by_config(graph)
+        if not _can_compare_compiled(graph):
+            return decide_by_config(graph)
         if self.menu is None:
             self.begin(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
         self.peaks.device = graph.counted
         plan = self.curve.of_plan(self.trying.plan)
         decision = self.asked.decision(graph, self.curve, plan)
-        saved = nodes_named_as(decision.saved_values, graph.joint)
+        saved = nodes_of_same_names(decision.saved_values, graph.joint)
         return replace(decision, saved_values=saved)
 
     @property
@@ -218,7 +218,7 @@ class _Compiles:
 
     def begin(self, graph: Planner) -> None:
         """Find the graph's plans, and choose the first to compile."""
-        if not _can_search(graph):
+        if not _can_compare_compiled(graph):
             return
         menu = self.menu = self.asked.menu(graph)
         self.curve = self.asked.curve(graph, menu)
@@ -282,13 +282,13 @@ class _Compiles:
         return allowed, floor, kept
 
 
-def _can_search(graph: Planner) -> bool:
+def _can_compare_compiled(graph: Planner) -> bool:
     """Whether plans of a graph can be compared as compiled, for the config's budget."""
     # A region may have its own budget, and only inductor's graphs tell what they hold.
     return graph.budget == graph.ask.budget and graph.fused
 
 
-def _like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:
+def _compiler_like(compiler: Any, compile_graph: Callable[..., Any]) -> Any:
     """``compile_graph``, as a compiler that AOTAutograd treats like ``compiler``."""
     if isinstance(compiler, SerializableAOTDispatchCompiler):
         return SerializableAOTDispatchCompiler(compiler.output_code_ty, compile_graph)

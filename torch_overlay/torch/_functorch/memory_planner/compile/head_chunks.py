@@ -176,7 +176,7 @@ def _with_variants(
     except Exception as error:
         # The graph can still be planned as it is.
         log.debug("no chunks", exc_info=error)
-        why = _in_words((str(error) or type(error).__name__).splitlines()[0])
+        why = _reason_in_words((str(error) or type(error).__name__).splitlines()[0])
     log.info("the head of %s runs in one piece, as %s", get_aot_graph_name(), why)
     return replace(whole, why_whole=why)
 
@@ -218,7 +218,7 @@ def _check_chunks(graph: fx.Graph, why: str) -> None:
         raise CannotPlan(_HALF)
 
 
-def _in_words(why: str) -> str:
+def _reason_in_words(why: str) -> str:
     """Why a head cannot run in chunks, as the end of a sentence after the word "as"."""
     for part, words in _REASONS.items():
         if part in why:

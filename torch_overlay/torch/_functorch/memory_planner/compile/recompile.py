@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 __all__ = [
-    "calls_nested_regions",
     "copy_of",
     "fresh_copy",
-    "nodes_named_as",
+    "has_nested_regions",
+    "nodes_of_same_names",
     "partition_by",
     "takes_request",
 ]
@@ -49,13 +49,13 @@ def partition_by(partition: Callable[..., Any], request: Any) -> Callable[..., A
     return partition_in_chunks(partition, request)
 
 
-def calls_nested_regions(module: fx.GraphModule) -> bool:
+def has_nested_regions(module: fx.GraphModule) -> bool:
     """Whether a joint graph calls nested regions, which are partitioned before it."""
     call = torch.ops.higher_order.invoke_subgraph
     return bool(module.graph.find_nodes(op="call_function", target=call))
 
 
-def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
+def nodes_of_same_names(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
     """The nodes of a graph that are named like ``nodes`` of another trace of it.
 
     Raises RuntimeError if some are missing.
@@ -69,7 +69,7 @@ def nodes_named_as(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
 
 def fresh_copy(state: Any, capture: Any) -> tuple[Any, Any]:
     """A copy of AOTAutograd's state and captured graph, as compiling modifies both."""
-    state, capture = _own_copy((state, capture), {})
+    state, capture = _copy_of_containers((state, capture), {})
     capture.graph_module = copy_of(capture.graph_module)
     return state, capture
 
@@ -82,19 +82,19 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
         return copy.deepcopy(module)
 
 
-def _own_copy(value: Any, made: dict[int, Any]) -> Any:
+def _copy_of_containers(value: Any, made: dict[int, Any]) -> Any:
     """A copy of dataclasses and containers, all the way down; all else is shared."""
     if id(value) in made:
         return made[id(value)]
     kind, found = type(value), value
     if kind in (list, tuple):
-        found = kind(_own_copy(each, made) for each in value)
+        found = kind(_copy_of_containers(each, made) for each in value)
     elif kind is dict:
-        found = {key: _own_copy(each, made) for key, each in value.items()}
+        found = {key: _copy_of_containers(each, made) for key, each in value.items()}
     elif is_dataclass(value) and not isinstance(value, type):
         found = copy.copy(value)
         made[id(value)] = found
         for name, each in vars(value).items():
-            object.__setattr__(found, name, _own_copy(each, made))
+            object.__setattr__(found, name, _copy_of_containers(each, made))
     made[id(value)] = found
     return found

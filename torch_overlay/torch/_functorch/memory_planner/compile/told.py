@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...._inductor.wrapper_memory import WrapperMemory
     from ..graph.inputs_outputs import Missing
 
-__all__ = ["GUARD", "CompiledPeaks", "can_guard", "peaks_of"]
+__all__ = ["GUARD", "CompiledPeaks", "can_guard", "told_peaks"]
 
 _MOST_OF_PEAK = "fusion_memory_timeline_peak_memory_pct_threshold"
 # The option of inductor, with its value, that keeps fusions from raising the peak.  It
@@ -53,8 +53,8 @@ def can_guard() -> bool:
 class CompiledPeaks:
     """Wraps the two compilers of a joint graph and reads what the compiled graphs hold.
 
-    ``told`` is the result of `peaks_of`, or None if the backward is not compiled yet or
-    a compiler does not tell.  If ``guarded``, no fusion may raise the peaks.
+    ``told`` is the result of `told_peaks`, or None if the backward is not compiled yet
+    or a compiler does not tell.  If ``guarded``, no fusion may raise the peaks.
     ``kernels``, if given, collects those of both graphs, which are not compiled yet.
     """
 
@@ -78,7 +78,7 @@ class CompiledPeaks:
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         # Read first, as the compiler may change the graph.
         results: Any = output_node(module).args[0]
-        self._results = _names(results)
+        self._results = _names_of_results(results)
         placeholders = module.graph.find_nodes(op="placeholder")
         self._storages = {get_node_storage(node) for node in placeholders}
         compiled = self._compile(0, module, inputs)
@@ -88,7 +88,7 @@ class CompiledPeaks:
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         absent, gone = self.missing or ((), ())
         saved = module.graph.find_nodes(op="placeholder")
-        names = _names(saved)
+        names = _names_of_results(saved)
         held = [
             node
             for at, node in enumerate(filter(_is_tangent, saved))
@@ -103,8 +103,8 @@ class CompiledPeaks:
             results = tuple(None if at in gone else result for at, result in of)
             forward = self._memory._replace(results=results)
             asked = self._results, names, forward, memory, n, tangent_bytes
-            self.told = peaks_of(*asked)
-            self.told_alone = functools.partial(peaks_of, *asked)
+            self.told = told_peaks(*asked)
+            self.told_alone = functools.partial(told_peaks, *asked)
         return compiled
 
     def _compile(
@@ -116,11 +116,11 @@ class CompiledPeaks:
             return self._compilers[phase](module, inputs)
 
 
-def _names(values: Iterable[Any]) -> list[Optional[str]]:
+def _names_of_results(values: Iterable[Any]) -> list[Optional[str]]:
     return [value.name if isinstance(value, Node) else None for value in values]
 
 
-def peaks_of(
+def told_peaks(
     results: Sequence[Optional[str]],
     saved: Sequence[Optional[str]],
     forward: WrapperMemory,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .storages import is_on
+from .storages import is_on_device
 
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ __all__ = [
     "Input",
     "Missing",
     "backward_inputs",
+    "input_tensors",
+    "model_without",
     "output_bytes",
     "storages_returned",
-    "tensors_given",
-    "without",
 ]
 
 
-def tensors_given(joint: Planner) -> list[fx.Node]:
+def input_tensors(joint: Planner) -> list[fx.Node]:
     """The tensors among a joint graph's inputs."""
     placeholders = joint.joint.find_nodes(op="placeholder")
     return [n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -63,20 +63,20 @@ def backward_inputs(joint: Planner, model: Program) -> dict[int, Input]:
     The tensors among the joint graph's inputs come first, then the forward's outputs.
     """
     found: dict[int, Input] = {}
-    for index, node in enumerate(tensors_given(joint)):
+    for index, node in enumerate(input_tensors(joint)):
         value = node.meta["val"]
         nbytes = joint.as_int(value.untyped_storage().nbytes())
         for s in model.storages([node]):
-            nbytes = nbytes if is_on(joint.counted, value) else 0
+            nbytes = nbytes if is_on_device(joint.counted, value) else 0
             found[index] = Input(s, nbytes, node.name)
-    after, results = len(tensors_given(joint)), _results(joint)
+    after, results = len(input_tensors(joint)), _results_of_forward(joint)
     for s, index in storages_returned(joint, model):
         if s in model.outputs:
             found[after + index] = Input(s, model.nbytes[s], results[index].name)
     return found
 
 
-def _results(joint: Planner) -> list[Any]:
+def _results_of_forward(joint: Planner) -> list[Any]:
     """What the forward returns to its caller."""
     (output,) = joint.joint.find_nodes(op="output")
     return tree_leaves(output.args)[: joint.num_fwd_outputs]
@@ -84,7 +84,7 @@ def _results(joint: Planner) -> list[Any]:
 
 def storages_returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:
     """The storages that the forward returns, each with the index of its output."""
-    for index, node in enumerate(_results(joint)):
+    for index, node in enumerate(_results_of_forward(joint)):
         for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
             yield s, index
 
@@ -98,15 +98,15 @@ def output_bytes(joint: Planner, model: Program) -> dict[int, int]:
     return found
 
 
-def without(missing: Missing, model: Program, joint: Planner) -> Program:
+def model_without(missing: Missing, model: Program, joint: Planner) -> Program:
     """The model for calls that lack these tangents and outputs."""
-    tangents = [node for node in tensors_given(joint) if node in model.tangents]
+    tangents = [node for node in input_tensors(joint) if node in model.tangents]
     absent = [tangents[index] for index in missing.tangents]
     values = (node.meta["val"] for node in absent)
     fewer = sum(
         joint.as_int(value.numel()) * value.itemsize
         for value in values
-        if is_on(joint.counted, value)
+        if is_on_device(joint.counted, value)
     )
     nbytes = [*model.nbytes]
     for s in model.storages(absent):

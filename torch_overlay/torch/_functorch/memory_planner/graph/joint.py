@@ -1,6 +1,6 @@
 """A joint graph to be split, and what all of its plans have in common.
 
-Lifting bans makes a min cut recompute more.  The graph's *items* (:func:`candidates`)
+Lifting bans makes a min cut recompute more.  The graph's *items* (:func:`items_of`)
 are what even the cut that recomputes all that is cheap does not, each with the bytes
 that saving it keeps and the runtime of recomputing it.
 """
@@ -27,9 +27,9 @@ from ..ask import Ask, BANS
 from ..decision import Decision, Range
 from ..solve.ties import upstreams_table
 from .liveness import CannotPlan, Program
-from .reading import read
-from .recompute_cost import concrete, is_costly, recompute_cost
-from .storages import device_of, has_bodies, is_on
+from .reading import read_joint
+from .recompute_cost import size_or_hint, is_costly, recompute_cost
+from .storages import device_of, has_bodies, is_on_device
 
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Planner:
     num_fwd_outputs: int
     budget: float
     fused: bool = False
-    as_int: Callable[[Any], int] = concrete
+    as_int: Callable[[Any], int] = size_or_hint
     device: Optional[torch.device] = None
     ask: Ask = field(default_factory=Ask.of_config)
     in_chunks: Mapping[int, Planner] = field(default_factory=dict)
@@ -100,8 +100,8 @@ class Planner:
     def model(self) -> Program:
         """The program on which plans are evaluated."""
         asked = self.info, self.num_fwd_outputs, self.as_int, self.counted
-        program = read(self.joint, *asked)
-        return _leaving_outputs(_filling_again(program), self.fastest())
+        program = read_joint(self.joint, *asked)
+        return _saving_no_outputs(_saving_no_constants(program), self.fastest())
 
     @property
     def variants(self) -> dict[int, Planner]:
@@ -150,7 +150,7 @@ class Planner:
 
     @functools.cached_property
     def items(self) -> list[Item]:
-        return candidates(self)
+        return items_of(self)
 
     def cut(
         self,
@@ -287,7 +287,7 @@ class Planner:
         return activation_bytes(given, saved, self.counted, self.as_int)
 
 
-def _filling_again(program: Program) -> Program:
+def _saving_no_constants(program: Program) -> Program:
     """The program, with no plan saving what can be made without reading any input.
 
     Filling a mask or counting positions costs next to nothing, as does what is made of
@@ -303,10 +303,10 @@ def _filling_again(program: Program) -> Program:
         ):
             constants.update(each.writes)
     constants -= program.outputs | program.always_saved
-    return _never_saving(constants, program)
+    return _saving_none_of(constants, program)
 
 
-def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
+def _saving_no_outputs(program: Program, fastest: list[fx.Node]) -> Program:
     """The program, with no plan saving an output that budget 1 does not save.
 
     The caller may change an output in place as long as the backward does not read it,
@@ -322,17 +322,17 @@ def _leaving_outputs(program: Program, fastest: list[fx.Node]) -> Program:
         repeatable.append(can and lost.isdisjoint(each.reads))
         if not repeatable[-1]:
             lost.update(alone.intersection(each.writes))
-    return replace(_never_saving(alone, program), repeatable=repeatable)
+    return replace(_saving_none_of(alone, program), repeatable=repeatable)
 
 
-def _never_saving(storages: set[int], program: Program) -> Program:
+def _saving_none_of(storages: set[int], program: Program) -> Program:
     saved_as = enumerate(program.saved_as)
     return replace(
         program, saved_as=[None if s in storages else node for s, node in saved_as]
     )
 
 
-def candidates(graph: Planner) -> list[Item]:
+def items_of(graph: Planner) -> list[Item]:
     """The items that a solver chooses among, largest first."""
     items = []
     for node in graph.solver_nodes:
@@ -341,11 +341,11 @@ def candidates(graph: Planner) -> list[Item]:
         items.append(Item(node, ops, storages, graph.model.nbytes_of(storages)))
     # A user's own solver gets the nodes, so each one stays an item of its own.
     if isinstance(graph.ask.solver, str):
-        items = _joined(items, graph.cheapest_cut()[0], graph.model)
+        items = _join_items(items, graph.cheapest_cut()[0], graph.model)
     return sorted(items, key=lambda item: item.nbytes, reverse=True)
 
 
-def _joined(items: list[Item], most: list[fx.Node], model: Program) -> list[Item]:
+def _join_items(items: list[Item], most: list[fx.Node], model: Program) -> list[Item]:
     """The items, with those joined for which something smaller can be kept together.
 
     For example, the sum of several products is kept in place of these.  With all of
@@ -386,7 +386,7 @@ def activation_bytes(
     inputs: Iterable[fx.Node],
     saved: Iterable[fx.Node],
     device: torch.device,
-    as_int: Callable[[Any], int] = concrete,
+    as_int: Callable[[Any], int] = size_or_hint,
 ) -> int:
     """The bytes, on a device, of the whole storages of ``saved``, without ``inputs``."""
     from torch._inductor.fx_utils import get_node_storage
@@ -396,5 +396,5 @@ def activation_bytes(
     return sum(
         as_int(value.untyped_storage().nbytes())
         for storage, value in kept.items()
-        if storage not in there and is_on(device, value)
+        if storage not in there and is_on_device(device, value)
     )

@@ -35,7 +35,7 @@ import torch.fx as fx
 from ..._activation_checkpointing.random_ops import subgraphs
 from .live_bytes import LiveBytes
 from .reading import read_forward
-from .recompute_cost import concrete, is_view
+from .recompute_cost import size_or_hint, is_view
 from .storages import has_bodies
 
 
@@ -99,14 +99,14 @@ class Kernels:
         on_cpu = (v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
         # The most operators and reads of an inlined expression.
         most = self.most_operators = _MOST_ON_CPU if all(on_cpu) else _MOST_OPERATORS
-        repeated = _Fusion(program, _repeating_backward(program), program.returned)
+        repeated = _Fusion(program, _backward_repeating_all(program), program.returned)
         required = [each for each in program.forward if each.is_required]
         first = _Fusion(program, required, program.outputs | program.written_back)
         kernels = repeated.kernels(most)
         # The forward also runs what only the backward needs, in plans that save that.
         self.in_forward = kernels | first.kernels(most)
         self.in_backward = kernels
-        self.shapes = _shapes(program)
+        self.shapes = _shapes_of_storages(program)
         self.scratch = _scratch_of_regions(program)
 
 
@@ -125,7 +125,7 @@ def _scratch_of_regions(program: Program) -> dict[fx.Node, int]:
     return scratch
 
 
-def _shapes(program: Program) -> dict[int, Any]:
+def _shapes_of_storages(program: Program) -> dict[int, Any]:
     """Elements and type of each storage's first value, if its layout is known."""
     shapes: dict[int, Any] = {}
     tangents = program.storages(program.tangents)
@@ -133,13 +133,13 @@ def _shapes(program: Program) -> dict[int, Any]:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and tangents.isdisjoint(storages):
             # The hint of a symbolic size, as comparing those would add guards.
-            shape = concrete(value.numel()), value.dtype
+            shape = size_or_hint(value.numel()), value.dtype
             for s in storages:
                 shapes.setdefault(s, shape)
     return shapes
 
 
-def _repeating_backward(program: Program) -> list[Operator]:
+def _backward_repeating_all(program: Program) -> list[Operator]:
     """The operators of a backward that repeats all it can, in the order they run in."""
     saved = program.saved_by([()])
     _, repeated = program.follow(saved, 1)
@@ -160,7 +160,7 @@ class _Fusion:
         from torch._functorch.partitioners import get_default_op_list
 
         self.program, self.kept = program, kept
-        self.operators = [each for each in operators if not _is_part(each.node)]
+        self.operators = [each for each in operators if not _runs_no_kernel(each.node)]
         self.readers: dict[int, list[fx.Node]] = defaultdict(list)
         for each in self.operators:
             for s in each.reads:
@@ -373,7 +373,7 @@ class _LiveInKernels(LiveBytes):
         return super().peaks(count, base)
 
 
-def _is_part(node: fx.Node) -> bool:
+def _runs_no_kernel(node: fx.Node) -> bool:
     """Whether a node is no call, or only a part or a view of another's value."""
     is_call = node.op == "call_function"
     return not is_call or node.target is operator.getitem or is_view(node)

@@ -11,10 +11,10 @@ import torch
 if TYPE_CHECKING:
     from .liveness import Program
 
-__all__ = ["calls_in", "times_larger"]
+__all__ = ["calls_and_storages", "times_larger"]
 
 
-def calls_in(model: Program) -> tuple[list[Any], dict[Any, int]]:
+def calls_and_storages(model: Program) -> tuple[list[Any], dict[Any, int]]:
     """The functions that a graph's forward calls, and the storages that these make.
 
     A storage's key is its place: the calls so far, the operator, and a count.  Both can
@@ -47,7 +47,7 @@ def times_larger(model: Program, than: Program) -> float:
     Only storages whose sizes differ count, as some (like sums of weights) have the same
     size for any batch.  1.0 if none differ.
     """
-    ours, theirs = calls_in(model)[1], calls_in(than)[1]
+    ours, theirs = calls_and_storages(model)[1], calls_and_storages(than)[1]
     own = other = 0
     for place in ours.keys() & theirs.keys():
         nbytes, its = model.nbytes[ours[place]], than.nbytes[theirs[place]]

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..._activation_checkpointing.random_ops import is_kept, must_run_once
 from .liveness import BackwardStep, Program
-from .recompute_cost import concrete
-from .storages import device_of, nodes_in, Operator, Storages
+from .recompute_cost import size_or_hint
+from .storages import device_of, nodes_among, Operator, Storages
 
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from torch._functorch.partitioners import NodeInfo
 
-__all__ = ["read", "read_forward"]
+__all__ = ["read_forward", "read_joint"]
 
 
-def read(
+def read_joint(
     graph: fx.Graph,
     node_info: NodeInfo | SimpleNamespace,
     num_fwd_outputs: int,
-    as_int: Callable[[Any], int] = concrete,
+    as_int: Callable[[Any], int] = size_or_hint,
     device: Optional[torch.device] = None,
 ) -> Program:
     """The program of a joint graph; its first ``num_fwd_outputs`` are the forward's.
@@ -41,16 +41,16 @@ def read(
     (output,) = graph.find_nodes(op="output")
     results = tree_leaves(output.args)
     closure = node_info.tangents_closure
-    required = _with_sizes(graph, set(node_info.required_fw_nodes), closure)
+    required = _with_sizes_to_return(graph, set(node_info.required_fw_nodes), closure)
     backward = {node for node in graph.nodes if node in closure} - required
     tangents = {node for node in backward if node.op == "placeholder"}
     device = device_of(graph) if device is None else device
     storages = Storages(graph, required, tangents, as_int, device)
     nbytes = storages.nbytes
-    gradients = nodes_in(results[num_fwd_outputs:])
+    gradients = nodes_among(results[num_fwd_outputs:])
     forward = [each for each in storages.calls if each.node not in backward]
     operators = [each for each in forward if each.writes]
-    producer = _producers(operators, len(nbytes))
+    producer = _producers_of_storages(operators, len(nbytes))
     first_use, last_use = _live_ranges(forward, len(nbytes))
     end = Operator(output, storages.read_by(gradients), (), 0, False)
     calls = [*storages.calls, end]
@@ -58,10 +58,10 @@ def read(
     # A copy that nothing reads stays live to the end.
     unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-    copied = _written_back(output)
+    copied = _results_written_back(output)
     places = [*enumerate(results[:num_fwd_outputs])]
-    returned = nodes_in(node for at, node in places if at not in copied)
-    to_inputs = nodes_in(node for at, node in places if at in copied)
+    returned = nodes_among(node for at, node in places if at not in copied)
+    to_inputs = nodes_among(node for at, node in places if at in copied)
     outputs = {s for s in storages.read_by(returned) if first_use[s] >= 0}
     written_back = {s for s in storages.read_by(to_inputs) if first_use[s] >= 0}
     program = Program(
@@ -73,9 +73,9 @@ def read(
         saved_as,
         always_saved,
         operators,
-        [not (each.is_required and _runs_once(each.node)) for each in operators],
+        [not (each.is_required and _must_not_repeat(each.node)) for each in operators],
         forward,
-        _steps(calls, backward),
+        _steps_of_backward(calls, backward),
         outputs,
         written_back - outputs,
         tangents,
@@ -92,10 +92,10 @@ def read_forward(graph: fx.Graph) -> Program:
     """The program of a graph that has no backward, such as a nested region's."""
     (output,) = graph.find_nodes(op="output")
     every_node = SimpleNamespace(required_fw_nodes=[*graph.nodes], tangents_closure=())
-    return read(graph, every_node, len(tree_leaves(output.args)))
+    return read_joint(graph, every_node, len(tree_leaves(output.args)))
 
 
-def _with_sizes(
+def _with_sizes_to_return(
     graph: fx.Graph, required: set[fx.Node], closure: Container[fx.Node]
 ) -> set[fx.Node]:
     """``required``, with the sizes that the forward can return though it needs none.
@@ -113,7 +113,7 @@ def _with_sizes(
     return required
 
 
-def _producers(operators: list[Operator], count: int) -> list[int]:
+def _producers_of_storages(operators: list[Operator], count: int) -> list[int]:
     """The operator that allocates each storage, or -1."""
     producer = [-1] * count
     for op, each in enumerate(operators):
@@ -122,7 +122,7 @@ def _producers(operators: list[Operator], count: int) -> list[int]:
     return producer
 
 
-def _written_back(output: fx.Node) -> set[int]:
+def _results_written_back(output: fx.Node) -> set[int]:
     """The indices of the results that the caller copies into its inputs."""
     return {
         at
@@ -143,7 +143,9 @@ def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[i
     return first, last
 
 
-def _steps(calls: list[Operator], backward: set[fx.Node]) -> list[BackwardStep]:
+def _steps_of_backward(
+    calls: list[Operator], backward: set[fx.Node]
+) -> list[BackwardStep]:
     """The steps of a backward; the last of ``calls`` is the output."""
     steps: list[BackwardStep] = []
     traced: list[tuple[int, ...]] = []
@@ -215,7 +217,7 @@ def _prefer_small_results(program: Program) -> None:
             program.repeatable[user] = False
 
 
-def _runs_once(node: fx.Node) -> bool:
+def _must_not_repeat(node: fx.Node) -> bool:
     """Whether the backward must not run a node that the forward runs."""
     target = node.target
     return (

@@ -82,7 +82,7 @@ def is_view(node: fx.Node) -> bool:
     return getattr(node.target, "is_view", False) or node.target in _ALIASING
 
 
-def concrete(size: int | torch.SymInt) -> int:
+def size_or_hint(size: int | torch.SymInt) -> int:
     """``size``, or the hint of a symbolic one, without adding a guard."""
     if isinstance(size, int):
         return size
@@ -97,7 +97,7 @@ def is_costly(node: fx.Node) -> bool:
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return _formula(node) is not None or target.namespace not in _BUILTIN
+        return _flop_formula(node) is not None or target.namespace not in _BUILTIN
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
@@ -106,14 +106,14 @@ def flops(node: fx.Node) -> int:
 
     A higher-order operator without a formula has the FLOP of the graphs that it calls.
     """
-    formula = _formula(node)
+    formula = _flop_formula(node)
     if formula is None:
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
             return 0
         return sum(flops(inner) for graph in subgraphs(node) for inner in graph.nodes)
     given = node.args, node.kwargs
     args, kwargs = torch.fx.map_arg(given, lambda n: n.meta.get("val"))
-    return concrete(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return size_or_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def roofline(node: fx.Node) -> int:
@@ -128,13 +128,13 @@ def _bytes_moved(node: fx.Node) -> int:
     values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
     values.append(node.meta.get("val"))
     return sum(
-        concrete(leaf.numel()) * leaf.dtype.itemsize
+        size_or_hint(leaf.numel()) * leaf.dtype.itemsize
         for leaf in tree_leaves(values)
         if isinstance(leaf, torch.Tensor)
     )
 
 
-def _formula(node: fx.Node) -> Any:
+def _flop_formula(node: fx.Node) -> Any:
     packet = getattr(node.target, "_overloadpacket", node.target)
     if packet in flop_registry:
         return flop_registry[packet]

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from ..._activation_checkpointing.random_ops import subgraphs
-from .recompute_cost import concrete, is_view
+from .recompute_cost import size_or_hint, is_view
 
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ __all__ = [
     "CannotPlan",
     "Operator",
     "Storages",
-    "body_of",
     "device_of",
     "has_bodies",
-    "is_on",
-    "nodes_in",
+    "is_on_device",
+    "nodes_among",
+    "read_body",
 ]
 
 # Higher-order operators that run one of their bodies, once.
@@ -90,7 +90,7 @@ def device_of(graph: fx.Graph) -> torch.device:
     for node in graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
-                size = concrete(value.numel()) * value.dtype.itemsize
+                size = size_or_hint(value.numel()) * value.dtype.itemsize
                 nbytes[value.device] = nbytes.get(value.device, 0) + size
 
     def rank(device: torch.device) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def has_bodies(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def is_on(device: torch.device, value: torch.Tensor) -> bool:
+def is_on_device(device: torch.device, value: torch.Tensor) -> bool:
     """Whether a value is on a device, or any of its type if that has no index."""
     # Not the device of the storage, which for a fake tensor is another one.
     there = value.device
@@ -202,7 +202,7 @@ class Storages:
         graphs = subgraphs(node)
         for graph in graphs:
             if graph not in self._known:
-                self._known[graph] = body_of(graph, self.as_int, self.device)
+                self._known[graph] = read_body(graph, self.as_int, self.device)
         return [self._known[graph] for graph in graphs]
 
     def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
@@ -212,7 +212,7 @@ class Storages:
         gaps, as a slice may, so does the tangent that the graph was traced with, and
         AOTAutograd copies the one it is given into that layout.
         """
-        if not is_on(self.device, tangent):
+        if not is_on_device(self.device, tangent):
             return
         shape, strides = tangent.shape, tangent.stride()
         length = self.as_int(compute_required_storage_length(shape, strides, 0))
@@ -237,7 +237,7 @@ class Storages:
                 except (NotImplementedError, RuntimeError) as error:
                     raise CannotPlan(f"{node.name} has no storage to count") from error
                 key, size = storage._cdata, storage.nbytes()
-                size = size if is_on(self.device, part) else 0
+                size = size if is_on_device(self.device, part) else 0
             elif isinstance(part, py_sym_types):
                 key, size = id(part), 0
             else:
@@ -279,7 +279,7 @@ class Body(NamedTuple):
     values: list[Any]
 
 
-def body_of(
+def read_body(
     graph: fx.Graph, as_int: Callable[[Any], int], device: torch.device
 ) -> Optional[Body]:
     """What a graph that is not split allocates; None if unknown."""
@@ -300,7 +300,7 @@ def body_of(
         peak = max(peak, live + each.scratch)
         touched = {*each.reads, *each.writes} - returned
         live -= storages.nbytes_of(s for s in touched if last[s] == at)
-    results = [nodes_in([each]) for each in tree_leaves(output.args)]
+    results = [nodes_among([each]) for each in tree_leaves(output.args)]
     stored = [*map(storages.read_by, results)]
     return Body(
         peak,
@@ -340,7 +340,9 @@ def _peak_of(
         # All results are live before they are stacked.
         each = sum(body.results)
         return max((length - 1) * each + body.peak, length * each + nbytes)
-    size = sum(as_int(v.numel()) * v.itemsize for v in values if is_on(device, v))
+    size = sum(
+        as_int(v.numel()) * v.itemsize for v in values if is_on_device(device, v)
+    )
     carries: Any = node.args[1]
     return _peak_of_scan(body, len(carries), size // max(length, 1), nbytes)
 
@@ -360,10 +362,10 @@ def _peak_of_scan(body: Body, carries: int, slices: int, nbytes: int) -> int:
     """
     carried, each = sum(body.results[:carries]), sum(body.results)
     parts = [v for v in body.values[carries:] if isinstance(v, torch.Tensor)]
-    indices = [_INDEX_BYTES * concrete(value.numel()) for value in parts]
+    indices = [_INDEX_BYTES * size_or_hint(value.numel()) for value in parts]
     beside = nbytes - carried + sum(indices) + slices
     return beside + 2 * each + max(body.peak, *indices)
 
 
-def nodes_in(values: Iterable[Any]) -> list[fx.Node]:
+def nodes_among(values: Iterable[Any]) -> list[fx.Node]:
     return [value for value in values if isinstance(value, torch.fx.Node)]

@@ -6,7 +6,7 @@ from typing import Any, Callable, Optional, TYPE_CHECKING
 
 import torch
 
-from .recompute_cost import concrete
+from .recompute_cost import size_or_hint
 
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def size_evaluator(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]
         if isinstance(size, int):
             return size
         found = size.node.expr.xreplace(symbols)
-        return int(found) if getattr(found, "is_number", True) else concrete(size)
+        return int(found) if getattr(found, "is_number", True) else size_or_hint(size)
 
     return as_int
 

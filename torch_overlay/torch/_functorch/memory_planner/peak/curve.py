@@ -184,8 +184,10 @@ class Curve:
             lowest = int((live[:, -1] + self._rest).amax(1).argmin())
             choices += [
                 (p, q, at)
-                for p, q in itertools.permutations(_combined(plans, slots, lowest), 2)
-                for at in _splits(slots)
+                for p, q in itertools.permutations(
+                    _plans_to_combine(plans, slots, lowest), 2
+                )
+                for at in _slots_to_split_at(slots)
             ]
         first, second, begin = torch.tensor(choices).unbind(1)
         vectors = live[first, begin] + live[second, -1] - live[second, begin]
@@ -301,13 +303,13 @@ class Curve:
         return state
 
 
-def _splits(slots: int) -> list[int]:
+def _slots_to_split_at(slots: int) -> list[int]:
     """Slots at which a second plan may begin, always including the last slot."""
     spread = {round(k * slots / _SPLITS) for k in range(1, _SPLITS)}
     return sorted({slots - 1, *spread} - {0, slots})
 
 
-def _combined(plans: Sequence[Footprint], slots: int, lowest: int) -> list[int]:
+def _plans_to_combine(plans: Sequence[Footprint], slots: int, lowest: int) -> list[int]:
     """The indices of the plans that may be combined.
 
     Candidates are the Pareto fronts of cost and three measures: what a call keeps, what

@@ -11,17 +11,17 @@ from ..graph.inputs_outputs import (
     Missing,
     output_bytes,
     storages_returned,
-    tensors_given,
+    input_tensors,
 )
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import flops
-from .menu import bytes_of, Footprint, Menu, Variant
+from .menu import footprint_bytes, Footprint, Menu, Variant
 from .plan_search import (
     compare_with_no_checkpoints,
-    model_of,
-    of_knapsacks,
+    live_bytes_model,
+    plans_of_knapsacks,
     recompute_costs,
-    search,
+    search_plans,
 )
 from .plans import Plans, undominated
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["menu_of", "plan_graph", "with_chunks"]
+__all__ = ["menu_of_plans", "menu_with_chunks", "plan_graph"]
 
 
-def with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
+def menu_with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
     """The plans of a graph as it is and in chunks, each found by ``menu_for``.
 
     The first plan of the graph as it is stays first.  The others follow by rising cost;
@@ -82,22 +82,22 @@ def plan_graph(
 
     Raises CannotPlan as :func:`.graph.reading.read` does.
     """
-    model = model_of(joint, missing)
+    model = live_bytes_model(joint, missing)
     plans = Plans(model, recompute_costs(model, joint))
     if is_only:
         plans.evaluate([frozenset(model.storages(saved))])
     else:
-        search(plans, joint, saved)
+        search_plans(plans, joint, saved)
         if missing is None and is_whole:
             compare_with_no_checkpoints(joint, plans)
         if model.is_fused:
             # For kernels, the search leaves these out.  A waiting call keeps least if
             # everything is recomputed, as in a checkpoint.
-            plans.evaluate([frozenset(), *of_knapsacks(joint.items)])
-    return menu_of(joint, plans, missing)
+            plans.evaluate([frozenset(), *plans_of_knapsacks(joint.items)])
+    return menu_of_plans(joint, plans, missing)
 
 
-def menu_of(
+def menu_of_plans(
     joint: Planner,
     plans: Plans,
     missing: Optional[Missing] = None,
@@ -115,7 +115,7 @@ def menu_of(
     best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
     if keeps_fastest:
         best = found[:1] + [plan for plan in best if plan.storages != fastest]
-    primals = len(tensors_given(joint)) - len(model.tangents)
+    primals = len(input_tensors(joint)) - len(model.tangents)
     variants = {1: Variant.of(joint, missing)}
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
@@ -132,6 +132,6 @@ def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
     for storages, evaluation in plans.evaluations.items():
         saved = evaluation.saved & returned.keys()
         outputs = frozenset(returned[s] for s in saved)
-        kept = *bytes_of(model, evaluation), plans.costs[storages]
+        kept = *footprint_bytes(model, evaluation), plans.costs[storages]
         found.append(Footprint(*kept, outputs, storages))
     return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from ..solve.ties import NOISE
-from .plan_search import model_of, recompute_costs, search
+from .plan_search import live_bytes_model, recompute_costs, search_plans
 from .plans import Plans
 
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["with_lower_peak"]
+__all__ = ["lowered_if_too_high"]
 
 # The share by which the peak may exceed that of budget 1 without a warning.
 _TOLERANCE = 0.01
@@ -35,13 +35,13 @@ _TOLERANCE = 0.01
 _TRIED = 64
 
 
-def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
+def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decision:
     """``plan``, or one with a lower peak that keeps at most ``allowed`` bytes.
 
     Warns if the result's peak is still above that of budget 1.  Raises CannotPlan as
     :func:`.graph.reading.read` does.
     """
-    model = model_of(graph)
+    model = live_bytes_model(graph)
     calls = graph.ask.graph_calls or 1
     fastest, upstreams = graph.fastest(), graph.upstreams_choice(plan.budget)
     own, *others = (
@@ -54,7 +54,7 @@ def with_lower_peak(graph: Planner, plan: Decision, allowed: int) -> Decision:
     plans.evaluate((own, *others))
     chosen, peaks = own, [plans.peaks[each] for each in others]
     if plan.budget and plans.peaks[own] > min(peaks):
-        search(plans, graph, fastest)
+        search_plans(plans, graph, fastest)
         plans.evaluate(_with_less(graph, plans, others[-1], allowed))
         for better in _better(plans, own, min(peaks)):
             storages = plans.evaluations[better].saved

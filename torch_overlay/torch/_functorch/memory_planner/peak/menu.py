@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
 from ..graph.inputs_outputs import backward_inputs, Input, Missing, output_bytes
-from ..graph.other_sizes import calls_in
-from .plan_search import model_of
+from ..graph.other_sizes import calls_and_storages
+from .plan_search import live_bytes_model
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = [
     "Names",
     "Told",
     "Variant",
-    "bytes_of",
+    "footprint_bytes",
 ]
 
 # The names of nodes, each with its bytes.
@@ -103,7 +103,7 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, joint: Planner, missing: Optional[Missing]) -> Variant:
         """The variant for calls that lack what is ``missing``."""
-        model = model_of(joint, missing)
+        model = live_bytes_model(joint, missing)
         return cls(model, backward_inputs(joint, model))
 
 
@@ -156,8 +156,10 @@ class Menu:
             for n, each in joint.variants.items()
             if (own := self.variants.get(n))
         }
-        there = {n: calls_in(each.model)[1] for n, each in variants.items()}
-        made = {n: calls_in(each.model)[1] for n, each in self.variants.items()}
+        there = {n: calls_and_storages(each.model)[1] for n, each in variants.items()}
+        made = {
+            n: calls_and_storages(each.model)[1] for n, each in self.variants.items()
+        }
 
         @functools.cache
         def same(chunks: int, as_chunks: int) -> dict[int, int]:
@@ -177,7 +179,7 @@ class Menu:
             evaluated = model.evaluate_all([*here.values()]) if here else []
             for (at, storages), each in zip(here.items(), evaluated):
                 plan = plans[at]
-                kept = (*bytes_of(model, each), plan.cost, plan.outputs)
+                kept = (*footprint_bytes(model, each), plan.cost, plan.outputs)
                 plans[at] = Footprint(*kept, storages, chunks)
         outputs = output_bytes(joint, variants[1].model)
         return replace(self, plans=plans, variants=variants, outputs=outputs)
@@ -235,7 +237,7 @@ class Menu:
             return self
         plans = []
         for index, plan in enumerate(self.plans):
-            near = _nearest(self.plans, index, self.told)
+            near = _nearest_compiled(self.plans, index, self.told)
             size = max(self.plans[near].backward, 1)
             kept, forward, backward = (
                 max(nbytes + round(error * size), 0)
@@ -316,7 +318,7 @@ class Menu:
         if what == "backward" and of:
             found = self._backwards(self.plans, of)
             for index in range(len(self.estimated)):
-                near = _nearest(self.estimated, index, self.told)
+                near = _nearest_compiled(self.estimated, index, self.told)
                 size = max(self.estimated[near].backward, 1)
                 error = self.told_alone[near](of)
                 found[index] = max(found[index] + round(error * size), 0)
@@ -344,7 +346,9 @@ class Menu:
         return found
 
 
-def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int:
+def _nearest_compiled(
+    plans: Sequence[Footprint], index: int, told: Iterable[int]
+) -> int:
     """The compiled plan nearest to another one, which is itself if it was compiled.
 
     Those with as many chunks come first, then those that keep about as many bytes.
@@ -359,7 +363,7 @@ def _nearest(plans: Sequence[Footprint], index: int, told: Iterable[int]) -> int
     return min(told, key=distance)
 
 
-def bytes_of(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
+def footprint_bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
     """The first three fields of a plan's :class:`Footprint`."""
     kept = model.nbytes_of(evaluation.saved - model.outputs)
     backward = max(evaluation.step_peaks) - model.held_by_caller

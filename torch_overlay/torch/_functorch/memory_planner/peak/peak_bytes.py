@@ -22,8 +22,8 @@ from typing import Optional, TYPE_CHECKING
 
 from ..decision import Decision, Peak
 from .curve import Choice, Curve, Held, Moments
-from .graph_plans import menu_of, with_chunks
-from .plan_search import compare_with_no_checkpoints, plans_of
+from .graph_plans import menu_of_plans, menu_with_chunks
+from .plan_search import compare_with_no_checkpoints, searched_plans
 
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class PeakBytes:
         """The plans of a graph, for any budget; the first is budget 1's."""
 
         def menu_for(each: Planner) -> Menu:
-            plans = plans_of(each, self.calls)
+            plans = searched_plans(each, self.calls)
             if each is graph and (self.limit is not None or self.budget < 1):
                 compare_with_no_checkpoints(graph, plans)
-            return menu_of(each, plans, keeps_fastest=True)
+            return menu_of_plans(each, plans, keeps_fastest=True)
 
-        return with_chunks(graph, menu_for)
+        return menu_with_chunks(graph, menu_for)
 
     def curve(self, graph: Planner, menu: Menu) -> Curve:
         """The menu's plans that no other beats in both peak and cost."""

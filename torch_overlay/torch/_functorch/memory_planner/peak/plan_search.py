@@ -28,12 +28,12 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from ..._activation_checkpointing.knapsack_exact import solve_knapsack_budgets
 from ..._activation_checkpointing.random_ops import must_run_once
-from ..graph.inputs_outputs import Missing, without
+from ..graph.inputs_outputs import Missing, model_without
 from ..graph.kernels import by_kernels, has_kernel
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import is_costly, recompute_cost, roofline
-from ..solve.ties import lightest
-from .chains import Chain, correct, places_in
+from ..solve.ties import lightest_items
+from .chains import Chain, find_checkpoints, narrow_places
 from .plans import Plans
 
 
@@ -48,11 +48,11 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "compare_with_no_checkpoints",
-    "model_of",
-    "of_knapsacks",
-    "plans_of",
+    "live_bytes_model",
+    "plans_of_knapsacks",
     "recompute_costs",
-    "search",
+    "search_plans",
+    "searched_plans",
 ]
 
 # The number of target peaks, from the floor to that of budget 1, to add items for.
@@ -70,7 +70,7 @@ _WORSE = 0.01
 _ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
 
 
-def model_of(graph: Planner, missing: Optional[Missing] = None) -> Program:
+def live_bytes_model(graph: Planner, missing: Optional[Missing] = None) -> Program:
     """The model of a graph whose calls lack what is ``missing``, if anything.
 
     It counts inductor's kernels if the graph is ``fused``, else operators one by one.
@@ -78,18 +78,18 @@ def model_of(graph: Planner, missing: Optional[Missing] = None) -> Program:
     """
     operators = graph.model
     if missing is not None:
-        operators = without(missing, operators, graph)
+        operators = model_without(missing, operators, graph)
     for each in operators.with_bodies:
         if each.scratch is None and not (graph.fused and has_kernel(each.node)):
             raise CannotPlan(f"it is not known what is live within {each.node.name}")
     return by_kernels(operators) if graph.fused else operators
 
 
-def plans_of(graph: Planner, calls: int = 1) -> Plans:
-    """The plans that `search` finds for a graph of which ``calls`` wait at once."""
-    model = model_of(graph)
+def searched_plans(graph: Planner, calls: int = 1) -> Plans:
+    """What `search_plans` finds for a graph of which ``calls`` wait at once."""
+    model = live_bytes_model(graph)
     plans = Plans(model, recompute_costs(model, graph), calls)
-    search(plans, graph, graph.fastest())
+    search_plans(plans, graph, graph.fastest())
     return plans
 
 
@@ -103,7 +103,7 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
     if not fixed:
         return
     try:
-        without = plans_of(replace(graph)).floor
+        without = searched_plans(replace(graph)).floor
     finally:
         for node, policy in fixed.items():
             node.meta["recompute"] = policy
@@ -142,7 +142,7 @@ def recompute_costs(model: Program, graph: Planner) -> list[float]:
     ]
 
 
-def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
+def search_plans(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
     """Evaluate plans for many peaks; the first one, of budget 1, saves ``fastest``.
 
     Takes a few hundred evaluations, and O(places * _SPAN) for each answer of the
@@ -152,8 +152,8 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
     cheapest, _ = joint.cheapest_cut()
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     plans.evaluate(bases)
-    chains = [Chain(plans, places) for places in places_in(graph)]
-    correct(plans, chains)
+    chains = [Chain(plans, places) for places in narrow_places(graph)]
+    find_checkpoints(plans, chains)
     for chain in chains:
         peak, lowest = min(chain.found, key=lambda each: each[0])
         bases += [lowest, chain.everything]
@@ -163,8 +163,8 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
                 bases.append(chain.storages(chosen))
     if not graph.is_fused:
         # Not for kernels: plans that are lowest by estimates often are not as compiled.
-        plans.evaluate([*bases, frozenset(), *of_knapsacks(items)])
-        bases.append(_refined(plans))
+        plans.evaluate([*bases, frozenset(), *plans_of_knapsacks(items)])
+        bases.append(_lowest_refined(plans))
     evaluated = plans.evaluate(bases)
     top, floor = plans.peaks[bases[0]], plans.floor
     # Targets are closer together near the floor, where a little room gains most.
@@ -178,18 +178,18 @@ def search(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
     plans.evaluate(more)
 
 
-def of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
+def plans_of_knapsacks(items: Sequence[Item]) -> Iterator[frozenset[int]]:
     """The storages to save for each of many budgets of saved bytes, by a knapsack."""
     memory = [float(item.nbytes) for item in items]
     runtimes = [item.runtime for item in items]
     capacities = [math.fsum(memory) * budget for budget in _BUDGETS]
     solutions = solve_knapsack_budgets(memory, runtimes, capacities)
     for saved in dict.fromkeys(tuple(solution.saved) for solution in solutions):
-        chosen = lightest(memory, runtimes, [*saved])
+        chosen = lightest_items(memory, runtimes, [*saved])
         yield frozenset(s for i in chosen for s in items[i].storages)
 
 
-def _refined(plans: Plans) -> frozenset[int]:
+def _lowest_refined(plans: Plans) -> frozenset[int]:
     """What to save for a still lower peak, found by changing one value at a time.
 
     Checkpoints and knapsacks only yield plans of a certain form, and the lowest plan
@@ -200,14 +200,18 @@ def _refined(plans: Plans) -> frozenset[int]:
     for _ in range(_ROUNDS):
         starts = [plan for plan in plans.lowest() if plan not in changed][:_STARTS]
         changed.update(starts)
-        plans.evaluate(more for start in starts for more in _changed(plans, start))
+        plans.evaluate(
+            more for start in starts for more in _neighbours_of_plan(plans, start)
+        )
         if plans.floor > best * (1 - _GAIN):
             break
         best = plans.floor
     return plans.lowest()[0]
 
 
-def _changed(plans: Plans, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
+def _neighbours_of_plan(
+    plans: Plans, chosen: frozenset[int]
+) -> Iterator[frozenset[int]]:
     """The plans that save one value less than ``chosen``, one more, or swap one.
 
     A value is swapped for what it is made of, or for what is made of it.  Values to add

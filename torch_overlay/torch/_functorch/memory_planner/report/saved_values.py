@@ -290,7 +290,7 @@ def attach_plan(
         elif solved and (node.name not in runtimes or (node.name in kept) != is_saved):
             # What the knapsack did not decide, a min cut did.
             why = "min cut"
-        return _described(node, why, runtimes.get(node.name))
+        return _describe_value(node, why, runtimes.get(node.name))
 
     (output,) = forward.graph.find_nodes(op="output")
     saved = [node for node in output.args[0][num_fwd_outputs:] if node is not None]
@@ -324,10 +324,10 @@ def attach_plan(
             plan.graph,
             fixed,
         )
-    _trace(plan)
+    _stack_trace_of(plan)
 
 
-def _trace(plan: Plan) -> None:
+def _stack_trace_of(plan: Plan) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},
@@ -335,7 +335,7 @@ def _trace(plan: Plan) -> None:
     )
 
 
-def _described(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
+def _describe_value(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
     from torch._functorch.partitioners import _size_of
 
     value: Any = node.meta.get("val")
@@ -351,14 +351,14 @@ def _described(node: Node, why: str, runtime: Optional[float]) -> PlannedValue:
         dtype=dtype.removeprefix("torch."),
         nbytes=_size_of(node) if is_tensor else 0,
         runtime=runtime,
-        source=_source(node.meta.get("stack_trace")),
+        source=_users_frame(node.meta.get("stack_trace")),
         why=why,
     )
 
 
 # Cached, as thousands of nodes may have the same trace.
 @functools.lru_cache(maxsize=4096)
-def _source(trace: Optional[str]) -> Optional[str]:
+def _users_frame(trace: Optional[str]) -> Optional[str]:
     """The innermost frame of a stack trace that is not torch's own, in one line."""
     frame = _parse_stack_trace(
         trace or "", lambda file, *_: not file.startswith(_TORCH)

@@ -228,7 +228,9 @@ def summary_of(
 
     ``beyond`` bytes are added to all peaks; ``calls`` counts those of each slot.
     """
-    describe = functools.partial(_moments, curve=curve, moments=moments, graphs=graphs)
+    describe = functools.partial(
+        _describe_moments, curve=curve, moments=moments, graphs=graphs
+    )
     plans = [graph.plans for graph in graphs.values()]
     is_known = all(each.work for each in plans)
     work = sum(graphs[n].plans.work * sum(calls[n]) for n in graphs) if is_known else 0
@@ -239,15 +241,15 @@ def summary_of(
         curve.unbudgeted.peak + beyond,
         *present,
         plan.cost,
-        tuple(_uses(calls, graphs, curve, plan)),
+        tuple(_uses_of_graphs(calls, graphs, curve, plan)),
         work,
-        _source_of(plans),
+        _source_of_figures(plans),
         tuple(describe(plan)),
         max(describe(curve.plans[0]), key=lambda moment: moment.total),
     )
 
 
-def _source_of(plans: Sequence[Menu]) -> str:
+def _source_of_figures(plans: Sequence[Menu]) -> str:
     """Where figures come from: no more than is true of all graphs."""
     if all(each.told for each in plans):
         return "told by its compiles"
@@ -260,7 +262,7 @@ def _source_of(plans: Sequence[Menu]) -> str:
     return "exact, operator by operator"
 
 
-def _uses(
+def _uses_of_graphs(
     calls: Mapping[int, Sequence[int]],
     graphs: Mapping[int, Graph],
     curve: Curve,
@@ -279,7 +281,7 @@ def _uses(
         )
 
 
-def _moments(
+def _describe_moments(
     plan: Choice,
     curve: Curve,
     moments: Mapping[frozenset[Held], Bytes],

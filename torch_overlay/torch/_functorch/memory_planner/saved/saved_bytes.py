@@ -12,12 +12,12 @@ plan that saves fewer of the inputs may save other values in their place.)  In b
 :func:`plan_within` takes the first of these that is within the budget:
 
 1.  a min cut that recomputes more, then one that recomputes all that is cheap;
-2.  a knapsack.  Its *items* (:func:`.graph.joint.candidates`) are what even the second
+2.  a knapsack.  Its *items* (:func:`.graph.joint.items_of`) are what even the second
     cut does not recompute, each with its bytes and the runtime of recomputing it.  A
-    solver picks those to save (:func:`solve`).  One more min cut may recompute the
-    others, and save other values in their place.  If those take more bytes than
-    allowed, or more has to run again, only the solver's items are saved
-    (:func:`settle`).
+    solver picks those to save (:func:`solve_until_kept`).  One more min cut may
+    recompute the others, and save other values in their place.  If those take more
+    bytes than allowed, or more has to run again, only the solver's items are saved
+    (:func:`plan_of_items`).
 
 If that plan has a high peak, another one within the budget may replace it
 (:mod:`.peak.lower_peak`).
@@ -37,7 +37,7 @@ from ..decision import Decision, Knapsack
 from ..graph.joint import ALL_CHEAP, CHEAP
 from ..graph.liveness import CannotPlan
 from ..solve.solver import ask_solver
-from ..solve.ties import lightest
+from ..solve.ties import lightest_items
 from .pareto_plot import plot_budgets
 
 
@@ -75,9 +75,11 @@ def plan_within(graph: Planner, budget: float) -> Decision:
     of a custom solver, and whatever that solver raises.
     """
     solver = "exact" if graph.ask.solver == KNEE else graph.ask.solver
-    plan = _within(graph, budget, solver)
+    plan = _first_plan_within(graph, budget, solver)
     if plan.knapsack is not None and graph.ask.is_plotted:
-        plot_budgets(graph.ask, plan, lambda budget: _within(graph, budget, solver))
+        plot_budgets(
+            graph.ask, plan, lambda budget: _first_plan_within(graph, budget, solver)
+        )
     if isinstance(solver, str) and budget < 1:
         plan = _with_lower_peak(graph, plan)
     if plan.limits is not None:
@@ -97,7 +99,7 @@ def plan_within(graph: Planner, budget: float) -> Decision:
 
 def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
     try:
-        from ..peak.lower_peak import with_lower_peak
+        from ..peak.lower_peak import lowered_if_too_high
     except ModuleNotFoundError:
         # A separate patch brings this module.
         return plan
@@ -105,14 +107,14 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
     if plan.limits is not None:
         allowed = plan.limits.allowed(plan.budget)
     try:
-        return with_lower_peak(graph, plan, allowed)
+        return lowered_if_too_high(graph, plan, allowed)
     except CannotPlan:
         # The plan did not need the graph's model, so it does not need to be replaced.
         log.debug("peaks of %s are not known", get_aot_graph_name(), exc_info=True)
         return plan
 
 
-def _within(graph: Planner, budget: float, solver: Any) -> Decision:
+def _first_plan_within(graph: Planner, budget: float, solver: Any) -> Decision:
     """The first plan within a budget, of those that the module's docstring lists."""
     if budget == 0:
         return graph.saving(graph.least(), budget, "budget 0")
@@ -127,11 +129,11 @@ def _within(graph: Planner, budget: float, solver: Any) -> Decision:
         if plan.activation_bytes <= limits.allowed(budget):
             return replace(plan, limits=limits)
     if graph.items:
-        return solve(graph, budget, solver)
+        return solve_until_kept(graph, budget, solver)
     return replace(graph.saving(graph.least(), budget, "min cut"), limits=limits)
 
 
-def solve(graph: Planner, budget: float, solver: Any) -> Decision:
+def solve_until_kept(graph: Planner, budget: float, solver: Any) -> Decision:
     """Ask a solver, and again for fewer bytes while the plan keeps too many.
 
     If that does not help, the plan of budget 0 is used, unless the solver is custom.
@@ -141,7 +143,7 @@ def solve(graph: Planner, budget: float, solver: Any) -> Decision:
     over = 0
     for _ in range(_TRIES):
         capacity = max(graph.limits.capacity(budget) - over, 0)
-        plan = settle(graph, budget, solver, ask_solver(solver, graph, capacity))
+        plan = plan_of_items(graph, budget, solver, ask_solver(solver, graph, capacity))
         excess = plan.activation_bytes - graph.limits.allowed(budget)
         if excess <= 0 or not isinstance(solver, str):
             return plan
@@ -150,7 +152,9 @@ def solve(graph: Planner, budget: float, solver: Any) -> Decision:
     return replace(least, limits=graph.limits)
 
 
-def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Decision:
+def plan_of_items(
+    graph: Planner, budget: float, solver: Any, saved: list[int]
+) -> Decision:
     """What to save, given the items that a solver saves: only these, or a cut's values.
 
     A cut's values are saved if they are within the budget and either no more of the
@@ -161,7 +165,7 @@ def settle(graph: Planner, budget: float, solver: Any, saved: list[int]) -> Deci
     runtimes = [item.runtime for item in items]
     name = solver if isinstance(solver, str) else type(solver).__name__
     if solver == "exact":
-        saved = lightest(memory, runtimes, saved)
+        saved = lightest_items(memory, runtimes, saved)
         # This cut is made anyway, to compare its peak.
         cut = graph.upstreams_choice(budget)
     else:

@@ -14,13 +14,13 @@ from ..._activation_checkpointing.knapsack_exact import exact_knapsack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["NOISE", "lightest", "upstreams_table"]
+__all__ = ["NOISE", "lightest_items", "upstreams_table"]
 
 # Plans count as equally fast if what they recompute differs by at most this share.
 NOISE = 1e-3
 
 
-def lightest(
+def lightest_items(
     memory: Sequence[float], runtimes: Sequence[float], saved: list[int]
 ) -> list[int]:
     """The items that take the fewest bytes to save, with no more runtime recomputed.

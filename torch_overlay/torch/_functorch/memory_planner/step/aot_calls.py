@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "boxed",
     "boxed_call",
-    "marked",
-    "traced_name",
+    "name_of_traced",
+    "with_boxed_inputs",
+    "with_results_run_by",
 ]
 
 
@@ -31,7 +31,7 @@ def boxed_call(function: Callable[..., Any], *arguments: Any) -> Any:
     return call
 
 
-def traced_name() -> Optional[str]:
+def name_of_traced() -> Optional[str]:
     """The name of the compiled module's class, or of the function, if Dynamo tells.
 
     A lambda is named by its file and line.
@@ -52,16 +52,18 @@ def traced_name() -> Optional[str]:
     return name
 
 
-def boxed(compiled: Any) -> Any:
+def with_boxed_inputs(compiled: Any) -> Any:
     """A compiler's result as a function that takes its inputs in one list."""
     is_boxed = getattr(compiled, "_boxed_call", False)
     return compiled if is_boxed else make_boxed_func(compiled)
 
 
-def marked(compile_graph: Callable[..., Any], run: Callable[..., Any]) -> Any:
+def with_results_run_by(
+    compile_graph: Callable[..., Any], run: Callable[..., Any]
+) -> Any:
     """Wrap a compiler, so that its results are called by ``run(result, args)``."""
 
     def compile_marked(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        return boxed_call(run, boxed(compile_graph(graph, inputs)))
+        return boxed_call(run, with_boxed_inputs(compile_graph(graph, inputs)))
 
     return compile_marked

@@ -12,10 +12,10 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
-from ..graph.storages import body_of
+from ..graph.storages import read_body
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
-from .aot_calls import boxed_call, traced_name
-from .calls import strided
+from .aot_calls import boxed_call, name_of_traced
+from .calls import tensors_with_storage
 from .compiled_graph import CompiledGraph
 from .current_step import running_step
 from .single_graph_warnings import with_warnings
@@ -23,12 +23,12 @@ from .single_graph_warnings import with_warnings
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["for_step", "noted_in_step"]
+__all__ = ["for_step", "for_step_without_backward"]
 
 
-def _keys(values: Iterable[Any]) -> set[int]:
+def _storage_keys(values: Iterable[Any]) -> set[int]:
     """The identities of the tensors' storages."""
-    return {each.untyped_storage()._cdata for each in strided(values)}
+    return {each.untyped_storage()._cdata for each in tensors_with_storage(values)}
 
 
 def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,14 +47,14 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     return compile_for_step
 
 
-def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``aot_stage2_inference``, so that steps know of calls without a plan."""
 
     def compile_noted(state: Any, capture: Any, *arguments: Any) -> Any:
         step = running_step()
         if step is None or TracingContext.try_get() is None:
             return compile_graph(state, capture, *arguments)
-        name, device = traced_name() or get_aot_graph_name(), step.budget.device
+        name, device = name_of_traced() or get_aot_graph_name(), step.budget.device
         module = capture.graph_module
         number, places = state.aot_config.aot_id, symbols_in(state.flat_args)
         largest = 0
@@ -66,7 +66,7 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.cache
         def peak(sizes: tuple[int, ...]) -> Optional[int]:
-            body = body_of(graph, size_evaluator(places, sizes), device)
+            body = read_body(graph, size_evaluator(places, sizes), device)
             return None if body is None else body.peak
 
         @functools.wraps(run)
@@ -80,7 +80,7 @@ def noted_in_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             state = step.begin_alone(number, name, size, peak(sizes))
             if state not in step.passed:
                 largest = size
-            given = _keys(args)
+            given = _storage_keys(args)
             results = run(args)
             step.end_alone(state, given, results)
             return results

@@ -43,7 +43,7 @@ from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
 from .recording_schedule import MOST_RECORDED, Recording
 from .step_programs import dropped_before, Learned, step_program_of
-from .timeline import peak_of, StepTimeline
+from .timeline import peak_under_plans, StepTimeline
 
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class StepBudget(Warns):
         self._recorded = recorder, step.states
         if self.plan is not None and step.states <= self._learned.states:
             timeline = StepTimeline(recorder, given=recorder.existing)
-            peak = peak_of(timeline.moments, self.choices)
+            peak = peak_under_plans(timeline.moments, self.choices)
             check_held(peak + self._bound.counted(self._present), self.plan, self)
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from .calls import storages_of, tensors_in
 from .recorder import Event, PLANNED
-from .single_graph_warnings import backward_of, CALL
+from .single_graph_warnings import node_of_backward, CALL
 
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def await_backward(call: Call, result: Any, may_miss: bool) -> None:
 
     If the call ``may_miss`` tangents, notice when the caller drops an output.
     """
-    step, node = call.step, backward_of(result)
+    step, node = call.step, node_of_backward(result)
     if node is None:
         step.end(call)
         return
     node.metadata.update({CALL: call, PLANNED: True})
     if may_miss:
         node.set_materialize_grads(False)
-        _watch(tree_leaves(result), call)
+        _note_dropped_outputs(tree_leaves(result), call)
 
     def died(_: Any) -> None:
         if step.end(call) and step.recorder is not None:
@@ -64,7 +64,7 @@ def await_backward(call: Call, result: Any, may_miss: bool) -> None:
     call.node = weakref.ref(node, died)
 
 
-def _watch(results: Iterable[Any], call: Call) -> None:
+def _note_dropped_outputs(results: Iterable[Any], call: Call) -> None:
     storages = (ref() if ref is not None else None for ref in call.returned)
     places = {id(s): at for at, s in enumerate(storages) if s is not None}
     recorder = call.step.recorder

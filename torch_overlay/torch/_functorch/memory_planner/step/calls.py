@@ -41,8 +41,8 @@ __all__ = [
     "is_trained",
     "slots_of",
     "storages_of",
-    "strided",
     "tensors_in",
+    "tensors_with_storage",
 ]
 
 # Scales that differ by a smaller factor are the same.
@@ -217,7 +217,7 @@ class Step:
 
     def end_alone(self, state: State, given: set[int], results: Sequence[Any]) -> None:
         """Note the storages that it returned, except those that it was ``given``."""
-        storages = (each.untyped_storage() for each in strided(results))
+        storages = (each.untyped_storage() for each in tensors_with_storage(results))
         made = [weakref.ref(each) for each in storages if each._cdata not in given]
         self._returned.append((state, made))
 
@@ -300,7 +300,7 @@ class Step:
         return False
 
 
-def strided(values: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_with_storage(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors that have a storage."""
     return [each for each in tensors_in(values) if each.layout is torch.strided]
 

@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 from ...._inductor.deferred_kernels import DeferredKernels
 
 from ..compile.recompile import (
-    calls_nested_regions,
+    has_nested_regions,
     fresh_copy,
     partition_by,
     takes_request,
@@ -28,7 +28,7 @@ from ..graph.liveness import CannotPlan
 from ..graph.other_sizes import times_larger
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
-from .aot_calls import boxed_call, marked, traced_name
+from .aot_calls import boxed_call, with_results_run_by, name_of_traced
 from .call_runs import await_backward, run_backward, run_forward
 from .current_step import running_step
 from .graphs import Graph
@@ -72,7 +72,7 @@ class CompiledGraph:
         if not takes_request(self._partition):
             raise CannotPlan("its backend does not partition by the budget")
         # Those are partitioned before their caller, each by itself.
-        if calls_nested_regions(self._capture.graph_module):
+        if has_nested_regions(self._capture.graph_module):
             raise CannotPlan("it calls nested compiled regions")
         step: Any = running_step()
         if step.budget.device.type == "cuda" and inductor_config.triton.cudagraphs:
@@ -81,7 +81,7 @@ class CompiledGraph:
                 "would free; compile without mode='reduce-overhead' or 'max-autotune', "
                 "or with options={'triton.cudagraphs': False}"
             )
-        self._name = traced_name() or get_aot_graph_name()
+        self._name = name_of_traced() or get_aot_graph_name()
         self._is_retained = self.has_plans = False
         self._runs: dict[int, Callable[..., Any]] = {}
         # By plan, the kernels to compile before a call first runs by it.
@@ -297,8 +297,8 @@ class CompiledGraph:
             state,
             capture,
             partition_by(self._partition, request),
-            marked(compiled.forward, self._forward),
-            marked(compile_backward, self._backward),
+            with_results_run_by(compiled.forward, self._forward),
+            with_results_run_by(compile_backward, self._backward),
         )
         report = self._reports[request.chosen] = logged_plan(metadata)
         self._list(report)

@@ -30,7 +30,7 @@ class DeviceBytes:
         self._counters = module if hasattr(module, "reset_peak_memory_stats") else None
         self._live: Optional[Callable[[], int]] = None
         if self._counters is None and device.type == "cpu":
-            self._live = _malloced()
+            self._live = _counter_of_malloc()
 
     def given(self) -> int:
         """The live bytes of tensors alone; 0 where torch does not count them."""
@@ -64,7 +64,7 @@ def memory_of(accelerator: Optional[torch.device]) -> int:
 
 
 @functools.cache
-def _malloced() -> Optional[Callable[[], int]]:
+def _counter_of_malloc() -> Optional[Callable[[], int]]:
     """A function that returns the bytes malloc has handed out; None without glibc."""
 
     class Info(ctypes.Structure):

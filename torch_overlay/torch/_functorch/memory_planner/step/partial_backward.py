@@ -11,7 +11,7 @@ from torch._guards import TracingContext
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 
 from ..compile.recompile import copy_of
-from .aot_calls import boxed
+from .aot_calls import with_boxed_inputs
 
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class Backward:
             self._needed.add(absent)
             module, absent = copy_of(self._module), frozenset()
         if absent not in self._runs:
-            self._runs[absent] = boxed(self._compile_graph(module, self._inputs))
+            self._runs[absent] = with_boxed_inputs(
+                self._compile_graph(module, self._inputs)
+            )
 
     def _compile_again(self, absent: frozenset[int]) -> None:
         with self._as_traced():

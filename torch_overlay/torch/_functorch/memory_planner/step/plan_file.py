@@ -157,20 +157,22 @@ def key_of(joint: Planner) -> str:
     for chunks, each in joint.variants.items():
         told = chunks, each.fused, each.budget, each.num_fwd_outputs, each.ask.estimator
         digest.update(repr(told).encode())
-        for node in _nodes(each.joint):
-            digest.update(f"{node.format_node()} {[*_metas(node)]}\n".encode())
+        for node in _nodes_with_bodies(each.joint):
+            digest.update(
+                f"{node.format_node()} {[*_tensors_of_node(node)]}\n".encode()
+            )
     return digest.hexdigest()
 
 
-def _nodes(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+def _nodes_with_bodies(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
     """The graph's nodes, each followed by those of the graphs that it runs."""
     for node in graph.nodes:
         yield node
         for body in subgraphs(node):
-            yield from _nodes(body)
+            yield from _nodes_with_bodies(body)
 
 
-def _metas(node: torch.fx.Node) -> Iterator[str]:
+def _tensors_of_node(node: torch.fx.Node) -> Iterator[str]:
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):
             yield f"{value.dtype} {value.device} {tuple(value.shape)}"

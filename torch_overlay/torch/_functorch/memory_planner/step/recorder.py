@@ -61,7 +61,7 @@ class Event(NamedTuple):
     inputs: Sequence[Optional[int]] = ()
 
 
-def _end_in_child() -> None:
+def _end_recording_in_child() -> None:
     """Keep a process forked within a step, such as a data loader's, from recording."""
     # Another thread may have held the lock during the fork.
     _patches.lock = threading.Lock()
@@ -71,7 +71,7 @@ def _end_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_in_child)
+    os.register_at_fork(after_in_child=_end_recording_in_child)
 
 
 class Recorder(TorchDispatchMode):
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
         step = running_step()
         # The node of a call is marked only after the call returns.
         if step is not None and step.call is None and not self.saw_unplanned:
-            self.saw_unplanned = _is_unplanned(node)
+            self.saw_unplanned = _is_of_unknown_graph(node)
 
     def uses(self, nbytes: int) -> None:
         """Note bytes that were allocated and freed out of the dispatcher's sight."""
@@ -312,7 +312,7 @@ class Recorder(TorchDispatchMode):
         return given, sum(parameters.values()), sum(self._states.values())
 
 
-def _is_unplanned(node: Any) -> bool:
+def _is_of_unknown_graph(node: Any) -> bool:
     """Whether an autograd node is of a compiled graph that no step knows."""
     is_compiled = hasattr(getattr(node, "_forward_cls", None), "_aot_id")
     return is_compiled and PLANNED not in node.metadata
@@ -355,13 +355,15 @@ class _Patches:
 _patches = _Patches()
 
 
-def _recorders() -> list[Recorder]:
+def _recorders_of_running_steps() -> list[Recorder]:
     steps = (step.recorder for step in running_steps())
     return [recorder for recorder in steps if recorder is not None]
 
 
 def _resize_and_follow(storage: Any, nbytes: int) -> Any:
-    recorders = [r for r in _recorders() if r.device == storage.device.type]
+    recorders = [
+        r for r in _recorders_of_running_steps() if r.device == storage.device.type
+    ]
     for recorder in recorders:
         with recorder.guarded():
             recorder.follow(storage, is_existing=True)
@@ -374,7 +376,7 @@ def _resize_and_follow(storage: Any, nbytes: int) -> Any:
 
 def _run_and_follow(graph: Any, inputs: Any) -> Any:
     result = _patches.run(graph, inputs)
-    for recorder in _recorders():
+    for recorder in _recorders_of_running_steps():
         if not recorder.inside:
             # The graph's wrapper allocates out of the dispatcher's sight.
             memory = getattr(graph, "memory", None)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..ask import Ask
-from ..graph.recompute_cost import concrete
+from ..graph.recompute_cost import size_or_hint
 from ..report.saved_values import format_bytes, logged_plan
 
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CALL", "backward_of", "with_warnings"]
+__all__ = ["CALL", "node_of_backward", "with_warnings"]
 
 # Under this key, the autograd node of a compiled backward stores its call.
 CALL = "activation memory budget: call"
@@ -40,15 +40,15 @@ def _symbolic_sizes(arguments: Sequence[Any]) -> tuple[list[int], int]:
         for i, each in enumerate(arguments)
         if isinstance(each, torch.Tensor) and not isinstance(each.numel(), int)
     ]
-    return found, _bytes_of(arguments, found)
+    return found, _bytes_of_arguments(arguments, found)
 
 
-def _bytes_of(arguments: Sequence[Any], indices: Iterable[int]) -> int:
+def _bytes_of_arguments(arguments: Sequence[Any], indices: Iterable[int]) -> int:
     sizes = (arguments[i].untyped_storage().nbytes() for i in indices)
-    return sum(map(concrete, sizes))
+    return sum(map(size_or_hint, sizes))
 
 
-def backward_of(result: Any) -> Any:
+def node_of_backward(result: Any) -> Any:
     """The autograd node of the compiled backward behind these outputs, or None.
 
     Up to three nodes, of views for example, may come between.  Nodes that have a call
@@ -75,7 +75,7 @@ _waiting: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
-def warn_of_calls() -> None:
+def warn_of_several_calls() -> None:
     """Warn that one graph's budget says nothing about a step with several calls."""
     log.warning(
         "%d calls of %d graphs wait for their backward at once and keep %s together, but "
@@ -108,7 +108,7 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     @functools.wraps(run)
     def call(args: list[Any]) -> Any:
         nonlocal largest
-        size = _bytes_of(args, symbolic)
+        size = _bytes_of_arguments(args, symbolic)
         if size > largest and limit is not None and plan.peak is not None:
             largest, peak = size, plan.peak.predicted
             expected = peak * size // planned
@@ -122,14 +122,14 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
                     *map(format_bytes, (planned, peak, size, expected, limit)),
                 )
         result = run(args)
-        node = backward_of(result) if is_only else None
+        node = node_of_backward(result) if is_only else None
         if node is not None:
             _waiting[node] = plan
             node.metadata[CALL] = None
             reference = weakref.ref(node)
             node.register_prehook(lambda _: _waiting.pop(reference(), None) and None)
             if len(_waiting) > 1:
-                warn_of_calls()
+                warn_of_several_calls()
         return result
 
     call._boxed_call = True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from typing import Any, Optional, TYPE_CHECKING
 
 from .calls import slots_of
 from .recording_schedule import MOST_RECORDED
-from .timeline import Bytes, keep_largest, peak_of, StepTimeline
+from .timeline import Bytes, keep_largest, peak_under_plans, StepTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -91,7 +91,7 @@ class Learned:
         if known is None or not new.states <= known.states:
             return False
         scales = {graph.number: graph.scale for graph in choices}
-        return peak_of(new.scaled(scales), choices) <= most
+        return peak_under_plans(new.scaled(scales), choices) <= most
 
     def figures(self) -> list[tuple[Any, ...]]:
         """What a file can store of each program: its first arguments."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .recorder import Event, Recorder
 
 
-__all__ = ["Bytes", "StepTimeline", "keep_largest", "peak_of"]
+__all__ = ["Bytes", "StepTimeline", "keep_largest", "peak_under_plans"]
 
 
 class Bytes(NamedTuple):
@@ -26,7 +26,7 @@ class Bytes(NamedTuple):
     gradients: int
 
 
-def peak_of(
+def peak_under_plans(
     moments: Mapping[frozenset[Held], Bytes],
     choices: Mapping[Graph, tuple[int, ...]],
 ) -> int:

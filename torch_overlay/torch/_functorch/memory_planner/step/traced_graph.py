@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.other_sizes import calls_in
-from ..peak.graph_plans import plan_graph, with_chunks
+from ..graph.other_sizes import calls_and_storages
+from ..peak.graph_plans import plan_graph, menu_with_chunks
 from ..saved.saved_bytes import plan_within
 
 
@@ -76,7 +76,7 @@ class TracedGraph:
 
     def __init__(self, joint: Planner, state: Any, symbols: Container[Any]) -> None:
         self.joint, self._state, self._symbols = joint, state, symbols
-        self._alike = _modules_alike()
+        self._alike = _count_modules_alike()
 
     @property
     def may_miss(self) -> bool:
@@ -107,7 +107,7 @@ class TracedGraph:
         model, static = self.joint.model, self._state.fw_metadata.static_input_indices
         shapes = [tuple(self._state.flat_args[i].shape) for i in static]
         ends = len(model.outputs), len(model.tangents), len(model.gradients)
-        return calls_in(model)[0], self.joint.num_fwd_outputs, ends, shapes
+        return calls_and_storages(model)[0], self.joint.num_fwd_outputs, ends, shapes
 
     def plans_for(self, missing: Optional[Missing]) -> tuple[Menu, int]:
         """Plans for calls whose backward misses this, and the index of the lean one.
@@ -120,7 +120,7 @@ class TracedGraph:
             chosen = plan_within(each, each.budget if is_only else 1).saved_values
             return plan_graph(each, chosen, is_only, missing, each is joint)
 
-        found = menu_for(joint) if is_only else with_chunks(joint, menu_for)
+        found = menu_for(joint) if is_only else menu_with_chunks(joint, menu_for)
         return found, self._lean(found.plans)
 
     def _lean(self, plans: Sequence[Footprint]) -> int:
@@ -166,7 +166,7 @@ class TracedGraph:
         return max(_CALLS, self._alike) if is_part or self._alike > 1 else 1
 
 
-def _modules_alike() -> int:
+def _count_modules_alike() -> int:
     """How many parts of the running model are like the one called now: its blocks, say.
 
     The part and the model are the innermost and outermost module on the call stack.
@@ -181,9 +181,9 @@ def _modules_alike() -> int:
     if not called:
         return 0
     part, model = getattr(called[0], "_orig_mod", called[0]), called[-1]
-    return [*map(_form, model.modules())].count(_form(part))
+    return [*map(_key_of_module, model.modules())].count(_key_of_module(part))
 
 
-def _form(module: nn.Module) -> Any:
+def _key_of_module(module: nn.Module) -> Any:
     """A key that is equal for modules that a compiled graph cannot tell apart."""
     return type(module), [each.shape for each in module.parameters()]

@@ -139,14 +139,14 @@ def compute_on_rows(graph: Graph, number: int) -> None:
         if _is_for_tokens(node, number):
             _compute_a_vector(graph, node, number)
         elif node.target is aten.view.default:
-            origin = _viewed(node)
+            origin = _source_of_view(node)
             if shape_of(origin) == shape_of(node):
                 node.replace_all_uses_with(origin)
         elif is_pointwise(node):
             _without_rows(graph, node, number)
             _compute_on_rows(graph, node)
         elif node.target is aten.sum.default:
-            node.update_arg(0, _viewed(node.all_input_nodes[0]))
+            node.update_arg(0, _source_of_view(node.all_input_nodes[0]))
     graph.eliminate_dead_code()
 
 
@@ -199,7 +199,7 @@ def _without_rows(graph: Graph, node: Node, number: int) -> None:
             node.replace_input_with(argument, new)
 
 
-def _viewed(node: Node) -> Node:
+def _source_of_view(node: Node) -> Node:
     while node.target is aten.view.default:
         (node,) = node.all_input_nodes
     return node
@@ -212,7 +212,7 @@ def _compute_a_vector(graph: Graph, node: Node, number: int) -> None:
     def vector(value: Node) -> Node:
         if shape_of(value) != shape:
             return value
-        origin = _viewed(value)
+        origin = _source_of_view(value)
         if shape_of(origin) == (number,):
             return origin
         if not value.meta["val"].is_contiguous():

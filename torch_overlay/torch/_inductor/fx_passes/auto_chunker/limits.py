@@ -18,11 +18,11 @@ prims = torch.ops.prims
 
 __all__ = [
     "accumulator_dtype",
-    "is_behind_chunks",
+    "has_only_later_dims",
     "is_made_before",
     "is_made_once",
     "is_pointwise",
-    "is_unchunked",
+    "is_same_for_all_chunks",
     "mark_made_before",
     "mutates",
     "needs_sum",
@@ -68,7 +68,7 @@ def is_made_before(node: Node) -> bool:
     return bool(node.meta.get("made_before_chunks"))
 
 
-def is_unchunked(meta: Optional[ChunkingMeta]) -> bool:
+def is_same_for_all_chunks(meta: Optional[ChunkingMeta]) -> bool:
     """Whether a scalar is the same for all chunks, even if it is to be scaled later."""
     return meta is None or (meta.chunk_dim is None and not meta.need_sum)
 
@@ -82,7 +82,7 @@ def needs_sum(*nodes: Any) -> bool:
     return any(meta is not None and meta.need_sum for meta in metas)
 
 
-def is_behind_chunks(node: Node) -> bool:
+def has_only_later_dims(node: Node) -> bool:
     """Whether all dimensions in a node's arguments come after that of the chunks."""
     metas = (each.meta.get("chunking") for each in (node, *node.all_input_nodes))
     chunked = [m.chunk_dim for m in metas if m is not None and m.chunk_dim is not None]
