@@ -72,10 +72,10 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py
 +from .flat_rows import amplified
 +from .limits import (
-+    is_behind_chunks,
++    has_only_later_dims,
 +    is_made_before,
 +    is_pointwise,
-+    is_unchunked,
++    is_same_for_all_chunks,
 +    mark_made_before,
 +    needs_sum,
 +    positive_dims,
@@ -105,7 +105,7 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +    if needs_sum(out_node, *node_args):
 +        return PropagateStatus.FAIL
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_general_copy_metadata_ignore_broadcast
-+    if not is_behind_chunks(out_node):
++    if not has_only_later_dims(out_node):
 +        return PropagateStatus.FAIL
      return propagate_general_copy_metadata(out_node, ignore_broadcast=True)  # type: ignore[call-arg]
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_reduce
@@ -115,7 +115,7 @@ forward, as the backward would otherwise repeat whole heads to save a hidden sta
 +        return PropagateStatus.FAIL
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py propagate_general_copy_metadata
 -        ChunkingMeta.is_nop(get_chunking_meta(arg)) for arg in scalar_args
-+        is_unchunked(get_chunking_meta(arg)) for arg in scalar_args
++        is_same_for_all_chunks(get_chunking_meta(arg)) for arg in scalar_args
 @@ torch/_inductor/fx_passes/auto_chunker/propagator.py
          aten.squeeze.dim,
 +        aten.squeeze.dims,
