@@ -168,6 +168,8 @@ class Patch:
     minimal: Optional[Patch] = None
 
     def fits(self, release: str) -> bool:
+        if minor(release) < self.since:
+            return False
         return not self.edits or bool(self.edits_for(release))
 
     def edits_for(self, release: str) -> list[Edit]:

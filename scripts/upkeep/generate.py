@@ -75,10 +75,10 @@ def overview(states: dict[str, tuple[images.PatchState, ...]]) -> str:
         seen = " and ".join(
             f"`{text.strip()}` in {path}" for path, text in patch.landed
         )
+        has = f"upstream has {seen}, and " if seen else ""
         lines.append(
             f"| {patch.name} | {patch.subject} | {items or '-'} | {here[0]} to "
-            f"{here[-1]} | {state} | upstream has {seen}, and `{patch.tested}` passes "
-            "there |\n"
+            f"{here[-1]} | {state} | {has}`{patch.tested}` passes there |\n"
         )
     return "".join(lines)
 

@@ -23,6 +23,7 @@ there. KNAPSACK_SOLVERS names the solvers that a config string may select.
     trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
     test="test/functorch/test_ac_knapsack_solvers.py",
     sources=(KNAPSACK, "test/functorch/test_ac_knapsack_hirschberg.py"),
+    since=(2, 6),
     landed=((KNAPSACK, "def dp_knapsack_sliding_hirschberg("),),
     faults=(
         (
