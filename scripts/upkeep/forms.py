@@ -117,7 +117,12 @@ def change(both: Iterable[float]) -> str:
 
 
 def compared(column: Sequence[Sequence[float]]) -> str:
-    """The geometric mean of what is after / before, and the most."""
+    """The geometric mean of what is after / before, and the most.
+
+    Nothing for counts, some of which are 0.
+    """
+    if not all(map(all, column)):
+        return ""
     ratios = [after / before for before, after in column]
     return f"{statistics.geometric_mean(ratios):.3f}, {max(ratios):.3f}"
 

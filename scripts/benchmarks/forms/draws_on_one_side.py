@@ -1,4 +1,4 @@
-"""How often forward and backward both draw what only the backward needs.
+"""How often both graphs draw what only the backward needs, and what is kept for it.
 
 The linear layers keep a random projection of their input in place of the input, and
 project what comes back by the same matrix, which is cheaper to draw than to keep.
@@ -19,11 +19,12 @@ from benchmarks.architectures import (
     Transformer,
     ViT,
 )
+from benchmarks.forms.memory_budget import kept
 from benchmarks.nets import Built, features, images, Net, tokens
 from benchmarks.tracing import Joint
 
 
-WHAT = "random ops that both graphs run, at budget 1"
+WHAT = "random ops that both graphs run, and bytes kept, at budget 1"
 SIZES: dict[str, Any] = {
     "width": 32,
     "mlp": 64,
@@ -87,14 +88,20 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
-def drawn_twice(build: Callable[[], Built]) -> int:
+def figures(build: Callable[[], Built]) -> dict[str, float]:
     seeded = torch.Tag.nondeterministic_seeded
+    joint = Joint(*Net("", build).fake())
     with config.patch(activation_memory_budget=1):
-        return Joint(*Net("", build).fake()).run_by_both(
+        twice = joint.run_by_both(
             lambda node: seeded in getattr(node.target, "tags", ())
         )
+    return {"drawn twice": twice, "kept, kB": kept(joint, 1) / 1e3}
 
 
 def measured() -> dict[str, float]:
     torch.set_num_threads(1)
-    return {name: drawn_twice(build) for name, build in MODELS.items()}
+    return {
+        f"{name}: {figure}": value
+        for name, build in MODELS.items()
+        for figure, value in figures(build).items()
+    }
