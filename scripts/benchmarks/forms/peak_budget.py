@@ -1,5 +1,9 @@
-"""The peak under a small budget, operator by operator."""
+"""The peak under small budgets, operator by operator, and what a step computes.
 
+The nets of #197838 are like the Llamas here.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,17 +17,25 @@ from benchmarks.meters import CountedStorages
 from benchmarks.tracing import Joint
 
 
-WHAT = "MB at the peak at budget 0.1, beyond parameters and inputs"
+WHAT = "the peak beyond parameters and inputs by budget, and a step's flops"
+BUDGETS = (0.3, 0.2, 0.1, 0.05)
 NETS = ("llama-8", "gpt2", "bert", "vit")
+LLAMA_32 = nets.language("llama-32", replace(nets.LLAMA_8, layers=32))
 
 
 def measured() -> dict[str, float]:
-    named = (nets.NETS[name] for name in NETS)
-    return {net.name: peak(net, 0.1) / 1e6 for net in (*named, small_unet(4))}
+    found: dict[str, float] = {}
+    for net in (LLAMA_32, *(nets.NETS[name] for name in NETS), small_unet(4)):
+        joint = Joint(*net.fake())
+        for budget in BUDGETS:
+            meter = of_step(joint, budget)
+            found[f"{net.name} at {budget}: MB"] = meter.peak / 1e6
+            found[f"{net.name} at {budget}: GFLOP"] = meter.flops / 1e9
+    return found
 
 
-def peak(net: nets.Net, budget: float) -> int:
-    joint = Joint(*net.fake())
+def of_step(joint: Joint, budget: float) -> CountedStorages:
+    """What a step has live and computes by the plan of a budget."""
     with config.patch(
         activation_memory_budget=budget, activation_memory_budget_solver="dp"
     ):
@@ -41,4 +53,4 @@ def peak(net: nets.Net, budget: float) -> int:
         arguments = [*saved, *tangents[len(saved) :]]
         del found, saved
         torch.fx.Interpreter(backward).boxed_run(arguments)
-    return meter.peak
+    return meter

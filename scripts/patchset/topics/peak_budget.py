@@ -11,18 +11,6 @@ Whoever lowers activation_memory_budget to fit a model can get a higher peak for
 little is saved, the backward begins by recomputing a long part of the forward, and all of
 that is live until the backward has passed it.
 
-A Llama-like net of 8 layers, in MB at the peak (and GFLOP of a step):
-
-| budget | before | after |
-| --- | --- | --- |
-| 0.05 | 609 (276.0) | 209 (279.5) |
-| 0.1 | 300 (264.4) | 151 (269.6) |
-| 0.15 | 187 (258.1) | 151 (258.5) |
-| 0.2 | 207 (254.5) | 145 (255.1) |
-| 0.3 | 246 (247.4) | 192 (247.9) |
-
-With 32 layers, the peaks after are 284, 307, 361 and 462 MB from 0.05 to 0.2.
-
 Bytes can be spent so that the recomputation is cut short: at places where the forward
 hands on little, such as between layers. So after the last min cut, twelve more plans are
 made, with from one to 64 such places saved and the rest of the cut's bytes filled with
