@@ -29,8 +29,8 @@ def measured() -> dict[str, float]:
         joint = Joint(*net.fake())
         for budget in BUDGETS:
             meter = of_step(joint, budget)
-            found[f"{net.name} at {budget}: MB"] = meter.peak / 1e6
-            found[f"{net.name} at {budget}: GFLOP"] = meter.flops / 1e9
+            found[f"{net.name}: MB at {budget}"] = meter.peak / 1e6
+            found[f"{net.name}: GFLOP at {budget}"] = meter.flops / 1e9
     return found
 
 

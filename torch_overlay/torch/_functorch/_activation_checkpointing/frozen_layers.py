@@ -135,9 +135,9 @@ def drop_unread_arguments(
         stand_ins = _find_stand_ins(joint_module, backward, static, for_inductor)
     except Exception:
         log.warning(
-            "Could not look for unread arguments, so some tensors may be saved only for "
-            "their shape; set torch._functorch.config.drop_unread_arguments = False to "
-            "skip this pass.",
+            "Could not look for unread arguments, so some tensors may be saved only "
+            "for their shape; set torch._functorch.config.drop_unread_arguments = "
+            "False to skip this pass.",
             exc_info=True,
         )
         return

@@ -57,10 +57,10 @@ def _packets(names: str) -> set[Any]:
 _ROUNDING = _packets("ceil floor floor_divide round trunc")
 # Operators that keep integers exact in a float32, whatever the order of additions.
 _INTEGERS_STAY = _packets(
-    "_to_copy _unsafe_view abs add amax amin arange cat clamp clamp_max clamp_min clone "
-    "copy cumsum expand full gather index index_select masked_fill maximum minimum mul "
-    "neg ones permute repeat rsub scatter select slice squeeze sub sum unsqueeze view "
-    "where zeros"
+    "_to_copy _unsafe_view abs add amax amin arange cat clamp clamp_max clamp_min "
+    "clone copy cumsum expand full gather index index_select masked_fill maximum "
+    "minimum mul neg ones permute repeat rsub scatter select slice squeeze sub sum "
+    "unsqueeze view where zeros"
 ) | {torch.ops.prims.convert_element_type}
 
 

@@ -74,8 +74,8 @@ def decide_by_config(graph: Planner) -> Decision:
         log.debug("no plan for %s", request, exc_info=error)
         decision = graph.upstream()
         log.warning(
-            "%s gets upstream's plan, which bounds upstream's own estimate of saved bytes "
-            "at budget %g; %s cannot be planned: %s: %s",
+            "%s gets upstream's plan, which bounds upstream's own estimate of saved "
+            "bytes at budget %g; %s cannot be planned: %s: %s",
             get_aot_graph_name(),
             decision.budget,
             request,

@@ -241,8 +241,8 @@ class _Compiles:
             self.trying = self._next(menu)
             if self.trying != (plan, is_guarded):
                 log.info(
-                    "%s: a plan of an estimated %d bytes holds %d, where %d are allowed; "
-                    "it is compiled again",
+                    "%s: a plan of an estimated %d bytes holds %d, where %d are "
+                    "allowed; it is compiled again",
                     get_aot_graph_name(),
                     report.peak.predicted,
                     max(told.forward, told.backward),

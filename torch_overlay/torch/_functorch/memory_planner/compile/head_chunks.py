@@ -69,12 +69,12 @@ _RETURNED = (
 )
 _DYNAMIC = "its sizes vary; compile with dynamic=False, or pad batches to a few lengths"
 _NOT_A_LOSS = (
-    "what is compiled returns more than a scalar loss that gets a gradient; return that "
-    "alone, or compile the head with its loss by itself"
+    "what is compiled returns more than a scalar loss that gets a gradient; return "
+    "that alone, or compile the head with its loss by itself"
 )
 _HALF = (
-    "its gradients would be computed before the loss is scaled, and float16 cannot hold "
-    "them; use bfloat16"
+    "its gradients would be computed before the loss is scaled, and float16 cannot "
+    "hold them; use bfloat16"
 )
 
 

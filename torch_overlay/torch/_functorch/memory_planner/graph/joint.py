@@ -388,7 +388,7 @@ def activation_bytes(
     device: torch.device,
     as_int: Callable[[Any], int] = size_or_hint,
 ) -> int:
-    """The bytes, on a device, of the whole storages of ``saved``, without ``inputs``."""
+    """The bytes of the whole storages of ``saved`` on a device, without ``inputs``."""
     from torch._inductor.fx_utils import get_node_storage
 
     there = {get_node_storage(node) for node in inputs} | {None}

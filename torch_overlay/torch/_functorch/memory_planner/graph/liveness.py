@@ -1,10 +1,10 @@
 """How many bytes a plan keeps live, operator by operator, before anything runs.
 
 A plan is the set of values that the forward saves.  It determines which operators the
-backward repeats and when, and thus the peak.  :func:`.graph.reading.read` reads a joint
-graph once into a :class:`Program`, which takes a plan through both phases:
+backward repeats and when, and thus the peak.  :func:`.graph.reading.read_joint` reads a
+joint graph once into a :class:`Program`, which takes a plan through both phases:
 
-    >>> program = read(joint_module.graph, node_info, num_fwd_outputs)
+    >>> program = read_joint(joint_module.graph, node_info, num_fwd_outputs)
     >>> program.evaluate(program.storages(saved_values)).peak
 
 It counts what an interpreter of the two graphs has live while it runs an operator; a

@@ -80,7 +80,7 @@ def plan_graph(
         missing: what the graph's calls lack.
         is_whole: whether its head is in one piece.
 
-    Raises CannotPlan as :func:`.graph.reading.read` does.
+    Raises CannotPlan as :func:`.graph.reading.read_joint` does.
     """
     model = live_bytes_model(joint, missing)
     plans = Plans(model, recompute_costs(model, joint))

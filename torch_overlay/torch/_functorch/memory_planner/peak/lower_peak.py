@@ -39,7 +39,7 @@ def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decisio
     """``plan``, or one with a lower peak that keeps at most ``allowed`` bytes.
 
     Warns if the result's peak is still above that of budget 1.  Raises CannotPlan as
-    :func:`.graph.reading.read` does.
+    :func:`.graph.reading.read_joint` does.
     """
     model = live_bytes_model(graph)
     calls = graph.ask.graph_calls or 1
@@ -66,9 +66,9 @@ def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decisio
                 break
     if plans.peaks[chosen] > peaks[0] * (1 + _TOLERANCE):
         log.warning(
-            "%s needs %d bytes at its peak under activation memory budget %g, more than "
-            "the %d without one (both without parameters and inputs)%s, as it recomputes "
-            "much at once; the target 'peak' bounds the peak",
+            "%s needs %d bytes at its peak under activation memory budget %g, more "
+            "than the %d without one (both without parameters and inputs)%s, as it "
+            "recomputes much at once; the target 'peak' bounds the peak",
             get_aot_graph_name(),
             plans.peaks[chosen],
             plan.budget,

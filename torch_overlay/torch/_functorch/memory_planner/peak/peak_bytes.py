@@ -56,7 +56,7 @@ class PeakBytes:
         """Decide for the cheapest plan that is sure to stay within the peak.
 
         Warns if even the lowest peak found is above the allowed one.  Raises
-        CannotPlan as :func:`.graph.reading.read` does.
+        CannotPlan as :func:`.graph.reading.read_joint` does.
         """
         menu = self.menu(graph)
         curve = self.curve(graph, menu)

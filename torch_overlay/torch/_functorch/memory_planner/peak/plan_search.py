@@ -110,9 +110,9 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
     floor = plans.floor
     if without < floor * (1 - _WORSE):
         log.warning(
-            "checkpoints within %s fix whether %d values are saved or recomputed: no plan "
-            "needs less than %d bytes at its peak, and without them one needs %d (both "
-            "without parameters and inputs%s)",
+            "checkpoints within %s fix whether %d values are saved or recomputed: no "
+            "plan needs less than %d bytes at its peak, and without them one needs %d "
+            "(both without parameters and inputs%s)",
             get_aot_graph_name(),
             len(fixed),
             floor,

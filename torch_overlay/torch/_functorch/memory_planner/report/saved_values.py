@@ -319,7 +319,8 @@ def attach_plan(
     forward.meta[_PLAN] = plan
     if plan.budget < 1 and (fixed := plan.fixed_by_checkpoints()):
         log.info(
-            "activation memory budget %g of %s does not change what checkpoints fix: %s",
+            "activation memory budget %g of %s does not change what checkpoints fix: "
+            "%s",
             plan.budget,
             plan.graph,
             fixed,

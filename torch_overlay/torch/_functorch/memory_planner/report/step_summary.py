@@ -141,8 +141,8 @@ class StepSummary:
             if head.why_whole
         )
         return (
-            f"the lowest peak found is {peak}, and {allowed} are allowed; the step uses "
-            f"that plan{''.join(heads)}"
+            f"the lowest peak found is {peak}, and {allowed} are allowed; the step "
+            f"uses that plan{''.join(heads)}"
         )
 
     def lines(self, measured_peak: Optional[int], is_in_all: bool) -> list[str]:
@@ -161,9 +161,8 @@ class StepSummary:
             filter(None, (f"figures are {self.source}", self.more_work))
         )
         return [
-            "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; {})".format(
-                sizes[0], measured, *sizes[1:], what
-            ),
+            "StepBudget: {} predicted{}, {} allowed (floor: {}, no budget: {}; "
+            "{})".format(sizes[0], measured, *sizes[1:], what),
             f"live at step start: {format_bytes(self.given)}, of which "
             f"{format_bytes(self.parameters)} parameters and "
             f"{format_bytes(self.optimizer_states)} optimizer states; {figures}",

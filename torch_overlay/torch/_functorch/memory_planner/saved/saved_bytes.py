@@ -86,8 +86,8 @@ def plan_within(graph: Planner, budget: float) -> Decision:
         allowed = plan.limits.allowed(budget)
         if plan.activation_bytes > allowed:
             log.warning(
-                "%s saves %d bytes of activations (budget %.4g), over the %d that budget "
-                "%.4g allows",
+                "%s saves %d bytes of activations (budget %.4g), over the %d that "
+                "budget %.4g allows",
                 get_aot_graph_name(),
                 plan.activation_bytes,
                 plan.limits.budget(plan.activation_bytes),

@@ -60,8 +60,8 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
         saved = again = []
     if sorted(saved + again) != [*range(len(memory))]:
         raise WrongAnswer(
-            f"{type(solver).__qualname__} must return two lists of indices, those to save "
-            f"and those to recompute, which name each of {len(memory)} items once, not "
-            f"{answer!r}"
+            f"{type(solver).__qualname__} must return two lists of indices, those to "
+            f"save and those to recompute, which name each of {len(memory)} items "
+            f"once, not {answer!r}"
         )
     return saved

@@ -243,8 +243,8 @@ class StepBudget(Warns):
         is_idle = not is_trained(step.states | self._learned.states)
         if is_idle and self._recording.end_without_backward() and not self.reasons:
             self.warn(
-                "no backward of a compiled graph was seen in this step; if the model was "
-                "compiled earlier, call torch.compiler.reset() first"
+                "no backward of a compiled graph was seen in this step; if the model "
+                "was compiled earlier, call torch.compiler.reset() first"
             )
         self._recorded = recorder, step.states
         if self.plan is not None and step.states <= self._learned.states:

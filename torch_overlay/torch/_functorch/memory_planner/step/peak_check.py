@@ -73,9 +73,9 @@ class Watch:
         is_less = _frames_not_compiled() > self._not_compiled
         if is_less:
             warns.warn(
-                "Dynamo did not compile all of this step, and what runs eagerly instead "
-                "had not been recorded; if its recompile limit was reached, raise "
-                "torch._dynamo.config.recompile_limit"
+                "Dynamo did not compile all of this step, and what runs eagerly "
+                "instead had not been recorded; if its recompile limit was reached, "
+                "raise torch._dynamo.config.recompile_limit"
             )
         return is_less
 

@@ -78,8 +78,8 @@ _waiting: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
 def warn_of_several_calls() -> None:
     """Warn that one graph's budget says nothing about a step with several calls."""
     log.warning(
-        "%d calls of %d graphs wait for their backward at once and keep %s together, but "
-        "each graph was planned alone. Use a StepBudget for the whole step, or set "
+        "%d calls of %d graphs wait for their backward at once and keep %s together, "
+        "but each graph was planned alone. Use a StepBudget for the whole step, or set "
         "activation_memory_graph_calls to the calls per graph",
         len(_waiting),
         len({plan.graph for plan in _waiting.values()}),
@@ -114,8 +114,8 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
             expected = peak * size // planned
             if expected > limit:
                 log.warning(
-                    "%s was planned for %s of dynamic inputs, with a peak of %s; for %s "
-                    "the peak is about %s, above activation_memory_peak_bytes (%s). "
+                    "%s was planned for %s of dynamic inputs, with a peak of %s; for "
+                    "%s the peak is about %s, above activation_memory_peak_bytes (%s). "
                     "Compile with the largest batch first, or with dynamic=False for a "
                     "plan of each size",
                     plan.graph,

@@ -164,8 +164,8 @@ class Learned:
             )
         return (
             f"a step had {what}, and no recorded one had; from there on it ran by lean "
-            f"plans, and {MOST_RECORDED} more steps at most are recorded, to plan for it "
-            "when it comes again"
+            f"plans, and {MOST_RECORDED} more steps at most are recorded, to plan for "
+            "it when it comes again"
         )
 
     def missing(self, graph: int) -> Optional[Missing]:
