@@ -96,7 +96,7 @@ def table(entry: Entry) -> str:
     lines += ((model, *map(change, of.values())) for model, of in found.items())
     if len(figures) > 1:
         columns = zip(*(of.values() for of in found.values()))
-        lines.append(("after / before: mean, most", *map(compared, columns)))
+        lines.append(("after / before: geometric mean, most", *map(compared, columns)))
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     what = entry["what"][0].upper() + entry["what"][1:]
     return f"{what}, before → after, on torch {entry['torch']}:\n\n{rows}"

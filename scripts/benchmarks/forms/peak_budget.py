@@ -17,7 +17,10 @@ from benchmarks.meters import CountedStorages
 from benchmarks.tracing import Joint
 
 
-WHAT = "the peak beyond parameters and inputs by budget, and a step's flops"
+WHAT = (
+    "the peak beyond parameters and inputs by budget, and a step's flops; operator by "
+    "operator, float32, no GPU"
+)
 BUDGETS = (0.3, 0.2, 0.1, 0.05)
 NETS = ("llama-8", "gpt2", "bert", "vit")
 LLAMA_32 = nets.language("llama-32", replace(nets.LLAMA_8, layers=32))

@@ -8,12 +8,12 @@ PATCH = Patch(
     why="""\
 With activation_memory_budget = 0 the partitioner saves the graph's inputs and nothing
 else, and ignores MUST_SAVE tags. A matmul or a collective that a selective checkpoint
-wants kept is run again, and an effectful op has its effect twice. The latter happens at
-every budget below 1: force_save_effectful_ops tags the parts of the result, but the min
-cut asks for the tag of the op itself.
+wants kept is run again, and an effectful op has its effect twice. Effectful ops run again
+at every budget below 1: force_save_effectful_ops tags the parts of the result, but the
+min cut asks for the tag of the op itself.
 
-The effectful op is now tagged as well. At budget 0, if a tagged op would run again, one
-min cut decides what to save, in which all other ops may be recomputed.
+The effectful op is now tagged as well. At budget 0, if the backward needs what a tagged op
+returns, one min cut decides what to save, in which only tagged ops may not be recomputed.
 """,
     repro="""\
 import functools, torch
@@ -33,8 +33,7 @@ print([event.count for event in trace.key_averages() if event.key == "aten::mm"]
 """,
     beyond="""\
 - Random ops are not tagged, so budget 0 still recomputes them: a separate change.
-- A checkpoint that tags an effectful op MUST_RECOMPUTE still raises; PREFER_RECOMPUTE is
-  not heeded for such an op.
+- A checkpoint that tags an effectful op MUST_RECOMPUTE still raises.
 - Collectives are tagged as well: with tensor parallelism or FSDP budget 0 now saves what
   they return. How much that is was not measured.
 """,
@@ -69,7 +68,9 @@ print([event.count for event in trace.key_averages() if event.key == "aten::mm"]
 """),
     landed=((PARTITIONERS, "get_recomputable_nodes("),),
     risks="""\
-Graphs without such tags keep the plan that they had. With them, budget 0 holds more
-than the inputs, as was asked for, and takes one min cut, as budget 1 does.
+Graphs without such tags keep the plan that they had. The partitioner itself sets some, as
+where one checkpoint follows another, so plain checkpoints at budget 0 may change, too. With
+tags, budget 0 keeps what they ask for, perhaps in place of an input that is larger, and
+takes one min cut, as budget 1 does. PREFER_RECOMPUTE of an effectful op is overwritten.
 """,
 )

@@ -11,16 +11,20 @@ Whoever lowers activation_memory_budget to fit a model can get a higher peak for
 little is saved, the backward begins by recomputing a long part of the forward, and all of
 that is live until the backward has passed it.
 
-Bytes can be spent so that the recomputation is cut short: at places where the forward
-hands on little, such as between layers. So after the last min cut, twelve more plans are
-made, with from one to 64 such places saved and the rest of the cut's bytes filled with
-what takes longest to recompute for its size. None may keep more than the cut, nor take a
-step that is more than 5 % longer by the estimated runtimes, and of those that remain the
-one with the least product of peak and time is used, if that is less than the cut's. The
+This makes such peaks lower. It does not make them monotone: at the smallest budgets the
+peak may still rise a little as the budget falls, as the table below shows.
+
+If tensors are saved where the forward hands on little, such as between layers, the
+backward recomputes one stretch at a time. So after the last min cut, twelve more plans
+are made. They save what is live at one to 64 such places, and fill the rest of the cut's
+bytes with what takes longest to recompute for its size. None may keep more than the cut,
+or take a step that is over 5 % longer, by the estimated runtimes of the knapsack's items.
+Of the rest, the plan with the least product of peak and time is used, if that is less
+than the cut's own: so a lower peak is never bought with as large a share of time. The
 peak is that of a backward that runs operator by operator, in the order that
-reordering_to_mimic_autograd_engine makes. KnapsackEvaluator is not used for it: it counts
-the knapsack's items alone, and walks them in an order that depends on hashes of names, so
-ranks could get different plans.
+reordering_to_mimic_autograd_engine makes, without the gradients that it has finished.
+KnapsackEvaluator is not used for it: it counts the knapsack's items alone, and walks them
+in an order that depends on hashes of names, so ranks could get different plans.
 """,
     test="test/functorch/test_ac_lower_peak.py",
     sources=(module_path("lower_peak"),),
@@ -42,15 +46,21 @@ for config.activation_memory_budget in (1, 0.5, 0.3, 0.2, 0.1):
     print(config.activation_memory_budget, torch.cuda.max_memory_allocated() >> 20)
 """,
     beyond="""\
-It bounds no peak, and needs no option: budget 0 still saves nothing, and has the highest
-peak. Plans that are cuts without a knapsack, and those of CustomKnapsackSolver, stay as
-they are, and so do graphs whose backward reads an input that the forward overwrites.
-Inductor's kernels hold less than operators do one by one, which the estimate ignores.
+It bounds no peak. Budget 0 still saves nothing, and has the highest peak. Plans that are
+cuts without a knapsack, and those of CustomKnapsackSolver, stay as they are, and so do
+graphs whose backward reads an input that the forward overwrites.
+
+Inductor's kernels hold less than operators do one by one, which the estimate ignores; the
+table is operator by operator, too. Nothing was measured on a GPU, and no wall-clock time.
+The Pareto plot and the structured trace still show the knapsack's plan.
 """,
     risks="""\
-Every plan of a knapsack may change, and a step may become up to 5 % longer by the
-estimates where that makes the peak lower by more than that. What is random or marked
-MUST_SAVE is saved in each of the new plans. Partitioning an 8-layer Llama takes half a
+There is no option to turn it off: every plan of a knapsack may change, those of
+dynamic_memory_budget_dp included, and a step may become up to 5 % longer by the estimates
+where that makes the peak lower by more than that. What is random or marked MUST_SAVE is
+saved in each of the new plans. Other tags are not looked at, so a value that a checkpoint
+marks MUST_RECOMPUTE may be saved. The new plans count graph inputs as kept
+anyway, those that are no parameters included. Partitioning an 8-layer Llama takes half a
 second longer, a 32-layer one some three seconds.
 """,
     edits=edits("""\
