@@ -91,7 +91,7 @@ def test_several_figures_of_a_model_are_columns():
     assert told.startswith("A step, before → after, on torch 2.15.0:")
     assert "| one | 1 → 2 | 3 |\n| two | 4 → 5 | 6 → 7 |\n" in told
     assert told.endswith(
-        "| after / before: mean, most | 1.581, 2.000 | 1.080, 1.167 |\n"
+        "| after / before: geometric mean, most | 1.581, 2.000 | 1.080, 1.167 |\n"
     )
 
 
