@@ -12,7 +12,7 @@ little is saved, the backward begins by recomputing a long part of the forward, 
 that is live until the backward has passed it.
 
 This makes such peaks lower. It does not make them monotone: at the smallest budgets the
-peak may still rise a little as the budget falls, as the table below shows.
+peak may still rise as the budget falls, by up to a half in the table below.
 
 If tensors are saved where the forward hands on little, such as between layers, the
 backward recomputes one stretch at a time. So after the last min cut, twelve more plans
@@ -20,7 +20,7 @@ are made. They save what is live at one to 64 such places, and fill the rest of 
 bytes with what takes longest to recompute for its size. None may keep more than the cut,
 or take a step that is over 5 % longer, by the estimated runtimes of the knapsack's items.
 Of the rest, the plan with the least product of peak and time is used, if that is less
-than the cut's own: so a lower peak is never bought with as large a share of time. The
+than the cut's own. The
 peak is that of a backward that runs operator by operator, in the order that
 reordering_to_mimic_autograd_engine makes, without the gradients that it has finished.
 KnapsackEvaluator is not used for it: it counts the knapsack's items alone, and walks them
@@ -59,8 +59,8 @@ There is no option to turn it off: every plan of a knapsack may change, those of
 dynamic_memory_budget_dp included, and a step may become up to 5 % longer by the estimates
 where that makes the peak lower by more than that. What is random or marked MUST_SAVE is
 saved in each of the new plans. Other tags are not looked at, so a value that a checkpoint
-marks MUST_RECOMPUTE may be saved. The new plans count graph inputs as kept
-anyway, those that are no parameters included. Partitioning an 8-layer Llama takes half a
+marks MUST_RECOMPUTE may be saved. The new plans keep all graph inputs, also those that are
+not parameters. Partitioning an 8-layer Llama takes half a
 second longer, a 32-layer one some three seconds.
 """,
     edits=edits("""\

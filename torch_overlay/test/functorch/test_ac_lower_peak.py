@@ -1,7 +1,6 @@
 # Owner(s): ["module: functorch"]
 """Of plans that recompute about as much, the one with the lower peak is taken."""
 
-import contextlib
 from unittest import mock
 
 import torch
@@ -55,7 +54,7 @@ class Live(torch.fx.Interpreter):
 class Plan:
     """A peak of the backward, the products of both halves, and the gradients."""
 
-    def __init__(self, function, inputs, budget, prefers_lower_peak=True):
+    def __init__(self, function, inputs, budget):
         def split(joint, joint_inputs, **options):
             halves = min_cut_rematerialization_partition(joint, joint_inputs, **options)
             self.products = sum(products(half.graph) for half in halves)
@@ -78,25 +77,20 @@ class Plan:
             partition_fn=split,
             keep_inference_input_mutations=True,
         )
-        kept = contextlib.nullcontext()
-        if not prefers_lower_peak:
-            kept = mock.patch.object(
-                partitioners, "with_lower_peak", lambda graph, info, saved, *_: saved
-            )
-        with config.patch(activation_memory_budget=budget), kept:
+        with config.patch(activation_memory_budget=budget):
             compiled(*inputs).backward()
         self.gradients = [x.grad for x in inputs if x.requires_grad]
 
 
 class TestLowerPeak(TestCase):
-    def plans(self, function, *others, **options):
+    def plans(self, function, *others):
         """By budget, the smallest first; gradients must not depend on it."""
         torch.manual_seed(0)
         shapes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)] * LAYERS
         weights = [torch.randn(s).div(s[0]).requires_grad_() for s in shapes]
         inputs = [torch.randn(ROWS, WIDTH, requires_grad=True), *others, *weights]
         fastest = Plan(function, inputs, 1)
-        plans = {b: Plan(function, inputs, b, **options) for b in BUDGETS}
+        plans = {budget: Plan(function, inputs, budget) for budget in BUDGETS}
         for plan in plans.values():
             self.assertEqual(plan.gradients, fastest.gradients)
         return plans
@@ -109,10 +103,11 @@ class TestLowerPeak(TestCase):
             smaller = plan
 
     def test_a_lower_peak_takes_little_time(self):
-        lower, knapsacks = (
-            self.plans(layers),
-            self.plans(layers, prefers_lower_peak=False),
-        )
+        lower = self.plans(layers)
+        with mock.patch.object(
+            partitioners, "with_lower_peak", lambda graph, info, saved, *_: saved
+        ):
+            knapsacks = self.plans(layers)
         for budget, plan in lower.items():
             own = knapsacks[budget]
             self.assertLessEqual(plan.peak, own.peak)
