@@ -40,16 +40,16 @@ $usage
                exceeded, recomputed and warned of
   cost         the time to compile with a peak asked, kernels included, beside upstream's,
                and the memory of first steps
-  unasked      what holds or takes more than with the untouched wheel although nothing is
-               asked
+  unasked      whether anything holds or takes more than with the untouched wheel while no option
+               is set
   chunks       large heads in as many chunks as a bound needs, beside inductor's own chunker
   fits         what what_fits.sh tells, beside torch's allocator and published figures
 
-  gpu          what plans hold and take on the GPU of this machine, by the torch that python3
-               has, beside that torch as it is (minutes)
-  forms        what each pull request changes, on five models, by the newest release as it came
-               out and with the pull request's branch; stored in results/forms.json (minutes
-               for each)
+  gpu          memory and time of plans on this machine's GPU, with python3's torch, patched and
+               unpatched (minutes)
+  forms        what each pull request changes, on five models or more, by the newest release as
+               it came out and with the pull request's branch; stored in results/forms.json
+               (minutes for each)
 
 All have --help. Questions have --check, for the counts that must hold, and
 --json FILE, to store what they measure; all of them together take two cores 90 minutes at

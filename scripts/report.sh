@@ -11,7 +11,7 @@ usage: scripts/report.sh [--check]
 Writes the tables of README and docs/, and the figures, from the measurements stored in
 results/.
 
-  --check   write nothing; name what is not what results/ gives
+  --check   write nothing; list what differs from results/
 
 Exit status: 0 written, or all as it should be; 1 with --check: something is not, or a
 result is missing; 2 bad call.

@@ -14,7 +14,9 @@ the .venv. It compiles into a folder of its own that is deleted afterwards; set
 TORCHINDUCTOR_CACHE_DIR to keep what was compiled. Python's bytecode is kept, even where
 PYTHONDONTWRITEBYTECODE is set.
 
-  TORCH_VERSION=2.15.0 scripts/run_patched.sh ...    on another release of torch
+  TORCH_VERSION=2.15.0 scripts/run_patched.sh ...     on another release of torch
+  TORCH_VERSION=installed scripts/run_patched.sh ...  on a patched copy of the torch that
+                                                      python3 imports, with its packages
 
 The exit status is the command's.
 END

@@ -48,7 +48,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = found.add_argument
-    add("--check", action="store_true", help="a few of them, as CI does")
+    add("--check", action="store_true", help="only the few cases that CI runs")
     if name == "compare":
         text = "the README's nets and ways"
         add("--full", dest="set", action="store_const", const="full", help=text)
@@ -60,7 +60,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     if name != "solvers":
         text = "these alone, or your own as module:function; others stay in FILE"
         add("--net", "--model", dest="nets", nargs="+", help=text)
-    add("--kind", nargs="+", help="these kinds alone, likewise")
+    add("--kind", nargs="+", help="only these kinds")
     for option, described in OWN.get(name, {}).items():
         add(f"--{option}", **described)
     text = "store what is measured, and skip what the same code has stored"

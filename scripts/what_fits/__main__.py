@@ -153,7 +153,7 @@ def options() -> argparse.ArgumentParser:
     add(
         "--optimizer", choices=("AdamW", "Adam", "SGD"), default="AdamW", help=optimizer
     )
-    fsdp = "shard blocks by FSDP2 over so many GPUs, one of which is looked at"
+    fsdp = "shard blocks by FSDP2 over this many GPUs; one is reported"
     add("--fsdp", type=ranks, default=0, metavar="RANKS", help=fsdp)
     compare = "sweep upstream's budgets, too, which takes twice as long"
     add("--compare", action="store_true", help=compare)

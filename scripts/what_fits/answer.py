@@ -75,7 +75,7 @@ def why(error: BaseException) -> str:
         return f"{text}{place}"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         _, _, place = catalogue.where(error).rpartition(" (")
-        return f"it asks for the values of tensors, which fakes have not ({place}"
+        return f"it asks for the values of tensors, which fake tensors lack ({place}"
     return catalogue.where(error)
 
 
