@@ -108,6 +108,14 @@ def lay(source, root):
             os.link(source / path, root / path)
 
 
+def called(*command, **options):
+    """A command that has ended, with what it printed."""
+    command = [*map(str, command)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, **options
+    )
+
+
 def git(folder, *arguments, **options):
     """git's output; a file's ctime is no news here, for every clone changes it."""
     return subprocess.run(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import edit, FEW, git, lay, PATHS, refuses, rewrite, run, snapshot
+from conftest import called, edit, FEW, git, lay, PATHS, refuses, rewrite, run, snapshot
 from patchset import apply, images, transaction
 from patchset.patch import (
     CONFIG,
@@ -415,11 +415,6 @@ def test_installed(tmp_path, monkeypatch):
 
 
 def test_no_suitable_python(tmp_path):
-    done = subprocess.run(
-        [SCRIPT, tmp_path],
-        env={**os.environ, "APPLY_PYTHON": str(tmp_path / "none")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "APPLY_PYTHON": str(tmp_path / "none")}
+    done = called(SCRIPT, tmp_path, env=environment)
     assert done.returncode == 2 and "name one in APPLY_PYTHON" in done.stderr

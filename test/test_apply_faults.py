@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import edit, FEW, git, KEPT, lay, refuses, rewrite, run, snapshot
+from conftest import called, edit, FEW, git, KEPT, lay, refuses, rewrite, run, snapshot
 from patchset import images
 from patchset.patch import CONFIG, module_path, PARTITIONERS, RELEASES, REPOSITORY
 from patchset.target import STATE_NAME
@@ -200,8 +200,7 @@ def test_torch_is_uninstalled_under_the_set(root, release_tree):
 def test_the_torch_that_pythonpath_has(root, monkeypatch):
     monkeypatch.chdir(root.parent)
     monkeypatch.setenv("PYTHONPATH", root.name)
-    command = [SCRIPT, "--status", "--json", "--installed"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = called(SCRIPT, "--status", "--json", "--installed")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f'"target": "{root}"' in done.stdout
 
@@ -269,19 +268,14 @@ def test_a_python_that_cannot_read_the_tree(checkout, monkeypatch):
     if python is None:
         pytest.skip("no Python 3.9 is here")
     monkeypatch.setenv("APPLY_PYTHON", str(python))
-
-    def call(*arguments):
-        command = [SCRIPT, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
     root = checkout("2.13.0")
     before = snapshot(root)
     for action in ACTIONS:
-        done = call(*action, root)
+        done = called(SCRIPT, *action, root)
         assert done.returncode == 2, done.stdout + done.stderr
         assert "Python 3.10 or newer is needed to read PyTorch 2.13.0" in done.stderr
         assert "APPLY_PYTHON" in done.stderr and snapshot(root) == before
-    done = call("--status", checkout("2.6.0", "old"))
+    done = called(SCRIPT, "--status", checkout("2.6.0", "old"))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,9 +2,9 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
+from conftest import called
 from patchset.patch import RELEASES, REPOSITORY
 
 
@@ -27,13 +27,7 @@ def fresh(tmp_path_factory):
 
 
 def answer(root, command, *words):
-    done = subprocess.run(
-        [root / "scripts" / command, *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = called(root / "scripts" / command, *words, timeout=60)
     assert not (root / ".venv").exists() and not (root / "build").exists()
     assert "Traceback" not in done.stderr
     return done
@@ -87,6 +81,18 @@ def test_a_wrong_call_is_refused_at_once(fresh, call, said):
     done = answer(fresh, *call.split())
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_options_of_a_build_stay_those_of_the_first_time(checkout):
+    root = checkout("2.13.0")
+    for name in ("CMakeLists.txt", "setup.py"):
+        (root / name).touch()
+    state = root / "build" / "from-source"
+    state.mkdir(parents=True)
+    (state / "options").write_text("\n")
+    done = called(REPOSITORY / "scripts/build_from_source.sh", "--minimal", root)
+    assert done.returncode == 2
+    assert "was begun without --minimal; go on with that" in done.stderr
 
 
 def test_version_is_of_the_set_and_its_content(fresh):

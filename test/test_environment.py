@@ -1,13 +1,13 @@
 """What the scripts set up: pip's calls on a machine with a cap, and the checkout."""
 
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import called
 from patchset.patch import KNAPSACK, REPOSITORY
 from patchset.series import SERIES
 from upkeep import releases
@@ -47,24 +47,23 @@ def machine(tmp_path, monkeypatch):
     return tmp_path
 
 
-def called(machine, words):
+def installing(machine, words):
     """environment.sh's status and words of an install into a folder."""
     script = f"set -e; source scripts/environment.sh; PYTHON=$1; {words}"
-    command = ["bash", "-c", f"{script} --target {machine / 'there'}", "bash"]
-    command.append(sys.executable)
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    script = f"{script} --target {machine / 'there'}"
+    done = called("bash", "-c", script, "bash", sys.executable, cwd=REPOSITORY)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_environment_is_free_of_constraints_but_not_of_the_index(machine):
     """The plain pip fails, so this test can; and pip speaks only where it fails."""
     made_up_wheel(machine, CAPPED, "2.0", "py3-none-any")
-    code, _ = called(machine, f'"$PYTHON" -m pip install --quiet {CAPPED}==2.0')
+    code, _ = installing(machine, f'"$PYTHON" -m pip install --quiet {CAPPED}==2.0')
     assert code == 1 and not (machine / "there" / CAPPED).exists()
     install = f"quiet unconstrained_pip install {CAPPED}"
-    assert called(machine, f"{install}==2.0") == (0, "")
+    assert installing(machine, f"{install}==2.0") == (0, "")
     assert (machine / "there" / CAPPED).is_dir()
-    code, said = called(machine, f"{install}==3.0")
+    code, said = installing(machine, f"{install}==3.0")
     assert code == 1 and f"No matching distribution found for {CAPPED}==3.0" in said
 
 
@@ -91,8 +90,6 @@ def test_the_torch_that_is_installed_needs_no_environment(monkeypatch):
     monkeypatch.setenv("TORCH_VERSION", "installed")
     monkeypatch.setenv("APPLY_PYTHON", sys.executable)
     words = "source scripts/environment.sh; ensure_environment; echo $PYTHON $CHECKOUT"
-    done = subprocess.run(
-        ["bash", "-ec", words], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = called("bash", "-ec", words, cwd=REPOSITORY)
     checkout = REPOSITORY / "build" / "pytorch-installed"
     assert (done.stderr, done.stdout.split()) == ("", [sys.executable, str(checkout)])

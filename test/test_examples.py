@@ -7,7 +7,6 @@ import ast
 import copy
 import doctest
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import called
 from torch import nn, Tensor
 from torch._functorch import config
 
@@ -108,8 +108,7 @@ def test_loop_trains(name: str, alone: None) -> None:
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_example(example: str) -> None:
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / example)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = called(sys.executable, "-W", "ignore", EXAMPLES / example, timeout=300)
     assert ran.returncode == 0, ran.stderr
     losses = re.findall(r"loss\W+([\d.]+)", ran.stdout)
     assert float(losses[-1]) < 0.95 * float(losses[0])

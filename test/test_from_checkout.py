@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
-from conftest import contents, edit, rewrite, run, snapshot, USUAL
+from conftest import called, contents, edit, rewrite, run, snapshot, USUAL
 from patchset.patch import CONFIG, PARTITIONERS, planner_path, REPOSITORY
 from patchset.target import find
 from patchset.transaction import read_journal
@@ -43,13 +42,8 @@ def project(tmp_path, monkeypatch):
 
 def by(project, *words):
     """A command of the copy, which reads what was written there."""
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(project / "scripts")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(project / "scripts")}
+    done = called(sys.executable, *words, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

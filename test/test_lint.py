@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
 import tomllib
-from conftest import commit_all
+from conftest import called, commit_all
 from patchset.patch import REPOSITORY
 
 
@@ -50,14 +49,8 @@ def tree(tmp_path):
 
 
 def test_each_finds_its_fault(tree):
-    done = subprocess.run(
-        [".venv/bin/lintrunner", "--all-files", "--output=json"]
-        + [f"--data-path={tree / '.venv_cache'}"],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ["--all-files", "--output=json", f"--data-path={tree / '.venv_cache'}"]
+    done = called(".venv/bin/lintrunner", *options, cwd=tree)
     found = {}
     for line in done.stdout.splitlines():
         finding = json.loads(line)

@@ -1,10 +1,10 @@
-"""What the README says can be done: its program runs, its table of releases is right."""
+"""What the README and a guide show: programs run and print it, the table is right."""
 
 import re
-import subprocess
 import sys
 
 import pytest
+from conftest import called
 from patchset.patch import minor, RELEASES, REPOSITORY
 from patchset.series import SERIES
 
@@ -23,20 +23,31 @@ FEATURES = {
 }
 
 
-def program():
-    return re.search(r"<!-- program -->\n```python\n(.*?)```", README, re.S)[1]
+def block(page, marker):
+    """The fenced block after a marker."""
+    return re.search(rf"<!-- {marker} -->\n```\w*\n(.*?)```", page, re.S)[1]
+
+
+def printed(folder, program):
+    script = folder / "train.py"
+    script.write_text(program)
+    done = called(sys.executable, "-P", script)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_program_runs_within_its_bound(tmp_path):
-    assert len([line for line in program().splitlines() if line.strip()]) <= 13
-    script = tmp_path / "train.py"
-    script.write_text(program())
-    done = subprocess.run(
-        [sys.executable, "-P", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^budget: +0\.2", done.stdout, re.M)
-    assert re.search(r"^peak: ", done.stdout, re.M)
+    program = block(README, "program")
+    assert len([line for line in program.splitlines() if line.strip()]) <= 13
+    said = printed(tmp_path, program)
+    assert re.search(r"^budget: +0\.2", said, re.M)
+    assert re.search(r"^peak: ", said, re.M)
+
+
+def test_guide_shows_what_its_example_prints(tmp_path):
+    page = (REPOSITORY / "docs/report.md").read_text()
+    said = printed(tmp_path, block(page, r"train\.py"))
+    assert said == block(page, r"printed by train\.py")
 
 
 def lines():

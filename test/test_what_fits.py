@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from benchmarks import catalogue, fits
+from conftest import called
 from torch import nn
 from what_fits import __main__ as command
 from what_fits import answer, page, picture
@@ -44,10 +45,6 @@ class Net(nn.Module):
 
 def net(batch):
     return Net(), (torch.randn(batch * ROWS, WIDTH),)
-
-
-def alone():
-    return net(1)
 
 
 MODEL = f"{__name__}:net"
@@ -442,14 +439,9 @@ def test_wrong_options_are_told_before_torch_is_imported(words, said, tmp_path):
         "try: sys.exit(command.main())\n"
         "finally: assert 'torch' not in sys.modules"
     )
-    path = str(command.REPOSITORY / "scripts")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *model, *words],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(command.REPOSITORY / "scripts")}
+    python = [sys.executable, "-P", "-c", code]
+    done = called(*python, *model, *words, env=environment, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
     assert not done.stdout and not [*tmp_path.iterdir()]
@@ -459,15 +451,9 @@ def test_wrong_options_are_told_before_torch_is_imported(words, said, tmp_path):
     "word, said", [("--help", "--headroom"), ("--version", "2.15")]
 )
 def test_what_is_answered_without_an_environment(word, said, tmp_path):
-    done = subprocess.run(
-        ["bash", str(SCRIPT), word],
-        # No such torch can be set up.
-        env={**os.environ, "TORCH_VERSION": "0.0.1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    # No such torch can be set up.
+    environment = {**os.environ, "TORCH_VERSION": "0.0.1"}
+    done = called("bash", SCRIPT, word, env=environment, cwd=tmp_path, timeout=60)
     assert done.returncode == 0 and said in done.stdout and not done.stderr
 
 
@@ -488,14 +474,13 @@ def measure(task):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_what_measures(number, tmp_path):
+def test_a_signal_ends_what_measures(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     place = tmp_path / "pid"
     code = (
-        "import signal, sys; from benchmarks import fresh\n"
+        "from benchmarks import fresh\n"
         "from what_fits import __main__ as command\n"
-        f"signal.signal({int(number)}, command.stopped)\n"
+        "command.heed_signals()\n"
         f"fresh.measured('slow', {{'place': {str(place)!r}}})"
     )
     path = os.pathsep.join([*sys.path, str(tmp_path)])
@@ -507,8 +492,8 @@ def test_a_signal_ends_what_measures(number, tmp_path):
             assert parent.poll() is None
             time.sleep(0.1)
         child = psutil.Process(int(place.read_text()))
-        parent.send_signal(number)
-        assert parent.wait(60) == 128 + number
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(60) == 128 + signal.SIGTERM
         child.wait(60)
         assert not child.is_running()
     finally:
