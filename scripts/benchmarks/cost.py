@@ -1,7 +1,7 @@
 """Measures what it takes to compile a graph with a peak asked, beside upstream's.
 
     scripts/benchmark.sh cost
-    scripts/benchmark.sh cost --net gpt2 --budgets 0.5
+    scripts/benchmark.sh cost --net gpt2
 
 Small nets in float32, compiled for a CPU with their kernels, forward and backward: by the
 untouched wheel at a budget, and by the target "peak" at the same one, in turn. Each has a
@@ -47,7 +47,6 @@ KERNEL = re.compile(r"cpp_pybinding\(.*?'''(.*?)'''", re.DOTALL)
 
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
-    budgets = asked.budgets or BUDGETS
     for net in asked.nets:
         if net == FIRST:
             for loop, way in first_steps.STEPS:
@@ -55,7 +54,7 @@ def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
                 yield {**of, "kind": FIRST, "way": way, "loop": loop}
             continue
         of = {"set": catalogue.set_of(net), "net": net}
-        for at, budget in enumerate(budgets[: 1 if asked.check else None]):
+        for at, budget in enumerate(BUDGETS[: 1 if asked.check else None]):
             for target, wheel in WAYS.items():
                 if target != "step" or at == 0:
                     kind = {"kind": target, "torch": wheel, "device": "inductor"}

@@ -30,7 +30,6 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "steps": device(*GPUS, "operators", help="for your own; the others have theirs"),
     "unasked": device(*GPUS, "cpu", "operators"),
     "gpu": device("cuda", "inductor", help="what runs them", default="cuda"),
-    "cost": {"budgets": {"nargs": "+", "type": float, "help": "from 0 to 1"}},
 }
 
 

@@ -23,11 +23,6 @@ PATCHES = REPOSITORY / "patches"
 STOCK = "stock"
 
 
-def release_of(version: str) -> str:
-    """The release whose patches this torch has."""
-    return version.partition("+")[0]
-
-
 @functools.cache
 def fingerprint(release: str) -> str:
     digest = hashlib.sha256()
@@ -67,7 +62,7 @@ def here() -> Row:
     """What a row that is measured by this process's torch says of its code."""
     import torch  # Not needed to compare.
 
-    release = release_of(torch.__version__)
+    release = torch.__version__.partition("+")[0]
     return {"release": release, "commit": commit(), "code": fingerprint(release)}
 
 

@@ -1,7 +1,7 @@
 """Whether the set makes anything worse where nothing is asked of it, beside the wheel.
 
     TORCH_VERSION=2.15.0 scripts/benchmark.sh unasked
-    scripts/benchmark.sh unasked --check             one small net, as CI does
+    scripts/benchmark.sh unasked --check             one small net
     scripts/benchmark.sh unasked --net my_module:my_function --device operators
 
 No option is set, so budgets are 1. Every net is compiled as one graph by the untouched

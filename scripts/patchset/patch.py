@@ -20,7 +20,7 @@ OVERLAY = REPOSITORY / "torch_overlay"
 
 MANIFEST = Path(__file__).with_name("manifest.json")
 Manifest = dict[str, dict[str, dict[str, Optional[str]]]]
-# ``release -> path -> {"before": sha256, "after": sha256}``, None: no file.
+# ``release -> path -> {"before": sha256, "after": sha256}`` of the files that it has.
 KNOWN: Manifest = json.loads(MANIFEST.read_text())
 # The supported releases, oldest first.
 RELEASES = tuple(KNOWN)
@@ -153,7 +153,7 @@ class Patch:
     subject: str
     why: str
     test: str
-    risks: str
+    risks: str = ""
     repro: str = ""
     beyond: str = ""
     trailers: tuple[str, ...] = ()

@@ -37,6 +37,8 @@ def derived(
     for path in images.series_paths(target):
         change = next((c for c in result.changes if c.path == path), None)
         before = target.read(path)
+        if before is None:
+            continue
         after = before if change is None else change.after
         row[path] = {"before": digest(before)}
         if path in edited:

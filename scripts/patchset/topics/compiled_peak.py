@@ -1,9 +1,6 @@
 from ..patch import edits, GRAPH_COMPILE, Patch, planner_path
 
 
-_MEMORY = "test/inductor/test_graph_memory.py"
-
-
 PATCH = Patch(
     name="compiled-peak",
     subject="Keep compiled graphs within the peak that was asked for",
@@ -98,11 +95,6 @@ plan is kept, so a plan that is replaced costs the lowering of a graph and no ke
     # Before, inductor's estimate leaves out what the forward returned.
     since=(2, 13),
     landed=((GRAPH_COMPILE, "@within_peak\n"),),
-    risks="""\
-Only where a peak is asked for: reading a wrapper of 3,900 lines takes some 40 ms, and a
-plan that is replaced costs one more lowering of the graph. Kernels of such graphs start
-to compile when both are lowered, and cached graphs do not bundle their Triton kernels.
-""",
     minimal=Patch(
         name="compiled-peak",
         lines=120,
@@ -139,7 +131,7 @@ Graphs with branches or loops, with memory_planning, and those that are partitio
 CUDA graphs have None. Scratch memory of operators and of Triton kernels is not counted,
 nor what an allocator loses to fragmentation.
 """,
-        test=_MEMORY,
+        test="test/inductor/test_graph_memory.py",
         edits=edits('''\
 @@ torch/_inductor/memory.py
 -from typing import TYPE_CHECKING, TypedDict

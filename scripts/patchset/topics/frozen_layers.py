@@ -33,11 +33,6 @@ outputs depend on the values of which argument.
 +    partition_fn = without_unread_arguments(partition_fn)
 """),
     landed=((GRAPH_COMPILE, "without_unread_arguments("),),
-    risks="""\
-A kernel that did read the values of such an argument would give wrong gradients
-silently. The tests fill the argument with NaN and compare bit for bit, on CPU and
-CUDA. Other devices are left alone, and config.drop_unread_arguments turns it off.
-""",
     minimal=Patch(
         name="frozen-layers",
         lines=60,

@@ -98,9 +98,5 @@ make no sense raise errors, and many budgets are solved at once.
     ),
     since=(2, 6),
     landed=((module_path("knapsack_exact"), "def solve_knapsack("),),
-    risks="""\
-Used only where the config asks for "exact". A cap on states, not on time, bounds its
-work: at the cap it returns the best set found, no worse than greedy's.
-""",
     minimal=_BY_ITSELF,
 )

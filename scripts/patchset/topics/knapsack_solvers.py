@@ -1,11 +1,6 @@
 from ..patch import edits, KNAPSACK, Patch
 
 
-_RISKS = """\
-Plans made with this solver change where it used to overspend: they save less, and
-keep the budget. Nothing else is touched.
-"""
-
 PATCH = Patch(
     name="knapsack-solvers",
     subject="Rewrite the knapsack solvers so that the capacity is kept",
@@ -39,7 +34,6 @@ there. KNAPSACK_SOLVERS names the solvers that a config string may select.
         ("no table of solvers by name", r"(?s)\A(?!.*KNAPSACK_SOLVERS)"),
     ),
     needs=("knapsack-exact",),
-    risks=_RISKS,
     minimal=Patch(
         name="knapsack-solvers",
         lines=1,
@@ -70,7 +64,10 @@ print(f"{len(saved) / 5000:.0%} of the bytes saved, 50% allowed")  # 62%, then 5
 """,
         trailers=("Fixes: #197871", "Upstream-PR: pytorch/pytorch#160914"),
         test="test/functorch/test_ac_knapsack_hirschberg.py",
-        risks=_RISKS,
+        risks="""\
+Plans made with this solver change where it used to overspend: they save less, and
+keep the budget. Nothing else is touched.
+""",
         edits=edits("""\
 @@ torch/_functorch/_activation_checkpointing/knapsack.py dp_knapsack_sliding_hirschberg
 -        right_capacity = capacity - best_split

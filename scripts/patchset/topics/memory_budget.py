@@ -181,11 +181,5 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
 """),
     landed=((PARTITIONERS, "decision = decide("),),
     needs=("solver-by-name", "overwritten-inputs", "random-ops", "knapsack-exact"),
-    risks="""\
-Plans change where they were over the budget or recomputed more than they had to. A
-budget is now a share of the bytes really kept, not of a sum of sizes. A budget out of
-range, a wrong name, and a custom solver's answer that names an index twice or not at
-all used to pass unnoticed and now raise.
-""",
     minimal=_ITEMS_ONLY,
 )

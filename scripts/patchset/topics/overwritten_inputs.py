@@ -47,10 +47,6 @@ is not made.
 +        inputs + copies,
 """),
     landed=((PARTITIONERS, "copy_overwritten_inputs("),),
-    risks="""\
-Where the backward needs an input that the forward overwrites, the forward copies it.
-Other graphs do not change: statistics that a decomposed batch norm only updates, say.
-""",
     minimal=Patch(
         name="overwritten-inputs",
         lines=30,

@@ -157,11 +157,5 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
              )
 """),
     landed=(("torch/_inductor/compile_fx.py", "                fused=True,\n"),),
-    risks="""\
-With the default target, a plan may recompute more where its peak was above that of
-budget 1; nothing changes at budget 1. At budget 0 a min cut is made to compare with.
-Peaks are exact for graphs that run op by op and estimates for inductor's kernels. Kernel
-workspaces are not counted.
-""",
     minimal=_TIE_BREAK,
 )

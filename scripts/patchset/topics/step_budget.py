@@ -1,8 +1,6 @@
 from ..patch import edits, GRAPH_COMPILE, module_path, Patch, planner_path
 
 
-_HOOK = "test/functorch/test_joint_graph_hook.py"
-
 PATCH = Patch(
     name="step-budget",
     subject="One activation memory budget for a training step",
@@ -78,10 +76,6 @@ partitioned and compiled again from their joint graphs.
 """),
     since=(2, 13),
     landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
-    risks="""\
-Opt-in: nothing changes outside a StepBudget. Peaks are exact for graphs that run op by
-op, else estimates. Workspaces and fragmentation are not counted.
-""",
     minimal=Patch(
         name="step-budget",
         lines=60,
@@ -124,7 +118,7 @@ compiled regions do not come to the hook, and only backends that partition by
 min_cut_rematerialization_partition take other values. Graphs are not in AOTAutograd's
 cache where there is a hook.
 """,
-        test=_HOOK,
+        test="test/functorch/test_joint_graph_hook.py",
         edits=edits('''\
 @@ torch/_functorch/config.py
      "joint_custom_pass",
