@@ -24,13 +24,16 @@ from patchset.series import exported, FORMS, stack
 from patchset.target import Conflict, find
 from patchset.transaction import Change
 
-from .refresh import clone, environment, lay, read
+from .refresh import clone, digest_of, environment, lay
+from .releases import tree
 from .upstream_checks import run_test
 
 
 RESULTS = REPOSITORY / "results" / "forms.json"
 SCRIPTS = REPOSITORY / "scripts"
 MODULES = SCRIPTS / "benchmarks" / "forms"
+# Modules that start processes, read options or write pages: no figure is theirs.
+PRESENTING = ("fresh", "options", "pages")
 EPILOG = """\
 What was measured on the very same files is not measured again, so that a call that was
 stopped goes on where it was. exit codes: 0 measured, or all as it was; 1 a form could
@@ -68,22 +71,33 @@ def store(entries: dict[str, Entry]) -> None:
 
 def digest(topic: str, release: str) -> str:
     """Of what the branch changes there, and of the modules that decide what is measured."""
-    found = read(exported(topic), release)
-    if found.state not in (APPLIES, FAULTY):
-        raise Conflict(f"{found.state} on torch {release} ({found.detail})")
+    root = find(str(tree(release)))
+    series = stack(FORMS[exported(topic)])
+    steps = survey(root, series=series, release=release).patches
+    if steps[-1].state not in (APPLIES, FAULTY):
+        raise Conflict(f"{steps[-1].state} on torch {release} ({steps[-1].detail})")
+    # Without its test, as a wheel's tree has none.
+    own = digest_of(change for step in steps for change in step.changes)
     deciding = "".join(meaning(place.read_text()) for place in measuring(topic))
-    return hashlib.sha256(f"{found.tree}\0{deciding}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{own}\0{deciding}".encode()).hexdigest()[:16]
 
 
 def measuring(topic: str) -> list[Path]:
-    """The topic's module, and those of ``benchmarks`` that it imports."""
-    own = MODULES / f"{module(topic)}.py"
-    found = {own}
-    for node in ast.walk(ast.parse(own.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = node.module, *(f"{node.module}.{name.name}" for name in node.names)
-            places = (SCRIPTS / f"{name.replace('.', '/')}.py" for name in names)
-            found.update(place for place in places if place.is_file())
+    """The topic's module, and those of ``benchmarks`` behind it that decide figures."""
+    found: set[Path] = set()
+    pending = [MODULES / f"{module(topic)}.py"]
+    while pending:
+        place = pending.pop()
+        if place in found or place.stem in PRESENTING or not place.is_file():
+            continue
+        found.add(place)
+        for node in ast.walk(ast.parse(place.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            if node.module.partition(".")[0] == "benchmarks":
+                imported = (f"{node.module}.{name.name}" for name in node.names)
+                names = (node.module, *imported)
+                pending += (SCRIPTS / f"{name.replace('.', '/')}.py" for name in names)
     return sorted(found)
 
 
@@ -190,13 +204,13 @@ def measure_all(wanted: Sequence[str], release: str, again: bool, check: bool) -
     pending, failed = {}, []
     for topic in wanted:
         try:
-            tree = digest(topic, release)
+            key = digest(topic, release)
         except Conflict as error:
             print(f"{topic}: {error}", file=sys.stderr)
             failed.append(topic)
             continue
-        if again or entries.get(topic, {}).get("tree") != tree:
-            pending[topic] = tree
+        if again or entries.get(topic, {}).get("tree") != key:
+            pending[topic] = key
         else:
             print(f"{topic}: as stored")
     if check:
@@ -206,7 +220,7 @@ def measure_all(wanted: Sequence[str], release: str, again: bool, check: bool) -
     if pending:
         with environment(release) as (python, checkout):
             untouched: dict[str, Entry] = {}
-            for at, (topic, tree) in enumerate(pending.items(), 1):
+            for at, (topic, key) in enumerate(pending.items(), 1):
                 print(f"{topic} ({at} of {len(pending)}) ...", flush=True)
                 try:
                     entry = measure(topic, checkout, release, python, untouched)
@@ -214,7 +228,7 @@ def measure_all(wanted: Sequence[str], release: str, again: bool, check: bool) -
                     print(f"{topic}: {error}", file=sys.stderr)
                     failed.append(topic)
                     continue
-                entries[topic] = {**entry, "tree": tree}
+                entries[topic] = {**entry, "tree": key}
                 store(entries)
                 print(table(entry))
     if failed:

@@ -206,16 +206,21 @@ def read(name: str, release: str) -> Finding:
     target = find(str(tree(release)))
     steps = survey(target, series=stack(patch), release=release).patches
     top = steps[-1]
-    tested = hashlib.sha256()
     # A wheel's tree has no tests.
     run = [Change(path, None, overlay(path)) for path in patch.tests]
-    for change in (*run, *(change for step in steps for change in step.changes)):
+    digest = digest_of([*run, *(change for step in steps for change in step.changes)])
+    return Finding(name, patch, top.state, top.detail, tree=digest)
+
+
+def digest_of(changes: Iterable[Change]) -> str:
+    """Of what the files mean after them."""
+    found = hashlib.sha256()
+    for change in changes:
         after = change.after
         if change.path.endswith(".py"):
             after = meaning(after.decode()).encode()
-        tested.update(change.path.encode() + b"\0" + after + b"\0")
-    digest = tested.hexdigest()[:16]
-    return Finding(name, patch, top.state, top.detail, tree=digest)
+        found.update(change.path.encode() + b"\0" + after + b"\0")
+    return found.hexdigest()[:16]
 
 
 def by_text(release: str) -> list[Finding]:
