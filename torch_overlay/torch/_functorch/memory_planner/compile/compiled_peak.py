@@ -33,8 +33,8 @@ from ..decision import Peak
 from ..peak.peak_bytes import CALLS, PeakBytes
 from ..report.saved_values import log_peak, logged_plan, replace_plan
 from .recompile import (
-    has_nested_regions,
     fresh_copy,
+    has_nested_regions,
     nodes_of_same_names,
     partition_by,
     takes_request,

@@ -28,7 +28,7 @@ from ..decision import Decision, Range
 from ..solve.ties import upstreams_table
 from .liveness import CannotPlan, Program
 from .reading import read_joint
-from .recompute_cost import size_or_hint, is_costly, recompute_cost
+from .recompute_cost import is_costly, recompute_cost, size_or_hint
 from .storages import device_of, has_bodies, is_on_device
 
 

@@ -35,7 +35,7 @@ import torch.fx as fx
 from ..._activation_checkpointing.random_ops import subgraphs
 from .live_bytes import LiveBytes
 from .reading import read_forward
-from .recompute_cost import size_or_hint, is_view
+from .recompute_cost import is_view, size_or_hint
 from .storages import has_bodies
 
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from ..._activation_checkpointing.random_ops import subgraphs
-from .recompute_cost import size_or_hint, is_view
+from .recompute_cost import is_view, size_or_hint
 
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import Optional, TYPE_CHECKING
 
 from ..graph.chunking_cost import chunking_cost, chunks_in
 from ..graph.inputs_outputs import (
+    input_tensors,
     Missing,
     output_bytes,
     storages_returned,
-    input_tensors,
 )
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import flops
-from .menu import footprint_bytes, Footprint, Menu, Variant
+from .menu import Footprint, footprint_bytes, Menu, Variant
 from .plan_search import (
     compare_with_no_checkpoints,
     live_bytes_model,

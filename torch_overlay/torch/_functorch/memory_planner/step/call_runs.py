@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from .calls import storages_of, tensors_in
 from .recorder import Event, PLANNED
-from .single_graph_warnings import node_of_backward, CALL
+from .single_graph_warnings import CALL, node_of_backward
 
 
 if TYPE_CHECKING:

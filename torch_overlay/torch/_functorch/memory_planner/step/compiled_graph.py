@@ -18,8 +18,8 @@ from torch._inductor import config as inductor_config
 from ...._inductor.deferred_kernels import DeferredKernels
 
 from ..compile.recompile import (
-    has_nested_regions,
     fresh_copy,
+    has_nested_regions,
     partition_by,
     takes_request,
 )
@@ -28,7 +28,7 @@ from ..graph.liveness import CannotPlan
 from ..graph.other_sizes import times_larger
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
-from .aot_calls import boxed_call, with_results_run_by, name_of_traced
+from .aot_calls import boxed_call, name_of_traced, with_results_run_by
 from .call_runs import await_backward, run_backward, run_forward
 from .current_step import running_step
 from .graphs import Graph
