@@ -60,8 +60,8 @@ def test_graphs_of_fakes_may_have_constants():
     net = nets.Net("scaled", lambda: (Scaled(), (torch.ones(4, 8),)))
     with plans.backend_of(plans.RUN) as backend:
         made = plans.Plans(net, plans.RUN, backend, True)
-        (step,) = made.upstreams([0.5], False)
-    assert step["peak"] > 0
+        steps = [*made.upstreams([0.5], False), *made.asked("graph", [{"share": 1.0}])]
+    assert len(steps) == 2 and all(step["peak"] > 0 for step in steps)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,9 @@ class Plans:
         lowered = mock.patch.object(
             GraphLowering, name, autospec=True, side_effect=lower
         )
-        with warnings_noted() as said, lowered as codes:
+        # A backward that waits is copied, and constants cannot be among fakes.
+        at_once = config.patch(force_non_lazy_backward_lowering=self.fake)
+        with warnings_noted() as said, lowered as codes, at_once:
             seconds = compile_seconds(lambda: training.warmed(steps))
         row = self.found(training)
         row["warned"] = any("allowed" in text for text in said)
@@ -246,9 +248,7 @@ class Plans:
         return [{"budgets": [s["budget"] for s in same], **same[0]} for same in groups]
 
     def by_budget(self, budget: float, **ways: Any) -> Row:
-        # A backward that waits is copied, and constants cannot be among fakes.
-        at_once = config.patch(force_non_lazy_backward_lowering=self.fake)
-        with budgeted(budget), at_once:
+        with budgeted(budget):
             return {"budget": budget, **self.measured(self.training(**ways))}
 
     def by_peak(self, budget: float) -> Row:
