@@ -10,11 +10,14 @@ Kept are the storages that the forward leaves for the backward, whole, without i
 parameters; a share is one of the way from what budget 0 keeps to what budget 1 keeps.
 Recomputed are the flops in both halves beyond those of the joint graph, as a share of
 the forward's. The peak is that of both halves, one operator after the other, beyond
-parameters and inputs, beside upstream's at the same budget and at budget 1.
+parameters and inputs, beside upstream's at the same budget and at budget 1. The time to
+split a graph is in CPU seconds, the median of three at budget 0.5, in turn.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +27,7 @@ from torch._guards import detect_fake_mode
 
 from benchmarks import bounds, catalogue, fresh, pages
 from benchmarks.catalogue import AT_SIZE, names
-from benchmarks.meters import CountedStorages, storages
+from benchmarks.meters import CountedStorages, cpu_seconds, storages
 from benchmarks.pages import good, Mark, Row
 from benchmarks.tracing import Joint, overlay, untouched_partitioners
 
@@ -75,8 +78,26 @@ def measure(task: fresh.Task) -> Row:
         "low": low,
         "high": high,
         "unbudgeted_peak": most,
+        "time": time_to_split(joint, theirs),
         "steps": steps,
     }
+
+
+def time_to_split(joint: Joint, theirs: Any) -> float:
+    """Of a graph, beside upstream's."""
+    by = (partitioners, theirs)
+    taken = [[seconds_to_split(joint, module) for module in by] for _ in range(3)]
+    ours, upstreams = map(median, zip(*taken))
+    return float(ours / upstreams)
+
+
+def seconds_to_split(joint: Joint, module: Any) -> float:
+    def timed(*given: Any, **options: Any) -> float:
+        partition = module.min_cut_rematerialization_partition
+        return cpu_seconds(partial(partition, *given, **options))
+
+    with planned(module, 0.5):
+        return float(joint.partition(timed))
 
 
 class Split(NamedTuple):
@@ -87,11 +108,16 @@ class Split(NamedTuple):
     peak: int
 
 
-def split(joint: Joint, module: Any, budget: float) -> Split:
+def planned(module: Any, budget: float) -> AbstractContextManager[None]:
     solver = "exact" if module is partitioners else "dp"
-    with config.patch(
+    found: AbstractContextManager[None] = config.patch(
         activation_memory_budget=budget, activation_memory_budget_solver=solver
-    ):
+    )
+    return found
+
+
+def split(joint: Joint, module: Any, budget: float) -> Split:
+    with planned(module, budget):
         forward, backward = joint.partition(module.min_cut_rematerialization_partition)
     given, tangents = (
         [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
@@ -178,6 +204,12 @@ def judged_peaks(rows: Sequence[Row], nets_of: str) -> Iterator[Mark]:
         "numbers",
         *(right, 1.001),
         limit="The peak can be {2:.1%} above stock's at the same budget ({1}).",
+    )
+    yield from pages.at_most(
+        f"{nets_of}: time to split a graph / stock's",
+        ((row["time"], row["net"]) for row in rows),
+        1.2,
+        limit="Splitting a graph takes up to {0:.2f} times as long as stock's ({1}).",
     )
     above = [
         (step["peak"] / row["unbudgeted_peak"], where)
