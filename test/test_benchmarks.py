@@ -113,13 +113,15 @@ QUESTION = """
 import json, os, pathlib, time
 NETS = {"project": ("one", "two"), "held-out": ("three",), "check": ()}
 FOLDER = pathlib.Path(__file__).parent
-TORCH, DEVICE = "patched", "h100"
+TORCH, DEVICE, PARTS = "patched", "h100", ()
 def tasks(asked, rows):
     for net in asked.nets:
         of = {"set": asked.set, "net": net, "torch": TORCH, "device": DEVICE}
         yield {**of, "kind": "first"}
         best = [row["found"] for row in rows if row["kind"] == "first"]
         yield {**of, "kind": "second", "_best": best}
+        for part in PARTS:
+            yield {**of, "kind": "third", **part}
 def measure(task):
     with open(FOLDER / "log", "a") as log:
         print(task["net"], task["kind"], os.getpid(), file=log)
@@ -187,6 +189,22 @@ def test_what_the_untouched_wheel_does_is_measured_once(question, monkeypatch):
     # Where kernels run, times are of one run.
     monkeypatch.setattr(sys.modules["question"], "DEVICE", "inductor")
     assert "two first" in question(nets=["two"])
+
+
+def test_rows_of_different_tasks_are_kept_apart(question, monkeypatch):
+    question.here()
+    parts = [{"part": "times"}, {"part": "counts"}]
+    monkeypatch.setattr(sys.modules["question"], "PARTS", parts)
+    question("held-out")
+    assert [row.get("part") for row in question.rows()] == [
+        None,
+        None,
+        "times",
+        "counts",
+    ]
+    monkeypatch.setattr(sys.modules["question"], "PARTS", [{"x": 1}, {"x": 2}])
+    with pytest.raises(ValueError, match="nothing tells apart"):
+        question("held-out")
 
 
 def test_a_signal_ends_all_tasks_and_leaves_what_is_stored(question, tmp_path):

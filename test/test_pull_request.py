@@ -71,6 +71,10 @@ def test_no_topic_brings_upstreams_linters_a_finding(release_tree):
     assert upstream_checks.new_findings(before, after) == []
 
 
+def test_each_form_names_its_risks():
+    assert [p.name for p in SERIES if not FORMS[exported(p.name)].risks] == []
+
+
 def test_a_branch_that_cannot_be_made_is_refused(repository, bodies, capsys):
     call = ["knapsack-exact", str(repository)]
     branch = "ac-budget/knapsack-exact"

@@ -474,7 +474,8 @@ def measure(task):
 """
 
 
-def test_a_signal_ends_what_measures(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_what_measures(number, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     place = tmp_path / "pid"
     code = (
@@ -492,8 +493,8 @@ def test_a_signal_ends_what_measures(tmp_path):
             assert parent.poll() is None
             time.sleep(0.1)
         child = psutil.Process(int(place.read_text()))
-        parent.send_signal(signal.SIGTERM)
-        assert parent.wait(60) == 128 + signal.SIGTERM
+        parent.send_signal(number)
+        assert parent.wait(60) == 128 + number
         child.wait(60)
         assert not child.is_running()
     finally:

@@ -24,7 +24,7 @@ from benchmarks.plans import DEVICES
 
 # What --kind chooses by, and what tells rows apart.
 KINDS = ("kind", "loop")
-KEY = (*KINDS, "net", "device", "way", "share")
+KEY = (*KINDS, "part", "net", "device", "way", "share")
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -138,7 +138,11 @@ class Runner:
             if row is None:
                 row, is_new = self.measure(task), True
             put(rows, row)
-            put(mine, row)
+            if key(row) in map(key, mine):
+                raise ValueError(
+                    f"two tasks whose rows nothing tells apart: {key(row)}"
+                )
+            mine.append(row)
         return mine
 
     def measure(self, task: fresh.Task) -> Row:

@@ -1,1 +1,1 @@
-"""What each pull request changes, on five models: one module per topic."""
+"""What each pull request changes, on five models or more: one module per topic."""

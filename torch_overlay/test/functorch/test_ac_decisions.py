@@ -3,7 +3,7 @@
 
 Each net reads elements by a decision of its own kind.  Its plans must not repeat the
 operator that decides, and must keep no more than what was decided.  More kinds are in
-test_ac_routing.py, which this needs as well.
+test_ac_routing.py, the test of a patch that this one builds on.
 """
 
 import itertools

@@ -2,8 +2,9 @@
 """Random numbers are drawn once, whatever is recomputed.
 
 What the patches below this one hold is in their own tests: test_ac_random_tags.py,
-test_ac_must_save_at_zero.py and test_ac_draws_on_one_side.py. The gradients are checked against finite differences of the compiled forward itself,
-under one seed: what they must fit is the randomness that this forward had.
+test_ac_must_save_at_zero.py and test_ac_draws_on_one_side.py.  The gradients are checked
+against finite differences of the compiled forward itself, under one seed: what they must
+fit is the randomness that this forward had.
 """
 
 import copy
