@@ -203,6 +203,8 @@ def test_rows_of_different_tasks_are_kept_apart(question, monkeypatch):
         "counts",
     ]
     monkeypatch.setattr(sys.modules["question"], "PARTS", [{"x": 1}, {"x": 2}])
+    # It would stop what later tests start, too.
+    monkeypatch.setattr(fresh, "stop_all", lambda: None)
     with pytest.raises(ValueError, match="nothing tells apart"):
         question("held-out")
 
