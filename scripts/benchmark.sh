@@ -52,8 +52,8 @@ $usage
                (minutes for each)
 
 All have --help. Questions have --check, for the counts that must hold, and
---json FILE, to store what they measure; all of them together take two cores 90 minutes at
-most for each set of nets. scripts/run_tests.sh --help tells of tests that can try more
+--json FILE, to store what they measure; all of them together take two cores some 90 minutes
+for each set of nets. scripts/run_tests.sh --help tells of tests that can try more
 than CI does: every operator of torch's OpInfo databases, training loops drawn at random.
 EOF2
     exit

@@ -262,6 +262,10 @@ def test_a_comment_leaves_a_fingerprint_and_code_does_not(tmp_path, monkeypatch)
     plain = found("def f(x):\n    return x + 1\n")
     assert found('"""Adds."""\ndef f(x):  # One.\n    return (x + 1)\n') == plain
     assert found("def f(x):\n    return x + 2\n") != plain
+    # So does the order of what is imported, but not what that is.
+    imports = found("from torch import nn, Tensor\n")
+    assert found("from torch import Tensor, nn\n") == imports
+    assert found("from torch import fx, Tensor\n") != imports
     provenance.fingerprint.cache_clear()
 
 
