@@ -34,9 +34,8 @@ def read_joint(
 ) -> Program:
     """The program of a joint graph; its first ``num_fwd_outputs`` are the forward's.
 
-    ``as_int`` evaluates a symbolic size, by default to its hint.  Only bytes on
-    ``device`` count, by default the graph's own (:func:`.graph.storages.device_of`).
-    O(nodes + edges).  Raises CannotPlan for values that have no storage to count.
+    ``as_int`` evaluates a symbolic size.  Only bytes on ``device`` count, by default
+    the graph's.  Raises CannotPlan for a value without a storage.  O(nodes + edges).
     """
     (output,) = graph.find_nodes(op="output")
     results = tree_leaves(output.args)

@@ -143,9 +143,10 @@ class Learned:
         return found
 
     def have_other_calls_than(self, states: set[State]) -> bool:
-        """Whether a step used other slots than every recorded one, usually fewer.
+        """Whether no recorded step used the same slots as one with these states.
 
-        What runs eagerly instead, say beyond Dynamo's recompile limit, has no plan.
+        Then something runs without a plan, or no longer runs compiled, say beyond
+        Dynamo's recompile limit.
         """
         slots = slots_of(states)
         return all(slots != slots_of(program.states) for program in self.programs)
