@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch._functorch.config as config
 import torch._inductor.config as inductor_config
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -267,17 +268,25 @@ def frozen_pair(count=2):
 @contextmanager
 def poisoned():
     """Lists the stand-ins that are made, and fills them with NaN."""
-    make, made = frozen_layers._make_stand_in, []
+    made = []
 
-    def spy(stand_in):
-        node, user = make(stand_in), stand_in.user
-        made.append((user.target, node.meta["val"]))
-        with user.graph.inserting_before(user):
-            filled = user.graph.call_function(aten.add.Tensor, (node, NAN))
-        filled.meta = dict(node.meta)
-        return filled
+    def poisoning(module, *args, **kwargs):
+        before = {node: node.args for node in module.graph.nodes}
+        drop_unread_arguments(module, *args, **kwargs)
+        for user, arguments in before.items():
+            for at, argument in enumerate(user.args):
+                # Lists are made anew.
+                if isinstance(argument, fx.Node) and argument is not arguments[at]:
+                    made.append((user.target, argument.meta["val"]))
+                    with module.graph.inserting_before(user):
+                        filled = module.graph.call_function(
+                            aten.add.Tensor, (argument, NAN)
+                        )
+                    filled.meta = dict(argument.meta)
+                    user.update_arg(at, filled)
+        module.recompile()
 
-    with mock.patch.object(frozen_layers, "_make_stand_in", spy):
+    with mock.patch.object(frozen_layers, "drop_unread_arguments", poisoning):
         yield made
 
 
