@@ -46,8 +46,7 @@ def find(spec: str, *sizes: int, **settings: Any) -> Net:
     configurations' defaults overridden by ``settings``. ValueError says what is wrong
     with a spec.
     """
-    own = (*held_out.AT_SIZE, *held_out.SMALL)
-    known = {**nets.NETS, **{net.name: net for net in own}}
+    known = {**nets.NETS, **held_out.NETS}
     if spec in known:
         if sizes:
             raise ValueError(f"{spec} has a batch of its own")

@@ -245,6 +245,52 @@ AT_SIZE = (
         decoder_layers=2,
     ),
 )
+# One or two layers and a large head, for what runs that in chunks.
+HEADS = (
+    # Its head has a layer of its own.
+    at_size(
+        *("xlm-roberta", "XLMRobertaForMaskedLM", 16, 512),
+        **sized(1024, 4096, 2, 16),
+        vocab_size=250002,
+        max_position_embeddings=514,
+    ),
+    # Two stacks; what the head reads is scaled or not, as the configuration says.
+    at_size(
+        *("mt5", "MT5ForConditionalGeneration", 16, 512),
+        d_model=1024,
+        d_ff=2816,
+        d_kv=64,
+        num_heads=16,
+        num_layers=1,
+        decoder_start_token_id=0,
+    ),
+    # Attention and MLP side by side, and logits that are scaled.
+    at_size(
+        *("cohere2", "Cohere2ForCausalLM", 2, 4096),
+        **sized(4096, 14336, 1, 32),
+        num_key_value_heads=8,
+    ),
+)
+# The same at sizes that a CPU can run, without dropout.
+SMALL_HEADS = (
+    small(
+        *("xlm-roberta-words", "XLMRobertaForMaskedLM", 4, 128),
+        **{**NARROW, "vocab_size": WORDS},
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ),
+    small(
+        *("mt5-words", "MT5ForConditionalGeneration", 4, 128),
+        vocab_size=WORDS,
+        d_model=128,
+        d_ff=512,
+        d_kv=32,
+        num_heads=4,
+        num_layers=1,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    ),
+)
 SMALL = (
     small(
         "seed-oss-small",
@@ -361,3 +407,6 @@ SMALL = (
         target_bandwidths=[6.0],
     ),
 )
+NETS: dict[str, Net] = {
+    net.name: net for net in (*AT_SIZE, *HEADS, *SMALL_HEADS, *SMALL)
+}
