@@ -271,7 +271,7 @@ HEADS = (
         num_key_value_heads=8,
     ),
 )
-# The same at sizes that a CPU can run, without dropout.
+# Such at sizes that a CPU can run, without dropout.
 SMALL_HEADS = (
     small(
         *("xlm-roberta-words", "XLMRobertaForMaskedLM", 4, 128),
@@ -289,6 +289,17 @@ SMALL_HEADS = (
         num_layers=1,
         dropout_rate=0.0,
         decoder_start_token_id=0,
+    ),
+    small(
+        *("cohere2-words", "Cohere2ForCausalLM", 4, 128),
+        **{**NARROW, "vocab_size": WORDS},
+        num_key_value_heads=2,
+    ),
+    # Its MLP squares, and its norm adds one to its weights.
+    small(
+        *("nemotron-words", "NemotronForCausalLM", 4, 128),
+        **{**NARROW, "vocab_size": WORDS},
+        num_key_value_heads=2,
     ),
 )
 SMALL = (

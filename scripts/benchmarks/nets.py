@@ -311,10 +311,6 @@ LARGE_HEADS = (
 WORDS = 8192
 SMALL_HEADS = (
     language("llama-words", Shape(vocabulary=WORDS, layers=2)),
-    language(
-        "gpt2-words",
-        ClassicShape(*(96, 4, 4, 256, 2, WORDS, 4, 128), causal=True, joined=True),
-    ),
     Net(
         "towers-small",
         lambda: (Towers(64, 256), (torch.randn(2048, 64), torch.randn(2048, 64))),
