@@ -1,6 +1,6 @@
 """The pictures of results/: for a talk, each drawn from what one benchmark found."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
@@ -162,8 +162,7 @@ def kernels(place: Path, data: Row) -> None:
         values = [100 * peak / base for peak, base in peaks]
         label = LABELS[kind].partition(",")[0] + ", lowest" * (kind in BUDGETED)
         found[label] = (color, values)
-    held_out = {row["net"] for row in pages.by_set(rows).get(pages.SETS_OF_NETS[1], ())}
-    names = [f"{net} *" if net in held_out else net for _, net in both]
+    names = starred(rows, [net for _, net in both])
     title = "Lowest peak of one training step that a budget finds"
     source = f"{source_of(rows, data)} *: held out."
     with drawn(place, title, source, 12, 1.5 + 0.36 * len(names)) as figure:
@@ -172,22 +171,28 @@ def kernels(place: Path, data: Row) -> None:
         axes.set_xlabel("peak memory, % of stock's default (no budget)")
 
 
+def starred(rows: Sequence[Row], nets: Iterable[str]) -> list[str]:
+    """The names of nets, with a star after those that are held out."""
+    held_out = {row["net"] for row in pages.by_set(rows).get(pages.SETS_OF_NETS[1], ())}
+    return [f"{net} *" if net in held_out else net for net in nets]
+
+
 def heads(place: Path, data: Row) -> None:
-    rows = good(data["measured"])
-    names = chunks.nets_of(rows)
+    rows = [row for row in good(data["measured"]) if row["device"] == chunks.DEVICE]
+    nets = chunks.nets_of(rows)
     kinds = {
         "stock torch.compile, lowest": ("upstream", ORANGE),
         "inductor's chunker as mended, lowest": ("number", GREEN),
         "this set, target peak, lowest": ("graph", BLUE),
     }
     found = {
-        label: (color, [lowest_of(rows, net, kind) / 1e9 for net in names])
+        label: (color, [lowest_of(rows, net, kind) / 1e9 for net in nets])
         for label, (kind, color) in kinds.items()
     }
+    names = starred(rows, nets)
     title = "Peak memory of one training step with a large vocabulary"
-    with drawn(
-        place, title, source_of(rows, data), 12, 1.5 + 0.5 * len(names)
-    ) as figure:
+    source = f"{source_of(rows, data)} *: held out."
+    with drawn(place, title, source, 12, 1.5 + 0.5 * len(names)) as figure:
         axes = figure.add_subplot()
         bars(axes, names, found)
         axes.set_xlabel("peak memory, GB")
