@@ -1,5 +1,6 @@
 """What fits: what is told is what training holds, and wrong calls end with 2."""
 
+import gc
 import json
 import os
 import signal
@@ -82,6 +83,7 @@ def test_the_answer(tmp_path, capsys):
     words = ["--model", MODEL, "--batch", "4", "--json", str(stored), "--compare"]
     asked = command.checked([*words, "--memory", "20MB", "--headroom", "2MB"])
     assert answer.answered(asked) == 0
+    assert not gc.get_freeze_count()
     printed, data = capsys.readouterr().out, json.loads(stored.read_text())
     assert stored.with_suffix(".svg").read_text().count("<path") > 10
     _, (size,) = page.sizes_of(data)

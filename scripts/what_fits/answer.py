@@ -138,6 +138,8 @@ def answered(asked: argparse.Namespace) -> int:
     sizes = sum(task["way"] == page.OURS for task in todo)
     progress = Progress(sizes * (1 + len(page.SHARES) + (asked.memory is not None)))
     rows = [measured(task, progress) for task in todo]
+    # Else libraries take what is frozen for leaks as the process ends, and say so.
+    gc.unfreeze()
     progress.end()
     data = {"environment": environment(), "asked": todo[0]["_asked"], "measured": rows}
     show(page.page(data))
