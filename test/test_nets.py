@@ -89,6 +89,9 @@ def test_a_users_model_of_a_library_is_traced(tmp_path, monkeypatch):
 
 
 def test_held_out_nets_are_found_by_name_and_are_none_of_the_projects():
+    every = *held_out.AT_SIZE, *held_out.HEADS, *held_out.SMALL_HEADS, *held_out.SMALL
+    # No name hides another net.
+    assert len(held_out.NETS) == len(every)
     assert not {*held_out.NETS} & {*nets.NETS}
     for name, net in held_out.NETS.items():
         assert catalogue.find(name) is net and net.held_out
