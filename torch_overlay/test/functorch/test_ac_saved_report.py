@@ -137,6 +137,17 @@ class TestSavedReport(TestCase):
             self.assertEqual(len(repeated), second - own * first)
             self.assertGreater(len(repeated), 0)
 
+    def test_what_runs_once_is_no_checkpoints_doing(self):
+        def noisy(x, *weights):
+            return chain(x * torch.rand_like(x), *weights)
+
+        x, *weights = (torch.randn(8, 8, requires_grad=True) for _ in range(4))
+        with config.patch(activation_memory_budget=0.5):
+            torch.compile(noisy, backend=BACKEND)(x, *weights).backward()
+        plan = last_plan()
+        self.assertIn("runs once", [value.why for value in plan.saved])
+        self.assertEqual(plan.fixed_by_checkpoints(), "")
+
     def test_several_graphs_each_have_a_plan(self):
         def broken(x, w):
             y = (x @ w).sin().exp() @ w

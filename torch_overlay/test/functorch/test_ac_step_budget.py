@@ -1008,7 +1008,9 @@ class StepBudgetTest(TestCase):
         steps(tight, model, batch(), count=1)
         with self.assertRaisesRegex(StepBudgetError, "lowest peak found .* 1,000 B"):
             steps(tight, model, batch(), count=1)
-        steps(contextlib.nullcontext(), model, batch(), count=1)
+        # If it is begun nevertheless, then by the plans that hold least.
+        self.assertEqual(tight.plan.predicted_peak, tight.plan.floor)
+        steps(tight, model, batch(), count=1)
 
     def test_report_and_plot(self):
         model, budget = Net(2, whole=True), StepBudget(share=0.5)

@@ -5,6 +5,7 @@ Every peak is what torch's allocators tell the profiler while the step runs.
 """
 
 import contextlib
+import functools
 import unittest
 from unittest import mock
 
@@ -411,6 +412,21 @@ class StepLoopsTest(TestCase):
             self.run_steps(budget, step, 2)
         with contextlib.suppress(StepBudgetError):
             budget.__exit__(None, None, None)
+
+    @torch._dynamo.config.patch(recompile_limit=2)
+    def test_a_strict_budget_plans_for_blocks_that_are_compiled_no_more(self):
+        model, budget = Net(), StepBudget(share=0.5, strict=True)
+
+        def step(at, rows=512):
+            model(batch(rows)).square().mean().backward()
+            model.zero_grad()
+
+        self.run_steps(budget, functools.partial(step, rows=64), 3)
+        with self.assertRaises(StepBudgetError):
+            self.run_steps(budget, functools.partial(step, rows=32), 1)
+        with self.assertRaisesRegex(StepBudgetError, "what eager code holds"):
+            self.run_steps(budget, step, 1)
+        self.check(budget, self.run_steps(budget, step, 3)[-1])
 
 
 instantiate_parametrized_tests(StepLoopsTest)

@@ -35,8 +35,8 @@ from ..report.saved_values import log_peak, logged_plan, replace_plan
 from .recompile import (
     fresh_copy,
     has_nested_regions,
-    nodes_of_same_names,
     partition_by,
+    same_nodes_in,
     takes_request,
 )
 from .search import Search
@@ -205,7 +205,7 @@ class _Compiles:
         self.peaks.device = graph.counted
         plan = self.curve.of_plan(self.trying.plan)
         decision = self.asked.decision(graph, self.curve, plan)
-        saved = nodes_of_same_names(decision.saved_values, graph.joint)
+        saved = same_nodes_in(decision.saved_values, graph.joint)
         return replace(decision, saved_values=saved)
 
     @property

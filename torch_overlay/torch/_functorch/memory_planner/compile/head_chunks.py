@@ -166,7 +166,7 @@ def _with_variants(
     if not whole.fused:
         # Only inductor can run a head in chunks.
         return whole
-    why = _why_whole(module.graph) if numbers else _DYNAMIC
+    why = _why_not_in_chunks(module.graph) if numbers else _DYNAMIC
     try:
         if not why:
             in_chunks = {number: read(number) for number in numbers}
@@ -195,7 +195,7 @@ def _is_dynamic(graph: fx.Graph) -> bool:
     )
 
 
-def _why_whole(graph: fx.Graph) -> str:
+def _why_not_in_chunks(graph: fx.Graph) -> str:
     """Why the chunker cannot take a graph, as far as its inputs and outputs tell."""
     if is_returned(graph):
         return _RETURNED

@@ -24,8 +24,8 @@ __all__ = [
     "copy_of",
     "fresh_copy",
     "has_nested_regions",
-    "nodes_of_same_names",
     "partition_by",
+    "same_nodes_in",
     "takes_request",
 ]
 
@@ -55,7 +55,7 @@ def has_nested_regions(module: fx.GraphModule) -> bool:
     return bool(module.graph.find_nodes(op="call_function", target=call))
 
 
-def nodes_of_same_names(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
+def same_nodes_in(nodes: Iterable[Node], graph: fx.Graph) -> list[Node]:
     """The nodes of a graph that are named like ``nodes`` of another trace of it.
 
     Raises RuntimeError if some are missing.

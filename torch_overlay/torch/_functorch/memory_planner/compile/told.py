@@ -19,7 +19,7 @@ from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.utils import output_node
 from torch.fx import Node
 
-from ..graph.joint import activation_bytes
+from ..graph.storages import activation_bytes
 from ..peak.menu import Names, Told
 
 

@@ -29,7 +29,7 @@ from ..solve.ties import upstreams_table
 from .liveness import CannotPlan, Program
 from .reading import read_joint
 from .recompute_cost import is_costly, recompute_cost, size_or_hint
-from .storages import device_of, has_bodies, is_on_device
+from .storages import activation_bytes, device_of, has_bodies
 
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ALL_CHEAP", "CHEAP", "Item", "Planner", "activation_bytes"]
+__all__ = ["ALL_CHEAP", "CHEAP", "Item", "Planner"]
 
 # The first three bans are on values that are cheap in themselves, though recomputing
 # them where they are needed may not be.
@@ -123,7 +123,7 @@ class Planner:
     @functools.cached_property
     def limits(self) -> Range:
         """The bytes that the plans of budgets 0 and 1 keep."""
-        return Range(self.kept_bytes(self.least()), self.kept_bytes(self.fastest()))
+        return Range(*map(self.kept_bytes, (self._required(), self.fastest())))
 
     @functools.cached_property
     def solver_nodes(self) -> list[fx.Node]:
@@ -206,13 +206,16 @@ class Planner:
         return self.cut(ALL_CHEAP)
 
     def least(self) -> list[fx.Node]:
-        """What budget 0 saves: the inputs, and what must not be computed twice."""
-        again = recomputable_nodes(self.joint)
-        if again is None:
+        """What budget 0 saves: what every plan does, or other nodes in their place."""
+        again, required = recomputable_nodes(self.joint), self._required()
+        cut = required if again is None else self.cut((), again)[0]
+        return min(cut, required, key=self.kept_bytes)
+
+    def _required(self) -> list[fx.Node]:
+        """What every plan saves: the inputs, and what must not be computed twice."""
+        if recomputable_nodes(self.joint) is None:
             return self.info.inputs
-        cut, _ = self.cut((), again)
-        fewest = self.model.saved_values(self.model.evaluate(()).saved)
-        return min(cut, fewest, key=self.kept_bytes)
+        return self.model.saved_values(self.model.evaluate(()).saved)
 
     @functools.cached_property
     def _runtimes(self) -> dict[fx.Node, float]:
@@ -380,21 +383,3 @@ def _join_items(items: list[Item], most: list[fx.Node], model: Program) -> list[
         ops = {op: runtime for item in group for op, runtime in item.ops.items()}
         joined.append(Item(node, ops, frozenset(kept), nbytes))
     return joined
-
-
-def activation_bytes(
-    inputs: Iterable[fx.Node],
-    saved: Iterable[fx.Node],
-    device: torch.device,
-    as_int: Callable[[Any], int] = size_or_hint,
-) -> int:
-    """The bytes of the whole storages of ``saved`` on a device, without ``inputs``."""
-    from torch._inductor.fx_utils import get_node_storage
-
-    there = {get_node_storage(node) for node in inputs} | {None}
-    kept = {get_node_storage(node): node.meta["val"] for node in saved}
-    return sum(
-        as_int(value.untyped_storage().nbytes())
-        for storage, value in kept.items()
-        if storage not in there and is_on_device(device, value)
-    )

@@ -32,6 +32,7 @@ __all__ = [
     "CannotPlan",
     "Operator",
     "Storages",
+    "activation_bytes",
     "device_of",
     "has_bodies",
     "is_on_device",
@@ -109,6 +110,24 @@ def is_on_device(device: torch.device, value: torch.Tensor) -> bool:
     # Not the device of the storage, which for a fake tensor is another one.
     there = value.device
     return there.type == device.type and device.index in (None, there.index)
+
+
+def activation_bytes(
+    inputs: Iterable[fx.Node],
+    saved: Iterable[fx.Node],
+    device: torch.device,
+    as_int: Callable[[Any], int] = size_or_hint,
+) -> int:
+    """The bytes of the whole storages of ``saved`` on a device, without ``inputs``."""
+    from torch._inductor.fx_utils import get_node_storage
+
+    there = {get_node_storage(node) for node in inputs} | {None}
+    kept = {get_node_storage(node): node.meta["val"] for node in saved}
+    return sum(
+        as_int(value.untyped_storage().nbytes())
+        for storage, value in kept.items()
+        if storage not in there and is_on_device(device, value)
+    )
 
 
 class Storages:

@@ -58,6 +58,8 @@ def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decisio
         plans.evaluate(_with_less(graph, plans, others[-1], allowed))
         for better in _better(plans, own, min(peaks)):
             storages = plans.evaluations[better].saved
+            if model.nbytes_of(storages) > allowed:
+                continue
             is_upstreams = better == others[-1]
             saved = upstreams if is_upstreams else model.saved_values(storages)
             found = graph.saving(saved, plan.budget, "lower peak")

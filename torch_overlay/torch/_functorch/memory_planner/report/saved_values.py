@@ -26,9 +26,9 @@ from torch._inductor.fx_utils import get_node_storage
 from torch._logging._internal import trace_structured
 from torch.fx.graph import _parse_stack_trace
 
-from ..graph.joint import activation_bytes
+from ..._activation_checkpointing.random_ops import may_differ
 from ..graph.recompute_cost import is_view
-from ..graph.storages import device_of
+from ..graph.storages import activation_bytes, device_of
 
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class PlannedValue:
         nbytes: the bytes of all results.
         runtime: the cost of recomputing it, if it is an item of the knapsack.
         source: the innermost line of the user's code.
-        why: "input" (or a view of one), "user" (a checkpoint policy), or what decided
-            about it: "min cut" or a graph's ``decided_by``.
+        why: "input" (or a view of one), "runs once" (running it again may give another
+            result), "user" (a checkpoint policy), or what decided about it: "min cut"
+            or a graph's ``decided_by``.
     """
 
     name: str
@@ -285,6 +286,9 @@ def attach_plan(
         why = decision.decided_by
         if node.op == "placeholder" or get_node_storage(node) in inputs:
             why = "input"
+        elif is_saved and may_differ(node):
+            # The partitioner tags these itself.
+            why = "runs once"
         elif str(node.meta.get("recompute")).endswith(asks[is_saved]):
             why = "user"
         elif solved and (node.name not in runtimes or (node.name in kept) != is_saved):
@@ -325,10 +329,10 @@ def attach_plan(
             plan.graph,
             fixed,
         )
-    _stack_trace_of(plan)
+    _write_to_trace(plan)
 
 
-def _stack_trace_of(plan: Plan) -> None:
+def _write_to_trace(plan: Plan) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "boxed_call",
-    "name_of_traced",
+    "name_of_module_or_function",
     "with_boxed_inputs",
     "with_results_run_by",
 ]
@@ -31,7 +31,7 @@ def boxed_call(function: Callable[..., Any], *arguments: Any) -> Any:
     return call
 
 
-def name_of_traced() -> Optional[str]:
+def name_of_module_or_function() -> Optional[str]:
     """The name of the compiled module's class, or of the function, if Dynamo tells.
 
     A lambda is named by its file and line.

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from ..graph.storages import read_body
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
-from .aot_calls import boxed_call, name_of_traced
+from .aot_calls import boxed_call, name_of_module_or_function
 from .calls import tensors_with_storage
 from .compiled_graph import CompiledGraph
 from .current_step import running_step
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["for_step", "for_step_without_backward"]
 
 
-def _storage_keys(values: Iterable[Any]) -> set[int]:
+def _storage_identities(values: Iterable[Any]) -> set[int]:
     """The identities of the tensors' storages."""
     return {each.untyped_storage()._cdata for each in tensors_with_storage(values)}
 
@@ -54,7 +54,10 @@ def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[...
         step = running_step()
         if step is None or TracingContext.try_get() is None:
             return compile_graph(state, capture, *arguments)
-        name, device = name_of_traced() or get_aot_graph_name(), step.budget.device
+        name, device = (
+            name_of_module_or_function() or get_aot_graph_name(),
+            step.budget.device,
+        )
         module = capture.graph_module
         number, places = state.aot_config.aot_id, symbols_in(state.flat_args)
         largest = 0
@@ -80,7 +83,7 @@ def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[...
             state = step.begin_alone(number, name, size, peak(sizes))
             if state not in step.passed:
                 largest = size
-            given = _storage_keys(args)
+            given = _storage_identities(args)
             results = run(args)
             step.end_alone(state, given, results)
             return results

@@ -179,7 +179,8 @@ class StepBudget(Warns):
             # The file turned out to be of another program: the next step is the first.
             return
         if kind is None:
-            self._check_end(step)
+            with self.raise_last():
+                self._check_end(step)
             return
         if issubclass(kind, torch.OutOfMemoryError) and hasattr(error[0], "add_note"):
             error[0].add_note(str(self))
@@ -367,11 +368,10 @@ class StepBudget(Warns):
         given = self._bound, self._present, self.watch.missed
         found = plan_step(graphs, learned, *given, growth, compile_plans)
         plan = found.summary
+        self.choices.update({graphs[n]: each for n, each in found.choices.items()})
+        self.plan, self._spare = plan, found.spare
         if plan.predicted_peak > plan.allowed:
             self.warn(plan.why_over, "lowest")
-        for number, choice in found.choices.items():
-            self.choices[graphs[number]] = choice
-        self.plan, self._spare = plan, found.spare
         if self.device.type == "cpu":
             workspaces = (graph.workspace for graph in graphs.values())
             check_workspace(max(workspaces, default=0), plan, self)

@@ -28,7 +28,7 @@ from ..graph.liveness import CannotPlan
 from ..graph.other_sizes import times_larger
 from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import logged_plan, replace_plan
-from .aot_calls import boxed_call, name_of_traced, with_results_run_by
+from .aot_calls import boxed_call, name_of_module_or_function, with_results_run_by
 from .call_runs import await_backward, run_backward, run_forward
 from .current_step import running_step
 from .graphs import Graph
@@ -81,7 +81,7 @@ class CompiledGraph:
                 "would free; compile without mode='reduce-overhead' or 'max-autotune', "
                 "or with options={'triton.cudagraphs': False}"
             )
-        self._name = name_of_traced() or get_aot_graph_name()
+        self._name = name_of_module_or_function() or get_aot_graph_name()
         self._is_retained = self.has_plans = False
         self._runs: dict[int, Callable[..., Any]] = {}
         # By plan, the kernels to compile before a call first runs by it.
@@ -271,10 +271,11 @@ class CompiledGraph:
         # runs. But where backwards retain their graph, AOTAutograd has to see that when
         # it compiles one.
         is_another = plan is not None and not self._is_retained
+        at_once = is_another or state.aot_config.force_non_lazy_backward_lowering
         state.aot_config = replace(
             state.aot_config,
             cache_info=None,
-            force_non_lazy_backward_lowering=is_another,
+            force_non_lazy_backward_lowering=at_once,
         )
         kernels = DeferredKernels()
         later = kernels if is_another else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Optional, TYPE_CHECKING
 
 from torch._dynamo.exc import RestartAnalysis
 
@@ -35,6 +35,8 @@ class Warns:
         # The last reason of each kind, and the number of plans so far.
         self._reasons: dict[str, str] = {}
         self._plans = 0
+        # What a strict budget would raise, where that has to wait.
+        self._held_back: Optional[list[StepBudgetError]] = None
 
     @property
     def reasons(self) -> list[str]:
@@ -57,6 +59,17 @@ class Warns:
             self.has_unplanned |= is_risk
             self.warn(f"{what}: {type(error).__name__}: {error}", is_risk=is_risk)
 
+    @contextmanager
+    def raise_last(self) -> Iterator[None]:
+        """Let what follows a risk within be done before a strict budget raises."""
+        held_back = self._held_back = []
+        try:
+            yield
+        finally:
+            self._held_back = None
+        if held_back:
+            raise held_back[0]
+
     def warn(self, reason: str, kind: str = "", is_risk: bool = True) -> None:
         """Log the first reason of each ``kind``, and keep the last for the report.
 
@@ -65,7 +78,11 @@ class Warns:
         """
         risk = " may be exceeded" if is_risk else ""
         if self.strict and is_risk:
-            raise StepBudgetError(f"{self._name}{risk}: {reason}")
+            error = StepBudgetError(f"{self._name}{risk}: {reason}")
+            if self._held_back is None:
+                raise error
+            self._held_back.append(error)
+            return
         if (kind or reason) not in self._reasons:
             log.warning("%s%s: %s", self._name, risk, reason)
         self._reasons[kind or reason] = f"may be exceeded: {reason}" if risk else reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple, Optional, TYPE_CHECKING
 
-from ..compile.recompile import nodes_of_same_names
+from ..compile.recompile import same_nodes_in
 
 
 if TYPE_CHECKING:
@@ -56,6 +56,6 @@ class PlanRequest(NamedTuple):
         self.compiled.num_fwd_outputs = graph.num_fwd_outputs
         self.compiled.device = graph.counted
         plans = self.graph.plans
-        saved = nodes_of_same_names(plans.saved_values(self.chosen), graph.joint)
+        saved = same_nodes_in(plans.saved_values(self.chosen), graph.joint)
         decision = graph.saving(saved, graph.budget, "step")
         return replace(decision, head=plans.head(self.chosen))
