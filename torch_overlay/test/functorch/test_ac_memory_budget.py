@@ -64,6 +64,7 @@ CHAIN = [(ROWS, WIDTHS[0]), *zip(WIDTHS, WIDTHS[1:])]
 GATED = [(32, 40)]
 for hidden in (24, 56, 16):
     GATED += [(40, 2 * hidden), (hidden, 40)]
+DROPPING = [(512, 64)] + [(64, 64)] * 6
 KNEE = "dynamic_memory_budget_dp"
 
 
@@ -103,6 +104,13 @@ def forked(x, *weights):
     left = (x @ first).sin()
     right = (left @ second).cos() * left
     return ((right @ third).sum(1).exp() * right.sum(1)).sum()
+
+
+def dropping(x, *weights):
+    """Each layer's mask must not be drawn twice."""
+    for weight in weights:
+        x = torch.nn.functional.dropout(torch.tanh(x @ weight), 0.1)
+    return x.sum()
 
 
 def memory_of(nodes):
@@ -331,16 +339,19 @@ class TestPlans(TestCase):
 
     def test_upstreams_plan_where_random_operators_alone_would_run_again(self):
         """They may not, but nothing else has to."""
-
-        def layers(x, *weights):
-            for weight in weights:
-                x = torch.nn.functional.dropout(torch.tanh(x @ weight), 0.1)
-            return x.sum()
-
-        joint = Joint(layers, [(512, 64)] + [(64, 64)] * 6, decomposes=False)
+        joint = Joint(dropping, DROPPING, decomposes=False)
         graph = Planner(joint.graph, joint.info, joint.outputs, 0.98)
         found = graph.kept_bytes(graph.upstreams_choice(0.98))
         self.assertGreater(found, 1.5 * graph.kept_bytes(graph.least()))
+
+    def test_what_budget_0_keeps_is_known_without_a_min_cut(self):
+        joint = Joint(dropping, DROPPING, decomposes=False)
+        least, cut = joint.plan(0), partitioners.solve_min_cut
+        with patch.object(partitioners, "solve_min_cut", wraps=cut) as cuts:
+            plan = joint.plan(0.3)
+        self.assertGreater(least.activation_bytes, 0)
+        self.assertEqual(plan.limits.low, least.activation_bytes)
+        self.assertLessEqual(cuts.call_count, 4)
 
     def test_bytes_of_calls_of_another_size(self):
         joint = Joint(chain, CHAIN)

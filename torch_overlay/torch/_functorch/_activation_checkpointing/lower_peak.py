@@ -68,6 +68,9 @@ class _Model:
             size = 0 if s is None else _size_of(node)
             self.nbytes[s] = max(size, self.nbytes.get(s, 0))
         self.nbytes.update((self.storage[node], 0) for node in info.inputs)
+        returned = {self.storage[node] for node in graph.output_node().all_input_nodes}
+        tangents = {self.storage[node] for node in info.tangents_closure}
+        self.gradients = returned & tangents
 
     def kept(self, saved: Nodes) -> int:
         return sum(self.nbytes[s] for s in {self.storage[node] for node in saved})
@@ -91,20 +94,24 @@ class _Model:
         for i, used in enumerate(uses):
             size += sum(self.nbytes[s] for s in used - live)
             peak = max(peak, size)
-            ended = {s for s in used if last[s] == i}
+            ended = {s for s in used - self.gradients if last[s] == i}
             size -= sum(self.nbytes[s] for s in ended)
             live = (live | used) - ended
         return peak, run
 
     def handed_on(self, cuts: int) -> Nodes:
         """What the forward has live where that is least, near evenly spaced cuts."""
+        from torch._functorch.partitioners import must_recompute
+
         forward = [n for n in self.info.required_fw_nodes if n.dist_from_bw < int(1e9)]
         last = {self.storage[x]: n for n in forward for x in n.all_input_nodes}
         live, states = dict[Any, Node](), list[Nodes]()
         for node in forward:
             live.setdefault(self.storage[node], node)
             live = {s: n for s, n in live.items() if last.get(s, node) is not node}
-            states.append([n for s, n in live.items() if self.nbytes[s]])
+            states.append(
+                [n for s, n in live.items() if self.nbytes[s] and not must_recompute(n)]
+            )
         step = len(states) / (cuts + 1)
         starts = (round((i + 0.5) * step) for i in range(cuts))
         windows = (states[start:][: round(step)] for start in starts)

@@ -67,7 +67,7 @@ class SavedBytes:
 def plan_within(graph: Planner, budget: float) -> Decision:
     """What to save under a budget, as the module's docstring describes.
 
-    Takes five min cuts or fewer with the default solver, and some 32 more if all
+    Takes four min cuts or fewer with the default solver, and some 32 more if all
     budgets are plotted.  Warns if a plan keeps more than allowed because a custom
     solver insists on it.
 
