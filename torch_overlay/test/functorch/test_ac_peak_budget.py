@@ -510,6 +510,21 @@ class PeakBudgetTest(TestCase):
             self.assertIn("cannot be planned: CannotPlan: it is not known", said)
             self.assertIsNone(last_plan().peak)
 
+    @parametrize("target", ("peak", "saved"))
+    def test_sizes_that_depend_on_data_are_not_guessed(self, target):
+        def function(x, w):
+            return (x[x[:, 0] > 0] @ w).sin().sum()
+
+        given = case(function, square(32, 8), square(8, 8))
+        with (
+            configured(0.5, target),
+            torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+            self.assertLogs(LOGS, "WARNING") as logs,
+        ):
+            step(self.compiled(given), given)
+        self.assertIn("depends on data", logs.output[0])
+        self.assertIsNone(last_plan().peak)
+
     def test_other_devices_do_not_count(self):
         def function(x, w, other):
             # As values that are offloaded.

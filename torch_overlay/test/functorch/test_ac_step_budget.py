@@ -1616,6 +1616,25 @@ class StepBudgetTest(TestCase):
                     StepBudget(share=0.2, plan=path)
                 self.assertIn("run.json is not used: it ", logs.output[0])
 
+    def test_a_file_is_used_where_steps_begin_by_dropping_gradients(self):
+        def run(path):
+            torch._dynamo.reset()
+            model, budget = Net(), StepBudget(share=0.2, plan=path, strict=True)
+            # As another process, which numbers its graphs from 0.
+            with mock.patch.object(aot_autograd, "AOT_COUNTER", itertools.count()):
+                for _ in range(4):
+                    with budget:
+                        model.zero_grad()
+                        train(model, batch())
+            return budget
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "run.json")
+            plan = run(path).plan
+            with self.assertNoLogs(*LOG):
+                again = run(path)
+        self.assertEqual((again.plan, again.reasons), (plan, []))
+
     def test_a_file_that_is_no_plan_is_not_overwritten(self):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "train.py")

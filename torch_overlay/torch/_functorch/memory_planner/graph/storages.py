@@ -257,6 +257,8 @@ class Storages:
                     raise CannotPlan(f"{node.name} has no storage to count") from error
                 key, size = storage._cdata, storage.nbytes()
                 size = size if is_on_device(self.device, part) else 0
+                if isinstance(size, torch.SymInt) and not size.node.has_hint():
+                    raise CannotPlan(f"the size of {node.name} depends on data")
             elif isinstance(part, py_sym_types):
                 key, size = id(part), 0
             else:

@@ -173,10 +173,8 @@ class StepBudget(Warns):
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         step = close_step_of(self)
-        if step is None:
-            return
-        if step.recorder is None and not self._learned.states:
-            # The file turned out to be of another program: the next step is the first.
+        # If the file turned out to be of another program, the next step is the first.
+        if step is None or (step.recorder is None and not self._learned.states):
             return
         if kind is None:
             with self.raise_last():
@@ -248,16 +246,15 @@ class StepBudget(Warns):
                 "was compiled earlier, call torch.compiler.reset() first"
             )
         self._recorded = recorder, step.states
-        if self.plan is not None and step.states <= self._learned.states:
+        # Gradients that stored plans count may not exist yet.
+        lacks = self._stored and recorder.with_new_gradients()
+        if self.plan is not None and not lacks and step.states <= self._learned.states:
             timeline = StepTimeline(recorder, given=recorder.existing)
             peak = peak_under_plans(timeline.moments, self.choices)
             check_held(peak + self._bound.counted(self._present), self.plan, self)
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:
-        """Whether there is room for ``nbytes`` that no plan counts.
-
-        While calls wait for their backward, there is next to none.
-        """
+        """Whether ``nbytes`` that no plan counts fit; few do while calls wait."""
         if self.plan is None:
             return False
         return nbytes <= (OVER * self.plan.allowed if while_waiting else self._spare)
@@ -273,7 +270,8 @@ class StepBudget(Warns):
         timeline = StepTimeline(recorder)
         self._leaves = weakref.WeakSet(recorder.leaves)
         trains, recording = is_trained(states), self._recording
-        leaves_much = timeline.live > NEW * timeline.made
+        lacks = bool(self._stored and recorder.with_new_gradients())
+        leaves_much = timeline.live > NEW * timeline.made or lacks
         seen = recorder.reduces, leaves_much
         is_first = trains and recording.begin_training(*seen)
         program = step_program_of(recorder, states, timeline)
@@ -283,7 +281,7 @@ class StepBudget(Warns):
             is_planned = self._learned.covers(program, self.choices, most)
         if self._stored and not is_planned:
             if is_first and leaves_much:
-                # Buffers that only a first step makes may be all that differs.
+                # What only a first step makes may be all that differs.
                 return
             self._begin()
             self._warn_of_file("a step had other calls, or eager code held more in it")
