@@ -249,6 +249,7 @@ class Storages:
         first = len(self.nbytes)
         found: dict[int, None] = {}
         runs_bodies = bool(self._bodies(node))
+        size: Any
         for part in tree_leaves(value):
             if isinstance(part, torch.Tensor):
                 try:
