@@ -58,9 +58,10 @@ The Pareto plot and the structured trace still show the knapsack's plan.
 There is no option to turn it off: every plan of a knapsack may change, those of
 dynamic_memory_budget_dp included, and a step may become up to 5 % longer by the estimates
 where that makes the peak lower by more than that. What is random or marked MUST_SAVE is
-saved in each of the new plans, and nothing that is marked MUST_RECOMPUTE. The new plans
-keep all graph inputs, also those that are not parameters. Partitioning an 8-layer Llama
-takes half a second longer, a 32-layer one some three seconds.
+saved in each of the new plans. Other tags are not looked at, so a value that a checkpoint
+marks MUST_RECOMPUTE may be saved. The new plans keep all graph inputs, also those that are
+not parameters. Partitioning an 8-layer Llama takes half a
+second longer, a 32-layer one some three seconds.
 """,
     edits=edits("""\
 @@ torch/_functorch/partitioners.py

@@ -191,7 +191,8 @@ class CompiledPeakTest(TestCase):
         ):
             torch.compile(function)(x, w).backward()
         (said,) = logs.output
-        self.assertIn("cannot be planned: CannotPlan: it is not known", said)
+        unknown = "cannot be planned: CannotPlan: (it is not known|.* depends on data)"
+        self.assertRegex(said, unknown)
 
     def test_a_plan_that_is_over_is_replaced(self):
         plan, wanted, compiled = planned(0.5)

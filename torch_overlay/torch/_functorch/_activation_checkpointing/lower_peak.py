@@ -12,18 +12,20 @@ from torch._inductor.fx_utils import get_node_storage
 from torch.fx import Graph, Node
 
 Nodes = list[Node]
+aten = torch.ops.aten
 
 
 def with_lower_peak(
     graph: Graph, info: Any, saved: Nodes, must_save: Nodes, runtimes: dict[Node, float]
 ) -> Nodes:
-    """``saved``, or what is as small, 5 % slower at most, and least in peak * time."""
+    """``saved``, or what keeps no more and has the least product of peak and time."""
     for node in info.inputs:
-        overwritten = any(u.target is torch.ops.aten.copy_.default for u in node.users)
+        overwritten = any(user.target is aten.copy_.default for user in node.users)
         overwritten |= "aot_runtime_epilogue_input_mutation" in node.meta
         if overwritten and node.dist_from_bw < int(1e9):
             return saved  # The backward would not find what the forward read.
     model = _Model(graph, info)
+    always = [part for node in must_save for part in _tensors(node)]
     parts = {node: _tensors(node) for node in runtimes}
     density = {n: runtimes[n] / max(model.kept(parts[n]), 1) for n in runtimes}
     time = 3 * sum(runtimes.values())  # A backward takes about twice its forward.
@@ -35,14 +37,15 @@ def with_lower_peak(
         return peak * longer, longer, again
 
     allowed = model.kept(saved)
-    least, usual, _ = evaluate(saved)
+    least, longest, _ = evaluate(saved)
+    longest *= 1.05  # So much longer may a step take.
     for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        plan = [x for node in must_save for x in _tensors(node)] + model.handed_on(cuts)
+        plan = always + model.handed_on(cuts)
         for node in sorted(evaluate(plan)[2], key=density.__getitem__, reverse=True):
             if model.kept(plan + parts[node]) <= allowed:
                 plan += parts[node]
         product, longer, _ = evaluate(plan)
-        if model.kept(plan) <= allowed and longer <= 1.05 * usual and product < least:
+        if model.kept(plan) <= allowed and longer <= longest and product < least:
             least, saved = product, info.inputs + [*dict.fromkeys(plan)]
     return saved
 
@@ -56,7 +59,7 @@ class _Model:
     """A joint graph whose halves run one operator after the other."""
 
     def __init__(self, graph: Graph, info: Any) -> None:
-        from torch._functorch.partitioners import _size_of, must_recompute
+        from torch._functorch.partitioners import _size_of
 
         self.info, self.order = info, {n: i for i, n in enumerate(graph.nodes)}
         self.storage = {node: get_node_storage(node) for node in self.order}
@@ -65,7 +68,6 @@ class _Model:
             size = 0 if s is None else _size_of(node)
             self.nbytes[s] = max(size, self.nbytes.get(s, 0))
         self.nbytes.update((self.storage[node], 0) for node in info.inputs)
-        self.redo = {node for node in self.order if must_recompute(node)}
 
     def kept(self, saved: Nodes) -> int:
         return sum(self.nbytes[s] for s in {self.storage[node] for node in saved})
@@ -82,7 +84,6 @@ class _Model:
                     wanted.append(each)
                     pending += each.all_input_nodes
             run += sorted(wanted, key=self.order.__getitem__)
-        run.append(node)  # The output: what it returns is live to the end.
         uses = [{self.storage[x] for x in (n, *n.all_input_nodes)} for n in run]
         last = {s: i for i, used in enumerate(uses) for s in used}
         live = {self.storage[node] for node in saved} & last.keys()
@@ -108,5 +109,4 @@ class _Model:
         starts = (round((i + 0.5) * step) for i in range(cuts))
         windows = (states[start:][: round(step)] for start in starts)
         narrow = (min(w, key=self.kept, default=[]) for w in windows)
-        nodes = dict.fromkeys(node for state in narrow for node in state)
-        return [node for node in nodes if node not in self.redo]
+        return [*dict.fromkeys(node for state in narrow for node in state)]
