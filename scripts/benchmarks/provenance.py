@@ -3,7 +3,9 @@
 What decides a figure is the overlay and what is applied of the patches to that release of
 torch. A row has a digest of these (``code``) that comments, docstrings and layout leave as
 it is, so that it can be compared where there is no history, and the commit that changed
-them last. The untouched wheel has none of it: what it was measured to do stays.
+them last. Where a later change was proven to decide none of them, as its commit says, the
+rows have its digest and keep their commit. The untouched wheel has none of it: what it was
+measured to do stays.
 """
 
 import functools
