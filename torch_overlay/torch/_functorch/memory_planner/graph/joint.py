@@ -123,7 +123,10 @@ class Planner:
     @functools.cached_property
     def limits(self) -> Range:
         """The bytes that the plans of budgets 0 and 1 keep."""
-        return Range(*map(self.kept_bytes, (self._required(), self.fastest())))
+        # What checkpoints tag may be saved in fewer bytes, which only a min cut tells.
+        is_tagged = any(map(is_kept, self.joint.nodes))
+        least = self.least() if is_tagged else self._required()
+        return Range(*map(self.kept_bytes, (least, self.fastest())))
 
     @functools.cached_property
     def solver_nodes(self) -> list[fx.Node]:
