@@ -1011,6 +1011,7 @@ class StepBudgetTest(TestCase):
         # If it is begun nevertheless, then by the plans that hold least.
         self.assertEqual(tight.plan.predicted_peak, tight.plan.floor)
         steps(tight, model, batch(), count=1)
+        steps(contextlib.nullcontext(), model, batch(), count=1)
 
     def test_report_and_plot(self):
         model, budget = Net(2, whole=True), StepBudget(share=0.5)

@@ -321,6 +321,11 @@ def attach_plan(
         head=decision.head,
     )
     forward.meta[_PLAN] = plan
+    _log(plan)
+
+
+def _log(plan: Plan) -> None:
+    """Log what checkpoints fix, and write the plan to the structured trace."""
     if plan.budget < 1 and (fixed := plan.fixed_by_checkpoints()):
         log.info(
             "activation memory budget %g of %s does not change what checkpoints fix: "
@@ -329,10 +334,6 @@ def attach_plan(
             plan.graph,
             fixed,
         )
-    _write_to_trace(plan)
-
-
-def _write_to_trace(plan: Plan) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "activation_memory_plan", "encoding": "json"},

@@ -54,10 +54,8 @@ def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[...
         step = running_step()
         if step is None or TracingContext.try_get() is None:
             return compile_graph(state, capture, *arguments)
-        name, device = (
-            name_of_module_or_function() or get_aot_graph_name(),
-            step.budget.device,
-        )
+        name = name_of_module_or_function() or get_aot_graph_name()
+        device = step.budget.device
         module = capture.graph_module
         number, places = state.aot_config.aot_id, symbols_in(state.flat_args)
         largest = 0

@@ -246,12 +246,15 @@ class StepBudget(Warns):
                 "was compiled earlier, call torch.compiler.reset() first"
             )
         self._recorded = recorder, step.states
-        # Gradients that stored plans count may not exist yet.
-        lacks = self._stored and recorder.with_new_gradients()
+        lacks = self._lacks_grads(recorder)
         if self.plan is not None and not lacks and step.states <= self._learned.states:
             timeline = StepTimeline(recorder, given=recorder.existing)
             peak = peak_under_plans(timeline.moments, self.choices)
             check_held(peak + self._bound.counted(self._present), self.plan, self)
+
+    def _lacks_grads(self, recorder: Recorder) -> bool:
+        """Whether a step has yet to make gradients that stored plans count."""
+        return bool(self._stored and recorder.with_new_gradients())
 
     def has_room(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether ``nbytes`` that no plan counts fit; few do while calls wait."""
@@ -270,8 +273,7 @@ class StepBudget(Warns):
         timeline = StepTimeline(recorder)
         self._leaves = weakref.WeakSet(recorder.leaves)
         trains, recording = is_trained(states), self._recording
-        lacks = bool(self._stored and recorder.with_new_gradients())
-        leaves_much = timeline.live > NEW * timeline.made or lacks
+        leaves_much = timeline.live > NEW * timeline.made or self._lacks_grads(recorder)
         seen = recorder.reduces, leaves_much
         is_first = trains and recording.begin_training(*seen)
         program = step_program_of(recorder, states, timeline)
