@@ -191,8 +191,7 @@ class CompiledPeakTest(TestCase):
         ):
             torch.compile(function)(x, w).backward()
         (said,) = logs.output
-        unknown = "cannot be planned: CannotPlan: (it is not known|.* depends on data)"
-        self.assertRegex(said, unknown)
+        self.assertIn("cannot be planned: CannotPlan: it is not known", said)
 
     def test_a_plan_that_is_over_is_replaced(self):
         plan, wanted, compiled = planned(0.5)

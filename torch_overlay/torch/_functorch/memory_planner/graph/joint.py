@@ -153,6 +153,7 @@ class Planner:
 
     @functools.cached_property
     def items(self) -> list[Item]:
+        self.model.check_sizes()
         return items_of(self)
 
     def cut(
@@ -218,6 +219,7 @@ class Planner:
         """What every plan saves: the inputs, and what must not be computed twice."""
         if recomputable_nodes(self.joint) is None:
             return self.info.inputs
+        self.model.check_sizes()
         return self.model.saved_values(self.model.evaluate(()).saved)
 
     @functools.cached_property

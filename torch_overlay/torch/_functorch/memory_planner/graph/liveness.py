@@ -126,6 +126,7 @@ class Program:
         required: the nodes that the forward runs in every plan.
         gradients: the nodes that the backward returns.
         timeline: the class that counts the live bytes of a phase.
+        unsized: the name of the first node whose size depends on data, if any.
     """
 
     values: dict[fx.Node, tuple[int, ...]]
@@ -147,6 +148,7 @@ class Program:
     required: Container[fx.Node]
     gradients: list[fx.Node]
     timeline: Callable[..., LiveBytes] = LiveBytes
+    unsized: str = ""
 
     @functools.cached_property
     def nodes(self) -> list[fx.Node]:
@@ -163,6 +165,11 @@ class Program:
         """The higher-order operators that have, or may have, scratch bytes."""
         calls = (*self.forward, *(step.operator for step in self.steps))
         return [each for each in calls if each.scratch != 0 and has_bodies(each.node)]
+
+    def check_sizes(self) -> None:
+        """Raise CannotPlan if the size of some storage depends on data."""
+        if self.unsized:
+            raise CannotPlan(f"the size of {self.unsized} depends on data")
 
     @property
     def returned(self) -> tuple[int, ...]:

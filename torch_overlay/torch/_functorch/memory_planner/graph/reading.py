@@ -82,6 +82,7 @@ def read_joint(
         frozenset(owned),
         required,
         gradients,
+        unsized=storages.unsized,
     )
     _prefer_small_results(program)
     return program

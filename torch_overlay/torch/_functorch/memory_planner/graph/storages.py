@@ -139,6 +139,7 @@ class Storages:
     calls: the graph's operators, with what they read and allocate.
     tangent_bytes: the bytes of the tangents that the caller passes.
     copied: the storages of the copies that are made of some of these.
+    unsized: the name of the first node whose size depends on data, if any.
 
     Reading a size that is ``required`` needs no storage: the forward has its value.
     O(nodes + edges), including those of bodies.
@@ -157,6 +158,7 @@ class Storages:
         self.nbytes: list[int] = []
         self.tangent_bytes = 0
         self.copied: set[int] = set()
+        self.unsized = ""
         self.values: dict[fx.Node, tuple[int, ...]] = {}
         self.read_via: dict[fx.Node, tuple[int, ...]] = {}
         self.calls: list[Operator] = []
@@ -259,7 +261,7 @@ class Storages:
                 key, size = storage._cdata, storage.nbytes()
                 size = size if is_on_device(self.device, part) else 0
                 if isinstance(size, torch.SymInt) and not size.node.has_hint():
-                    raise CannotPlan(f"the size of {node.name} depends on data")
+                    self.unsized = self.unsized or node.name
             elif isinstance(part, py_sym_types):
                 key, size = id(part), 0
             else:
@@ -308,6 +310,8 @@ def read_body(
     try:
         storages = Storages(graph, {*graph.nodes}, (), as_int, device)
     except CannotPlan:
+        return None
+    if storages.unsized:
         return None
     (output,) = graph.find_nodes(op="output")
     returned = {*storages.read_by(output.all_input_nodes)}

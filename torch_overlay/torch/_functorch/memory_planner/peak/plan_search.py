@@ -74,7 +74,8 @@ def live_bytes_model(graph: Planner, missing: Optional[Missing] = None) -> Progr
     """The model of a graph whose calls lack what is ``missing``, if anything.
 
     It counts inductor's kernels if the graph is ``fused``, else operators one by one.
-    Raises CannotPlan if the graph runs bodies whose live bytes are unknown.
+    Raises CannotPlan if the graph runs bodies whose live bytes are unknown, or if sizes
+    depend on data.
     """
     operators = graph.model
     if missing is not None:
@@ -82,6 +83,7 @@ def live_bytes_model(graph: Planner, missing: Optional[Missing] = None) -> Progr
     for each in operators.with_bodies:
         if each.scratch is None and not (graph.fused and has_kernel(each.node)):
             raise CannotPlan(f"it is not known what is live within {each.node.name}")
+    operators.check_sizes()
     return by_kernels(operators) if graph.fused else operators
 
 
