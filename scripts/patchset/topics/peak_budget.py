@@ -118,6 +118,7 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
         planner_path("graph/inputs_outputs"),
         planner_path("graph/kernels"),
         planner_path("graph/other_sizes"),
+        planner_path("graph/symbols"),
         planner_path("peak/__init__"),
         planner_path("graph/chunking_cost"),
         planner_path("peak/chains"),

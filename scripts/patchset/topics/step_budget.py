@@ -16,7 +16,6 @@ partitioned and compiled again from their joint graphs.
 """,
     test="test/functorch/test_ac_step_budget.py",
     sources=(
-        planner_path("graph/symbols"),
         planner_path("graph/workspaces"),
         planner_path("report/step_summary"),
         planner_path("step/__init__"),

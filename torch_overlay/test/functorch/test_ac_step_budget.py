@@ -1523,21 +1523,46 @@ class StepBudgetTest(TestCase):
         }
         caches = {"fx_graph_cache": True, "fx_graph_remote_cache": False}
         with fresh_cache(), config.patch(options), inductor_config.patch(caches):
-            for expected in ("miss", "hit"):
+            for _ in range(2):
                 torch._dynamo.reset()
-                counters.clear()
                 compiled = torch.compile(torch.sin, dynamic=True)
                 with self.assertNoLogs(*LOG):
                     call(16)
                     call(8)
-                self.assertEqual(
-                    counters["aot_autograd"][f"autograd_cache_{expected}"], 1
-                )
                 with self.assertLogs(*LOG) as logs:
                     call(64)
                     call(64)
                 self.assertEqual(len(logs.output), 1)
-                self.assertIn("planned for 512 B of dynamic inputs", logs.output[0])
+                self.assertIn("planned for the sizes 16, ", logs.output[0])
+
+    def test_longer_inputs_than_one_graph_was_planned_for(self):
+        def call(batch, length):
+            x = torch.ones(batch, length, 8, requires_grad=True)
+            return allocated_at_most(lambda: compiled(x).backward())
+
+        def attend(x):
+            return ((x @ x.mT).softmax(-1) @ x).sin().sum()
+
+        limit = 300_000
+        options = {
+            "activation_memory_peak_bytes": limit,
+            "enable_autograd_cache": True,
+        }
+        with fresh_cache(), config.patch(options):
+            for _ in range(2):
+                torch._dynamo.reset()
+                compiled = torch.compile(attend, backend=AOT, dynamic=True)
+                with self.assertNoLogs(*LOG):
+                    for sizes in ((16, 32), (20, 16), (12, 30)):
+                        self.assertLessEqual(call(*sizes), limit)
+                with self.assertLogs(*LOG) as logs:
+                    # As many bytes of input, but twice as many of scores.
+                    peak = call(8, 64)
+                    call(8, 64)
+                (said,) = logs.output
+                self.assertIn("planned for the sizes 16, 32", said)
+                expected = saved_report.format_bytes(peak)
+                self.assertIn(f"for 8, 64, 8 the peak is about {expected},", said)
 
     def test_bodies_are_counted_and_never_exact(self):
         wide = lambda x: x + torch.cat(8 * [x]).sin().sum()  # noqa: E731

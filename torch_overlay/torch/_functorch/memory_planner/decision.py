@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.fx as fx
+
+    PeakAt = Callable[[Callable[[Any], int]], int]
 
 
 log = logging.getLogger(__name__)
@@ -139,6 +141,8 @@ class Decision:
         items: the node of each item of the knapsack.
         peak: the peaks that the plan was chosen by, None if they played no part.
         head: how the head runs; None if in one piece, unless a large one has to.
+        peak_at: the plan's peak in bytes, given a function that evaluates symbolic
+            sizes; None if the graph has none, or no bytes were asked for.
     """
 
     saved_values: list[fx.Node]
@@ -151,3 +155,4 @@ class Decision:
     items: Sequence[fx.Node] = ()
     peak: Optional[Peak] = None
     head: Optional[Head] = None
+    peak_at: Optional[PeakAt] = None

@@ -12,7 +12,9 @@ from .recompute_cost import size_or_hint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Places", "size_evaluator", "sizes_in", "symbols_in"]
+    import torch.fx as fx
+
+__all__ = ["Places", "has_symbolic_sizes", "size_evaluator", "sizes_in", "symbols_in"]
 
 # For each symbol, the index of an argument, and its dimension that has the symbol's
 # value; None if the argument is that value itself.
@@ -51,3 +53,8 @@ def symbols_in(given: Sequence[Any]) -> Places:
             if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
                 found.setdefault(size.node.expr, (i, at))
     return found
+
+
+def has_symbolic_sizes(graph: fx.Graph) -> bool:
+    given = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    return bool(symbols_in(given))

@@ -18,15 +18,19 @@ save at the same time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Optional, TYPE_CHECKING
+from typing import Any, Optional, TYPE_CHECKING
 
 from ..decision import Decision, Peak
+from ..graph.symbols import has_symbolic_sizes
 from .curve import Choice, Curve, Held, Moments
 from .graph_plans import menu_of_plans, menu_with_chunks
 from .plan_search import compare_with_no_checkpoints, searched_plans
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..decision import PeakAt
     from ..graph.joint import Planner
     from .menu import Menu
 
@@ -103,5 +107,16 @@ class PeakBytes:
             saved = menu.saved_values(plan.only)
         peaks = plan.peak, curve.floor, curve.unbudgeted.peak
         peak = Peak(self.allowed(curve), *peaks, graph.fused)
-        head = menu.head(plan.only)
-        return replace(graph.saving(saved, self.budget, "peak"), peak=peak, head=head)
+        found = replace(graph.saving(saved, self.budget, "peak"), peak=peak)
+        if self.limit is not None and has_symbolic_sizes(graph.joint):
+            found = replace(found, peak_at=self._peak_at(graph, menu, plan.only))
+        return replace(found, head=menu.head(plan.only))
+
+    def _peak_at(self, graph: Planner, menu: Menu, plan: int) -> PeakAt:
+        """The peak of a plan at other sizes, corrected by what compiles told of it."""
+
+        def peak_at(as_int: Callable[[Any], int]) -> int:
+            sized = menu.sized(graph.of_size(as_int))
+            return self.curve(graph, sized.corrected()).of_plan(plan).peak
+
+        return peak_at

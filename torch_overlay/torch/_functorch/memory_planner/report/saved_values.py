@@ -42,8 +42,10 @@ log = logging.getLogger(__name__)
 
 __all__ = ["Plan", "PlannedValue", "last_plan", "plans", "print_saved_values"]
 
-# The key in the meta of a forward's module that holds its plan until it is compiled.
+# The keys in the meta of a forward's module that hold its plan until it is compiled,
+# and what tells the plan's peak at other sizes.
 _PLAN = "activation_memory_plan"
+_PEAK_AT = "activation_memory_peak_at"
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -214,6 +216,8 @@ def log_plan(forward: GraphModule, metadata: Any) -> None:
             recent_plans.append(plan)
             if module is forward:
                 metadata.activation_memory_plan = plan
+                if (peak_at := module.meta.pop(_PEAK_AT, None)) is not None:
+                    metadata.activation_memory_peak_at = peak_at
 
 
 def logged_plan(metadata: Any) -> Optional[Plan]:
@@ -320,7 +324,7 @@ def attach_plan(
         peak=decision.peak,
         head=decision.head,
     )
-    forward.meta[_PLAN] = plan
+    forward.meta[_PLAN], forward.meta[_PEAK_AT] = plan, decision.peak_at
     _log(plan)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from dataclasses import replace
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
@@ -12,8 +13,9 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
+from ..ask import Ask
 from ..graph.storages import read_body
-from ..graph.symbols import size_evaluator, sizes_in, symbols_in
+from ..graph.symbols import has_symbolic_sizes, size_evaluator, sizes_in, symbols_in
 from .aot_calls import boxed_call, name_of_module_or_function
 from .calls import tensors_with_storage
 from .compiled_graph import CompiledGraph
@@ -41,8 +43,14 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             failure = f"{get_aot_graph_name()} has no plan for a step"
             with step.budget.warn_on_failure(failure):
                 return CompiledGraph(compile_graph, *arguments).compile_first()
+        state, capture, *_ = arguments
+        is_bounded = Ask.of_config().peak_bytes is not None
+        if is_bounded and has_symbolic_sizes(capture.graph_module.graph):
+            # Only the joint graph tells the peak of larger calls, so its compiled code
+            # must not be loaded without it.
+            state.aot_config = replace(state.aot_config, cache_info=None)
         run, metadata = compile_graph(*arguments)
-        return with_warnings(run, arguments[0].flat_args, metadata), metadata
+        return with_warnings(run, state.flat_args, metadata), metadata
 
     return compile_for_step
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from typing import Any, Callable, TYPE_CHECKING
 
@@ -16,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..ask import Ask
 from ..graph.recompute_cost import size_or_hint
+from ..graph.symbols import size_evaluator, sizes_in, symbols_in
 from ..report.saved_values import format_bytes, logged_plan
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ..report.saved_values import Plan
 
@@ -31,21 +33,6 @@ __all__ = ["CALL", "node_of_backward", "with_warnings"]
 
 # Under this key, the autograd node of a compiled backward stores its call.
 CALL = "activation memory budget: call"
-
-
-def _symbolic_sizes(arguments: Sequence[Any]) -> tuple[list[int], int]:
-    """The indices of arguments with symbolic sizes, and their bytes by the hints."""
-    found = [
-        i
-        for i, each in enumerate(arguments)
-        if isinstance(each, torch.Tensor) and not isinstance(each.numel(), int)
-    ]
-    return found, _bytes_of_arguments(arguments, found)
-
-
-def _bytes_of_arguments(arguments: Sequence[Any], indices: Iterable[int]) -> int:
-    sizes = (arguments[i].untyped_storage().nbytes() for i in indices)
-    return sum(map(size_or_hint, sizes))
 
 
 def node_of_backward(result: Any) -> Any:
@@ -95,32 +82,15 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     ``metadata`` is the graph's ViewAndMutationMeta, which has the plan.
     """
     ask = Ask.of_config()
-    limit = ask.peak_bytes
-    if limit is None and ask.target != "peak":
-        return run
     plan = logged_plan(metadata)
-    if plan is None:
+    if plan is None or (ask.peak_bytes is None and ask.target != "peak"):
         return run
     is_only = ask.graph_calls is None
-    symbolic, planned = _symbolic_sizes(given)
-    largest = planned
+    symbols, warn_if_over = symbols_in(given), _warns_if_over(plan, given, metadata)
 
     @functools.wraps(run)
     def call(args: list[Any]) -> Any:
-        nonlocal largest
-        size = _bytes_of_arguments(args, symbolic)
-        if size > largest and limit is not None and plan.peak is not None:
-            largest, peak = size, plan.peak.predicted
-            expected = peak * size // planned
-            if expected > limit:
-                log.warning(
-                    "%s was planned for %s of dynamic inputs, with a peak of %s; for "
-                    "%s the peak is about %s, above activation_memory_peak_bytes (%s). "
-                    "Compile with the largest batch first, or with dynamic=False for a "
-                    "plan of each size",
-                    plan.graph,
-                    *map(format_bytes, (planned, peak, size, expected, limit)),
-                )
+        warn_if_over(sizes_in(args, symbols))
         result = run(args)
         node = node_of_backward(result) if is_only else None
         if node is not None:
@@ -134,3 +104,55 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _warns_if_over(
+    plan: Plan, given: Sequence[Any], metadata: Any
+) -> Callable[[tuple[int, ...]], None]:
+    """A function that warns if a call of some sizes is expected to exceed the limit.
+
+    It does so for sizes that some earlier ones do not cover, with the highest peak yet.
+    """
+    peak, peak_at = plan.peak, getattr(metadata, "activation_memory_peak_at", None)
+    if peak is None or peak_at is None:
+        return lambda sizes: None
+    symbols = symbols_in(given)
+    planned = tuple(map(size_or_hint, sizes_in(given, symbols)))
+    known, most = [planned], peak.allowed
+
+    def warn_if_over(sizes: tuple[int, ...]) -> None:
+        nonlocal most
+        if any(all(map(operator.le, sizes, each)) for each in known):
+            return
+        known.append(sizes)
+        of = plan.graph, _in_words(planned), format_bytes(peak.predicted)
+        try:
+            expected = peak_at(size_evaluator(symbols, sizes))
+        except Exception as error:
+            # The call can run without a warning.
+            log.warning(
+                "%s was planned for the sizes %s, with a peak of %s; the peak for %s "
+                "is not known: %s: %s",
+                *of,
+                _in_words(sizes),
+                type(error).__name__,
+                error,
+            )
+            return
+        if expected > most:
+            most = expected
+            log.warning(
+                "%s was planned for the sizes %s, with a peak of %s; for %s the peak "
+                "is about %s, above activation_memory_peak_bytes (%s). Compile with "
+                "the largest sizes first, or with dynamic=False for a plan of each",
+                *of,
+                _in_words(sizes),
+                format_bytes(expected),
+                format_bytes(peak.allowed),
+            )
+
+    return warn_if_over
+
+
+def _in_words(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))
