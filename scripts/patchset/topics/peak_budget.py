@@ -22,7 +22,7 @@ or take a step that is over 5 % longer, by the estimated runtimes of the knapsac
 Of the rest, the plan with the least product of peak and time is used, if that is less
 than the cut's own. The
 peak is that of a backward that runs operator by operator, in the order that
-reordering_to_mimic_autograd_engine makes, without the gradients that it has finished.
+reordering_to_mimic_autograd_engine makes.
 KnapsackEvaluator is not used for it: it counts the knapsack's items alone, and walks them
 in an order that depends on hashes of names, so ranks could get different plans.
 """,
@@ -58,10 +58,9 @@ The Pareto plot and the structured trace still show the knapsack's plan.
 There is no option to turn it off: every plan of a knapsack may change, those of
 dynamic_memory_budget_dp included, and a step may become up to 5 % longer by the estimates
 where that makes the peak lower by more than that. What is random or marked MUST_SAVE is
-saved in each of the new plans. Other tags are not looked at, so a value that a checkpoint
-marks MUST_RECOMPUTE may be saved. The new plans keep all graph inputs, also those that are
-not parameters. Partitioning an 8-layer Llama takes half a
-second longer, a 32-layer one some three seconds.
+saved in each of the new plans; what is marked MUST_RECOMPUTE is not saved for being
+handed on. The new plans keep all graph inputs, also those that are not parameters.
+Partitioning an 8-layer Llama takes half a second longer, a 32-layer one some three seconds.
 """,
     edits=edits("""\
 @@ torch/_functorch/partitioners.py

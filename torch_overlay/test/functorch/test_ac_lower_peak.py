@@ -9,6 +9,7 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.compilers import nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 BUDGETS = (0.1, 0.2, 0.3, 0.5)
@@ -54,9 +55,14 @@ class Live(torch.fx.Interpreter):
 class Plan:
     """A peak of the backward, the products of both halves, and the gradients."""
 
-    def __init__(self, function, inputs, budget):
+    def __init__(self, function, inputs, budget, again=()):
         def split(joint, joint_inputs, **options):
+            for node in joint.graph.nodes:
+                if node.target in again:
+                    policy = CheckpointPolicy.MUST_RECOMPUTE
+                    node.meta.update(recompute=policy, ac_graph_id=0)
             halves = min_cut_rematerialization_partition(joint, joint_inputs, **options)
+            (self.saved,) = halves[0].graph.find_nodes(op="output")
             self.products = sum(products(half.graph) for half in halves)
             return halves
 
@@ -83,14 +89,14 @@ class Plan:
 
 
 class TestLowerPeak(TestCase):
-    def plans(self, function, *others):
+    def plans(self, function, *others, **options):
         """By budget, the smallest first; gradients must not depend on it."""
         torch.manual_seed(0)
         shapes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)] * LAYERS
         weights = [torch.randn(s).div(s[0]).requires_grad_() for s in shapes]
         inputs = [torch.randn(ROWS, WIDTH, requires_grad=True), *others, *weights]
         fastest = Plan(function, inputs, 1)
-        plans = {budget: Plan(function, inputs, budget) for budget in BUDGETS}
+        plans = {each: Plan(function, inputs, each, **options) for each in BUDGETS}
         for plan in plans.values():
             self.assertEqual(plan.gradients, fastest.gradients)
         return plans
@@ -113,6 +119,12 @@ class TestLowerPeak(TestCase):
             self.assertLessEqual(plan.peak, own.peak)
             self.assertLessEqual(plan.products, 1.05 * own.products)
         self.assertLess(lower[BUDGETS[0]].peak, 0.7 * knapsacks[BUDGETS[0]].peak)
+
+    def test_what_must_be_recomputed_is_not_saved(self):
+        add = torch.ops.aten.add.Tensor
+        for plan in self.plans(layers, again=(add,)).values():
+            saved = [node.target for node in plan.saved.all_input_nodes]
+            self.assertNotIn(add, saved)
 
     def test_nothing_is_made_again_of_an_overwritten_input(self):
         self.plans(overwrites, torch.randn(WIDTH, WIDTH))

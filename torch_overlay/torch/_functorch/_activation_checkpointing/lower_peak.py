@@ -1,7 +1,6 @@
 """Prefers, of plans that recompute about as much, the one with the lower peak.
 
-Where little is saved, the backward begins by recomputing a long part of the forward,
-all of it live at once. Saving what is live at points where that is little cuts it up.
+Saving what is live at a few narrow points cuts a long recomputation into short ones.
 """
 
 import operator
@@ -12,7 +11,6 @@ from torch._inductor.fx_utils import get_node_storage
 from torch.fx import Graph, Node
 
 Nodes = list[Node]
-aten = torch.ops.aten
 
 
 def with_lower_peak(
@@ -20,12 +18,11 @@ def with_lower_peak(
 ) -> Nodes:
     """``saved``, or what keeps no more and has the least product of peak and time."""
     for node in info.inputs:
-        overwritten = any(user.target is aten.copy_.default for user in node.users)
+        overwritten = any(u.target is torch.ops.aten.copy_.default for u in node.users)
         overwritten |= "aot_runtime_epilogue_input_mutation" in node.meta
         if overwritten and node.dist_from_bw < int(1e9):
             return saved  # The backward would not find what the forward read.
     model = _Model(graph, info)
-    always = [part for node in must_save for part in _tensors(node)]
     parts = {node: _tensors(node) for node in runtimes}
     density = {n: runtimes[n] / max(model.kept(parts[n]), 1) for n in runtimes}
     time = 3 * sum(runtimes.values())  # A backward takes about twice its forward.
@@ -37,15 +34,16 @@ def with_lower_peak(
         return peak * longer, longer, again
 
     allowed = model.kept(saved)
-    least, longest, _ = evaluate(saved)
-    longest *= 1.05  # So much longer may a step take.
+    least, usual, _ = evaluate(saved)
     for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        plan = always + model.handed_on(cuts)
+        plan = [part for node in must_save for part in _tensors(node)]
+        plan += model.handed_on(cuts)
         for node in sorted(evaluate(plan)[2], key=density.__getitem__, reverse=True):
             if model.kept(plan + parts[node]) <= allowed:
                 plan += parts[node]
         product, longer, _ = evaluate(plan)
-        if model.kept(plan) <= allowed and longer <= longest and product < least:
+        fits = model.kept(plan) <= allowed and longer <= 1.05 * usual
+        if fits and product < least:
             least, saved = product, info.inputs + [*dict.fromkeys(plan)]
     return saved
 
@@ -59,7 +57,7 @@ class _Model:
     """A joint graph whose halves run one operator after the other."""
 
     def __init__(self, graph: Graph, info: Any) -> None:
-        from torch._functorch.partitioners import _size_of
+        from torch._functorch.partitioners import _size_of, must_recompute
 
         self.info, self.order = info, {n: i for i, n in enumerate(graph.nodes)}
         self.storage = {node: get_node_storage(node) for node in self.order}
@@ -68,6 +66,9 @@ class _Model:
             size = 0 if s is None else _size_of(node)
             self.nbytes[s] = max(size, self.nbytes.get(s, 0))
         self.nbytes.update((self.storage[node], 0) for node in info.inputs)
+        self.redone = set(filter(must_recompute, self.order))
+        returned = {self.storage[node] for node in graph.output_node().all_input_nodes}
+        self.gradients = returned & {self.storage[x] for x in info.tangents_closure}
 
     def kept(self, saved: Nodes) -> int:
         return sum(self.nbytes[s] for s in {self.storage[node] for node in saved})
@@ -91,7 +92,7 @@ class _Model:
         for i, used in enumerate(uses):
             size += sum(self.nbytes[s] for s in used - live)
             peak = max(peak, size)
-            ended = {s for s in used if last[s] == i}
+            ended = {s for s in used - self.gradients if last[s] == i}
             size -= sum(self.nbytes[s] for s in ended)
             live = (live | used) - ended
         return peak, run
@@ -106,7 +107,8 @@ class _Model:
             live = {s: n for s, n in live.items() if last.get(s, node) is not node}
             states.append([n for s, n in live.items() if self.nbytes[s]])
         step = len(states) / (cuts + 1)
-        starts = (round((i + 0.5) * step) for i in range(cuts))
-        windows = (states[start:][: round(step)] for start in starts)
+        windows = (
+            states[round((i + 0.5) * step) :][: round(step)] for i in range(cuts)
+        )
         narrow = (min(w, key=self.kept, default=[]) for w in windows)
-        return [*dict.fromkeys(node for state in narrow for node in state)]
+        return [*dict.fromkeys(n for w in narrow for n in w if n not in self.redone)]
