@@ -107,8 +107,6 @@ class _Model:
             live = {s: n for s, n in live.items() if last.get(s, node) is not node}
             states.append([n for s, n in live.items() if self.nbytes[s]])
         step = len(states) / (cuts + 1)
-        windows = (
-            states[round((i + 0.5) * step) :][: round(step)] for i in range(cuts)
-        )
-        narrow = (min(w, key=self.kept, default=[]) for w in windows)
+        spans = (states[round((i + 0.5) * step) :][: round(step)] for i in range(cuts))
+        narrow = (min(w, key=self.kept, default=[]) for w in spans)
         return [*dict.fromkeys(n for w in narrow for n in w if n not in self.redone)]
