@@ -266,7 +266,7 @@ class TestPlans(TestCase):
             before = size
             asked = joint.graph, joint.info, joint.outputs, budget
             with config.patch({SOLVER: solver}):
-                cut = Planner(*asked).upstream()
+                cut = Planner(*asked).upstreams_decision()
             over.append(cut.activation_bytes - low > budget * (high - low))
         self.assertIn(True, over)
 
@@ -317,8 +317,8 @@ class TestPlans(TestCase):
         ]
 
         def kept_and_repeated(plans):
-            saved = model.saved_by(plans)
-            needed, repeated = model.follow(saved, (1 << len(plans)) - 1)
+            saved = model.masks_of_saving_plans(plans)
+            needed, repeated = model.find_recomputed(saved, (1 << len(plans)) - 1)
             masks = [(saved[s] & needed[s], model.nbytes[s], 0) for s in values]
             masks += [(by, 0, cost) for by, cost in zip(repeated, costs) if cost]
             totals = torch.zeros(len(plans), 2, dtype=torch.int64)
@@ -342,7 +342,7 @@ class TestPlans(TestCase):
         joint = Joint(dropping, DROPPING, decomposes=False)
         graph = Planner(joint.graph, joint.info, joint.outputs, 0.98)
         found = graph.kept_bytes(graph.upstreams_choice(0.98))
-        self.assertGreater(found, 1.5 * graph.kept_bytes(graph.least()))
+        self.assertGreater(found, 1.5 * graph.kept_bytes(graph.saved_at_budget_0()))
 
     def test_what_budget_0_keeps_is_known_without_a_min_cut(self):
         joint = Joint(dropping, DROPPING, decomposes=False)
@@ -356,7 +356,7 @@ class TestPlans(TestCase):
     def test_bytes_of_calls_of_another_size(self):
         joint = Joint(chain, CHAIN)
         graph = Planner(joint.graph, joint.info, joint.outputs, 1)
-        larger = graph.of_size(lambda size: 2 * size)
+        larger = graph.at_sizes(lambda size: 2 * size)
         self.assertEqual(larger.limits, Range(*(2 * each for each in graph.limits)))
 
     def test_no_item_is_left(self):
@@ -486,7 +486,7 @@ class TestCustomSolver(TestCase):
             memory, budget, nodes = solver.asked
             self.assertEqual(budget, 0.3, atol=1e-4, rtol=0)
             self.assertEqual(
-                memory, [*map(plan.limits.share_of, exact.knapsack.memory)]
+                memory, [*map(plan.limits.as_fraction, exact.knapsack.memory)]
             )
             self.assertEqual(nodes, plan.items)
             self.assertEqual(plan.knapsack.solver, type(solver).__name__)

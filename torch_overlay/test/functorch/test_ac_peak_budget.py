@@ -640,7 +640,7 @@ class PeakBudgetTest(TestCase):
                     plan = self.plan(joint, budget, target="saved")
                 choices = (
                     plan.saved_values,
-                    joint.fastest(),
+                    joint.saved_at_budget_1(),
                     joint.upstreams_choice(budget),
                 )
                 evaluations = joint.model.evaluate_all(
@@ -648,7 +648,7 @@ class PeakBudgetTest(TestCase):
                 )
                 own, fastest, upstreams = (each.peak for each in evaluations)
                 self.assertLessEqual(
-                    plan.activation_bytes, joint.limits.allowed(budget)
+                    plan.activation_bytes, joint.limits.bytes_allowed(budget)
                 )
                 self.assertEqual(own > 1.01 * fastest, len(said.output) > 1)
                 if own > 1.01 * fastest:
@@ -662,7 +662,7 @@ class PeakBudgetTest(TestCase):
     def test_saved_where_upstream_cannot_tell_what_a_branch_costs(self):
         joint = self.joint(layers(with_branch, 4))
         plan = self.plan(joint, 0.5, target="saved")
-        self.assertLessEqual(plan.activation_bytes, joint.limits.allowed(0.5))
+        self.assertLessEqual(plan.activation_bytes, joint.limits.bytes_allowed(0.5))
 
     def test_checkpoints_that_raise_the_floor_are_told(self):
         floors, told = [], []

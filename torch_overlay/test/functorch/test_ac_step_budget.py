@@ -624,7 +624,7 @@ class StepBudgetTest(TestCase):
             leaf.grad = torch.ones(8)
             recorder = Recorder(torch.device("cpu"), 0, [leaf])
             leaf.grad.untyped_storage().resize_(size)
-            recorder.numbers(leaf.grad)
+            recorder.storage_numbers(leaf.grad)
             leaf.grad = None
             # They leave as much less as they had when the step began.
             self.assertEqual(StepTimeline(recorder).live, -32)

@@ -72,7 +72,7 @@ def decide_by_config(graph: Planner) -> Decision:
         raise
     except Exception as error:
         log.debug("no plan for %s", request, exc_info=error)
-        decision = graph.upstream()
+        decision = graph.upstreams_decision()
         log.warning(
             "%s gets upstream's plan, which bounds upstream's own estimate of saved "
             "bytes at budget %g; %s cannot be planned: %s: %s",

@@ -33,24 +33,24 @@ class Range(NamedTuple):
     low: int
     high: int
 
-    def share_of(self, nbytes: float) -> float:
+    def as_fraction(self, nbytes: float) -> float:
         """``nbytes`` as a share of this range, which is the unit of a budget."""
         return nbytes / (self.high - self.low)
 
-    def budget(self, nbytes: int) -> float:
+    def budget_of_bytes(self, nbytes: int) -> float:
         """The budget that is used up by keeping ``nbytes``."""
-        return self.share_of(nbytes - self.low)
+        return self.as_fraction(nbytes - self.low)
 
-    def capacity(self, budget: float) -> int:
+    def bytes_beyond_low(self, budget: float) -> int:
         """The bytes beyond ``low`` that a plan may keep under ``budget``.
 
         A budget like 0.7 is slightly less as a float, which must not cost a byte.
         """
         return math.floor(budget * (self.high - self.low) * (1 + 2.0**-50))
 
-    def allowed(self, budget: float) -> int:
+    def bytes_allowed(self, budget: float) -> int:
         """The bytes that a plan may keep under ``budget``."""
-        return self.low + self.capacity(budget)
+        return self.low + self.bytes_beyond_low(budget)
 
 
 @dataclass(frozen=True)

@@ -149,14 +149,14 @@ class _Compiles:
             state.aot_config, force_non_lazy_backward_lowering=True
         )
         kernels = self._kernels.setdefault(self.trying, DeferredKernels())
-        self.peaks = CompiledPeaks(*map(self._once, compilers), kernels=kernels)
+        self.peaks = CompiledPeaks(*map(self._compile_once, compilers), kernels=kernels)
         self.peaks.guarded = self.trying.is_guarded
 
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             compiled = self.peaks.backward(module, inputs)
             # Checked here, before the graphs are cached.
             if self.menu is not None and self.peaks.told is not None:
-                self._check(self.menu, self.peaks.told, state.fw_metadata)
+                self._check_told(self.menu, self.peaks.told, state.fw_metadata)
             return compiled
 
         try:
@@ -177,7 +177,7 @@ class _Compiles:
             raise
         return compiled
 
-    def _once(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile_once(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
         """A compiler that compiles nothing twice: the plan to keep is tried again."""
 
         def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -202,7 +202,7 @@ class _Compiles:
         if self.menu is None:
             self.begin(graph)
         self.peaks.num_fwd_outputs = graph.num_fwd_outputs
-        self.peaks.device = graph.counted
+        self.peaks.device = graph.counted_device
         plan = self.curve.of_plan(self.trying.plan)
         decision = self.asked.decision(graph, self.curve, plan)
         saved = same_nodes_in(decision.saved_values, graph.joint)
@@ -222,23 +222,23 @@ class _Compiles:
             return
         menu = self.menu = self.asked.menu(graph)
         self.curve = self.asked.curve(graph, menu)
-        allowed = self.allowed = self.asked.allowed(self.curve)
+        allowed = self.allowed = self.asked.peak_allowed(self.curve)
         moments = self.asked.moments(menu)
         margin = self.asked.margin
         self.search = Search(lambda: {0: menu}, CALLS, moments, margin, TRIES)
         self._plans = self.search.plans_within(lambda: allowed)
         self.trying = _Try(next(self._plans).only)
 
-    def _check(self, menu: Menu, told: Told, metadata: Any) -> None:
+    def _check_told(self, menu: Menu, told: Told, metadata: Any) -> None:
         """Keep what was compiled, or raise `_Over`."""
         # Not `last_plan`, which may be that of another thread.
         report: Any = logged_plan(metadata)
         if not self.is_last:
             plan, is_guarded = self.trying
             alone = self.peaks.told_alone
-            if menu.record(plan, told, alone, only_if_less=is_guarded):
+            if menu.record_told(plan, told, alone, only_if_less=is_guarded):
                 self._guards[plan] = is_guarded
-            self.trying = self._next(menu)
+            self.trying = self._next_try(menu)
             if self.trying != (plan, is_guarded):
                 log.info(
                     "%s: a plan of an estimated %d bytes holds %d, where %d are "
@@ -249,16 +249,18 @@ class _Compiles:
                     report.peak.allowed,
                 )
                 raise _Over
-        allowed, floor, kept = self._kept()
+        allowed, floor, kept = self._plan_to_keep()
         fastest = report.peak.fastest
         peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
         peak.warn_if_over(report.head)
         log_peak(peak, metadata)
 
-    def _next(self, menu: Menu) -> _Try:
+    def _next_try(self, menu: Menu) -> _Try:
         """What to compile next, or, at the end, which of the compiled plans to keep."""
         plan, is_guarded = self.trying
-        is_within = self.search.compiled().within(self.allowed).peak <= self.allowed
+        is_within = (
+            self.search.compiled_plans().within(self.allowed).peak <= self.allowed
+        )
         is_first = len(self._guards) == 1 and not is_guarded
         over = not is_within and menu.holds_more(plan, self.asked.margin)
         if is_first and over and can_guard():
@@ -269,14 +271,14 @@ class _Compiles:
             # Guarded if the plan compiled last holds less that way.
             return _Try(following.only, self._guards[plan])
         self.is_last = True
-        *_, kept = self._kept()
+        *_, kept = self._plan_to_keep()
         return _Try(kept.only, self._guards.get(kept.only, False))
 
-    def _kept(self) -> tuple[int, int, Choice]:
+    def _plan_to_keep(self) -> tuple[int, int, Choice]:
         """The allowed bytes, the floor, and which of the compiled plans to keep."""
         share = self.asked.budget if self.asked.limit is None else None
-        allowed, kept = self.search.kept(self.allowed, share)
-        floor = self.search.compiled().floor
+        allowed, kept = self.search.plan_to_keep(self.allowed, share)
+        floor = self.search.compiled_plans().floor
         if kept.peak <= self.allowed:
             floor = min(self.curve.floor, floor)
         return allowed, floor, kept

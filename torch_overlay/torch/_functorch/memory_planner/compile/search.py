@@ -49,29 +49,29 @@ class Search:
         self._tried: dict[int, set[int]] = {n: set() for n in calls}
         self._tries_left = tries
 
-    def compiled(self) -> Curve:
+    def compiled_plans(self) -> Curve:
         """The compiled plans, and all plans of graphs of which nothing was told."""
         return self._restricted(())
 
-    def known(self) -> Curve:
-        """Those of `compiled`, and the fastest plans, corrected by what was told."""
+    def compiled_and_fastest(self) -> Curve:
+        """`compiled_plans`, and the fastest plans, corrected by what was told."""
         return self._restricted((0,))
 
-    def believed(self) -> Curve:
+    def all_corrected(self) -> Curve:
         """All plans, corrected by what was told."""
         return self._curve(Menu.corrected, self._untold_margin)
 
-    def allowed(self, share: float) -> int:
+    def peak_allowed(self, share: float) -> int:
         """The bytes that a share allows, by what plans are believed to hold.
 
         It counts from a floor that is at most the lowest estimate, as plans that are
         not compiled yet may hold less, and at most the lowest peak that was compiled.
         """
-        curves = self._curve(lambda menu: menu, self._margin), self.compiled()
+        curves = self._curve(lambda menu: menu, self._margin), self.compiled_plans()
         most = min(curve.at_most(curve.plans[0]) for curve in curves)
-        return self.believed().allowed(share, most)
+        return self.all_corrected().peak_allowed(share, most)
 
-    def kept(
+    def plan_to_keep(
         self, allowed: int, share: Optional[float], unused: int = 0
     ) -> tuple[int, Choice]:
         """The bytes that are allowed, and which of the compiled plans to keep.
@@ -79,9 +79,9 @@ class Search:
         ``allowed`` is returned as it is unless all plans exceed it and a ``share`` is
         asked for: that counts from the lowest peak that was compiled.
         """
-        compiled = self.compiled()
+        compiled = self.compiled_plans()
         if share is not None and compiled.floor > allowed:
-            reached = compiled.floor, self.known().unbudgeted.peak
+            reached = compiled.floor, self.compiled_and_fastest().unbudgeted.peak
             allowed = max(allowed, allowed_peak(share, *reached))
         return allowed, compiled.within(allowed - unused)
 
@@ -103,28 +103,28 @@ class Search:
         # No compiled plan should have a higher peak than the fastest plan's estimate.
         fastest = self._curve(lambda menu: menu).unbudgeted
         while self._tries_left > 0:
-            peak, told = allowed(), self._told()
-            plan = self.believed().within(peak)
-            compiled = self.compiled().within(peak)
+            peak, told = allowed(), self._told_by_graph()
+            plan = self.all_corrected().within(peak)
+            compiled = self.compiled_plans().within(peak)
             is_above = any(told) and compiled.peak > fastest.peak
             is_last = self._tries_left == 1
-            is_over = plan.peak > peak and self._errs()
+            is_over = plan.peak > peak and self._underestimates()
             new: list[Choice] = []
             may_save_more = is_first and any(self._tried.values())
             if is_over and may_save_more and not (is_above and is_last):
-                new, is_first = self._new(self._between(plan.peak)), False
-            new = new or self._new(fastest if is_above and is_last else plan)
+                new, is_first = self._propose(self._plan_between(plan.peak)), False
+            new = new or self._propose(fastest if is_above and is_last else plan)
             if not new and is_over:
-                new = self._new(self._untried())
+                new = self._propose(self._lowest_untried())
             if not new and is_above:
-                new = self._new(fastest)
+                new = self._propose(fastest)
             if not new:
                 break
             yield from new
             # If nothing new was told, the plans had been compiled before: not a try.
-            self._tries_left -= told != self._told()
+            self._tries_left -= told != self._told_by_graph()
             peak = allowed()
-            kept = self.compiled().within(peak)
+            kept = self.compiled_plans().within(peak)
             if kept.peak <= peak and kept.cost <= plan.cost:
                 break
 
@@ -132,7 +132,7 @@ class Search:
         """Use up a try for a compile that was not proposed here."""
         self._tries_left -= 1
 
-    def _new(self, plan: Choice) -> list[Choice]:
+    def _propose(self, plan: Choice) -> list[Choice]:
         """The plan, if it is new for some graph; it then counts as proposed."""
         is_new = False
         for number, plans in plan.choices.items():
@@ -140,19 +140,19 @@ class Search:
             self._tried[number].update(plans)
         return [plan] * is_new
 
-    def _told(self) -> list[dict[int, Any]]:
+    def _told_by_graph(self) -> list[dict[int, Any]]:
         return [dict(menu.told) for menu in self._menus().values()]
 
     @property
     def _untold_margin(self) -> float:
         """The margin, or 0 as soon as some compile has told."""
-        return 0.0 if any(self._told()) else self._margin
+        return 0.0 if any(self._told_by_graph()) else self._margin
 
-    def _errs(self) -> bool:
+    def _underestimates(self) -> bool:
         """Whether some compile has told more than the estimate with its margin."""
-        return any(menu.errs(self._margin) for menu in self._menus().values())
+        return any(menu.underestimates(self._margin) for menu in self._menus().values())
 
-    def _between(self, told: int) -> Choice:
+    def _plan_between(self, told: int) -> Choice:
         """A plan to compile if the lowest one holds as much as was ``told``.
 
         The lowest estimates are not credible then, and plans that save more may hold no
@@ -162,12 +162,12 @@ class Search:
         middle = math.sqrt(curve.floor * told)
         return min(curve.plans, key=lambda plan: abs(plan.peak - middle))
 
-    def _untried(self) -> Choice:
+    def _lowest_untried(self) -> Choice:
         """The lowest of the plans not compiled yet, corrected by what was told."""
 
         def untried(menu: Menu) -> Menu:
             rest = {*range(len(menu.plans))}.difference(menu.told)
-            is_tried = rest and menu.errs(self._margin)
+            is_tried = rest and menu.underestimates(self._margin)
             return (
                 menu.corrected().restricted_to(rest) if is_tried else menu.corrected()
             )

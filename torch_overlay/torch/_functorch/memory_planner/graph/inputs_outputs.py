@@ -67,7 +67,7 @@ def backward_inputs(joint: Planner, model: Program) -> dict[int, Input]:
         value = node.meta["val"]
         nbytes = joint.as_int(value.untyped_storage().nbytes())
         for s in model.storages([node]):
-            nbytes = nbytes if is_on_device(joint.counted, value) else 0
+            nbytes = nbytes if is_on_device(joint.counted_device, value) else 0
             found[index] = Input(s, nbytes, node.name)
     after, results = len(input_tensors(joint)), _results_of_forward(joint)
     for s, index in storages_returned(joint, model):
@@ -106,7 +106,7 @@ def model_without(missing: Missing, model: Program, joint: Planner) -> Program:
     fewer = sum(
         joint.as_int(value.numel()) * value.itemsize
         for value in values
-        if is_on_device(joint.counted, value)
+        if is_on_device(joint.counted_device, value)
     )
     nbytes = [*model.nbytes]
     for s in model.storages(absent):

@@ -1,8 +1,8 @@
 """A joint graph to be split, and what all of its plans have in common.
 
-Lifting bans makes a min cut recompute more.  The graph's *items* (:func:`items_of`)
-are what even the cut that recomputes all that is cheap does not, each with the bytes
-that saving it keeps and the runtime of recomputing it.
+Lifting bans makes a min cut recompute more.  The graph's :func:`knapsack_items` are
+what even the cut that recomputes all that is cheap does not, each with the bytes that
+saving it keeps and the runtime of recomputing it.
 """
 
 from __future__ import annotations
@@ -99,9 +99,11 @@ class Planner:
     @functools.cached_property
     def model(self) -> Program:
         """The program on which plans are evaluated."""
-        asked = self.info, self.num_fwd_outputs, self.as_int, self.counted
+        asked = self.info, self.num_fwd_outputs, self.as_int, self.counted_device
         program = read_joint(self.joint, *asked)
-        return _saving_no_outputs(_saving_no_constants(program), self.fastest())
+        return _saving_no_outputs(
+            _saving_no_constants(program), self.saved_at_budget_1()
+        )
 
     @property
     def variants(self) -> dict[int, Planner]:
@@ -109,13 +111,13 @@ class Planner:
         return {1: self, **self.in_chunks}
 
     @functools.cached_property
-    def counted(self) -> torch.device:
+    def counted_device(self) -> torch.device:
         """The device whose bytes count."""
         return device_of(self.joint) if self.device is None else self.device
 
-    def of_size(self, as_int: Callable[[Any], int]) -> Planner:
+    def at_sizes(self, as_int: Callable[[Any], int]) -> Planner:
         """The same graph at other sizes; its min cuts do not depend on them."""
-        in_chunks = {n: each.of_size(as_int) for n, each in self.in_chunks.items()}
+        in_chunks = {n: each.at_sizes(as_int) for n, each in self.in_chunks.items()}
         other = replace(self, as_int=as_int, in_chunks=in_chunks)
         other._cuts.update(self._cuts)
         return other
@@ -125,16 +127,16 @@ class Planner:
         """The bytes that the plans of budgets 0 and 1 keep."""
         # What checkpoints tag may be saved in fewer bytes, which only a min cut tells.
         is_tagged = any(map(is_kept, self.joint.nodes))
-        least = self.least() if is_tagged else self._required()
-        return Range(*map(self.kept_bytes, (least, self.fastest())))
+        least = self.saved_at_budget_0() if is_tagged else self._saved_by_every_plan()
+        return Range(*map(self.kept_bytes, (least, self.saved_at_budget_1())))
 
     @functools.cached_property
     def solver_nodes(self) -> list[fx.Node]:
         """A solver's items: no cut recomputes these, but the backward may."""
-        return [node for node in self._upstreams_items if not must_run_once(node)]
+        return [node for node in self._upstreams_candidates if not must_run_once(node)]
 
     @functools.cached_property
-    def _upstreams_items(self) -> list[fx.Node]:
+    def _upstreams_candidates(self) -> list[fx.Node]:
         """Upstream's items: they reach the backward, and share no input's storage."""
         from torch._functorch.partitioners import is_non_builtin_to_include
         from torch._inductor.fx_utils import get_node_storage
@@ -143,7 +145,7 @@ class Planner:
         inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
         return [
             node
-            for node in self.cheapest_cut()[1]
+            for node in self.cut_recomputing_all_cheap()[1]
             if node.dist_from_bw < NEVER  # type: ignore[attr-defined]
             and (
                 get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
@@ -154,7 +156,7 @@ class Planner:
     @functools.cached_property
     def items(self) -> list[Item]:
         self.model.check_sizes()
-        return items_of(self)
+        return knapsack_items(self)
 
     def cut(
         self,
@@ -201,21 +203,21 @@ class Planner:
         except CannotPlan:
             return saved
 
-    def fastest(self) -> list[fx.Node]:
+    def saved_at_budget_1(self) -> list[fx.Node]:
         """What budget 1 saves."""
         return self.cut()[0]
 
-    def cheapest_cut(self) -> _Cut:
+    def cut_recomputing_all_cheap(self) -> _Cut:
         """The cut that recomputes all that is cheap, and the nodes that are not."""
         return self.cut(ALL_CHEAP)
 
-    def least(self) -> list[fx.Node]:
+    def saved_at_budget_0(self) -> list[fx.Node]:
         """What budget 0 saves: what every plan does, or other nodes in their place."""
-        again, required = recomputable_nodes(self.joint), self._required()
+        again, required = recomputable_nodes(self.joint), self._saved_by_every_plan()
         cut = required if again is None else self.cut((), again)[0]
         return min(cut, required, key=self.kept_bytes)
 
-    def _required(self) -> list[fx.Node]:
+    def _saved_by_every_plan(self) -> list[fx.Node]:
         """What every plan saves: the inputs, and what must not be computed twice."""
         if recomputable_nodes(self.joint) is None:
             return self.info.inputs
@@ -235,7 +237,7 @@ class Planner:
                 return recompute_cost(node, estimator)
             return estimate_runtime(node)
 
-        return {node: runtime(node) for node in self._upstreams_items}
+        return {node: runtime(node) for node in self._upstreams_candidates}
 
     def upstreams_choice(self, budget: float) -> list[fx.Node]:
         """What upstream's algorithm saves; its budget bounds the sum of node sizes.
@@ -250,28 +252,28 @@ class Planner:
         from torch._functorch.partitioners import _size_of
 
         if budget == 0:
-            return self.least()
+            return self.saved_at_budget_0()
 
         def size(nodes: Iterable[fx.Node]) -> int:
             return sum(map(_size_of, nodes))
 
         least = size(self.info.inputs)
-        room = size(self.fastest()) - least
+        room = size(self.saved_at_budget_1()) - least
         if budget == 1 or room <= 0:
-            return self.fastest()
+            return self.saved_at_budget_1()
         for bans in (CHEAP, ALL_CHEAP):
             cut, _ = self.cut(bans)
             if size(cut) - least < budget * room:
                 return cut
-        nodes = sorted(self._upstreams_items, key=_size_of, reverse=True)
+        nodes = sorted(self._upstreams_candidates, key=_size_of, reverse=True)
         memory = [_size_of(node) / room for node in nodes]
         runtimes = [self._runtimes[node] for node in nodes]
         with no_dispatch():
             recomputed = upstreams_table(memory, runtimes, budget)
         again = [nodes[i] for i in recomputed if not must_run_once(nodes[i])]
-        return self.cut(ALL_CHEAP, again)[0] if nodes else self.least()
+        return self.cut(ALL_CHEAP, again)[0] if nodes else self.saved_at_budget_0()
 
-    def upstream(self) -> Decision:
+    def upstreams_decision(self) -> Decision:
         """The plan that the partitioner would make without this package."""
         from torch._functorch.partitioners import choose_saved_values_set
 
@@ -281,10 +283,12 @@ class Planner:
         except Exception as error:
             # It fails on higher-order operators, which it has no runtime for.
             log.debug("upstream has no plan for budget %g", budget, exc_info=error)
-            saved, budget = self.fastest(), 1.0
-        return self.saving(saved, budget, "upstream")
+            saved, budget = self.saved_at_budget_1(), 1.0
+        return self.decision_saving(saved, budget, "upstream")
 
-    def saving(self, saved: list[fx.Node], budget: float, decided_by: str) -> Decision:
+    def decision_saving(
+        self, saved: list[fx.Node], budget: float, decided_by: str
+    ) -> Decision:
         kept = self.kept_bytes(saved)
         return Decision(saved, budget, decided_by, kept, self.ask.runtime_unit)
 
@@ -292,7 +296,7 @@ class Planner:
         """The bytes that saving these nodes keeps, without those of inputs."""
         # Copies of overwritten inputs exist for the backward alone, so they count.
         given = (node for node in self.info.inputs if node.op == "placeholder")
-        return activation_bytes(given, saved, self.counted, self.as_int)
+        return activation_bytes(given, saved, self.counted_device, self.as_int)
 
 
 def _saving_no_constants(program: Program) -> Program:
@@ -302,9 +306,9 @@ def _saving_no_constants(program: Program) -> Program:
     those alone.  Random numbers are left out, and outputs, which are live anyway.
     """
     constants: set[int] = set()
-    for each, repeatable in zip(program.operators, program.repeatable):
+    for each, recomputable in zip(program.operators, program.recomputable):
         if (
-            repeatable
+            recomputable
             and constants.issuperset(each.reads)
             and not is_costly(each.node)
             and not must_run_once(each.node)
@@ -325,12 +329,12 @@ def _saving_no_outputs(program: Program, fastest: list[fx.Node]) -> Program:
         alone.difference_update(step.operator.reads)
     # If such an output cannot be repeated, what is made of it is saved instead.
     lost: set[int] = set()
-    repeatable = []
-    for each, can in zip(program.operators, program.repeatable):
-        repeatable.append(can and lost.isdisjoint(each.reads))
-        if not repeatable[-1]:
+    recomputable = []
+    for each, can in zip(program.operators, program.recomputable):
+        recomputable.append(can and lost.isdisjoint(each.reads))
+        if not recomputable[-1]:
             lost.update(alone.intersection(each.writes))
-    return replace(_saving_none_of(alone, program), repeatable=repeatable)
+    return replace(_saving_none_of(alone, program), recomputable=recomputable)
 
 
 def _saving_none_of(storages: set[int], program: Program) -> Program:
@@ -340,16 +344,16 @@ def _saving_none_of(storages: set[int], program: Program) -> Program:
     )
 
 
-def items_of(graph: Planner) -> list[Item]:
+def knapsack_items(graph: Planner) -> list[Item]:
     """The items that a solver chooses among, largest first."""
     items = []
     for node in graph.solver_nodes:
-        storages = frozenset(graph.model.saveable([node]))
+        storages = frozenset(graph.model.saveable_storages([node]))
         ops = {node: recompute_cost(node, graph.ask.estimator)}
         items.append(Item(node, ops, storages, graph.model.nbytes_of(storages)))
     # A user's own solver gets the nodes, so each one stays an item of its own.
     if isinstance(graph.ask.solver, str):
-        items = _join_items(items, graph.cheapest_cut()[0], graph.model)
+        items = _join_items(items, graph.cut_recomputing_all_cheap()[0], graph.model)
     return sorted(items, key=lambda item: item.nbytes, reverse=True)
 
 
@@ -361,13 +365,13 @@ def _join_items(items: list[Item], most: list[fx.Node], model: Program) -> list[
     items that it is kept for.
     O(operators + edges), on integers of one bit per value.
     """
-    values = sorted(s for s in model.saveable(most) if model.producer[s] >= 0)
+    values = sorted(s for s in model.saveable_storages(most) if model.producer[s] >= 0)
     everyone = (1 << len(values)) - 1
-    saved = [everyone * by for by in model.saved_by([values])]
+    saved = [everyone * by for by in model.masks_of_saving_plans([values])]
     for value, s in enumerate(values):
         saved[s] ^= 1 << value
     try:
-        _, repeated = model.follow(saved, everyone)
+        _, repeated = model.find_recomputed(saved, everyone)
     except CannotPlan:
         return items
     runs = dict(zip(model.nodes, repeated))

@@ -114,7 +114,7 @@ def _scratch_of_regions(program: Program) -> dict[fx.Node, int]:
     """The bytes that nested regions have live beyond their results, when compiled."""
     scratch: dict[fx.Node, int] = {}
     peaks: dict[fx.Graph, int] = {}
-    for each in program.with_bodies:
+    for each in program.operators_with_bodies:
         if each.node.target is not torch.ops.higher_order.invoke_subgraph:
             continue
         (body,) = subgraphs(each.node)
@@ -141,9 +141,9 @@ def _shapes_of_storages(program: Program) -> dict[int, Any]:
 
 def _backward_repeating_all(program: Program) -> list[Operator]:
     """The operators of a backward that repeats all it can, in the order they run in."""
-    saved = program.saved_by([()])
-    _, repeated = program.follow(saved, 1)
-    by_step = program.repeats_by_step(saved, repeated, 1)
+    saved = program.masks_of_saving_plans([()])
+    _, repeated = program.find_recomputed(saved, 1)
+    by_step = program.recomputes_by_step(saved, repeated, 1)
     found: list[Operator] = []
     for step, repeats in zip(program.steps, by_step):
         found += [program.operators[op] for op, _ in repeats]
@@ -285,7 +285,7 @@ class _LiveInKernels(LiveBytes):
         scratch = (each.scratch or 0) * has_bodies(each.node)
         scratch = self.rule.scratch.get(each.node, scratch)
         self.add_change(plans, -scratch)
-        self.moment(step)
+        self.note_moment(step)
         self.add_change(plans, scratch)
         for change in begin:
             self.add_change(*change)
@@ -308,7 +308,7 @@ class _LiveInKernels(LiveBytes):
                 sources = self.inlined[s].operator.reads
                 pending += [(r, last ^ stored) for r in sources]
                 last = stored
-            if last and self.freeable[s]:
+            if last and self.is_freed[s]:
                 dying[s] = dying.get(s, 0) | last
         return dict(sorted(dying.items()))
 

@@ -39,7 +39,7 @@ class LiveBytes:
         kept: Sequence[int],
         is_forward: bool,
     ) -> None:
-        self.nbytes, self.freeable = program.nbytes, program.freeable
+        self.nbytes, self.is_freed = program.nbytes, program.is_freed
         none = [0] * len(kept)
         self.touched, self.saved = ([*kept], none) if is_forward else (none, kept)
         # Changes in live bytes, the latest first, and the masks of the plans with each.
@@ -58,10 +58,10 @@ class LiveBytes:
         for s in storages:
             last = plans & ~self.touched[s]
             self.touched[s] |= last
-            if self.freeable[s]:
+            if self.is_freed[s]:
                 self.add_change(last, -self.nbytes[s])
 
-    def moment(self, step: int) -> None:
+    def note_moment(self, step: int) -> None:
         """Count what is live here towards the peak of a step."""
         self.moments.append((step, len(self.masks) - 1))
 
@@ -77,7 +77,7 @@ class LiveBytes:
             self.touch((s,), plans & ~again)
         scratch = each.scratch or 0
         self.add_change(plans, -scratch)
-        self.moment(step)
+        self.note_moment(step)
         self.add_change(plans, each.nbytes + scratch)
 
     def peaks(self, count: int, base: int = 0) -> list[list[int]]:

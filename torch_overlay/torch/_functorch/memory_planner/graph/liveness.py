@@ -74,7 +74,7 @@ class Evaluation(NamedTuple):
         return max(self.forward_peak, *self.step_peaks, 0)
 
     @property
-    def repeated_by_step(self) -> list[list[int]]:
+    def recomputed_by_step(self) -> list[list[int]]:
         bit = self.bit
         return [[op for op, plans in step if plans & bit] for step in self.repeats]
 
@@ -116,7 +116,7 @@ class Program:
             cannot be saved.
         always_saved: the storages that every plan keeps if it needs them.
         operators: the numbered ones.
-        repeatable: whether the backward may run each of them.
+        recomputable: whether the backward may run each of them.
         forward: all operators that need no tangent, views included.
         steps: the steps of the backward.
         outputs: the storages that the forward returns, which stay live in every plan.
@@ -137,7 +137,7 @@ class Program:
     saved_as: list[Optional[fx.Node]]
     always_saved: set[int]
     operators: list[Operator]
-    repeatable: list[bool]
+    recomputable: list[bool]
     forward: list[Operator]
     steps: list[BackwardStep]
     outputs: set[int]
@@ -161,7 +161,7 @@ class Program:
         return self.timeline is not LiveBytes
 
     @functools.cached_property
-    def with_bodies(self) -> list[Operator]:
+    def operators_with_bodies(self) -> list[Operator]:
         """The higher-order operators that have, or may have, scratch bytes."""
         calls = (*self.forward, *(step.operator for step in self.steps))
         return [each for each in calls if each.scratch != 0 and has_bodies(each.node)]
@@ -177,7 +177,7 @@ class Program:
         return self.steps[-1].operator.reads
 
     @functools.cached_property
-    def freeable(self) -> list[bool]:
+    def is_freed(self) -> list[bool]:
         """Whether each storage is freed after its last use."""
         # An output that no plan saves (as within a checkpoint) is made again for the
         # backward, and that copy is freed.
@@ -193,7 +193,7 @@ class Program:
         """The storages that saving these nodes keeps."""
         return {s for node in nodes for s in self.values.get(node, ())}
 
-    def saveable(self, nodes: Iterable[fx.Node]) -> list[int]:
+    def saveable_storages(self, nodes: Iterable[fx.Node]) -> list[int]:
         """The storages of these nodes that can be saved, in order."""
         found = self.storages(nodes)
         return [s for s in sorted(found) if self.saved_as[s] is not None]
@@ -241,9 +241,9 @@ class Program:
         """
         count = len(plans)
         everyone = (1 << count) - 1
-        saved = self.saved_by(plans)
-        _, repeated = self.follow(saved, everyone)
-        repeats = self.repeats_by_step(saved, repeated, everyone)
+        saved = self.masks_of_saving_plans(plans)
+        _, repeated = self.find_recomputed(saved, everyone)
+        repeats = self.recomputes_by_step(saved, repeated, everyone)
         step_peaks, kept = self._backward_peaks(repeats, saved, count)
         forward_peaks = self.forward_peaks(kept, count)
         return [
@@ -251,7 +251,7 @@ class Program:
             for plan, (forward, steps) in enumerate(zip(forward_peaks, step_peaks))
         ]
 
-    def saved_by(self, plans: Sequence[Iterable[int]]) -> list[int]:
+    def masks_of_saving_plans(self, plans: Sequence[Iterable[int]]) -> list[int]:
         """For each storage, the mask of the plans (sets of storages) that save it."""
         saved = [0] * len(self.nbytes)
         for plan, chosen in enumerate(plans):
@@ -263,7 +263,9 @@ class Program:
                 saved[s] = (1 << len(plans)) - 1
         return saved
 
-    def follow(self, saved: list[int], everyone: int) -> tuple[list[int], list[int]]:
+    def find_recomputed(
+        self, saved: list[int], everyone: int
+    ) -> tuple[list[int], list[int]]:
         """Find what the backward needs and repeats, given what plans save.
 
         ``saved`` has the mask of the plans that save each storage; what cannot be
@@ -283,7 +285,7 @@ class Program:
             plans = 0
             for s in writes:
                 plans |= needed[s] & ~saved[s]
-            if plans and not self.repeatable[op]:
+            if plans and not self.recomputable[op]:
                 for s in writes:
                     if needed[s] & ~saved[s] and self.saved_as[s] is None:
                         raise CannotPlan(
@@ -296,7 +298,7 @@ class Program:
                     needed[s] |= plans
         return needed, repeated
 
-    def repeats_by_step(
+    def recomputes_by_step(
         self, saved: Sequence[int], repeated: Sequence[int], everyone: int
     ) -> Repeats:
         """What is repeated for each step, in order, with the masks of the plans.
@@ -335,7 +337,7 @@ class Program:
             timeline.run(self.steps[at].operator, everyone, at)
             for op, plans in reversed(repeats[at]):
                 timeline.run(self.operators[op], plans, at)
-        timeline.moment(0)
+        timeline.note_moment(0)
         # What is live when the backward starts.
         for s in self.owned:
             timeline.add_change(timeline.touched[s], self.nbytes[s])
@@ -360,7 +362,7 @@ class Program:
             for s in each.writes:
                 plans |= timeline.touched[s]
             timeline.run(each, plans, 0)
-        timeline.moment(0)
+        timeline.note_moment(0)
         return [peak for (peak,) in timeline.peaks(count)]
 
     def saved_values(self, saved: set[int]) -> list[fx.Node]:

@@ -51,7 +51,7 @@ def read_joint(
     operators = [each for each in forward if each.writes]
     producer = _producers_of_storages(operators, len(nbytes))
     first_use, last_use = _live_ranges(forward, len(nbytes))
-    end = Operator(output, storages.read_by(gradients), (), 0, False)
+    end = Operator(output, storages.storages_read_by(gradients), (), 0, False)
     calls = [*storages.calls, end]
     owned = storages.copied.intersection(s for each in calls for s in each.reads)
     # A copy that nothing reads stays live to the end.
@@ -61,8 +61,10 @@ def read_joint(
     places = [*enumerate(results[:num_fwd_outputs])]
     returned = nodes_among(node for at, node in places if at not in copied)
     to_inputs = nodes_among(node for at, node in places if at in copied)
-    outputs = {s for s in storages.read_by(returned) if first_use[s] >= 0}
-    written_back = {s for s in storages.read_by(to_inputs) if first_use[s] >= 0}
+    outputs = {s for s in storages.storages_read_by(returned) if first_use[s] >= 0}
+    written_back = {
+        s for s in storages.storages_read_by(to_inputs) if first_use[s] >= 0
+    }
     program = Program(
         storages.values,
         nbytes,
@@ -84,7 +86,7 @@ def read_joint(
         gradients,
         unsized=storages.unsized,
     )
-    _prefer_small_results(program)
+    _save_smaller_users_of_run_once(program)
     return program
 
 
@@ -191,7 +193,7 @@ def _choose_what_to_save(
     return saved_as, always_saved
 
 
-def _prefer_small_results(program: Program) -> None:
+def _save_smaller_users_of_run_once(program: Program) -> None:
     """Where an operator must run once, keep what is made of its result, if no larger.
 
     For dropout, that is the mask, provided that nothing else uses the random numbers.
@@ -204,7 +206,7 @@ def _prefer_small_results(program: Program) -> None:
     for op, each in enumerate(program.operators):
         users = {user for s in each.writes for user in readers[s]}
         if (
-            program.repeatable[op]
+            program.recomputable[op]
             or is_kept(each.node)
             or not needed.isdisjoint(each.writes)
             or len(users) != 1
@@ -214,7 +216,7 @@ def _prefer_small_results(program: Program) -> None:
         made = program.operators[user]
         saveable = all(program.saved_as[s] is not None for s in made.writes)
         if saveable and made.nbytes <= each.nbytes:
-            program.repeatable[user] = False
+            program.recomputable[user] = False
 
 
 def _must_not_repeat(node: fx.Node) -> bool:

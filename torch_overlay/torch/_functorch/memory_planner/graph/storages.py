@@ -167,7 +167,7 @@ class Storages:
         self._keys: list[int] = []
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
-            reads = tuple(dict.fromkeys(self.read_by(node.all_input_nodes)))
+            reads = tuple(dict.fromkeys(self.storages_read_by(node.all_input_nodes)))
             value = node.meta.get("val")
             is_part = node.target is operator.getitem
             if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
@@ -180,26 +180,26 @@ class Storages:
             found: tuple[int, ...] = ()
             # What a size is computed from must be live until then.
             if not is_size or (reads and node not in required):
-                found = self._number(node, value, reads)
+                found = self._number_storages(node, value, reads)
             self.values[node] = found
             self.read_via[node] = found or (() if is_size else reads)
             writes = tuple(range(first, len(self.nbytes)))
             if node.op == "call_function":
                 reads = found if is_part else reads
-                self._call(node, reads, writes, node in required)
+                self._add_call(node, reads, writes, node in required)
             else:
                 self.nbytes[first:] = [0] * len(writes)
             if node in tangents and isinstance(value, torch.Tensor):
-                self._receive(value, writes)
+                self._count_tangent(value, writes)
 
-    def read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+    def storages_read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The storages that a reader of these nodes reads."""
         return tuple(s for node in nodes for s in self.read_via[node])
 
     def nbytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.nbytes[s] for s in storages)
 
-    def _call(
+    def _add_call(
         self,
         node: fx.Node,
         reads: tuple[int, ...],
@@ -208,7 +208,7 @@ class Storages:
     ) -> None:
         nbytes = self.nbytes_of(writes)
         scratch: Optional[int] = nbytes if str(node.target) in _COMPOSED else 0
-        if bodies := self._bodies(node):
+        if bodies := self._read_bodies(node):
             known = [body for body in bodies if body is not None]
             peak = None
             if len(known) == len(bodies):
@@ -216,7 +216,7 @@ class Storages:
             scratch = None if peak is None else max(peak - nbytes, 0)
         self.calls.append(Operator(node, reads, writes, nbytes, is_required, scratch))
 
-    def _bodies(self, node: fx.Node) -> list[Optional[Body]]:
+    def _read_bodies(self, node: fx.Node) -> list[Optional[Body]]:
         """What each body of a higher-order operator allocates; each is read once."""
         if not has_bodies(node):
             return []
@@ -226,7 +226,7 @@ class Storages:
                 self._known[graph] = read_body(graph, self.as_int, self.device)
         return [self._known[graph] for graph in graphs]
 
-    def _receive(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
+    def _count_tangent(self, tangent: torch.Tensor, storages: tuple[int, ...]) -> None:
         """Count the bytes of a tangent that is passed, and of the copy made of it.
 
         Autograd makes gradients without gaps between their elements.  If an output has
@@ -244,13 +244,13 @@ class Storages:
             for s in storages:
                 self.nbytes[s] = length * tangent.itemsize
 
-    def _number(
+    def _number_storages(
         self, node: fx.Node, value: Any, reads: tuple[int, ...]
     ) -> tuple[int, ...]:
         """A value's storages: those of what it reads, of another input, or new ones."""
         first = len(self.nbytes)
         found: dict[int, None] = {}
-        runs_bodies = bool(self._bodies(node))
+        runs_bodies = bool(self._read_bodies(node))
         size: Any
         for part in tree_leaves(value):
             if isinstance(part, torch.Tensor):
@@ -314,7 +314,7 @@ def read_body(
     if storages.unsized:
         return None
     (output,) = graph.find_nodes(op="output")
-    returned = {*storages.read_by(output.all_input_nodes)}
+    returned = {*storages.storages_read_by(output.all_input_nodes)}
     last: dict[int, int] = {}
     for at, each in enumerate(storages.calls):
         last.update(dict.fromkeys((*each.reads, *each.writes), at))
@@ -327,7 +327,7 @@ def read_body(
         touched = {*each.reads, *each.writes} - returned
         live -= storages.nbytes_of(s for s in touched if last[s] == at)
     results = [nodes_among([each]) for each in tree_leaves(output.args)]
-    stored = [*map(storages.read_by, results)]
+    stored = [*map(storages.storages_read_by, results)]
     return Body(
         peak,
         [*map(storages.nbytes_of, stored)],

@@ -46,10 +46,10 @@ def workspace_of_convolutions(nodes: Iterable[fx.Node]) -> int:
             largest[node.target] = node
     if torch._C._autograd._profiler_enabled():
         return 0
-    return max(map(_workspace_of_node, largest.values()), default=0)
+    return max(map(_measured_workspace, largest.values()), default=0)
 
 
-def _workspace_of_node(node: fx.Node) -> int:
+def _measured_workspace(node: fx.Node) -> int:
     values = tree_leaves([each.meta.get("val") for each in node.all_input_nodes])
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not all(

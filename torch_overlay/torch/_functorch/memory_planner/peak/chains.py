@@ -75,14 +75,14 @@ def find_checkpoints(plans: Plans, chains: Sequence[Chain]) -> None:
             saved for chain in open_chains for saved in chain.choices.values()
         )
         for chain in open_chains:
-            chain.measure()
+            chain.measure_segments()
         open_chains = [
             chain
             for chain in open_chains
             if chain.expected is None or chain.found[-1][0] > chain.expected
         ]
         for chain in open_chains:
-            chain.choose()
+            chain.choose_checkpoints()
 
 
 class Chain:
@@ -99,14 +99,14 @@ class Chain:
         graph = self.graph = plans.graph
         self.end = len(places) + 1
         self.at = [-1, *places, len(graph.forward)]
-        self.crossing = self._crossing(places)
+        self.crossing = self._storages_crossing(places)
         self.everything = self.storages(range(self.end))
         self.width = {
             (i, j): graph.nbytes_of(self.crossing[j] - self.crossing[i])
             for i in range(self.end)
             for j in range(i + 1, min(i + _SPAN, self.end) + 1)
         }
-        self.where = self._where()
+        self.forward_positions = self._forward_positions()
         self.peak: dict[tuple[int, int], int] = {}
         # What to measure next: chosen places, with the storages that they save.
         self.choices = self._saving(
@@ -123,7 +123,7 @@ class Chain:
         """The storages that are live across any of these places."""
         return frozenset().union(*(self.crossing[i] for i in chosen))
 
-    def _crossing(self, places: Sequence[int]) -> list[set[int]]:
+    def _storages_crossing(self, places: Sequence[int]) -> list[set[int]]:
         graph = self.graph
         found: list[set[int]] = [set() for _ in range(len(places) + 2)]
         for s, (birth, death) in enumerate(zip(graph.first_use, graph.last_use)):
@@ -133,7 +133,7 @@ class Chain:
                     found[i + 1].add(s)
         return found
 
-    def _where(self) -> list[int]:
+    def _forward_positions(self) -> list[int]:
         """How far back in the forward each backward step has got, the last step first.
 
         That is the operator that makes the latest of the large storages that this step
@@ -154,13 +154,15 @@ class Chain:
     ) -> dict[tuple[int, ...], frozenset[int]]:
         return {tuple(chosen): self.storages(chosen) for chosen in choices}
 
-    def measure(self) -> None:
+    def measure_segments(self) -> None:
         """Learn the segments' peaks from the choices, once these are evaluated."""
         for chosen, storages in self.choices.items():
             live = self.plans.evaluations[storages].step_peaks[::-1]
             done = kept = 0
             for segment in zip((0, *chosen), (*chosen, self.end)):
-                steps = bisect_right(self.where, self.at[segment[1]], lo=done)
+                steps = bisect_right(
+                    self.forward_positions, self.at[segment[1]], lo=done
+                )
                 own = max(live[done:steps], default=0) - kept
                 done = steps
                 self.peak[segment] = max(self.peak.get(segment, 0), own)
@@ -172,21 +174,21 @@ class Chain:
             for (start, stop), own in self.peak.items()
         )
 
-    def choose(self) -> None:
+    def choose_checkpoints(self) -> None:
         """Pick the checkpoints that should have the lowest peak, to measure next."""
         # Checkpoints at all places stay within the upper bound.
         low, high = 0, max(self.peak.values()) + self.graph.nbytes_of(self.everything)
         chosen: Sequence[int] = range(1, self.end)
         while high - low > high // 1000 + 1:
             middle = (low + high) // 2
-            fewest = self.leanest(middle)
+            fewest = self.fewest_checkpoints_within(middle)
             if fewest is None:
                 low = middle
             else:
                 high, chosen = middle, fewest
         self.choices, self.expected = self._saving([chosen]), high
 
-    def leanest(self, peak: int) -> Optional[list[int]]:
+    def fewest_checkpoints_within(self, peak: int) -> Optional[list[int]]:
         """The places that save the fewest bytes with all segments within ``peak``.
 
         All that matters to the segments after a place is how many bytes the checkpoints

@@ -126,7 +126,7 @@ class Curve:
             self._rest = torch.tensor([*moments.values()], dtype=torch.float64)
             found = []
             for graph in graphs:
-                choices, *numbers = self._options(graph, calls[graph], moments)
+                choices, *numbers = self._choices_of_graph(graph, calls[graph], moments)
                 own = slice(len(self._choices), len(self._choices) + len(choices))
                 self._own.append(own)
                 self._choices += choices
@@ -150,7 +150,7 @@ class Curve:
         """The most bytes that the peak of a plan may turn out to take."""
         return plan.peak + math.ceil(plan.peak * self.margin)
 
-    def allowed(self, share: float, most: float = math.inf) -> int:
+    def peak_allowed(self, share: float, most: float = math.inf) -> int:
         """The peak in bytes that a share allows; at 0, the floor plus its margin.
 
         That counts as at most ``most``.  If it is no lower than the peak without a
@@ -172,7 +172,7 @@ class Curve:
         """The choice with this plan, where a step has one call of one graph."""
         return next(state for state in self._states if state.only == plan)
 
-    def _options(
+    def _choices_of_graph(
         self, graph: int, calls: Sequence[int], moments: Moments
     ) -> tuple[list[tuple[int, ...]], torch.Tensor, torch.Tensor]:
         """The choices for a graph, the bytes of each at every moment, and its cost."""
@@ -218,7 +218,7 @@ class Curve:
 
         @functools.cache
         def nbytes(what: str, of: Any) -> torch.Tensor:
-            return torch.tensor(plans.live(what, of), dtype=torch.float64)
+            return torch.tensor(plans.bytes_held(what, of), dtype=torch.float64)
 
         for at, moment in enumerate(moments):
             for held in moment:
@@ -236,18 +236,18 @@ class Curve:
         if len(state) == 1:
             one = torch.arange(len(self._choices)).unsqueeze(1)
             return states + [self._plan(state) for state in one]
-        floor = self._settled(state, 0.0)
+        floor = self._refilled_up_to(state, 0.0)
         states.append(self._plan(floor))
         low, high = states[1].peak, states[0].peak
         if high > _REAL:
             # The fastest plans are ruled out: begin with the fastest of the others.
-            state = self._settled(state, _REAL)
+            state = self._refilled_up_to(state, _REAL)
             states.append(self._plan(state))
             high = states[-1].peak
         for level in range(_LEVELS - 1, -1, -1):
             peak = low + math.floor((high - low) * (level / _LEVELS) ** 1.5)
-            lower = self._lowered(state, peak)
-            state = self._settled(floor if lower is None else lower, peak)
+            lower = self._lowered_to_peak(state, peak)
+            state = self._refilled_up_to(floor if lower is None else lower, peak)
             states.append(self._plan(state))
         return states
 
@@ -260,7 +260,7 @@ class Curve:
     def _live(self, state: torch.Tensor) -> torch.Tensor:
         return self._rest + self._vectors[state].sum(0)
 
-    def _lowered(self, state: torch.Tensor, peak: float) -> torch.Tensor | None:
+    def _lowered_to_peak(self, state: torch.Tensor, peak: float) -> torch.Tensor | None:
         """Switch choices, cheapest per byte first, until the peak is at most ``peak``.
 
         None if that cannot be reached.
@@ -284,7 +284,7 @@ class Curve:
                 return None
             state[owner[index]] = index
 
-    def _settled(self, state: torch.Tensor, peak: float) -> torch.Tensor:
+    def _refilled_up_to(self, state: torch.Tensor, peak: float) -> torch.Tensor:
         """Let each graph in turn choose the cheapest within the peak, or the lowest."""
         state = state.clone()
         for _ in range(_SWEEPS):

@@ -43,7 +43,7 @@ def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decisio
     """
     model = live_bytes_model(graph)
     calls = graph.ask.graph_calls or 1
-    fastest, upstreams = graph.fastest(), graph.upstreams_choice(plan.budget)
+    fastest, upstreams = graph.saved_at_budget_1(), graph.upstreams_choice(plan.budget)
     own, *others = (
         frozenset(model.storages(saved))
         for saved in (plan.saved_values, fastest, upstreams)
@@ -56,13 +56,13 @@ def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decisio
     if plan.budget and plans.peaks[own] > min(peaks):
         search_plans(plans, graph, fastest)
         plans.evaluate(_with_less(graph, plans, others[-1], allowed))
-        for better in _better(plans, own, min(peaks)):
+        for better in _better_plans(plans, own, min(peaks)):
             storages = plans.evaluations[better].saved
             if model.nbytes_of(storages) > allowed:
                 continue
             is_upstreams = better == others[-1]
             saved = upstreams if is_upstreams else model.saved_values(storages)
-            found = graph.saving(saved, plan.budget, "lower peak")
+            found = graph.decision_saving(saved, plan.budget, "lower peak")
             if found.activation_bytes <= allowed:
                 chosen, plan = better, replace(found, limits=plan.limits)
                 break
@@ -109,7 +109,7 @@ def _with_less(
     return [*found, frozenset(kept)]
 
 
-def _better(
+def _better_plans(
     plans: Plans, plan: frozenset[int], ceiling: int
 ) -> Iterator[frozenset[int]]:
     """The plans preferable to ``plan``, best first; ``ceiling`` is a peak in bytes.

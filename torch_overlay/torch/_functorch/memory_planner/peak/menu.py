@@ -145,7 +145,7 @@ class Menu:
         """The graph as it is, with its head in one piece."""
         return self.variants[1].model
 
-    def sized(self, joint: Planner) -> Menu:
+    def at_sizes_of(self, joint: Planner) -> Menu:
         """The same plans for calls of the size that ``joint`` has.
 
         ``joint`` may be another trace.  Storages without a match in it are not saved.
@@ -196,7 +196,7 @@ class Menu:
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
         return replace(self, plans=plans)
 
-    def record(
+    def record_told(
         self,
         index: int,
         told: Told,
@@ -221,7 +221,7 @@ class Menu:
         def error(of: frozenset[int]) -> float:
             alone = [inputs[i] for i in sorted(of) if i in inputs]
             named = [(each.name, each.nbytes) for each in alone]
-            (estimate,) = self._backwards([plan], of)
+            (estimate,) = self._backward_bytes([plan], of)
             return (told_alone(named).backward - beside - estimate) / size
 
         self.told_alone[index] = functools.cache(error)
@@ -255,20 +255,20 @@ class Menu:
         ]
         return replace(self, plans=plans)
 
-    def errs(self, margin: float) -> bool:
+    def underestimates(self, margin: float) -> bool:
         """Whether any error in ``told`` is above this share."""
         return any(error > margin for errors in self.told.values() for error in errors)
 
     def peak_of(self, index: int) -> int:
         """The peak in bytes of a plan by itself, corrected by what compiles told."""
-        return self._peak(self.corrected().plans[index])
+        return self._peak_of_plan(self.corrected().plans[index])
 
     def holds_more(self, index: int, margin: float) -> bool:
         """Whether a plan, as compiled, exceeds its estimate by more than ``margin``."""
-        most = self._peak(self.plans[index]) * (1 + margin)
+        most = self._peak_of_plan(self.plans[index]) * (1 + margin)
         return index in self.told and self.peak_of(index) > most
 
-    def _peak(self, plan: Footprint) -> int:
+    def _peak_of_plan(self, plan: Footprint) -> int:
         return max(plan.forward, plan.backward + self._model_of(plan).held_by_caller)
 
     def _model_of(self, plan: Footprint) -> Program:
@@ -285,10 +285,14 @@ class Menu:
         chunks, menu = self.plans[index].chunks, self.corrected()
         if chunks == 1:
             return Head(1, why_whole=self.why_whole) if self.why_whole else None
-        in_one = min(menu._peak(plan) for plan in menu.plans if plan.chunks == 1)
+        in_one = min(
+            menu._peak_of_plan(plan) for plan in menu.plans if plan.chunks == 1
+        )
         of = self.variants[chunks]
         more_work = of.cost / self.work if self.work else 0.0
-        return Head(chunks, of.rows, in_one - menu._peak(menu.plans[index]), more_work)
+        return Head(
+            chunks, of.rows, in_one - menu._peak_of_plan(menu.plans[index]), more_work
+        )
 
     def place_of_peak(self, index: int) -> str:
         """Where the backward holds most by a plan, estimated operator by operator.
@@ -307,16 +311,18 @@ class Menu:
         paths = (path.partition("].")[2] for path in modules[-1:])
         return next(filter(None, (*paths, *functions)), "")
 
-    def live(self, what: str, of: Any) -> list[int]:
+    def bytes_held(self, what: str, of: Any) -> list[int]:
         """The bytes that a call of the graph holds by each plan; see :class:`.Held`."""
-        return [math.ceil(nbytes * self.growth) for nbytes in self._live(what, of)]
+        return [
+            math.ceil(nbytes * self.growth) for nbytes in self._bytes_held(what, of)
+        ]
 
-    def _live(self, what: str, of: Any) -> list[int]:
+    def _bytes_held(self, what: str, of: Any) -> list[int]:
         if what == "output":
             nbytes = self.outputs.get(of, 0)
             return [nbytes * (of in plan.outputs) for plan in self.plans]
         if what == "backward" and of:
-            found = self._backwards(self.plans, of)
+            found = self._backward_bytes(self.plans, of)
             for index in range(len(self.estimated)):
                 near = _nearest_compiled(self.estimated, index, self.told)
                 size = max(self.estimated[near].backward, 1)
@@ -326,7 +332,9 @@ class Menu:
         times = of if what == "kept" and of else 1
         return [times * getattr(plan, what) for plan in self.plans]
 
-    def _backwards(self, plans: Sequence[Footprint], of: frozenset[int]) -> list[int]:
+    def _backward_bytes(
+        self, plans: Sequence[Footprint], of: frozenset[int]
+    ) -> list[int]:
         """The bytes that each plan's backward holds if it alone holds these inputs."""
         found = [0] * len(plans)
         for chunks, (model, inputs, *_) in self.variants.items():

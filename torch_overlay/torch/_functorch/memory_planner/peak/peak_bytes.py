@@ -64,7 +64,7 @@ class PeakBytes:
         """
         menu = self.menu(graph)
         curve = self.curve(graph, menu)
-        decision = self.decision(graph, curve, curve.within(self.allowed(curve)))
+        decision = self.decision(graph, curve, curve.within(self.peak_allowed(curve)))
         if decision.peak is not None:
             decision.peak.warn_if_over(decision.head)
         return decision
@@ -93,21 +93,21 @@ class PeakBytes:
             frozenset([*waiting, Held(0, 0, "backward")]): menu.model.held_by_caller,
         }
 
-    def allowed(self, curve: Curve) -> int:
+    def peak_allowed(self, curve: Curve) -> int:
         """The allowed peak in bytes: the limit, or a share of what plans can reach."""
-        return curve.allowed(self.budget) if self.limit is None else self.limit
+        return curve.peak_allowed(self.budget) if self.limit is None else self.limit
 
     def decision(self, graph: Planner, curve: Curve, plan: Choice) -> Decision:
         """The decision for the graph to use one of the curve's plans."""
         menu = curve.graphs[0]
         if graph.fused and plan.choices == curve.unbudgeted.choices:
             # Unlike operators, kernels also depend on which nodes keep a storage.
-            saved = graph.fastest()
+            saved = graph.saved_at_budget_1()
         else:
             saved = menu.saved_values(plan.only)
         peaks = plan.peak, curve.floor, curve.unbudgeted.peak
-        peak = Peak(self.allowed(curve), *peaks, graph.fused)
-        found = replace(graph.saving(saved, self.budget, "peak"), peak=peak)
+        peak = Peak(self.peak_allowed(curve), *peaks, graph.fused)
+        found = replace(graph.decision_saving(saved, self.budget, "peak"), peak=peak)
         if self.limit is not None and has_symbolic_sizes(graph.joint):
             found = replace(found, peak_at=self._peak_at(graph, menu, plan.only))
         return replace(found, head=menu.head(plan.only))
@@ -116,7 +116,7 @@ class PeakBytes:
         """The peak of a plan at other sizes, corrected by what compiles told of it."""
 
         def peak_at(as_int: Callable[[Any], int]) -> int:
-            sized = menu.sized(graph.of_size(as_int))
+            sized = menu.at_sizes_of(graph.at_sizes(as_int))
             return self.curve(graph, sized.corrected()).of_plan(plan).peak
 
         return peak_at

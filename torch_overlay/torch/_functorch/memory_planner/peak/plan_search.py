@@ -80,7 +80,7 @@ def live_bytes_model(graph: Planner, missing: Optional[Missing] = None) -> Progr
     operators = graph.model
     if missing is not None:
         operators = model_without(missing, operators, graph)
-    for each in operators.with_bodies:
+    for each in operators.operators_with_bodies:
         if each.scratch is None and not (graph.fused and has_kernel(each.node)):
             raise CannotPlan(f"it is not known what is live within {each.node.name}")
     operators.check_sizes()
@@ -91,7 +91,7 @@ def searched_plans(graph: Planner, calls: int = 1) -> Plans:
     """What `search_plans` finds for a graph of which ``calls`` wait at once."""
     model = live_bytes_model(graph)
     plans = Plans(model, recompute_costs(model, graph), calls)
-    search_plans(plans, graph, graph.fastest())
+    search_plans(plans, graph, graph.saved_at_budget_1())
     return plans
 
 
@@ -130,7 +130,7 @@ def recompute_costs(model: Program, graph: Planner) -> list[float]:
     With "roofline", however, all operators do, and with "flops" also all that are not
     fused.
     """
-    estimator, (_, expensive) = graph.ask.estimator, graph.cheapest_cut()
+    estimator, (_, expensive) = graph.ask.estimator, graph.cut_recomputing_all_cheap()
     if estimator == "roofline":
         return [roofline(node) for node in model.nodes]
 
@@ -151,7 +151,7 @@ def search_plans(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> No
     dynamic program.
     """
     graph, items = plans.graph, joint.items
-    cheapest, _ = joint.cheapest_cut()
+    cheapest, _ = joint.cut_recomputing_all_cheap()
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     plans.evaluate(bases)
     chains = [Chain(plans, places) for places in narrow_places(graph)]
@@ -160,7 +160,7 @@ def search_plans(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> No
         peak, lowest = min(chain.found, key=lambda each: each[0])
         bases += [lowest, chain.everything]
         for slack in _SLACKS:
-            chosen = chain.leanest(math.floor(peak * slack))
+            chosen = chain.fewest_checkpoints_within(math.floor(peak * slack))
             if chosen is not None:
                 bases.append(chain.storages(chosen))
     if not graph.is_fused:
@@ -231,7 +231,9 @@ def _neighbours_of_plan(
     peaks = evaluation.step_peaks
     at = max(range(len(peaks)), key=peaks.__getitem__)
     repeated = [
-        s for op in evaluation.repeated_by_step[at] for s in graph.operators[op].writes
+        s
+        for op in evaluation.recomputed_by_step[at]
+        for s in graph.operators[op].writes
     ]
     for s in sorted(repeated, key=lambda s: (-graph.nbytes[s], s))[:_TRIED]:
         yield saved | {s}

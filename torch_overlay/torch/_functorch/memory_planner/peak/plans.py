@@ -98,7 +98,7 @@ class Plans:
         # The peaks so far; a step that repeats something expensive begins a new one.
         peaks = [evaluation.forward_peak]
         items: list[tuple[float, int, int, int, list[int]]] = []
-        for live, repeated in zip(evaluation.step_peaks, evaluation.repeated_by_step):
+        for live, repeated in zip(evaluation.step_peaks, evaluation.recomputed_by_step):
             expensive = [op for op in repeated if self.cost[op]]
             if expensive:
                 peaks.append(live)

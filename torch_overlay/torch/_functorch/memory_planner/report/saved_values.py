@@ -107,7 +107,7 @@ class Plan:
         """The budget that the plan uses up, None if unknown; compare ``budget``."""
         if self.limits is None or self.limits.low == self.limits.high:
             return None
-        return self.limits.budget(self.activation_bytes)
+        return self.limits.budget_of_bytes(self.activation_bytes)
 
     def format(self) -> str:
         """The plan as text; see :func:`print_saved_values`."""

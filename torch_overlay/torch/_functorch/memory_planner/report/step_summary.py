@@ -256,7 +256,7 @@ def _source_of_figures(plans: Sequence[Menu]) -> str:
         return "told by its compiles where these can tell, else estimates"
     if any(each.model.is_fused for each in plans):
         return "estimates for inductor's kernels"
-    if any(each.model.with_bodies for each in plans):
+    if any(each.model.operators_with_bodies for each in plans):
         return "operator by operator, at most those of bodies of higher-order operators"
     return "exact, operator by operator"
 
@@ -290,7 +290,7 @@ def _describe_moments(
 
     @functools.cache
     def live(graph: int, what: str, of: Any) -> list[int]:
-        return curve.graphs[graph].live(what, of)
+        return curve.graphs[graph].bytes_held(what, of)
 
     @functools.cache
     def place(graph: int, index: int) -> str:

@@ -12,8 +12,8 @@ plan that saves fewer of the inputs may save other values in their place.)  In b
 :func:`plan_within` takes the first of these that is within the budget:
 
 1.  a min cut that recomputes more, then one that recomputes all that is cheap;
-2.  a knapsack.  Its *items* (:func:`.graph.joint.items_of`) are what even the second
-    cut does not recompute, each with its bytes and the runtime of recomputing it.  A
+2.  a knapsack.  Its items (:func:`.graph.joint.knapsack_items`) are what even the
+    second cut does not recompute, each with its bytes and its runtime.  A
     solver picks those to save (:func:`solve_until_kept`).  One more min cut may
     recompute the others, and save other values in their place.  If those take more
     bytes than allowed, or more has to run again, only the solver's items are saved
@@ -83,14 +83,14 @@ def plan_within(graph: Planner, budget: float) -> Decision:
     if isinstance(solver, str) and budget < 1:
         plan = _with_lower_peak(graph, plan)
     if plan.limits is not None:
-        allowed = plan.limits.allowed(budget)
+        allowed = plan.limits.bytes_allowed(budget)
         if plan.activation_bytes > allowed:
             log.warning(
                 "%s saves %d bytes of activations (budget %.4g), over the %d that "
                 "budget %.4g allows",
                 get_aot_graph_name(),
                 plan.activation_bytes,
-                plan.limits.budget(plan.activation_bytes),
+                plan.limits.budget_of_bytes(plan.activation_bytes),
                 allowed,
                 budget,
             )
@@ -105,7 +105,7 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
         return plan
     allowed = plan.activation_bytes
     if plan.limits is not None:
-        allowed = plan.limits.allowed(plan.budget)
+        allowed = plan.limits.bytes_allowed(plan.budget)
     try:
         return lowered_if_too_high(graph, plan, allowed)
     except CannotPlan:
@@ -117,20 +117,23 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
 def _first_plan_within(graph: Planner, budget: float, solver: Any) -> Decision:
     """The first plan within a budget, of those that the module's docstring lists."""
     if budget == 0:
-        return graph.saving(graph.least(), budget, "budget 0")
-    plan = graph.saving(graph.fastest(), budget, "min cut")
+        return graph.decision_saving(graph.saved_at_budget_0(), budget, "budget 0")
+    plan = graph.decision_saving(graph.saved_at_budget_1(), budget, "min cut")
     if budget == 1:
         return plan
     limits = graph.limits
     if limits.high <= limits.low:
         return replace(plan, limits=limits)
     for bans in (CHEAP, ALL_CHEAP):
-        plan = graph.saving(graph.cut(bans)[0], budget, "min cut")
-        if plan.activation_bytes <= limits.allowed(budget):
+        plan = graph.decision_saving(graph.cut(bans)[0], budget, "min cut")
+        if plan.activation_bytes <= limits.bytes_allowed(budget):
             return replace(plan, limits=limits)
     if graph.items:
         return solve_until_kept(graph, budget, solver)
-    return replace(graph.saving(graph.least(), budget, "min cut"), limits=limits)
+    return replace(
+        graph.decision_saving(graph.saved_at_budget_0(), budget, "min cut"),
+        limits=limits,
+    )
 
 
 def solve_until_kept(graph: Planner, budget: float, solver: Any) -> Decision:
@@ -142,13 +145,13 @@ def solve_until_kept(graph: Planner, budget: float, solver: Any) -> Decision:
     # bytes than it does at budget 0.
     over = 0
     for _ in range(_TRIES):
-        capacity = max(graph.limits.capacity(budget) - over, 0)
+        capacity = max(graph.limits.bytes_beyond_low(budget) - over, 0)
         plan = plan_of_items(graph, budget, solver, ask_solver(solver, graph, capacity))
-        excess = plan.activation_bytes - graph.limits.allowed(budget)
+        excess = plan.activation_bytes - graph.limits.bytes_allowed(budget)
         if excess <= 0 or not isinstance(solver, str):
             return plan
         over += excess
-    least = graph.saving(graph.least(), budget, "budget 0")
+    least = graph.decision_saving(graph.saved_at_budget_0(), budget, "budget 0")
     return replace(least, limits=graph.limits)
 
 
@@ -181,11 +184,11 @@ def plan_of_items(
         return math.fsum(cost for node, cost in ops if node in runs)
 
     values = model.saved_values(by_items.saved)
-    fit = [graph.kept_bytes(v) <= limits.allowed(budget) for v in (cut, values)]
+    fit = [graph.kept_bytes(v) <= limits.bytes_allowed(budget) for v in (cut, values)]
     if fit[0] and (runtime(by_cut) <= runtime(by_items) or not fit[1]):
         values = cut
     return replace(
-        graph.saving(values, budget, "knapsack"),
+        graph.decision_saving(values, budget, "knapsack"),
         limits=limits,
         knapsack=Knapsack(name, memory, runtimes, saved),
         items=[item.node for item in items],

@@ -43,9 +43,9 @@ def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
     with no_dispatch():
         if solver in _TAKE_BYTES:
             return KNAPSACK_SOLVERS[solver](memory, runtimes, capacity)[1]
-        memory = list(map(limits.share_of, memory))
+        memory = list(map(limits.as_fraction, memory))
         # Half a byte more, as rounding the shares might exclude what just fits.
-        share = limits.share_of(capacity + 0.5)
+        share = limits.as_fraction(capacity + 0.5)
         if isinstance(solver, str):
             return KNAPSACK_SOLVERS[solver](memory, runtimes, share)[1]
         nodes = [item.node for item in graph.items]

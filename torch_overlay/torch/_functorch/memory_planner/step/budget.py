@@ -123,14 +123,14 @@ class StepBudget(Warns):
         self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         # Whether something was learned that is not planned for yet.
         self._is_new = False
-        self._begin()
+        self._start_over()
         if self._file is not None:
             stored, why_not = self._file.read()
             if why_not:
                 self._warn_of_file(why_not)
-            self._begin(stored)
+            self._start_over(stored)
 
-    def _begin(self, stored: Optional[StoredStep] = None) -> None:
+    def _start_over(self, stored: Optional[StoredStep] = None) -> None:
         """Start over: from what another process stored, by default from nothing."""
         self._learned, self._recording = Learned(), Recording()
         # The bytes live when a step starts, and how many of the allowed bytes are free
@@ -157,7 +157,7 @@ class StepBudget(Warns):
         with self.warn_on_failure("no plan could be made for the step"):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
-                self._learn(*recorded)
+                self._learn_program(*recorded)
             self._is_new |= self._learned.check_gradients()
             self.watch.begin(self.counter.live())
             self._check_start()
@@ -191,23 +191,23 @@ class StepBudget(Warns):
         self._check_new(step)
         self._recording.expects_new = False
         if step.passed:
-            self.check_live()
+            self.check_live_bytes()
         if step.recorder is not None:
             self._recording.left -= 1
             with self.warn_on_failure("the step could not be recorded"):
                 self._check(step, step.recorder)
         else:
-            self._measure(step)
+            self._compare_device_peak(step)
             if self.watch.check_compiles(self):
-                self._recording.again(MOST_RECORDED)
+                self._recording.record_again(MOST_RECORDED)
             elif self._learned.have_other_calls_than(step.states):
-                self._recording.again(1)
+                self._recording.record_again(1)
 
     def _check_new(self, step: Step) -> None:
         """Warn of a step that was not planned for, and record some of the next ones."""
         new = step.states - self._learned.states - step.passed
         if new and step.recorder is None:
-            self._recording.again(MOST_RECORDED)
+            self._recording.record_again(MOST_RECORDED)
         if new and not self._recording.expects_new:
             self.warn_unplanned(min(new, key=lambda state: state[:3]))
 
@@ -223,7 +223,7 @@ class StepBudget(Warns):
             self._present = self._present._replace(given=self._present.given + more)
             # Only device_bytes counts them; other bounds are for a step's own bytes.
             self._is_new = self.device_bytes is not None
-            self._recording.again(1)
+            self._recording.record_again(1)
 
     def _check(self, step: Step, recorder: Recorder) -> None:
         """Keep a recorded step for the next plan, and warn of what no plan covers."""
@@ -262,12 +262,12 @@ class StepBudget(Warns):
             return False
         return nbytes <= (OVER * self.plan.allowed if while_waiting else self._spare)
 
-    def check_live(self) -> None:
+    def check_live_bytes(self) -> None:
         """Warn if more is live now than is allowed at any time."""
         if self.plan is not None:
-            self.watch.check_live(self.counter.live(), self.plan, self)
+            self.watch.check_live_bytes(self.counter.live(), self.plan, self)
 
-    def _learn(self, recorder: Recorder, states: set[State]) -> None:
+    def _learn_program(self, recorder: Recorder, states: set[State]) -> None:
         # What only reference cycles keep alive will be gone in the next step.
         gc.collect()
         timeline = StepTimeline(recorder)
@@ -280,12 +280,12 @@ class StepBudget(Warns):
         plan, is_planned = self.plan, False
         if plan is not None:
             most = plan.predicted_peak * (1 + NEW) - self._bound.counted(self._present)
-            is_planned = self._learned.covers(program, self.choices, most)
+            is_planned = self._learned.covers_program(program, self.choices, most)
         if self._stored and not is_planned:
             if is_first and leaves_much:
                 # What only a first step makes may be all that differs.
                 return
-            self._begin()
+            self._start_over()
             self._warn_of_file("a step had other calls, or eager code held more in it")
             recording = self._recording
             recording.left = 0
@@ -316,24 +316,24 @@ class StepBudget(Warns):
         """
         found = self._stored.get(number)
         if found is not None and found.key != key:
-            self._begin()
+            self._start_over()
             self._warn_of_file(f"{name} differs from the graph that it has plans for")
         return self._stored.get(number)
 
-    def _write(self, file: PlanFile, choices: Mapping[int, tuple[int, ...]]) -> None:
+    def _store(self, file: PlanFile, choices: Mapping[int, tuple[int, ...]]) -> None:
         """Store what was learned and planned, unless sizes vary."""
         graphs = self.graphs.alive(choices)
         if self.plan is None or any(graph.sizes_vary for graph in graphs.values()):
             return
         stored = {n: StoredGraph.of(graph, choices[n]) for n, graph in graphs.items()}
         planned = self._present, self.plan, self._spare
-        file.write(StoredStep(self._learned.figures(), *planned, stored))
+        file.write(StoredStep(self._learned.storable_figures(), *planned, stored))
 
     def _warn_of_file(self, reason: str) -> None:
         path = self._arguments["plan"]
         self.warn(f"{path} is not used: {reason}", "file", is_risk=False)
 
-    def _measure(self, step: Step) -> None:
+    def _compare_device_peak(self, step: Step) -> None:
         """Compare what the device counted in a step with what was predicted."""
         peak = self.watch.peak_of(self.counter.peak())
         if self.plan is not None and peak is not None:
@@ -352,7 +352,7 @@ class StepBudget(Warns):
         learned = self._learned
         graphs = self.graphs.alive(learned.calls)
         for number, graph in graphs.items():
-            graph.expect(learned.missing(number))
+            graph.expect_missing(learned.missing_in_backwards(number))
         growth = learned.growth(graphs) if is_growing else {}
         # The next step is planned anew, for the sizes that they turn out to have.
         self._is_new = any(factor > _GROWN for factor in growth.values())
@@ -378,7 +378,7 @@ class StepBudget(Warns):
         self.tell(plan.headline)
         if self._file is not None:
             with self.warn_on_failure("the plan could not be stored", is_risk=False):
-                self._write(self._file, found.choices)
+                self._store(self._file, found.choices)
 
     def __repr__(self) -> str:
         given = (f"{name}={value!r}" for name, value in self._arguments.items())

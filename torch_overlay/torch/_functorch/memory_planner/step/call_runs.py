@@ -35,10 +35,10 @@ def run_forward(
         results = run(args)
     else:
         # No local name may keep alive what the call is to free.
-        call.inputs = recorder.numbers(tensors_in(args)[:primals], True)
-        with recorder.around(Event("F", call=call, flag=call.keeps_saved)):
+        call.inputs = recorder.storage_numbers(tensors_in(args)[:primals], True)
+        with recorder.around_graph(Event("F", call=call, flag=call.keeps_saved)):
             results = run(args)
-        call.outputs = recorder.numbers(list(results[:outputs]))
+        call.outputs = recorder.storage_numbers(list(results[:outputs]))
     call.returned = storages_of(results[:outputs])
     return results
 
@@ -86,10 +86,10 @@ def run_backward(call: Call, run: Backward, args: list[Any], is_retained: bool) 
     recorder = call.step.recorder
     if recorder is None:
         return run(args)
-    tangents = recorder.numbers([args[i] for i in run.tangents])
+    tangents = recorder.storage_numbers([args[i] for i in run.tangents])
     inputs = call.inputs + tangents + call.outputs
     begin = Event("B", call=call, flag=is_retained, inputs=inputs)
-    with recorder.around(begin):
+    with recorder.around_graph(begin):
         results = run(args)
-    recorder.numbers(list(results))
+    recorder.storage_numbers(list(results))
     return results

@@ -175,13 +175,15 @@ class Step:
         keeps_saved = not self._is_checkpointed()
         slot = self.next_slot(graph) if keeps_saved else 0
         call = Call(graph, self, scale, slot, keeps_saved, as_int)
-        self._note("F", call, keeps_saved)
+        self._note_call("F", call, keeps_saved)
         if keeps_saved:
             self._waiting.add(call)
             self._key ^= hash((graph.number, slot))
         return call
 
-    def repeated_by(self, compiled: CompiledGraph, call: Call, plan: int) -> int:
+    def plan_of_repeated_call(
+        self, compiled: CompiledGraph, call: Call, plan: int
+    ) -> int:
         """The plan of a call: the one it had before, if a checkpoint runs it again."""
         if call.keeps_saved and compiled not in self._checkpointed:
             return plan
@@ -192,7 +194,7 @@ class Step:
     ) -> None:
         # Set each time: a retained backward may run again, with other tangents.
         call.missing = Missing(absent, call.dropped_outputs()) if absent else None
-        self._note("B", call, is_retained)
+        self._note_call("B", call, is_retained)
 
     def begin_alone(
         self, graph: int, name: str, size: int, peak: Optional[int]
@@ -202,13 +204,13 @@ class Step:
         If the budget has room for its ``peak`` bytes (None if unknown), no plan has to
         count it, and only a step that is recorded notes it.
         """
-        left, passed = self._left()
+        left, passed = self._live_results_without_backward()
         slot = sum(each.graph == graph for each in left)
         state = State("I", graph, slot, name, waiting=self._key, size=size)
         nbytes = math.inf if peak is None else passed + peak
         while_waiting = bool(self._waiting)
         if state in self._known or not self.budget.has_room(nbytes, while_waiting):
-            self.note(state)
+            self.note_state(state)
             return state
         self.passed.add(state)
         if self.recorder is not None:
@@ -221,7 +223,7 @@ class Step:
         made = [weakref.ref(each) for each in storages if each._cdata not in given]
         self._returned.append((state, made))
 
-    def _left(self) -> tuple[list[State], int]:
+    def _live_results_without_backward(self) -> tuple[list[State], int]:
         """Calls without backward whose results live; the bytes held by passed ones."""
         nbytes: dict[int, int] = {}
         left: list[tuple[State, list[weakref.ref[Any]]]] = []
@@ -243,23 +245,23 @@ class Step:
         plans = self.choices.get(graph, ()) if self._is_known else ()
         return plans[slot] if slot < len(plans) else graph.lean
 
-    def _note(self, kind: str, call: Call, flag: bool) -> None:
+    def _note_call(self, kind: str, call: Call, flag: bool) -> None:
         if self.passed:
             self._check_passed()
         number, name = call.graph.number, call.graph.name
         waits = flag, self._is_first_round, self._key, call.missing
-        self.note(State(kind, number, call.slot, name, *waits))
+        self.note_state(State(kind, number, call.slot, name, *waits))
 
     def _check_passed(self) -> None:
         """Note passed calls after all if there is no room for what they left."""
-        left, nbytes = self._left()
+        left, nbytes = self._live_results_without_backward()
         if not self.budget.has_room(nbytes, while_waiting=True):
             for state in self.passed.intersection(left):
-                self.note(state)
+                self.note_state(state)
             self.passed.difference_update(left)
-        self.budget.check_live()
+        self.budget.check_live_bytes()
 
-    def note(self, state: State) -> None:
+    def note_state(self, state: State) -> None:
         """Note an event; strict budgets raise where it was not planned for."""
         self.states.add(state)
         self._is_known = self._is_known and state in self._known

@@ -86,7 +86,7 @@ class CompiledGraph:
         self._runs: dict[int, Callable[..., Any]] = {}
         # By plan, the kernels to compile before a call first runs by it.
         self._kernels: dict[int, DeferredKernels] = {}
-        # The results of `as_good`, by plan and what compiles have told.
+        # The results of `compiled_as_good`, by plan and what compiles have told.
         self._instead: dict[Any, int] = {}
         # The plan of the first compile, the outputs that it saves, and its code.
         self.first = 0
@@ -111,21 +111,21 @@ class CompiledGraph:
 
     def compile_first(self) -> Any:
         """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
-        run, metadata, _ = self._compiled(None)
+        run, metadata, _ = self._compile_by_plan(None)
         self._runs[self.first] = self._first_run = run
         self._first_saved = self.plans.plans[self.first].outputs
         return boxed_call(self._call), metadata
 
-    def meet(self, sizes: tuple[int, ...]) -> bool:
+    def cover_sizes(self, sizes: tuple[int, ...]) -> bool:
         """Make the graph's plans cover calls of these sizes; return whether they grew.
 
         They do if a batch has more rows than all before, or fewer but longer ones.
         """
-        self._renew()
+        self._adopt_plans_of_graph()
         if sizes in self.scales:
             return False
-        joint = self.traced.joint.of_size(size_evaluator(self._symbols, sizes))
-        plans = self.plans.sized(joint)
+        joint = self.traced.joint.at_sizes(size_evaluator(self._symbols, sizes))
+        plans = self.plans.at_sizes_of(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
         if plans.hold_no_more(self.graph.plans):
@@ -145,7 +145,7 @@ class CompiledGraph:
                 plan, call.saved = call.plan, self._first_saved
                 if plan not in self._runs:
                     self.compile([plan], step.budget)
-                run = self._ready(plan, step.budget)
+                run = self._code_of_plan(plan, step.budget)
                 # The plan may have failed to compile.
                 is_first, plans = run is self._first_run, self.graph.plans.plans
                 call.saved = self._first_saved if is_first else plans[plan].outputs
@@ -169,25 +169,25 @@ class CompiledGraph:
         step.budget.graphs[graph.number] = graph
         failure = f"{graph.name} has no plans for larger calls"
         with step.budget.warn_on_failure(failure):
-            if self.meet(sizes) and graph in step.choices:
+            if self.cover_sizes(sizes) and graph in step.choices:
                 step.budget.make_plan(is_growing=True)
         scale = self.scales.get(sizes, graph.scale)
         call = step.begin(graph, scale, size_evaluator(self._symbols, sizes))
-        plan = self.as_good(step.plan_of(graph, call.slot))
-        call.plan = step.repeated_by(self, call, plan)
+        plan = self.compiled_as_good(step.plan_of(graph, call.slot))
+        call.plan = step.plan_of_repeated_call(self, call, plan)
         graph.current = weakref.ref(self)
         return call
 
     # -------------------------------------------------------------- its compiles
 
-    def _renew(self) -> None:
+    def _adopt_plans_of_graph(self) -> None:
         """Adopt the graph's plans if they are for calls that miss something else."""
         if self.plans.missing != self.graph.plans.missing:
-            self.plans = self.graph.plans.sized(self.traced.joint)
+            self.plans = self.graph.plans.at_sizes_of(self.traced.joint)
             self._runs, self._kernels, self._instead = {}, {}, {}
             self._tried_guarded, self.guarded, self.scales = set(), set(), {}
 
-    def as_good(self, plan: int) -> int:
+    def compiled_as_good(self, plan: int) -> int:
         """A compiled plan that holds no more in calls of this size than ``plan`` may.
 
         If there is none, ``plan`` itself.  Where each size has a graph of its own,
@@ -209,13 +209,15 @@ class CompiledGraph:
         Kernels are left for later, as a plan may be replaced before it runs.
         """
         plans = [*plans]
-        self._renew()
+        self._adopt_plans_of_graph()
         for plan in sorted({*plans}):
             if plan not in self._runs:
                 # It stays if the plan does not compile.
                 self._runs[plan] = self._first_run
                 with self._warn_of_failure(budget), self._as_traced():
-                    self._runs[plan], _, self._kernels[plan] = self._compiled(plan)
+                    self._runs[plan], _, self._kernels[plan] = self._compile_by_plan(
+                        plan
+                    )
             margin = self.traced.joint.ask.peak_margin
             is_guarded = plan in self._tried_guarded or not can_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
@@ -224,9 +226,9 @@ class CompiledGraph:
                 # On failure, what was compiled stays, and is known to hold more.
                 with budget.warn_on_failure(failure, False), self._as_traced():
                     self._compile_guarded(plan)
-        self._list(self._reports.get(plans[0]))
+        self._list_report(self._reports.get(plans[0]))
 
-    def _ready(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
+    def _code_of_plan(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
         """The code of a plan, with its kernels; the first plan's if these fail."""
         kernels = self._kernels.pop(plan, None)
         if kernels is not None:
@@ -242,7 +244,7 @@ class CompiledGraph:
             f"{self.graph.name} keeps its first plan, as another failed to compile"
         )
 
-    def _list(self, report: Optional[Plan]) -> None:
+    def _list_report(self, report: Optional[Plan]) -> None:
         """Make this the graph's only entry in `plans()`."""
         if report is not None:
             replace_plan(self._listed, report)
@@ -251,12 +253,12 @@ class CompiledGraph:
     def _compile_guarded(self, plan: int) -> None:
         """Compile without fusions that raise the peak; keep it if it holds less."""
         before = self.plans.peak_of(plan)
-        run, _, kernels = self._compiled(plan, is_guarded=True)
+        run, _, kernels = self._compile_by_plan(plan, is_guarded=True)
         if self.plans.peak_of(plan) < before:
             self._runs[plan], self._kernels[plan] = run, kernels
             self.guarded.add(plan)
 
-    def _compiled(self, plan: Optional[int], is_guarded: bool = False) -> Any:
+    def _compile_by_plan(self, plan: Optional[int], is_guarded: bool = False) -> Any:
         """Partition and compile a copy of the graph by a plan, None for the first.
 
         Returns the code, AOTAutograd's metadata, and the kernels that it needs, which
@@ -291,7 +293,7 @@ class CompiledGraph:
             )
             if compiled.told is not None:
                 told = compiled.told, compiled.told_alone
-                self.plans.record(request.chosen, *told, only_if_less=is_guarded)
+                self.plans.record_told(request.chosen, *told, only_if_less=is_guarded)
             return result
 
         run, metadata = self._compile_graph(
@@ -302,7 +304,7 @@ class CompiledGraph:
             with_results_run_by(compile_backward, self._backward),
         )
         report = self._reports[request.chosen] = logged_plan(metadata)
-        self._list(report)
+        self._list_report(report)
         return run, metadata, kernels
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
@@ -336,7 +338,7 @@ class CompiledGraph:
         traced = self.traced = TracedGraph(joint, self._state, self._symbols)
         self._may_miss = traced.may_miss
         step: Any = running_step()
-        known = step.budget.graphs.like(traced.structural_key)
+        known = step.budget.graphs.of_same_structure(traced.structural_key)
         if known is None:
             number, key = self._state.aot_config.aot_id, key_of(joint)
             stored = step.budget.stored_plans(number, self._name, key)
@@ -354,7 +356,7 @@ class CompiledGraph:
             if not self._symbols:
                 self.scales[()] = 1.0
         else:
-            self.graph, self.plans = known, known.plans.sized(joint)
+            self.graph, self.plans = known, known.plans.at_sizes_of(joint)
             more = times_larger(self.plans.model, known.plans.model)
             self._scale = known.scale * more
         self.first = step.plan_of(self.graph, step.next_slot(self.graph))

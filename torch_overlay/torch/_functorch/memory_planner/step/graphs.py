@@ -68,18 +68,18 @@ class Graph:
             self.plans, plans = plans, self.plans
         self.plans = self.plans.at_least(plans)
 
-    def expect(self, missing: Optional[Missing]) -> None:
+    def expect_missing(self, missing: Optional[Missing]) -> None:
         """Make plans for calls that miss this, unless they are for those already."""
         compiled = self.current()
         if compiled is not None and missing != self.plans.missing:
             plans, self.lean = compiled.traced.plans_for(missing)
-            self.plans = plans.sized(self.largest)
+            self.plans = plans.at_sizes_of(self.largest)
 
 
 class Graphs(weakref.WeakValueDictionary[int, Graph]):
     """Graphs by number; they die with the models that they were compiled for."""
 
-    def like(self, structural_key: Any) -> Optional[Graph]:
+    def of_same_structure(self, structural_key: Any) -> Optional[Graph]:
         """The graph with this key, compiled for another size; None if there is none."""
         if structural_key is None:
             return None

@@ -89,7 +89,9 @@ class Watch:
     def _beyond_start(self, start: int) -> int:
         return 0 if self._counts_all else start
 
-    def check_live(self, live: Optional[int], plan: StepSummary, warns: Warns) -> None:
+    def check_live_bytes(
+        self, live: Optional[int], plan: StepSummary, warns: Warns
+    ) -> None:
         """Warn if more is live now than is allowed at any time.
 
         Eager code may hold results of an evaluation that is not planned for.

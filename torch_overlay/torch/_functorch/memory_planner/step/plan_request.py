@@ -54,8 +54,8 @@ class PlanRequest(NamedTuple):
             self.begin(graph)
         graph = replace(graph, device=self.graph.device)
         self.compiled.num_fwd_outputs = graph.num_fwd_outputs
-        self.compiled.device = graph.counted
+        self.compiled.device = graph.counted_device
         plans = self.graph.plans
         saved = same_nodes_in(plans.saved_values(self.chosen), graph.joint)
-        decision = graph.saving(saved, graph.budget, "step")
+        decision = graph.decision_saving(saved, graph.budget, "step")
         return replace(decision, head=plans.head(self.chosen))

@@ -38,7 +38,7 @@ class Bound(NamedTuple):
     def allowed(self, search: Search, present: Present) -> int:
         """The peak that it allows, by what is known of the plans so far."""
         if self.share is not None:
-            return search.allowed(self.share)
+            return search.peak_allowed(self.share)
         if self.peak_bytes is not None:
             return self.peak_bytes
         return (self.device_bytes or 0) - self.counted(present)
@@ -89,7 +89,7 @@ def plan_step(
 
     Each graph is compiled O(``_TRIES``) times.
     """
-    moments = learned.expected(graphs)
+    moments = learned.expected_moments(graphs)
     rest = {held: nbytes.total for held, nbytes in moments.items()}
     margins = (
         graph.largest.ask.peak_margin
@@ -108,12 +108,12 @@ def plan_step(
 
     compile_plans(search.plans_within(lambda: bound.allowed(search, present) - missed))
     asked = bound.allowed(search, present)
-    allowed, plan = search.kept(asked, bound.share, missed)
+    allowed, plan = search.plan_to_keep(asked, bound.share, missed)
     compile_plans([plan])
     wanted = allowed - missed
     # Where no plan was low enough, or a compiled one is the lowest, estimates of lower
     # ones are not credible, or not lower.
-    curve, known = search.believed(), search.known()
+    curve, known = search.all_corrected(), search.compiled_and_fastest()
     if plan.peak > asked - missed or known.floor < curve.floor:
         curve = known
     idle = moments.get(frozenset())

@@ -118,12 +118,12 @@ class Recorder(TorchDispatchMode):
         # Parameters with a gradient when the step begins, and the gradients' storages.
         self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
         for leaf in self.with_gradients():
-            self.numbers(leaf.grad, is_existing=True)
+            self.storage_numbers(leaf.grad, is_existing=True)
         self.given_gradients = self.gradients()
 
     def __enter__(self) -> Self:
         _patches.apply()
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._hook = register_optimizer_step_post_hook(self._note_optimizer_states)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -161,9 +161,9 @@ class Recorder(TorchDispatchMode):
         self.reduces |= func.name() == "c10d::allreduce_"
         # lift_fresh is given a tensor just made, out of the dispatcher's sight.
         if func is not torch.ops.aten.lift_fresh.default:
-            self.numbers((args, kwargs), is_existing=True)
+            self.storage_numbers((args, kwargs), is_existing=True)
         result = func(*args, **kwargs)
-        self.numbers(result)
+        self.storage_numbers(result)
         return result
 
     def _leave_after(self, result: Any) -> Any:
@@ -178,27 +178,31 @@ class Recorder(TorchDispatchMode):
         return result
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def ending_on_failure(self) -> Iterator[None]:
         """A failure within ends the recording, not the step."""
         try:
             yield
         except Exception as error:
             self.error = error
 
-    def numbers(self, values: Any, is_existing: bool = False) -> list[Optional[int]]:
+    def storage_numbers(
+        self, values: Any, is_existing: bool = False
+    ) -> list[Optional[int]]:
         """Follow the values' storages; return each one's number, None without storage.
 
         New ones count as older than the step if ``is_existing``, else as just made.
         """
         found: list[Optional[int]] = []
-        with self.guarded():
+        with self.ending_on_failure():
             for value in tree_leaves(values):
-                own = [self.follow(s, is_existing) for s in self._storages([value])]
+                own = [
+                    self.follow_storage(s, is_existing) for s in self._storages([value])
+                ]
                 found.append(min(own, default=None))
         return found
 
     @contextmanager
-    def around(self, begin: Event) -> Iterator[None]:
+    def around_graph(self, begin: Event) -> Iterator[None]:
         """Log a compiled graph's begin and end, and follow nothing in between."""
         self.seen_gradients |= self.gradients()
         self._ran_backward |= begin.kind == "B"
@@ -224,10 +228,12 @@ class Recorder(TorchDispatchMode):
                     if value.requires_grad and value.is_leaf:
                         self._leaves[id(value)] = value
                     elif value.requires_grad and not value._is_view():
-                        self._look_at(value.grad_fn)
+                        self._note_unknown_graph(value.grad_fn)
                     yield storage
 
-    def follow(self, storage: torch.UntypedStorage, is_existing: bool = False) -> int:
+    def follow_storage(
+        self, storage: torch.UntypedStorage, is_existing: bool = False
+    ) -> int:
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._live:
             s, _ = self._live[key]
@@ -249,14 +255,14 @@ class Recorder(TorchDispatchMode):
             self.log.append(Event("+", s, nbytes, flag=torch.is_grad_enabled()))
         return s
 
-    def _look_at(self, node: Any) -> None:
+    def _note_unknown_graph(self, node: Any) -> None:
         """Note whether a node is of a compiled graph that no step knows."""
         step = running_step()
         # The node of a call is marked only after the call returns.
         if step is not None and step.call is None and not self.saw_unplanned:
             self.saw_unplanned = _is_of_unknown_graph(node)
 
-    def uses(self, nbytes: int) -> None:
+    def note_temporary_bytes(self, nbytes: int) -> None:
         """Note bytes that were allocated and freed out of the dispatcher's sight."""
         s = len(self.nbytes)
         self.nbytes.append(nbytes)
@@ -290,7 +296,7 @@ class Recorder(TorchDispatchMode):
         """The bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _note_optimizer_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # The hook fires in all threads.
         step = running_step()
         if step is not None and step.recorder is self:
@@ -365,12 +371,12 @@ def _resize_and_follow(storage: Any, nbytes: int) -> Any:
         r for r in _recorders_of_running_steps() if r.device == storage.device.type
     ]
     for recorder in recorders:
-        with recorder.guarded():
-            recorder.follow(storage, is_existing=True)
+        with recorder.ending_on_failure():
+            recorder.follow_storage(storage, is_existing=True)
     result = _patches.resize(storage, nbytes)
     for recorder in recorders:
-        with recorder.guarded():
-            recorder.follow(storage)
+        with recorder.ending_on_failure():
+            recorder.follow_storage(storage)
     return result
 
 
@@ -382,6 +388,6 @@ def _run_and_follow(graph: Any, inputs: Any) -> Any:
             memory = getattr(graph, "memory", None)
             recorder.saw_uncounted |= memory is None
             if memory is not None:
-                recorder.uses(memory.peak())
-            recorder.numbers(list(result))
+                recorder.note_temporary_bytes(memory.peak())
+            recorder.storage_numbers(list(result))
     return result

@@ -24,7 +24,7 @@ class Recording:
         # Whether no training step was recorded yet; steps that did not train.
         self._is_first, self._idle = True, 0
 
-    def again(self, count: int) -> None:
+    def record_again(self, count: int) -> None:
         """Record the next ``count`` steps, unless some were recorded too recently."""
         if not self._wait:
             self.left = count

@@ -80,33 +80,33 @@ class Learned:
         """By graph number, the most calls in each slot."""
         return _most_calls(program.calls for program in self.programs)
 
-    def covers(
+    def covers_program(
         self, new: StepProgram, choices: Mapping[Graph, tuple[int, ...]], most: float
     ) -> bool:
         """Whether a program's events are known, and plans hold at most so many bytes.
 
         ``choices`` has, by graph, the plan of each slot.
         """
-        known = self._like(new)
+        known = self._program_like(new)
         if known is None or not new.states <= known.states:
             return False
         scales = {graph.number: graph.scale for graph in choices}
         return peak_under_plans(new.scaled(scales), choices) <= most
 
-    def figures(self) -> list[tuple[Any, ...]]:
+    def storable_figures(self) -> list[tuple[Any, ...]]:
         """What a file can store of each program: its first arguments."""
         return [(p.states, p.moments, p.calls, p.scales) for p in self.programs]
 
     def add(self, new: StepProgram) -> None:
         """Add a program, or merge it into a known one."""
         self.states |= new.states
-        known = self._like(new)
+        known = self._program_like(new)
         if known is None:
             self.programs.append(new)
         else:
             known.add(new)
 
-    def _like(self, program: StepProgram) -> Optional[StepProgram]:
+    def _program_like(self, program: StepProgram) -> Optional[StepProgram]:
         """The known program that a step belongs to, None if there is none.
 
         Steps with the same events are one program.  Once there are ``_PROGRAMS``, any
@@ -169,7 +169,7 @@ class Learned:
             "it when it comes again"
         )
 
-    def missing(self, graph: int) -> Optional[Missing]:
+    def missing_in_backwards(self, graph: int) -> Optional[Missing]:
         """What the graph's backwards miss; None unless all miss the same."""
         found = {s.missing for s in self.states if (s.kind, s.graph) == ("B", graph)}
         return found.pop() if len(found) == 1 else None
@@ -185,7 +185,9 @@ class Learned:
                 found[n] = max(found[n], most / factor)
         return found
 
-    def expected(self, graphs: Mapping[int, Graph]) -> dict[frozenset[Held], Bytes]:
+    def expected_moments(
+        self, graphs: Mapping[int, Graph]
+    ) -> dict[frozenset[Held], Bytes]:
         """The moments of all programs, scaled to the largest calls of these graphs."""
         found: dict[frozenset[Held], Bytes] = {}
         scales = {n: graph.scale for n, graph in graphs.items()}

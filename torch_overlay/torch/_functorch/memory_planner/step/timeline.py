@@ -36,7 +36,7 @@ def peak_under_plans(
 
     @functools.cache
     def live(graph: int, what: str, of: Any) -> list[int]:
-        return plans[graph].live(what, of)
+        return plans[graph].bytes_held(what, of)
 
     def held_by(each: Held) -> int:
         index = chosen[each.graph][each.slot]
@@ -112,17 +112,17 @@ class StepTimeline:
         self._waiting: dict[Any, None] = {}
         for at, event in enumerate(self._log):
             if event.kind == "+":
-                self._make(at, event)
+                self._add_storage(at, event)
             elif event.storage >= 0:
                 if event.kind != "d" or event.storage in self._dropped:
-                    self._change(event)
+                    self._change_storage(event)
             elif event.kind in "FB":
-                self._begin(at, event)
+                self._begin_graph(at, event)
             else:
-                self._end(event)
-        self._note(self._most, self._held(self._waiting))
+                self._end_graph(event)
+        self._note_moment(self._most, self._held_by_waiting(self._waiting))
 
-    def _make(self, at: int, event: Event) -> None:
+    def _add_storage(self, at: int, event: Event) -> None:
         self.made += event.nbytes
         if event.storage in self._gradients:
             self._passing += event.nbytes
@@ -132,10 +132,10 @@ class StepTimeline:
             or event.storage not in self._remaining
             or event.storage in self._all_gradients
         ):
-            self._set(event.storage, event.nbytes)
+            self._set_bytes(event.storage, event.nbytes)
         self._most = max(self._most, self._live())
 
-    def _change(self, event: Event) -> None:
+    def _change_storage(self, event: Event) -> None:
         """A storage is resized, freed, or held by no caller any more."""
         self._passing = 0
         # What was there before may have been made out of sight: freeing it does not
@@ -145,12 +145,12 @@ class StepTimeline:
         if event.kind == "-" and event.storage in self._given:
             # The bytes at the step's start: others count as beyond them.
             self._drop_given(self._nbytes[event.storage] - before)
-        self._set(event.storage, before + event.nbytes if is_resized else 0)
+        self._set_bytes(event.storage, before + event.nbytes if is_resized else 0)
         if not is_resized:
             self._beyond.pop(event.storage, None)
         self._most = max(self._most, self._live())
 
-    def _set(self, storage: int, nbytes: int) -> None:
+    def _set_bytes(self, storage: int, nbytes: int) -> None:
         more = max(nbytes, 0) - max(self._beyond.get(storage, 0), 0)
         self._beyond[storage] = nbytes
         self.live += more
@@ -169,27 +169,27 @@ class StepTimeline:
         beside = self.live, self.fixed, self.of_gradients
         return Bytes(*(nbytes + self._passing for nbytes in beside))
 
-    def _count(self, call: Any) -> None:
+    def _count_call(self, call: Any) -> None:
         graph = call.graph.number
         calls = self.calls.setdefault(graph, [])
         calls += [0] * (call.slot + 1 - len(calls))
         calls[call.slot] += 1
         keep_largest(self.scales, {graph: call.scale})
 
-    def _begin(self, at: int, event: Event) -> None:
+    def _begin_graph(self, at: int, event: Event) -> None:
         """A compiled forward or backward begins."""
         nbytes, before = self._dropping
         if event.kind == before:
             self._drop_given(nbytes)
             self._dropping = 0, None
-        held = self._held(self._waiting)
-        self._note(self._most, held)
+        held = self._held_by_waiting(self._waiting)
+        self._note_moment(self._most, held)
         call = event.call
         if event.kind == "F":
-            self._count(call)
+            self._count_call(call)
             held |= self._held_by(call, "forward")
         else:
-            held = self._held({**self._waiting, call: None})
+            held = self._held_by_waiting({**self._waiting, call: None})
             alone: frozenset[int] = frozenset()
             if not event.flag:
                 # What was kept is freed during the backward, whose peak includes it.
@@ -198,12 +198,12 @@ class StepTimeline:
             held |= self._held_by(call, "backward", alone)
         self._passing = 0
         self._most = self._live()
-        self._note(self._most, held)
+        self._note_moment(self._most, held)
 
-    def _end(self, event: Event) -> None:
+    def _end_graph(self, event: Event) -> None:
         if event.kind == "x":
             # This may happen in the midst of eager code.
-            self._note(self._most, self._held(self._waiting))
+            self._note_moment(self._most, self._held_by_waiting(self._waiting))
         if event.flag:
             self._waiting[event.call] = None
         else:
@@ -211,14 +211,14 @@ class StepTimeline:
         self._passing = 0
         self._most = self._live()
 
-    def _note(self, nbytes: Bytes, held: frozenset[Held]) -> None:
+    def _note_moment(self, nbytes: Bytes, held: frozenset[Held]) -> None:
         """Note the most bytes that eager code has while calls hold this."""
         self.moments[held] = max(nbytes, self.moments.get(held, nbytes))
 
     def _held_by(self, call: Any, what: str, of: Any = None) -> frozenset[Held]:
         return frozenset([Held(call.graph.number, call.slot, what, of)])
 
-    def _held(self, calls: Iterable[Any]) -> frozenset[Held]:
+    def _held_by_waiting(self, calls: Iterable[Any]) -> frozenset[Held]:
         """What waiting calls keep, and their outputs that nobody holds."""
         return frozenset().union(
             *(self._held_by(call, "kept") for call in calls),
