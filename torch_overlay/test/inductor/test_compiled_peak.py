@@ -369,10 +369,10 @@ class CompiledPeakTest(TestCase):
         for plan in found.plans_within(lambda: 105):
             peak = plans[plan.only].kept
             told = 190 if peak == 100 else peak * 11 // 10
-            own.record(plan.only, menu.Told(told, told, told), None)
+            own.record_told(plan.only, lambda *_, told=menu.Told(*3 * [told]): told)
             tried.append(peak)
         self.assertEqual(tried, [100, 140, 120, 110])
-        self.assertEqual(found.known().floor, 121)
+        self.assertEqual(found.compiled_and_fastest().floor, 121)
 
     def test_what_was_not_compiled_is_not_kept(self):
         # By what the other holds less than estimated, the fastest would be within too.
@@ -386,9 +386,9 @@ class CompiledPeakTest(TestCase):
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         for plan in found.plans_within(lambda: 1020):
             self.assertEqual(plan.only, 1)
-            own.record(1, menu.Told(890, 890, 890), None)
-        self.assertEqual(found.compiled().within(1020).only, 1)
-        self.assertEqual(found.known().unbudgeted.peak, 990)
+            own.record_told(1, lambda *_: menu.Told(890, 890, 890))
+        self.assertEqual(found.compiled_plans().within(1020).only, 1)
+        self.assertEqual(found.compiled_and_fastest().unbudgeted.peak, 990)
 
     def test_a_number_of_bytes(self):
         floor, found, _ = planned(0)

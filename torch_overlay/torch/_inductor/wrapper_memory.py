@@ -10,7 +10,8 @@ every buffer, and drops it after its last use::
 
 So what is live at any moment follows from that code, without running it.  Both sides of
 a branch are followed, and the body of a loop twice.  The workspaces of kernels and
-operators are not counted.
+operators are not counted.  Symbolic sizes are kept as expressions, so that the same code
+tells what it has live for other sizes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import ast
 import logging
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
+import sympy
+
 import torch
 from torch._inductor import config, ir
 from torch._prims_common import compute_required_storage_length
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch._inductor.graph import GraphLowering
 
@@ -38,6 +41,29 @@ __all__ = ["WrapperMemory", "wrapper_memory"]
 _ALIASING = ("as_strided", "copy_if_misaligned", "reinterpret_tensor", "view")
 
 
+class SymbolicMemory(NamedTuple):
+    """What a wrapper has live, in bytes that depend on ``hints``: symbols, with a value.
+
+    The other fields are those of :class:`WrapperMemory`.
+    """
+
+    live: tuple[Any, ...]
+    dropped: tuple[int, ...]
+    results: tuple[Optional[tuple[int, Any]], ...]
+    hints: dict[sympy.Symbol, int]
+
+    def at(self, values: Mapping[sympy.Symbol, int]) -> WrapperMemory:
+        """What is live for these values of the symbols, by default their hints."""
+        known = {**self.hints, **values}
+
+        def nbytes(size: Any) -> int:
+            return size if isinstance(size, int) else int(size.xreplace(known))
+
+        results = (each and (each[0], nbytes(each[1])) for each in self.results)
+        live = tuple(map(nbytes, self.live))
+        return WrapperMemory(live, self.dropped, tuple(results), self)
+
+
 class WrapperMemory(NamedTuple):
     """What a wrapper has live.
 
@@ -46,11 +72,17 @@ class WrapperMemory(NamedTuple):
         dropped: for each input, how many allocations come before it is dropped.
         results: for each result, the storage's number and bytes if the wrapper
             allocated it; None for an input and for what is no tensor.
+        symbolic: the same for any sizes, None if none are symbolic.
     """
 
     live: tuple[int, ...]
     dropped: tuple[int, ...]
     results: tuple[Optional[tuple[int, int]], ...]
+    symbolic: Optional[SymbolicMemory] = None
+
+    def at(self, values: Mapping[sympy.Symbol, int]) -> WrapperMemory:
+        """The same for other sizes."""
+        return self if self.symbolic is None else self.symbolic.at(values)
 
     def peak(self, owned: Iterable[tuple[int, Sequence[int]]] = ()) -> int:
         """The most bytes live, not counting inputs that somebody else holds.
@@ -82,11 +114,17 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
     try:
         walk = _Walk(graph, source, torch.device(device))
         results = walk.follow()
+        symbols = set().union(*(getattr(n, "free_symbols", ()) for n in walk.live))
+        hints = {
+            symbol: int(graph.sizevars.optimization_hint(symbol, fallback=0))
+            for symbol in symbols
+        }
+        found = tuple(walk.live), tuple(walk.dropped), results
+        return SymbolicMemory(*found, hints).at({}) if hints else WrapperMemory(*found)
     except Exception as error:
         # A compile must not fail because of this.
         log.debug("what a wrapper has live is not told", exc_info=error)
         return None
-    return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results)
 
 
 class _Unknown(Exception):
@@ -101,7 +139,7 @@ class _Storage:
     """
 
     def __init__(
-        self, walk: _Walk, made: Optional[tuple[int, int]] = None, index: int = -1
+        self, walk: _Walk, made: Optional[tuple[int, Any]] = None, index: int = -1
     ) -> None:
         self._walk, self.made, self.index = walk, made, index
 
@@ -130,9 +168,9 @@ class _Walk:
             for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.FunctionDef)
         }
-        self.live: list[int] = []
+        self.live: list[Any] = []
         self.dropped = [0] * len(graph.graph_inputs)
-        self._now = 0
+        self._now: Any = 0
         self._parts: dict[str, dict[tuple[Any, ...], str]] = {}
         for name, (buffer, _) in self.buffers.items():
             if isinstance(buffer, ir.MultiOutput):
@@ -140,13 +178,13 @@ class _Walk:
                 whole: Any = buffer.inputs[0]
                 self._parts.setdefault(whole.get_name(), {})[indices] = name
 
-    def follow(self) -> tuple[Optional[tuple[int, int]], ...]:
+    def follow(self) -> tuple[Optional[tuple[int, Any]], ...]:
         """Follow the wrapper from call to return, and return each result's ``made``."""
         inputs = [_Storage(self, index=i) for i in range(len(self.dropped))]
         results = self._run("call", inputs) or []
         return tuple(getattr(each, "made", None) for each in results)
 
-    def _made(self, nbytes: int) -> _Storage:
+    def _made(self, nbytes: Any) -> _Storage:
         self._now += nbytes
         self.live.append(self._now)
         return _Storage(self, (len(self.live), nbytes))
@@ -280,9 +318,9 @@ class _Walk:
         is_other = self.device.index not in (None, there.index)
         if there.type != self.device.type or is_other:
             return self._made(0)
-        size = graph.get_allocation_storage_size(buffer)
-        length = graph.sizevars.optimization_hint(size, fallback=0)
-        return self._made(int(length) * buffer.get_dtype().itemsize)
+        length = sympy.sympify(graph.get_allocation_storage_size(buffer))
+        length = int(length) if length.is_number else length
+        return self._made(length * buffer.get_dtype().itemsize)
 
 
 def _with_subgraphs(graph: GraphLowering) -> Iterator[GraphLowering]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ..decision import Decision
     from ..graph.joint import Planner
     from ..peak.curve import Choice
-    from ..peak.menu import Menu, Told
+    from ..peak.menu import Menu, Tell
 
 
 log = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ class _Compiles:
         def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             compiled = self.peaks.backward(module, inputs)
             # Checked here, before the graphs are cached.
-            if self.menu is not None and self.peaks.told is not None:
-                self._check_told(self.menu, self.peaks.told, state.fw_metadata)
+            if self.menu is not None and self.peaks.tell is not None:
+                self._check_told(self.menu, self.peaks.tell, state.fw_metadata)
             return compiled
 
         try:
@@ -229,14 +229,13 @@ class _Compiles:
         self._plans = self.search.plans_within(lambda: allowed)
         self.trying = _Try(next(self._plans).only)
 
-    def _check_told(self, menu: Menu, told: Told, metadata: Any) -> None:
+    def _check_told(self, menu: Menu, tell: Tell, metadata: Any) -> None:
         """Keep what was compiled, or raise `_Over`."""
         # Not `last_plan`, which may be that of another thread.
         report: Any = logged_plan(metadata)
         if not self.is_last:
             plan, is_guarded = self.trying
-            alone = self.peaks.told_alone
-            if menu.record_told(plan, told, alone, only_if_less=is_guarded):
+            if menu.record_told(plan, tell, only_if_less=is_guarded):
                 self._guards[plan] = is_guarded
             self.trying = self._next_try(menu)
             if self.trying != (plan, is_guarded):
@@ -245,7 +244,7 @@ class _Compiles:
                     "allowed; it is compiled again",
                     get_aot_graph_name(),
                     report.peak.predicted,
-                    max(told.forward, told.backward),
+                    max(tell((), ())[1:]),
                     report.peak.allowed,
                 )
                 raise _Over

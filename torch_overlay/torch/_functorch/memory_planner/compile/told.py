@@ -20,7 +20,8 @@ from torch._inductor.utils import output_node
 from torch.fx import Node
 
 from ..graph.storages import activation_bytes
-from ..peak.menu import Names, Told
+from ..graph.symbols import SizeEvaluator, Values
+from ..peak.menu import Names, Tell, Told
 
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def can_guard() -> bool:
 class CompiledPeaks:
     """Wraps the two compilers of a joint graph and reads what the compiled graphs hold.
 
-    ``told`` is the result of `told_peaks`, or None if the backward is not compiled yet
-    or a compiler does not tell.  If ``guarded``, no fusion may raise the peaks.
+    ``tell`` returns that, or is None if the backward is not compiled yet or a compiler
+    does not tell.  If ``guarded``, no fusion may raise the peaks.
     ``kernels``, if given, collects those of both graphs, which are not compiled yet.
     """
 
@@ -70,9 +71,7 @@ class CompiledPeaks:
         self.device = torch.device("cpu")
         # The tangents and outputs that a step's calls lack: nothing holds them.
         self.missing: Optional[Missing] = None
-        self.told: Optional[Told] = None
-        # The same, if the backward alone holds the values of these names.
-        self.told_alone: Callable[[Names], Told]
+        self.tell: Optional[Tell] = None
         self._memory: Optional[WrapperMemory] = None
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -94,17 +93,23 @@ class CompiledPeaks:
             for at, node in enumerate(filter(_is_tangent, saved))
             if at not in absent and get_node_storage(node) not in self._storages
         ]
-        tangent_bytes = activation_bytes((), held, self.device)
+        # With symbolic sizes, this is one.
+        tangent_bytes: Any = activation_bytes((), held, self.device, lambda size: size)
         compiled = self._compile(1, module, inputs)
         memory = getattr(compiled, "memory", None)
         if self._memory is not None and memory is not None:
-            n = self.num_fwd_outputs
-            of = enumerate(self._memory.results)
-            results = tuple(None if at in gone else result for at, result in of)
-            forward = self._memory._replace(results=results)
-            asked = self._results, names, forward, memory, n, tangent_bytes
-            self.told = told_peaks(*asked)
-            self.told_alone = functools.partial(told_peaks, *asked)
+            before, made, n = self._memory, self._results, self.num_fwd_outputs
+
+            @functools.cache
+            def tell(values: Values = (), alone: Names = ()) -> Told:
+                forward = before.at(dict(values))
+                of = enumerate(forward.results)
+                results = tuple(None if at in gone else each for at, each in of)
+                asked = forward._replace(results=results), memory.at(dict(values))
+                nbytes = SizeEvaluator(values)(tangent_bytes)
+                return told_peaks(made, names, *asked, n, nbytes, alone)
+
+            self.tell = tell
         return compiled
 
     def _compile(

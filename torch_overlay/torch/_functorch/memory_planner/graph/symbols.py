@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 
@@ -14,8 +15,18 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
 
-__all__ = ["Places", "has_symbolic_sizes", "size_evaluator", "sizes_in", "symbols_in"]
+__all__ = [
+    "Places",
+    "SizeEvaluator",
+    "Values",
+    "has_symbolic_sizes",
+    "size_evaluator",
+    "sizes_in",
+    "symbols_in",
+]
 
+# Symbols, each with its value.
+Values = tuple[tuple[Any, int], ...]
 # For each symbol, the index of an argument, and its dimension that has the symbol's
 # value; None if the argument is that value itself.
 Places = dict[Any, tuple[int, Optional[int]]]
@@ -27,20 +38,25 @@ def sizes_in(args: Sequence[Any], symbols: Places) -> tuple[int, ...]:
     return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
 
 
-def size_evaluator(places: Places, sizes: Sequence[int]) -> Callable[[Any], int]:
-    """A function that evaluates symbolic sizes, given the values from `sizes_in`.
+@dataclass(frozen=True)
+class SizeEvaluator:
+    """A function that evaluates symbolic sizes, given some symbols and their values.
 
     A size that also depends on other symbols is evaluated to its hint.
     """
-    symbols = dict(zip(places, sizes))
 
-    def as_int(size: Any) -> int:
+    values: Values
+
+    def __call__(self, size: Any) -> int:
         if isinstance(size, int):
             return size
-        found = size.node.expr.xreplace(symbols)
+        found = size.node.expr.xreplace(dict(self.values))
         return int(found) if getattr(found, "is_number", True) else size_or_hint(size)
 
-    return as_int
+
+def size_evaluator(places: Places, sizes: Sequence[int]) -> SizeEvaluator:
+    """The function for the values from `sizes_in`."""
+    return SizeEvaluator((*zip(places, sizes),))
 
 
 def symbols_in(given: Sequence[Any]) -> Places:

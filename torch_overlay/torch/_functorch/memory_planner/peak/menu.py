@@ -10,18 +10,19 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
 from ..graph.inputs_outputs import backward_inputs, Input, Missing, output_bytes
 from ..graph.other_sizes import calls_and_storages
+from ..graph.symbols import Values
 from .plan_search import live_bytes_model
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Container, Iterable, Sequence
 
     import torch.fx as fx
     from ..graph.joint import Planner
@@ -32,13 +33,14 @@ __all__ = [
     "Footprint",
     "Menu",
     "Names",
+    "Tell",
     "Told",
     "Variant",
     "footprint_bytes",
 ]
 
 # The names of nodes, each with its bytes.
-Names = Sequence[tuple[str, int]]
+Names = tuple[tuple[str, int], ...]
 
 # More bytes than any plan holds, yet few enough for sums to be exact in doubles.
 _NEVER = 2**44
@@ -57,6 +59,11 @@ class Told(NamedTuple):
     kept: int
     forward: int
     backward: int
+
+
+# Returns what a plan's compiled graphs hold for some values of symbolic sizes, by default
+# their hints, if the backward alone holds the values of some names, by default none.
+Tell = Callable[[Values, Names], Told]
 
 
 class Footprint(NamedTuple):
@@ -107,16 +114,14 @@ class Variant(NamedTuple):
         return cls(model, backward_inputs(joint, model))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Menu:
     """The plans of a graph that no other beats, by rising cost, for calls of one size.
 
     ``variants`` has the graph by its number of chunks, 1 for the graph as it is.
     ``primals`` counts the tensors among the forward's inputs, and ``outputs`` has the
-    bytes of what it returns, by index.  For each compiled plan, ``told`` has the errors
-    of the estimates ``kept``, ``forward`` and ``backward``: the told bytes minus the
-    estimated ones, as shares of the estimated ``backward``, so that they also apply to
-    other sizes.
+    bytes of what it returns, by index.  For each compiled plan, ``told`` has what
+    tells the bytes of its compiled graphs, and the menu of the trace that was compiled.
     """
 
     plans: list[Footprint]
@@ -128,11 +133,10 @@ class Menu:
     work: float
     # The tangents and outputs that its calls lack, which the model leaves out.
     missing: Optional[Missing] = None
-    told: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    # The error of ``backward``, given the inputs that the backward alone holds.
-    told_alone: dict[int, Callable[[frozenset[int]], float]] = field(
-        default_factory=dict
-    )
+    told: dict[int, tuple[Tell, Menu]] = field(default_factory=dict)
+    # The values that the plans are for, with the model's bytes beside a plan's; its own
+    # come first.  Empty for those that were traced.
+    sizes: tuple[tuple[Values, int], ...] = ()
     # The plans as estimated, if ``plans`` are corrected.
     estimated: list[Footprint] = field(default_factory=list)
     # Why a large head cannot run in chunks.
@@ -181,8 +185,12 @@ class Menu:
                 plan = plans[at]
                 kept = (*footprint_bytes(model, each), plan.cost, plan.outputs)
                 plans[at] = Footprint(*kept, storages, chunks)
-        outputs = output_bytes(joint, variants[1].model)
-        return replace(self, plans=plans, variants=variants, outputs=outputs)
+        outputs = output_bytes(joint, model := variants[1].model)
+        values = getattr(joint.as_int, "values", ())
+        sizes = ((values, model.held_by_caller),) if values else ()
+        return replace(
+            self, plans=plans, variants=variants, outputs=outputs, sizes=sizes
+        )
 
     def hold_no_more(self, other: Menu) -> bool:
         """Whether each plan keeps and holds at most as much as in another menu."""
@@ -190,42 +198,60 @@ class Menu:
 
     def at_least(self, other: Menu) -> Menu:
         """The same plans, each with at least the bytes that it has in another menu."""
+        sizes = tuple(dict.fromkeys(self.sizes + other.sizes))
         plans = []
         for own, its in zip(self.plans, other.plans):
             kept, forward, backward = map(max, own[:3], its[:3])
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
-        return replace(self, plans=plans)
+        return replace(self, plans=plans, sizes=sizes)
 
-    def record_told(
-        self,
-        index: int,
-        told: Told,
-        told_alone: Callable[[Names], Told],
-        only_if_less: bool = False,
-    ) -> bool:
+    def record_told(self, index: int, tell: Tell, only_if_less: bool = False) -> bool:
         """Record what a compiled plan keeps and holds; returns whether it did so.
 
-        ``told_alone`` returns the same if the backward alone holds the inputs with some
-        names and bytes.  With ``only_if_less``, a plan that was told before is recorded
-        again only if its peak is lower now.
+        With ``only_if_less``, a plan that was told before is recorded again only if its
+        peak is lower now.
         """
-        plan = self.plans[index]
-        model, inputs, *_ = self.variants[plan.chunks]
-        beside = model.held_by_caller
-        if only_if_less and index in self.told and max(told[1:]) >= self.peak_of(index):
+        most = max(tell((), ())[1:])
+        if only_if_less and index in self.told and most >= self.peak_of(index):
             return False
-        size = max(plan.backward, 1)
-        held = told._replace(backward=told.backward - beside)
-        self.told[index] = tuple(e / size for e in map(operator.sub, held, plan[:3]))
-
-        def error(of: frozenset[int]) -> float:
-            alone = [inputs[i] for i in sorted(of) if i in inputs]
-            named = [(each.name, each.nbytes) for each in alone]
-            (estimate,) = self._backward_bytes([plan], of)
-            return (told_alone(named).backward - beside - estimate) / size
-
-        self.told_alone[index] = functools.cache(error)
+        self.told[index] = tell, self
         return True
+
+    def _errors(self, index: int) -> list[float]:
+        """The errors of a compiled plan's ``kept``, ``forward`` and ``backward``.
+
+        That is the told bytes minus the estimated ones, as shares of the estimated
+        ``backward``, so that they also apply to a trace that was not compiled.
+        """
+        tell, recorded = self.told[index]
+        at = self if self.sizes else recorded
+        plan = (at.estimated or at.plans)[index]
+        held = [
+            told._replace(backward=told.backward - beside)
+            for values, beside in at._sizes_of(plan)
+            for told in [tell(values, ())]
+        ]
+        most = map(max, zip(*held))
+        return [
+            (nbytes - own) / max(plan.backward, 1) for nbytes, own in zip(most, plan)
+        ]
+
+    def _error_alone(self, index: int, of: frozenset[int]) -> float:
+        """The error of ``backward`` if it alone holds these inputs."""
+        tell, recorded = self.told[index]
+        at = self if self.sizes else recorded
+        plan = (at.estimated or at.plans)[index]
+        inputs, (values, beside) = (
+            at.variants[plan.chunks].inputs,
+            at._sizes_of(plan)[0],
+        )
+        alone = [inputs[i] for i in sorted(of) if i in inputs]
+        told = tell(values, tuple((each.name, each.nbytes) for each in alone))
+        (estimate,) = at._backward_bytes([plan], of)
+        return (told.backward - beside - estimate) / max(plan.backward, 1)
+
+    def _sizes_of(self, plan: Footprint) -> tuple[tuple[Values, int], ...]:
+        return self.sizes or (((), self._model_of(plan).held_by_caller),)
 
     def corrected(self) -> Menu:
         """The plans as told; others with the error of the nearest compiled plan.
@@ -241,7 +267,7 @@ class Menu:
             size = max(self.plans[near].backward, 1)
             kept, forward, backward = (
                 max(nbytes + round(error * size), 0)
-                for nbytes, error in zip(plan[:3], self.told[near])
+                for nbytes, error in zip(plan[:3], self._errors(near))
             )
             plan = plan._replace(kept=kept, forward=forward, backward=backward)
             plans.append(plan)
@@ -257,7 +283,9 @@ class Menu:
 
     def underestimates(self, margin: float) -> bool:
         """Whether any error in ``told`` is above this share."""
-        return any(error > margin for errors in self.told.values() for error in errors)
+        return any(
+            error > margin for index in self.told for error in self._errors(index)
+        )
 
     def peak_of(self, index: int) -> int:
         """The peak in bytes of a plan by itself, corrected by what compiles told."""
@@ -294,23 +322,6 @@ class Menu:
             chunks, of.rows, in_one - menu._peak_of_plan(menu.plans[index]), more_work
         )
 
-    def place_of_peak(self, index: int) -> str:
-        """Where the backward holds most by a plan, estimated operator by operator.
-
-        It is the path of a module within the compiled one, or the name of a function
-        that this calls; empty if unknown.
-        """
-        plan = self.plans[index]
-        model = self._model_of(plan)
-        peaks = model.evaluate(plan.storages).step_peaks
-        _, step = max(zip(peaks, model.steps), key=operator.itemgetter(0))
-        meta = step.operator.node.meta
-        modules = [path for path, _ in (meta.get("fwd_nn_module_stack") or {}).values()]
-        functions = [name for name, _ in meta.get("fwd_source_fn_stack", ())]
-        # The compiled module is a local variable, as in L['self'].layers.0.
-        paths = (path.partition("].")[2] for path in modules[-1:])
-        return next(filter(None, (*paths, *functions)), "")
-
     def bytes_held(self, what: str, of: Any) -> list[int]:
         """The bytes that a call of the graph holds by each plan; see :class:`.Held`."""
         return [
@@ -326,7 +337,7 @@ class Menu:
             for index in range(len(self.estimated)):
                 near = _nearest_compiled(self.estimated, index, self.told)
                 size = max(self.estimated[near].backward, 1)
-                error = self.told_alone[near](of)
+                error = self._error_alone(near, of)
                 found[index] = max(found[index] + round(error * size), 0)
             return found
         times = of if what == "kept" and of else 1

@@ -294,7 +294,7 @@ def _describe_moments(
 
     @functools.cache
     def place(graph: int, index: int) -> str:
-        name = curve.graphs[graph].place_of_peak(index)
+        name = _place_of_peak(curve.graphs[graph], index)
         return f" at {name}" if name else ""
 
     for held, nbytes in moments.items():
@@ -314,3 +314,21 @@ def _describe_moments(
         total, fixed, gradients = nbytes
         beside = gradients, fixed - gradients, total - fixed
         yield Moment(what, saved, transient, *beside)
+
+
+def _place_of_peak(menu: Menu, index: int) -> str:
+    """Where a backward holds most by a plan, estimated operator by operator.
+
+    It is the path of a module within the compiled one, or the name of a function
+    that this calls; empty if unknown.
+    """
+    plan = menu.plans[index]
+    model = menu.variants[plan.chunks].model
+    peaks = model.evaluate(plan.storages).step_peaks
+    _, step = max(zip(peaks, model.steps), key=operator.itemgetter(0))
+    meta = step.operator.node.meta
+    modules = [path for path, _ in (meta.get("fwd_nn_module_stack") or {}).values()]
+    functions = [name for name, _ in meta.get("fwd_source_fn_stack", ())]
+    # The compiled module is a local variable, as in L['self'].layers.0.
+    paths = (path.partition("].")[2] for path in modules[-1:])
+    return next(filter(None, (*paths, *functions)), "")

@@ -291,9 +291,9 @@ class CompiledGraph:
             result = Backward(
                 compiled.backward, module, inputs, absent, self._as_traced
             )
-            if compiled.told is not None:
-                told = compiled.told, compiled.told_alone
-                self.plans.record_told(request.chosen, *told, only_if_less=is_guarded)
+            if compiled.tell is not None:
+                told = request.chosen, compiled.tell
+                self.plans.record_told(*told, only_if_less=is_guarded)
             return result
 
         run, metadata = self._compile_graph(

@@ -64,7 +64,7 @@ class StoredGraph(NamedTuple):
     def of(cls, graph: Graph, choice: tuple[int, ...]) -> StoredGraph:
         plans, compiled = graph.plans, graph.current()
         heads = {n: (each.rows, each.cost) for n, each in plans.variants.items()}
-        menu = replace(plans, variants={}, told={}, told_alone={})
+        menu = replace(plans, variants={}, told={})
         guarded = compiled.guarded if compiled is not None else ()
         return cls(graph.key, menu, heads, graph.lean, choice, frozenset(guarded))
 
