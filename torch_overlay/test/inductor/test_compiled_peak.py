@@ -23,7 +23,11 @@ from torch._functorch.memory_planner.compile import (
     search,
     told as told_module,
 )
-from torch._functorch.memory_planner.peak import menu, peak_bytes as peak_target
+from torch._functorch.memory_planner.peak import (
+    footprint,
+    menu,
+    peak_bytes as peak_target,
+)
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config, output_code, wrapper_memory
@@ -109,10 +113,22 @@ def told_more(share):
     """Compiles tell peaks that are higher by a share than they are."""
 
     def more(*args):
-        return menu.Told(*(int(nbytes * (1 + share)) for nbytes in told_peaks(*args)))
+        return footprint.Told(
+            *(int(nbytes * (1 + share)) for nbytes in told_peaks(*args))
+        )
 
     told_peaks = told_module.told_peaks
     return patch.object(told_module, "told_peaks", side_effect=more)
+
+
+def tells(nbytes):
+    """A compile that tells this many bytes whatever is asked."""
+
+    def tell(*_):
+        return footprint.Told(nbytes, nbytes, nbytes)
+
+    tell.symbols = frozenset()
+    return tell
 
 
 def saved(plan):
@@ -261,7 +277,9 @@ class CompiledPeakTest(TestCase):
 
         def more(*args):
             factor = factors[min(told.call_count, len(factors)) - 1]
-            return menu.Told(*(int(nbytes * factor) for nbytes in told_peaks(*args)))
+            return footprint.Told(
+                *(int(nbytes * factor) for nbytes in told_peaks(*args))
+            )
 
         told_peaks = told_module.told_peaks
         with (
@@ -317,7 +335,9 @@ class CompiledPeakTest(TestCase):
         def peaks_by_fusions(*args):
             # Half as much again, unless fusions are guarded.
             share = 1.5 if limits[-1] == usual else 1
-            return menu.Told(*(int(nbytes * share) for nbytes in told_peaks(*args)))
+            return footprint.Told(
+                *(int(nbytes * share) for nbytes in told_peaks(*args))
+            )
 
         def note(*args):
             limits.append(getattr(inductor_config, name))
@@ -358,7 +378,9 @@ class CompiledPeakTest(TestCase):
     def test_where_none_is_within_the_lowest_to_expect_is_tried(self):
         # What saves least holds almost twice what was estimated, all else a tenth more.
         plans = [
-            menu.Footprint(peak, peak, peak, 20 - peak / 10, frozenset(), frozenset())
+            footprint.Footprint(
+                peak, peak, peak, 20 - peak / 10, frozenset(), frozenset()
+            )
             for peak in range(200, 99, -10)
         ]
         whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
@@ -369,7 +391,7 @@ class CompiledPeakTest(TestCase):
         for plan in found.plans_within(lambda: 105):
             peak = plans[plan.only].kept
             told = 190 if peak == 100 else peak * 11 // 10
-            own.record_told(plan.only, lambda *_, told=menu.Told(*3 * [told]): told)
+            own.record_told(plan.only, tells(told))
             tried.append(peak)
         self.assertEqual(tried, [100, 140, 120, 110])
         self.assertEqual(found.compiled_and_fastest().floor, 121)
@@ -377,7 +399,7 @@ class CompiledPeakTest(TestCase):
     def test_what_was_not_compiled_is_not_kept(self):
         # By what the other holds less than estimated, the fastest would be within too.
         plans = [
-            menu.Footprint(peak, peak, peak, cost, frozenset(), frozenset())
+            footprint.Footprint(peak, peak, peak, cost, frozenset(), frozenset())
             for peak, cost in ((1000, 0), (900, 10))
         ]
         whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
@@ -386,7 +408,7 @@ class CompiledPeakTest(TestCase):
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         for plan in found.plans_within(lambda: 1020):
             self.assertEqual(plan.only, 1)
-            own.record_told(1, lambda *_: menu.Told(890, 890, 890))
+            own.record_told(1, tells(890))
         self.assertEqual(found.compiled_plans().within(1020).only, 1)
         self.assertEqual(found.compiled_and_fastest().unbudgeted.peak, 990)
 

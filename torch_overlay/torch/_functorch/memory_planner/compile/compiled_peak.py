@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from ..decision import Decision
     from ..graph.joint import Planner
     from ..peak.curve import Choice
-    from ..peak.menu import Menu, Tell
+    from ..peak.footprint import Tell
+    from ..peak.menu import Menu
 
 
 log = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ class _Compiles:
                     "allowed; it is compiled again",
                     get_aot_graph_name(),
                     report.peak.predicted,
-                    max(tell((), ())[1:]),
+                    max(tell()[1:]),
                     report.peak.allowed,
                 )
                 raise _Over

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx import Node
 
 from ..graph.storages import activation_bytes
 from ..graph.symbols import SizeEvaluator, Values
-from ..peak.menu import Names, Tell, Told
+from ..peak.footprint import Names, Tell, Told
 
 
 if TYPE_CHECKING:
@@ -98,18 +99,15 @@ class CompiledPeaks:
         compiled = self._compile(1, module, inputs)
         memory = getattr(compiled, "memory", None)
         if self._memory is not None and memory is not None:
-            before, made, n = self._memory, self._results, self.num_fwd_outputs
-
-            @functools.cache
-            def tell(values: Values = (), alone: Names = ()) -> Told:
-                forward = before.at(dict(values))
-                of = enumerate(forward.results)
-                results = tuple(None if at in gone else each for at, each in of)
-                asked = forward._replace(results=results), memory.at(dict(values))
-                nbytes = SizeEvaluator(values)(tangent_bytes)
-                return told_peaks(made, names, *asked, n, nbytes, alone)
-
-            self.tell = tell
+            self.tell = _Compiled(
+                self._memory,
+                memory,
+                self._results,
+                names,
+                self.num_fwd_outputs,
+                tangent_bytes,
+                frozenset(gone),
+            )
         return compiled
 
     def _compile(
@@ -119,6 +117,53 @@ class CompiledPeaks:
         later = self._kernels.collected() if self._kernels else nullcontext()
         with inductor_config.patch(options), later:
             return self._compilers[phase](module, inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """The two compiled graphs of a joint graph.
+
+    Args:
+        forward, backward: what their wrappers have live.
+        results, saved, num_fwd_outputs: those of `told_peaks`.
+        tangent_bytes: an int or a symbolic one.
+        gone: the indices of the forward's outputs that nothing holds.
+        known: what was told, by the arguments of the call.
+    """
+
+    forward: WrapperMemory
+    backward: WrapperMemory
+    results: Sequence[Optional[str]]
+    saved: Sequence[Optional[str]]
+    num_fwd_outputs: int
+    tangent_bytes: Any
+    gone: frozenset[int]
+    known: dict[Any, Told] = field(default_factory=dict)
+
+    @functools.cached_property
+    def symbols(self) -> frozenset[Any]:
+        of = (each.symbolic for each in (self.forward, self.backward))
+        return frozenset().union(*(each.hints for each in of if each is not None))
+
+    def __call__(self, values: Values = (), alone: Names = ()) -> Told:
+        if (values, alone) not in self.known:
+            self.known[values, alone] = self._tell(values, alone)
+        return self.known[values, alone]
+
+    def _tell(self, values: Values, alone: Names) -> Told:
+        forward = self.forward.at(dict(values))
+        results = tuple(
+            None if at in self.gone else each for at, each in enumerate(forward.results)
+        )
+        return told_peaks(
+            self.results,
+            self.saved,
+            forward._replace(results=results),
+            self.backward.at(dict(values)),
+            self.num_fwd_outputs,
+            SizeEvaluator(values)(self.tangent_bytes),
+            alone,
+        )
 
 
 def _names_of_results(values: Iterable[Any]) -> list[Optional[str]]:

@@ -33,7 +33,8 @@ from .plans import undominated
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .menu import Footprint, Menu
+    from .footprint import Footprint
+    from .menu import Menu
 
 
 __all__ = ["Choice", "Curve", "Held", "Moments", "allowed_peak"]

@@ -15,7 +15,8 @@ from ..graph.inputs_outputs import (
 )
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import flops
-from .menu import Footprint, footprint_bytes, Menu, Variant
+from .footprint import Footprint, footprint_bytes
+from .menu import Menu, Variant
 from .plan_search import (
     compare_with_no_checkpoints,
     live_bytes_model,

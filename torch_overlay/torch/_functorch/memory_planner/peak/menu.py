@@ -1,23 +1,19 @@
 """What the plans of one graph keep and hold, as estimated or as told by compiles.
 
-A plan *keeps* bytes from the forward to the backward, and *holds* those that are live
-while either runs.  A :class:`Footprint` describes a plan by these numbers, its cost and
-what it saves.  The plans of a graph that no other beats are its :class:`Menu`.
+A :class:`.Footprint` describes a plan.  The plans of a graph that no other beats are its :class:`Menu`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
 from ..graph.inputs_outputs import backward_inputs, Input, Missing, output_bytes
 from ..graph.other_sizes import calls_and_storages
-from ..graph.symbols import Values
+from .footprint import Footprint, footprint_bytes
 from .plan_search import live_bytes_model
 
 
@@ -26,71 +22,15 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from ..graph.joint import Planner
-    from ..graph.liveness import Evaluation, Program
+    from ..graph.liveness import Program
+    from ..graph.symbols import Values
+    from .footprint import Tell
 
 
-__all__ = [
-    "Footprint",
-    "Menu",
-    "Names",
-    "Tell",
-    "Told",
-    "Variant",
-    "footprint_bytes",
-]
-
-# The names of nodes, each with its bytes.
-Names = tuple[tuple[str, int], ...]
+__all__ = ["Menu", "Variant"]
 
 # More bytes than any plan holds, yet few enough for sums to be exact in doubles.
 _NEVER = 2**44
-
-
-class Told(NamedTuple):
-    """What the two compiled graphs of a joint graph hold, in bytes.
-
-    Args:
-        kept: what the forward leaves alive for the backward, beyond inputs and outputs.
-        forward: the most that is live while the forward runs, beyond the inputs.
-        backward: the most that is live while the backward runs, including what was
-            kept, the tangents and what the forward returned.
-    """
-
-    kept: int
-    forward: int
-    backward: int
-
-
-# Returns what a plan's compiled graphs hold for some values of symbolic sizes, by default
-# their hints, if the backward alone holds the values of some names, by default none.
-Tell = Callable[[Values, Names], Told]
-
-
-class Footprint(NamedTuple):
-    """A plan of one graph: bytes beyond the graph's inputs and outputs, and a cost.
-
-    Args:
-        kept: what the forward leaves alive.
-        forward: the most that is live while the forward runs, with what it returns.
-        backward: the most that is live while the backward runs, with what was kept.
-        cost: what is recomputed, in the estimator's unit.
-        outputs: the indices of those outputs of the forward that are saved too.
-        storages: what to save, by numbers of the variant's model.
-        chunks: the number of chunks that the graph's head runs in: its variant.
-    """
-
-    kept: int
-    forward: int
-    backward: int
-    cost: float
-    outputs: frozenset[int]
-    storages: frozenset[int]
-    chunks: int = 1
-
-    def holds_no_more(self, other: Footprint) -> bool:
-        """Whether it keeps and holds at most as much as another."""
-        is_no_more = all(map(operator.le, self[:3], other[:3]))
-        return is_no_more and self.outputs <= other.outputs
 
 
 class Variant(NamedTuple):
@@ -134,6 +74,8 @@ class Menu:
     # The tangents and outputs that its calls lack, which the model leaves out.
     missing: Optional[Missing] = None
     told: dict[int, tuple[Tell, Menu]] = field(default_factory=dict)
+    # The errors of backwards that alone hold some inputs, once they were needed.
+    errors_alone: dict[Any, float] = field(default_factory=dict)
     # The values that the plans are for, with the model's bytes beside a plan's; its own
     # come first.  Empty for those that were traced.
     sizes: tuple[tuple[Values, int], ...] = ()
@@ -211,11 +153,22 @@ class Menu:
         With ``only_if_less``, a plan that was told before is recorded again only if its
         peak is lower now.
         """
-        most = max(tell((), ())[1:])
+        most = max(tell()[1:])
         if only_if_less and index in self.told and most >= self.peak_of(index):
             return False
         self.told[index] = tell, self
         return True
+
+    def _told_at(self, index: int) -> tuple[Tell, Menu]:
+        """What a plan's compile tells, and the menu whose sizes it can tell of.
+
+        That is this one if its sizes are values of the symbols in what was compiled,
+        else that of the trace.
+        """
+        tell, recorded = self.told[index]
+        symbols = tell.symbols
+        known = (symbols <= dict(values).keys() for values, _ in self.sizes)
+        return tell, self if symbols and self.sizes and all(known) else recorded
 
     def _errors(self, index: int) -> list[float]:
         """The errors of a compiled plan's ``kept``, ``forward`` and ``backward``.
@@ -223,13 +176,12 @@ class Menu:
         That is the told bytes minus the estimated ones, as shares of the estimated
         ``backward``, so that they also apply to a trace that was not compiled.
         """
-        tell, recorded = self.told[index]
-        at = self if self.sizes else recorded
+        tell, at = self._told_at(index)
         plan = (at.estimated or at.plans)[index]
         held = [
             told._replace(backward=told.backward - beside)
             for values, beside in at._sizes_of(plan)
-            for told in [tell(values, ())]
+            for told in [tell(values)]
         ]
         most = map(max, zip(*held))
         return [
@@ -238,17 +190,18 @@ class Menu:
 
     def _error_alone(self, index: int, of: frozenset[int]) -> float:
         """The error of ``backward`` if it alone holds these inputs."""
-        tell, recorded = self.told[index]
-        at = self if self.sizes else recorded
-        plan = (at.estimated or at.plans)[index]
-        inputs, (values, beside) = (
-            at.variants[plan.chunks].inputs,
-            at._sizes_of(plan)[0],
-        )
-        alone = [inputs[i] for i in sorted(of) if i in inputs]
-        told = tell(values, tuple((each.name, each.nbytes) for each in alone))
-        (estimate,) = at._backward_bytes([plan], of)
-        return (told.backward - beside - estimate) / max(plan.backward, 1)
+        tell, at = self._told_at(index)
+        key = at.sizes, index, tell, of
+        if key not in self.errors_alone:
+            plan = (at.estimated or at.plans)[index]
+            inputs = at.variants[plan.chunks].inputs
+            values, beside = at._sizes_of(plan)[0]
+            alone = [inputs[i] for i in sorted(of) if i in inputs]
+            told = tell(values, tuple((each.name, each.nbytes) for each in alone))
+            (estimate,) = at._backward_bytes([plan], of)
+            error = told.backward - beside - estimate
+            self.errors_alone[key] = error / max(plan.backward, 1)
+        return self.errors_alone[key]
 
     def _sizes_of(self, plan: Footprint) -> tuple[tuple[Values, int], ...]:
         return self.sizes or (((), self._model_of(plan).held_by_caller),)
@@ -380,10 +333,3 @@ def _nearest_compiled(
         return i != index, is_other, abs(other.kept - plan.kept), i
 
     return min(told, key=distance)
-
-
-def footprint_bytes(model: Program, evaluation: Evaluation) -> tuple[int, int, int]:
-    """The first three fields of a plan's :class:`Footprint`."""
-    kept = model.nbytes_of(evaluation.saved - model.outputs)
-    backward = max(evaluation.step_peaks) - model.held_by_caller
-    return kept, evaluation.forward_peak, backward

@@ -21,7 +21,8 @@ from ..._activation_checkpointing.random_ops import subgraphs
 from ..decision import Head
 from ..graph.inputs_outputs import Missing
 from ..peak.curve import Held
-from ..peak.menu import Footprint, Menu, Variant
+from ..peak.footprint import Footprint
+from ..peak.menu import Menu, Variant
 from ..report.step_summary import GraphUse, Moment, StepSummary
 from .calls import State
 from .plan_step import Present
@@ -64,7 +65,7 @@ class StoredGraph(NamedTuple):
     def of(cls, graph: Graph, choice: tuple[int, ...]) -> StoredGraph:
         plans, compiled = graph.plans, graph.current()
         heads = {n: (each.rows, each.cost) for n, each in plans.variants.items()}
-        menu = replace(plans, variants={}, told={})
+        menu = replace(plans, variants={}, told={}, errors_alone={})
         guarded = compiled.guarded if compiled is not None else ()
         return cls(graph.key, menu, heads, graph.lean, choice, frozenset(guarded))
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ..graph.inputs_outputs import Missing
 
     from ..graph.joint import Planner
-    from ..peak.menu import Footprint, Menu
+    from ..peak.footprint import Footprint
+    from ..peak.menu import Menu
 
 
 __all__ = ["TracedGraph", "context_of_tracing"]
