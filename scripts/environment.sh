@@ -78,13 +78,18 @@ ensure_environment() {
   wanted="torch==$TORCH_VERSION $(cksum <"$REPO/requirements.txt")"
   [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$wanted" ] && return
   base=$(base_python)
-  echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
-  "$base" -m venv --clear "$VENV"
-  # pip would make all bytecode, on one core; trees that are made of torch need its own.
-  quiet unconstrained_pip install --quiet --no-compile \
-    "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
-  "$PYTHON" -m compileall -q -j 0 "$VENV"/lib/python*/site-packages/torch >/dev/null || true
-  echo "$wanted" >"$VENV/.complete"
+  # Of commands that start together, one sets it up, and the others wait.
+  {
+    flock 9
+    [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$wanted" ] && return
+    echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
+    "$base" -m venv --clear "$VENV"
+    # pip would make all bytecode, on one core; trees that are made of torch need its own.
+    quiet unconstrained_pip install --quiet --no-compile \
+      "torch==$TORCH_VERSION" --requirement "$REPO/requirements.txt"
+    "$PYTHON" -m compileall -q -j 0 "$VENV"/lib/python*/site-packages/torch >/dev/null || true
+    echo "$wanted" >"$VENV/.complete"
+  } 9>"$VENV.lock"
 }
 
 # The default checkout: the wheel's Python tree, its binaries linked in, the set applied.

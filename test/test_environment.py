@@ -67,6 +67,21 @@ def test_environment_is_free_of_constraints_but_not_of_the_index(machine):
     assert code == 1 and f"No matching distribution found for {CAPPED}==3.0" in said
 
 
+def test_commands_that_start_together_set_up_once(tmp_path):
+    wanted = 'echo "torch==$TORCH_VERSION $(cksum <requirements.txt)"'
+    words = f"""
+source scripts/environment.sh
+VENV=$1/venv
+{{ flock 9; sleep 2; mkdir "$VENV"; {wanted} >"$VENV/.complete"; }} 9>"$VENV.lock" &
+until [ -e "$VENV.lock" ]; do sleep 0.1; done
+ensure_environment
+wait
+"""
+    done = called("bash", "-c", words, "bash", str(tmp_path), cwd=REPOSITORY)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    assert [each.name for each in (tmp_path / "venv").iterdir()] == [".complete"]
+
+
 def test_tree_is_free_of_constraints_but_not_of_the_index(machine, monkeypatch):
     monkeypatch.setattr(releases, "TREES", machine / "trees")
     made_up_wheel(machine, "torch", "2.99.0", "cp312-cp312-macosx_14_0_arm64")
