@@ -76,12 +76,11 @@ ensure_environment() {
   [ -n "$VENV" ] || return 0
   local wanted base
   wanted="torch==$TORCH_VERSION $(cksum <"$REPO/requirements.txt")"
-  [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$wanted" ] && return
-  base=$(base_python)
   # Of commands that start together, one sets it up, and the others wait.
   {
     flock 9
     [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$wanted" ] && return
+    base=$(base_python)
     echo "setting up $VENV with torch $TORCH_VERSION (once, a minute or two) ..." >&2
     "$base" -m venv --clear "$VENV"
     # pip would make all bytecode, on one core; trees that are made of torch need its own.

@@ -23,6 +23,7 @@ def with_lower_peak(
         if overwritten and node.dist_from_bw < int(1e9):
             return saved  # The backward would not find what the forward read.
     model = _Model(graph, info)
+    always = [part for node in must_save for part in _tensors(node)]
     parts = {node: _tensors(node) for node in runtimes}
     density = {n: runtimes[n] / max(model.kept(parts[n]), 1) for n in runtimes}
     time = 3 * sum(runtimes.values())  # A backward takes about twice its forward.
@@ -36,8 +37,7 @@ def with_lower_peak(
     allowed = model.kept(saved)
     least, usual, _ = evaluate(saved)
     for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        plan = [part for node in must_save for part in _tensors(node)]
-        plan += model.handed_on(cuts)
+        plan = always + model.handed_on(cuts)
         for node in sorted(evaluate(plan)[2], key=density.__getitem__, reverse=True):
             if model.kept(plan + parts[node]) <= allowed:
                 plan += parts[node]

@@ -51,20 +51,16 @@ def read_joint(
     operators = [each for each in forward if each.writes]
     producer = _producers_of_storages(operators, len(nbytes))
     first_use, last_use = _live_ranges(forward, len(nbytes))
-    end = Operator(output, storages.storages_read_by(gradients), (), 0, False)
+    end = Operator(output, storages.storages_read_via(gradients), (), 0, False)
     calls = [*storages.calls, end]
     owned = storages.copied.intersection(s for each in calls for s in each.reads)
     # A copy that nothing reads stays live to the end.
     unread = sum(nbytes[s] for s in storages.copied - owned)
     saved_as, always_saved = _choose_what_to_save(storages, backward, producer)
-    copied = _results_written_back(output)
-    places = [*enumerate(results[:num_fwd_outputs])]
-    returned = nodes_among(node for at, node in places if at not in copied)
-    to_inputs = nodes_among(node for at, node in places if at in copied)
-    outputs = {s for s in storages.storages_read_by(returned) if first_use[s] >= 0}
-    written_back = {
-        s for s in storages.storages_read_by(to_inputs) if first_use[s] >= 0
-    }
+    outputs, written_back = (
+        {s for s in storages.storages_read_via(nodes) if first_use[s] >= 0}
+        for nodes in _returned_and_written_back(output, results[:num_fwd_outputs])
+    )
     program = Program(
         storages.values,
         nbytes,
@@ -95,6 +91,17 @@ def read_forward(graph: fx.Graph) -> Program:
     (output,) = graph.find_nodes(op="output")
     every_node = SimpleNamespace(required_fw_nodes=[*graph.nodes], tangents_closure=())
     return read_joint(graph, every_node, len(tree_leaves(output.args)))
+
+
+def _returned_and_written_back(
+    output: fx.Node, results: list[Any]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What the forward returns, and what its caller copies into inputs instead."""
+    copied, places = _results_written_back(output), [*enumerate(results)]
+    return (
+        nodes_among(node for at, node in places if at not in copied),
+        nodes_among(node for at, node in places if at in copied),
+    )
 
 
 def _with_sizes_to_return(

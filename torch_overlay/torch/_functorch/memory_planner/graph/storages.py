@@ -167,7 +167,7 @@ class Storages:
         self._keys: list[int] = []
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
-            reads = tuple(dict.fromkeys(self.storages_read_by(node.all_input_nodes)))
+            reads = tuple(dict.fromkeys(self.storages_read_via(node.all_input_nodes)))
             value = node.meta.get("val")
             is_part = node.target is operator.getitem
             if is_part and isinstance(values[node.args[0]], (dict, list, tuple)):
@@ -192,7 +192,7 @@ class Storages:
             if node in tangents and isinstance(value, torch.Tensor):
                 self._count_tangent(value, writes)
 
-    def storages_read_by(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+    def storages_read_via(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The storages that a reader of these nodes reads."""
         return tuple(s for node in nodes for s in self.read_via[node])
 
@@ -314,7 +314,7 @@ def read_body(
     if storages.unsized:
         return None
     (output,) = graph.find_nodes(op="output")
-    returned = {*storages.storages_read_by(output.all_input_nodes)}
+    returned = {*storages.storages_read_via(output.all_input_nodes)}
     last: dict[int, int] = {}
     for at, each in enumerate(storages.calls):
         last.update(dict.fromkeys((*each.reads, *each.writes), at))
@@ -327,7 +327,7 @@ def read_body(
         touched = {*each.reads, *each.writes} - returned
         live -= storages.nbytes_of(s for s in touched if last[s] == at)
     results = [nodes_among([each]) for each in tree_leaves(output.args)]
-    stored = [*map(storages.storages_read_by, results)]
+    stored = [*map(storages.storages_read_via, results)]
     return Body(
         peak,
         [*map(storages.nbytes_of, stored)],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from .recompute_cost import size_or_hint
 
@@ -72,5 +73,6 @@ def symbols_in(given: Sequence[Any]) -> Places:
 
 
 def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    given = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
-    return bool(symbols_in(given))
+    """Whether an input of a graph has a size that may differ from call to call."""
+    given = graph.find_nodes(op="placeholder")
+    return any(free_symbols(node.meta["val"]) for node in given)

@@ -214,13 +214,13 @@ class Menu:
         """
         if not self.told:
             return self
-        plans = []
+        plans, errors = [], {index: self._errors(index) for index in self.told}
         for index, plan in enumerate(self.plans):
             near = _nearest_compiled(self.plans, index, self.told)
             size = max(self.plans[near].backward, 1)
             kept, forward, backward = (
                 max(nbytes + round(error * size), 0)
-                for nbytes, error in zip(plan[:3], self._errors(near))
+                for nbytes, error in zip(plan[:3], errors[near])
             )
             plan = plan._replace(kept=kept, forward=forward, backward=backward)
             plans.append(plan)

@@ -6,8 +6,7 @@ import functools
 import weakref
 from typing import Any, Callable, Optional, TYPE_CHECKING
 
-from torch.fx.experimental.symbolic_shapes import free_symbols
-
+from ..graph.symbols import has_symbolic_sizes
 from ..graph.workspaces import workspace_of_convolutions
 
 
@@ -58,8 +57,7 @@ class Graph:
     @property
     def sizes_vary(self) -> bool:
         """Whether its calls have other sizes than the first, or may have."""
-        given = self.largest.joint.find_nodes(op="placeholder")
-        return self.scale != 1.0 or any(free_symbols(n.meta["val"]) for n in given)
+        return self.scale != 1.0 or has_symbolic_sizes(self.largest.joint)
 
     def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
         """Make the plans cover calls of this size, too."""

@@ -86,11 +86,11 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
     if plan is None or (ask.peak_bytes is None and ask.target != "peak"):
         return run
     is_only = ask.graph_calls is None
-    symbols, warn_if_over = symbols_in(given), _warns_if_over(plan, given, metadata)
+    warn_if_over = _warns_if_over(plan, given, metadata)
 
     @functools.wraps(run)
     def call(args: list[Any]) -> Any:
-        warn_if_over(sizes_in(args, symbols))
+        warn_if_over(args)
         result = run(args)
         node = node_of_backward(result) if is_only else None
         if node is not None:
@@ -108,20 +108,21 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
 
 def _warns_if_over(
     plan: Plan, given: Sequence[Any], metadata: Any
-) -> Callable[[tuple[int, ...]], None]:
-    """A function that warns if a call of some sizes is expected to exceed the limit.
+) -> Callable[[list[Any]], None]:
+    """A function that warns if a call with some arguments should exceed the limit.
 
-    It does so for sizes that some earlier ones do not cover, with the highest peak yet.
+    It looks at sizes that no earlier ones cover, and warns of the highest peak yet.
     """
     peak, peak_at = plan.peak, getattr(metadata, "activation_memory_peak_at", None)
     if peak is None or peak_at is None:
-        return lambda sizes: None
+        return lambda args: None
     symbols = symbols_in(given)
     planned = tuple(map(size_or_hint, sizes_in(given, symbols)))
     known, most = [planned], peak.allowed
 
-    def warn_if_over(sizes: tuple[int, ...]) -> None:
+    def warn_if_over(args: list[Any]) -> None:
         nonlocal most
+        sizes = sizes_in(args, symbols)
         if any(all(map(operator.le, sizes, each)) for each in known):
             return
         known.append(sizes)
