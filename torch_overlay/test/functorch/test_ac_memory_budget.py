@@ -23,9 +23,9 @@ from torch._functorch._activation_checkpointing.random_ops import must_run_once
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.memory_planner import decide as planning
 from torch._functorch.memory_planner.ask import Ask
-from torch._functorch.memory_planner.decision import Range
+from torch._functorch.memory_planner.decision import SavedRange
 from torch._functorch.memory_planner.graph import joint as joint_graph
-from torch._functorch.memory_planner.graph.joint import Item, Planner
+from torch._functorch.memory_planner.graph.joint import BudgetedGraph, Item
 from torch._functorch.memory_planner.graph.reading import read_joint
 from torch._functorch.memory_planner.graph.recompute_cost import (
     FLOP_PER_BYTE,
@@ -190,7 +190,7 @@ class WithRuntimes(Fixed):
 
 def ask(solver, memory=(250, 500, 125), capacity=500, limits=(0, 1000)):
     """What is saved of items of so many bytes, which all take as long."""
-    limits = Range(*limits)
+    limits = SavedRange(*limits)
     items = [Item(object(), {size: 1.0}, frozenset(), size) for size in memory]
     graph = SimpleNamespace(joint=None, info=None, limits=limits, items=items)
     return budget_solver.ask_solver(solver, graph, capacity)
@@ -266,7 +266,7 @@ class TestPlans(TestCase):
             before = size
             asked = joint.graph, joint.info, joint.outputs, budget
             with config.patch({SOLVER: solver}):
-                cut = Planner(*asked).upstreams_decision()
+                cut = BudgetedGraph(*asked).upstreams_decision()
             over.append(cut.activation_bytes - low > budget * (high - low))
         self.assertIn(True, over)
 
@@ -340,7 +340,7 @@ class TestPlans(TestCase):
     def test_upstreams_plan_where_random_operators_alone_would_run_again(self):
         """They may not, but nothing else has to."""
         joint = Joint(dropping, DROPPING, decomposes=False)
-        graph = Planner(joint.graph, joint.info, joint.outputs, 0.98)
+        graph = BudgetedGraph(joint.graph, joint.info, joint.outputs, 0.98)
         found = graph.kept_bytes(graph.upstreams_choice(0.98))
         self.assertGreater(found, 1.5 * graph.kept_bytes(graph.saved_at_budget_0()))
 
@@ -355,9 +355,11 @@ class TestPlans(TestCase):
 
     def test_bytes_of_calls_of_another_size(self):
         joint = Joint(chain, CHAIN)
-        graph = Planner(joint.graph, joint.info, joint.outputs, 1)
+        graph = BudgetedGraph(joint.graph, joint.info, joint.outputs, 1)
         larger = graph.at_sizes(lambda size: 2 * size)
-        self.assertEqual(larger.limits, Range(*(2 * each for each in graph.limits)))
+        self.assertEqual(
+            larger.limits, SavedRange(*(2 * each for each in graph.limits))
+        )
 
     def test_no_item_is_left(self):
         """No cast is an item; where the cut saves them, budget 0's plan is left."""

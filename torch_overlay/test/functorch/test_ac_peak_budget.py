@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
 from torch._functorch.memory_planner import decide as planning, last_plan
-from torch._functorch.memory_planner.graph.joint import Planner
+from torch._functorch.memory_planner.graph.joint import BudgetedGraph
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._functorch.memory_planner.saved import saved_bytes as memory_budget
 from torch._higher_order_ops.map import map as map_rows
@@ -462,7 +462,7 @@ class PeakBudgetTest(TestCase):
         decide = partitioners.decide
 
         def watch(joint, info, outputs, budget, *more):
-            made.append(Planner(joint, info, outputs, budget))
+            made.append(BudgetedGraph(joint, info, outputs, budget))
             return decide(joint, info, outputs, budget, *more)
 
         with patch.object(partitioners, "decide", watch), configured(0.3):

@@ -39,7 +39,7 @@ from torch._functorch import aot_autograd, config, partitioners
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.memory_planner.compile import told
 from torch._functorch.memory_planner.graph.inputs_outputs import Missing
-from torch._functorch.memory_planner.graph.joint import Planner
+from torch._functorch.memory_planner.graph.joint import BudgetedGraph
 from torch._functorch.memory_planner.peak.plan_search import live_bytes_model
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._functorch.memory_planner.step import (
@@ -954,7 +954,7 @@ class StepBudgetTest(TestCase):
             return x.sin().sum(), torch.sign(2 * x)[:, :3], x[:, :5].cos()
 
         joint = Joint(function, [(8, 16)])
-        graph = Planner(joint.graph, joint.info, joint.outputs, 1)
+        graph = BudgetedGraph(joint.graph, joint.info, joint.outputs, 1)
         loss, cosines = 4, 4 * 8 * 5
         missing = Missing(frozenset([1]), frozenset())
         self.assertEqual(live_bytes_model(graph, missing).tangent_bytes, loss + cosines)

@@ -14,7 +14,7 @@ from typing import Optional, Protocol, TYPE_CHECKING
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from .ask import Ask, check_budget
-from .graph.joint import Planner
+from .graph.joint import BudgetedGraph
 from .saved.saved_bytes import SavedBytes
 from .solve.solver import WrongAnswer
 
@@ -32,7 +32,7 @@ __all__ = ["Request", "decide", "decide_by_config", "request_of_config"]
 class Request(Protocol):
     """Something that decides what a graph saves."""
 
-    def decide(self, graph: Planner) -> Decision: ...
+    def decide(self, graph: BudgetedGraph) -> Decision: ...
 
 
 def decide(
@@ -59,11 +59,11 @@ def decide(
     given request raises.
     """
     check_budget(budget)
-    graph = Planner(joint_graph, node_info, num_fwd_outputs, budget, fused)
+    graph = BudgetedGraph(joint_graph, node_info, num_fwd_outputs, budget, fused)
     return decide_by_config(graph) if request is None else request.decide(graph)
 
 
-def decide_by_config(graph: Planner) -> Decision:
+def decide_by_config(graph: BudgetedGraph) -> Decision:
     """The decision that the config asks for, or the fallback of :func:`decide`."""
     request = request_of_config(graph.ask, graph.budget)
     try:

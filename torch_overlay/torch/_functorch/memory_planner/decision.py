@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Decision", "Head", "Knapsack", "Peak", "Range"]
+__all__ = ["Decision", "Head", "Knapsack", "Peak", "SavedRange"]
 
 
-class Range(NamedTuple):
+class SavedRange(NamedTuple):
     """The bytes of activations that the plans of budgets 0 and 1 keep.
 
     Storages count whole, and those of inputs do not count, so a budget is a fraction of
@@ -150,7 +150,7 @@ class Decision:
     decided_by: str
     activation_bytes: int
     runtime_unit: str = ""
-    limits: Optional[Range] = None
+    limits: Optional[SavedRange] = None
     knapsack: Optional[Knapsack] = None
     items: Sequence[fx.Node] = ()
     peak: Optional[Peak] = None

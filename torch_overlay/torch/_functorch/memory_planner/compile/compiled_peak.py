@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
     from ..decision import Decision
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from ..peak.curve import Choice
     from ..peak.footprint import Tell
     from ..peak.menu import Menu
@@ -63,7 +63,7 @@ __all__ = ["within_peak"]
 TRIES = 3
 
 
-class _Over(Exception):
+class _PlanRejected(Exception):
     """The plan just compiled is not the one to keep."""
 
 
@@ -84,7 +84,7 @@ def within_peak(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         while True:
             try:
                 return compiles.compile(compile_graph, *arguments)
-            except _Over:
+            except _PlanRejected:
                 continue
             except RestartAnalysis:
                 # Not a failure: Dynamo raises this to start over.
@@ -143,7 +143,7 @@ class _Compiles:
         self._kernels: dict[_Try, DeferredKernels] = {}
 
     def compile(self, compile_graph: Callable[..., Any], *arguments: Any) -> Any:
-        """Compile by one plan.  Raises `_Over` if another one is to be tried."""
+        """Compile by one plan.  Raises `_PlanRejected` if another one is to be tried."""
         state, capture, partition, *compilers = arguments
         state, capture = fresh_copy(state, capture)
         state.aot_config = replace(
@@ -196,7 +196,7 @@ class _Compiles:
 
         return compile_graph
 
-    def decide(self, graph: Planner) -> Decision:
+    def decide(self, graph: BudgetedGraph) -> Decision:
         """The decision by the plan that is to be tried now."""
         if not _can_compare_compiled(graph):
             return decide_by_config(graph)
@@ -217,7 +217,7 @@ class _Compiles:
     def chunks(self) -> int:
         return 1 if self.menu is None else self.menu.plans[self.trying.plan].chunks
 
-    def begin(self, graph: Planner) -> None:
+    def begin(self, graph: BudgetedGraph) -> None:
         """Find the graph's plans, and choose the first to compile."""
         if not _can_compare_compiled(graph):
             return
@@ -231,7 +231,7 @@ class _Compiles:
         self.trying = _Try(next(self._plans).only)
 
     def _check_told(self, menu: Menu, tell: Tell, metadata: Any) -> None:
-        """Keep what was compiled, or raise `_Over`."""
+        """Keep what was compiled, or raise `_PlanRejected`."""
         # Not `last_plan`, which may be that of another thread.
         report: Any = logged_plan(metadata)
         if not self.is_last:
@@ -248,7 +248,7 @@ class _Compiles:
                     max(tell()[1:]),
                     report.peak.allowed,
                 )
-                raise _Over
+                raise _PlanRejected
         allowed, floor, kept = self._plan_to_keep()
         fastest = report.peak.fastest
         peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
@@ -284,7 +284,7 @@ class _Compiles:
         return allowed, floor, kept
 
 
-def _can_compare_compiled(graph: Planner) -> bool:
+def _can_compare_compiled(graph: BudgetedGraph) -> bool:
     """Whether plans of a graph can be compared as compiled, for the config's budget."""
     # A region may have its own budget, and only inductor's graphs tell what they hold.
     return graph.budget == graph.ask.budget and graph.fused

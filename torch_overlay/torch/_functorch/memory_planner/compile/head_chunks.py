@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch.fx as fx
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ class ChunkedRequest(Protocol):
     @property
     def chunks(self) -> int: ...
 
-    def begin(self, graph: Planner) -> None: ...
+    def begin(self, graph: BudgetedGraph) -> None: ...
 
-    def decide(self, graph: Planner) -> Any: ...
+    def decide(self, graph: BudgetedGraph) -> Any: ...
 
 
 def partition_in_chunks(
@@ -120,23 +120,23 @@ def _in_chunks(number: int) -> Iterator[None]:
         yield
 
 
-class _Read(Exception):
+class _GraphWasRead(Exception):
     """Stops the partitioner, and carries the graph that it was to split."""
 
-    def __init__(self, graph: Planner) -> None:
+    def __init__(self, graph: BudgetedGraph) -> None:
         self.graph = graph
 
 
 class _Reader:
     """A request that reads the graph instead of deciding about it."""
 
-    def decide(self, graph: Planner) -> Any:
-        raise _Read(graph)
+    def decide(self, graph: BudgetedGraph) -> Any:
+        raise _GraphWasRead(graph)
 
 
 def _with_variants(
     partition: Callable[..., Any], module: fx.GraphModule, inputs: Any, **kwargs: Any
-) -> Optional[Planner]:
+) -> Optional[BudgetedGraph]:
     """The graph that the partitioner gets, with its variants.
 
     None if it has no large head or no backward, if the user has turned the chunker on,
@@ -145,12 +145,12 @@ def _with_variants(
     if config.auto_chunker.enable or config.cpp_wrapper:
         return None
 
-    def read(number: int) -> Planner:
+    def read(number: int) -> BudgetedGraph:
         own = copy_of(module)
         try:
             with _in_chunks(number):
                 partition(own, inputs, **kwargs, request=_Reader())
-        except _Read as found:
+        except _GraphWasRead as found:
             if number > 1:
                 _check_chunks(found.graph.joint, own.meta.get(NOT_CHUNKED, ""))
             return found.graph

@@ -12,7 +12,7 @@ from .recompute_cost import FLOP_PER_BYTE, is_costly, roofline
 
 
 if TYPE_CHECKING:
-    from .joint import Planner
+    from .joint import BudgetedGraph
 
 __all__ = ["CHUNK", "Chunks", "chunking_cost", "chunks_in"]
 
@@ -35,7 +35,7 @@ class Chunks(NamedTuple):
     columns: int
 
 
-def chunks_in(graph: Planner) -> Chunks:
+def chunks_in(graph: BudgetedGraph) -> Chunks:
     """The chunks that a graph's head runs in."""
     calls = graph.joint.find_nodes(op="call_function", target=CHUNK)
     (body,) = subgraphs(calls[0])
@@ -45,7 +45,7 @@ def chunks_in(graph: Planner) -> Chunks:
     return Chunks(len(calls), int(rows), int(inner), int(columns))
 
 
-def chunking_cost(whole: Planner, chunks: Chunks) -> float:
+def chunking_cost(whole: BudgetedGraph, chunks: Chunks) -> float:
     """What a graph costs in chunks, beyond what it costs as it is.
 
     The result is in the unit of the graph's estimator, and may be negative.  Each chunk
@@ -77,7 +77,7 @@ def chunking_cost(whole: Planner, chunks: Chunks) -> float:
     return more * _runtime_per_flop(whole)
 
 
-def _runtime_per_flop(graph: Planner) -> float:
+def _runtime_per_flop(graph: BudgetedGraph) -> float:
     if graph.ask.runtime_unit == "FLOP":
         return 1.0
     flop = sum(roofline(node) for item in graph.items for node in item.ops)

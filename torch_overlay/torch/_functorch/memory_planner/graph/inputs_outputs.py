@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch.fx as fx
-    from .joint import Planner
+    from .joint import BudgetedGraph
     from .liveness import Program
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def input_tensors(joint: Planner) -> list[fx.Node]:
+def input_tensors(joint: BudgetedGraph) -> list[fx.Node]:
     """The tensors among a joint graph's inputs."""
     placeholders = joint.joint.find_nodes(op="placeholder")
     return [n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -57,7 +57,7 @@ class Input(NamedTuple):
     name: str
 
 
-def backward_inputs(joint: Planner, model: Program) -> dict[int, Input]:
+def backward_inputs(joint: BudgetedGraph, model: Program) -> dict[int, Input]:
     """The inputs that the backward may get, each by its index.
 
     The tensors among the joint graph's inputs come first, then the forward's outputs.
@@ -76,20 +76,22 @@ def backward_inputs(joint: Planner, model: Program) -> dict[int, Input]:
     return found
 
 
-def _results_of_forward(joint: Planner) -> list[Any]:
+def _results_of_forward(joint: BudgetedGraph) -> list[Any]:
     """What the forward returns to its caller."""
     (output,) = joint.joint.find_nodes(op="output")
     return tree_leaves(output.args)[: joint.num_fwd_outputs]
 
 
-def storages_returned(joint: Planner, model: Program) -> Iterator[tuple[int, int]]:
+def storages_returned(
+    joint: BudgetedGraph, model: Program
+) -> Iterator[tuple[int, int]]:
     """The storages that the forward returns, each with the index of its output."""
     for index, node in enumerate(_results_of_forward(joint)):
         for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
             yield s, index
 
 
-def output_bytes(joint: Planner, model: Program) -> dict[int, int]:
+def output_bytes(joint: BudgetedGraph, model: Program) -> dict[int, int]:
     """The bytes of each output of the forward, by its index."""
     found: dict[int, int] = {}
     for s, index in storages_returned(joint, model):
@@ -98,7 +100,7 @@ def output_bytes(joint: Planner, model: Program) -> dict[int, int]:
     return found
 
 
-def model_without(missing: Missing, model: Program, joint: Planner) -> Program:
+def model_without(missing: Missing, model: Program, joint: BudgetedGraph) -> Program:
     """The model for calls that lack these tangents and outputs."""
     tangents = [node for node in input_tensors(joint) if node in model.tangents]
     absent = [tangents[index] for index in missing.tangents]

@@ -24,7 +24,7 @@ from ..._activation_checkpointing.random_ops import (
     recomputable_nodes,
 )
 from ..ask import Ask, BANS
-from ..decision import Decision, Range
+from ..decision import Decision, SavedRange
 from ..solve.ties import upstreams_table
 from .liveness import CannotPlan, Program
 from .reading import read_joint
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ALL_CHEAP", "CHEAP", "Item", "Planner"]
+__all__ = ["ALL_CHEAP", "CHEAP", "BudgetedGraph", "Item"]
 
 # The first three bans are on values that are cheap in themselves, though recomputing
 # them where they are needed may not be.
@@ -71,7 +71,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planner:
+class BudgetedGraph:
     """A joint graph to be split, and what all plans for it have in common.
 
     ``budget`` is the config's, or that of a region with its own; ``fused`` says that
@@ -89,7 +89,7 @@ class Planner:
     as_int: Callable[[Any], int] = size_or_hint
     device: Optional[torch.device] = None
     ask: Ask = field(default_factory=Ask.of_config)
-    in_chunks: Mapping[int, Planner] = field(default_factory=dict)
+    in_chunks: Mapping[int, BudgetedGraph] = field(default_factory=dict)
     why_whole: str = ""
     _cuts: dict[Any, _Cut] = field(default_factory=dict, init=False, repr=False)
     _upstreams: dict[float, list[fx.Node]] = field(
@@ -106,7 +106,7 @@ class Planner:
         )
 
     @property
-    def variants(self) -> dict[int, Planner]:
+    def variants(self) -> dict[int, BudgetedGraph]:
         """The graph as it is (1) and in chunks, by the number of chunks."""
         return {1: self, **self.in_chunks}
 
@@ -115,7 +115,7 @@ class Planner:
         """The device whose bytes count."""
         return device_of(self.joint) if self.device is None else self.device
 
-    def at_sizes(self, as_int: Callable[[Any], int]) -> Planner:
+    def at_sizes(self, as_int: Callable[[Any], int]) -> BudgetedGraph:
         """The same graph at other sizes; its min cuts do not depend on them."""
         in_chunks = {n: each.at_sizes(as_int) for n, each in self.in_chunks.items()}
         other = replace(self, as_int=as_int, in_chunks=in_chunks)
@@ -123,12 +123,12 @@ class Planner:
         return other
 
     @functools.cached_property
-    def limits(self) -> Range:
+    def limits(self) -> SavedRange:
         """The bytes that the plans of budgets 0 and 1 keep."""
         # What checkpoints tag may be saved in fewer bytes, which only a min cut tells.
         is_tagged = any(map(is_kept, self.joint.nodes))
         least = self.saved_at_budget_0() if is_tagged else self._saved_by_every_plan()
-        return Range(*map(self.kept_bytes, (least, self.saved_at_budget_1())))
+        return SavedRange(*map(self.kept_bytes, (least, self.saved_at_budget_1())))
 
     @functools.cached_property
     def solver_nodes(self) -> list[fx.Node]:
@@ -344,7 +344,7 @@ def _saving_none_of(storages: set[int], program: Program) -> Program:
     )
 
 
-def knapsack_items(graph: Planner) -> list[Item]:
+def knapsack_items(graph: BudgetedGraph) -> list[Item]:
     """The items that a solver chooses among, largest first."""
     items = []
     for node in graph.solver_nodes:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..graph.liveness import Program
     from .plans import Plans
 
-__all__ = ["Chain", "find_checkpoints", "narrow_places"]
+__all__ = ["Chain", "add_plans_of_checkpoints", "checkpoint_places"]
 
 # Checkpoints may be at the narrowest of the local minima: one list of candidates for
 # each of these shares of all minima.
@@ -32,7 +32,7 @@ _SPAN = 8
 _CORRECTIONS = 8
 
 
-def narrow_places(graph: Program) -> list[list[int]]:
+def checkpoint_places(graph: Program) -> list[list[int]]:
     """The places in the forward across which few bytes are live: lists of local minima.
 
     There is a list for each share of ``_SHARES``, without duplicates.  A place is the
@@ -62,7 +62,7 @@ def narrow_places(graph: Program) -> list[list[int]]:
     return [list(choice) for choice in choices]
 
 
-def find_checkpoints(plans: Plans, chains: Sequence[Chain]) -> None:
+def add_plans_of_checkpoints(plans: Plans, chains: Sequence[Chain]) -> None:
     """Find the checkpoints of each chain that have the lowest peak.
 
     If a segment's peak depends on its neighbors after all, the answer has a higher peak

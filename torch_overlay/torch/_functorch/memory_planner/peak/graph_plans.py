@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch.fx as fx
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
 
 log = logging.getLogger(__name__)
 
 __all__ = ["menu_of_plans", "menu_with_chunks", "plan_graph"]
 
 
-def menu_with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Menu:
+def menu_with_chunks(
+    joint: BudgetedGraph, menu_for: Callable[[BudgetedGraph], Menu]
+) -> Menu:
     """The plans of a graph as it is and in chunks, each found by ``menu_for``.
 
     The first plan of the graph as it is stays first.  The others follow by rising cost;
@@ -64,7 +66,7 @@ def menu_with_chunks(joint: Planner, menu_for: Callable[[Planner], Menu]) -> Men
 
 
 def plan_graph(
-    joint: Planner,
+    joint: BudgetedGraph,
     saved: Sequence[fx.Node],
     is_only: bool = False,
     missing: Optional[Missing] = None,
@@ -99,7 +101,7 @@ def plan_graph(
 
 
 def menu_of_plans(
-    joint: Planner,
+    joint: BudgetedGraph,
     plans: Plans,
     missing: Optional[Missing] = None,
     keeps_fastest: bool = False,
@@ -124,7 +126,7 @@ def menu_of_plans(
     return Menu(best, variants, primals, outputs, work, missing)
 
 
-def _footprints(joint: Planner, plans: Plans) -> list[Footprint]:
+def _footprints(joint: BudgetedGraph, plans: Plans) -> list[Footprint]:
     """The footprints of all evaluated plans, in the order of evaluation."""
     model = plans.graph
     # If outputs share a storage, the first of them.

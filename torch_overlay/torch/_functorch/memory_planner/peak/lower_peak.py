@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..decision import Decision
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _TOLERANCE = 0.01
 _TRIED = 64
 
 
-def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decision:
+def lowered_if_too_high(graph: BudgetedGraph, plan: Decision, allowed: int) -> Decision:
     """``plan``, or one with a lower peak that keeps at most ``allowed`` bytes.
 
     Warns if the result's peak is still above that of budget 1.  Raises CannotPlan as
@@ -81,7 +81,7 @@ def lowered_if_too_high(graph: Planner, plan: Decision, allowed: int) -> Decisio
 
 
 def _with_less(
-    graph: Planner, plans: Plans, chosen: frozenset[int], allowed: int
+    graph: BudgetedGraph, plans: Plans, chosen: frozenset[int], allowed: int
 ) -> list[frozenset[int]]:
     """What to save if a plan keeps too many bytes: all but one value, or all but a few.
 

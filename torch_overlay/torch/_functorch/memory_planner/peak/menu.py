@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     import torch.fx as fx
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from ..graph.liveness import Program
     from ..graph.symbols import Values
     from .footprint import Tell
@@ -48,7 +48,7 @@ class Variant(NamedTuple):
     cost: float = 0
 
     @classmethod
-    def of(cls, joint: Planner, missing: Optional[Missing]) -> Variant:
+    def of(cls, joint: BudgetedGraph, missing: Optional[Missing]) -> Variant:
         """The variant for calls that lack what is ``missing``."""
         model = live_bytes_model(joint, missing)
         return cls(model, backward_inputs(joint, model))
@@ -91,7 +91,7 @@ class Menu:
         """The graph as it is, with its head in one piece."""
         return self.variants[1].model
 
-    def at_sizes_of(self, joint: Planner) -> Menu:
+    def at_sizes_of(self, joint: BudgetedGraph) -> Menu:
         """The same plans for calls of the size that ``joint`` has.
 
         ``joint`` may be another trace.  Storages without a match in it are not saved.
@@ -134,11 +134,11 @@ class Menu:
             self, plans=plans, variants=variants, outputs=outputs, sizes=sizes
         )
 
-    def hold_no_more(self, other: Menu) -> bool:
+    def plans_hold_no_more(self, other: Menu) -> bool:
         """Whether each plan keeps and holds at most as much as in another menu."""
         return all(map(Footprint.holds_no_more, self.plans, other.plans))
 
-    def at_least(self, other: Menu) -> Menu:
+    def with_larger_footprints(self, other: Menu) -> Menu:
         """The same plans, each with at least the bytes that it has in another menu."""
         sizes = tuple(dict.fromkeys(self.sizes + other.sizes))
         plans = []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..decision import PeakAt
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from .menu import Menu
 
 __all__ = ["CALLS", "PeakBytes"]
@@ -56,7 +56,7 @@ class PeakBytes:
     calls: int = 1
     margin: float = 0.0
 
-    def decide(self, graph: Planner) -> Decision:
+    def decide(self, graph: BudgetedGraph) -> Decision:
         """Decide for the cheapest plan that is sure to stay within the peak.
 
         Warns if even the lowest peak found is above the allowed one.  Raises
@@ -69,10 +69,10 @@ class PeakBytes:
             decision.peak.warn_if_over(decision.head)
         return decision
 
-    def menu(self, graph: Planner) -> Menu:
+    def menu(self, graph: BudgetedGraph) -> Menu:
         """The plans of a graph, for any budget; the first is budget 1's."""
 
-        def menu_for(each: Planner) -> Menu:
+        def menu_for(each: BudgetedGraph) -> Menu:
             plans = searched_plans(each, self.calls)
             if each is graph and (self.limit is not None or self.budget < 1):
                 compare_with_no_checkpoints(graph, plans)
@@ -80,7 +80,7 @@ class PeakBytes:
 
         return menu_with_chunks(graph, menu_for)
 
-    def curve(self, graph: Planner, menu: Menu) -> Curve:
+    def curve(self, graph: BudgetedGraph, menu: Menu) -> Curve:
         """The menu's plans that no other beats in both peak and cost."""
         margin = self.margin * graph.fused
         return Curve({0: menu}, CALLS, self.moments(menu), margin)
@@ -97,7 +97,7 @@ class PeakBytes:
         """The allowed peak in bytes: the limit, or a share of what plans can reach."""
         return curve.peak_allowed(self.budget) if self.limit is None else self.limit
 
-    def decision(self, graph: Planner, curve: Curve, plan: Choice) -> Decision:
+    def decision(self, graph: BudgetedGraph, curve: Curve, plan: Choice) -> Decision:
         """The decision for the graph to use one of the curve's plans."""
         menu = curve.graphs[0]
         if graph.fused and plan.choices == curve.unbudgeted.choices:
@@ -112,7 +112,7 @@ class PeakBytes:
             found = replace(found, peak_at=self._peak_at(graph, menu, plan.only))
         return replace(found, head=menu.head(plan.only))
 
-    def _peak_at(self, graph: Planner, menu: Menu, plan: int) -> PeakAt:
+    def _peak_at(self, graph: BudgetedGraph, menu: Menu, plan: int) -> PeakAt:
         """The peak of a plan at other sizes, corrected by what compiles told of it."""
 
         def peak_at(as_int: Callable[[Any], int]) -> int:

@@ -33,7 +33,7 @@ from ..graph.kernels import by_kernels, has_kernel
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import is_costly, recompute_cost, roofline
 from ..solve.ties import lightest_items
-from .chains import Chain, find_checkpoints, narrow_places
+from .chains import add_plans_of_checkpoints, Chain, checkpoint_places
 from .plans import Plans
 
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch.fx as fx
-    from ..graph.joint import Item, Planner
+    from ..graph.joint import BudgetedGraph, Item
     from ..graph.liveness import Program
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,9 @@ _WORSE = 0.01
 _ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
 
 
-def live_bytes_model(graph: Planner, missing: Optional[Missing] = None) -> Program:
+def live_bytes_model(
+    graph: BudgetedGraph, missing: Optional[Missing] = None
+) -> Program:
     """The model of a graph whose calls lack what is ``missing``, if anything.
 
     It counts inductor's kernels if the graph is ``fused``, else operators one by one.
@@ -87,7 +89,7 @@ def live_bytes_model(graph: Planner, missing: Optional[Missing] = None) -> Progr
     return by_kernels(operators) if graph.fused else operators
 
 
-def searched_plans(graph: Planner, calls: int = 1) -> Plans:
+def searched_plans(graph: BudgetedGraph, calls: int = 1) -> Plans:
     """What `search_plans` finds for a graph of which ``calls`` wait at once."""
     model = live_bytes_model(graph)
     plans = Plans(model, recompute_costs(model, graph), calls)
@@ -95,7 +97,7 @@ def searched_plans(graph: Planner, calls: int = 1) -> Plans:
     return plans
 
 
-def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
+def compare_with_no_checkpoints(graph: BudgetedGraph, plans: Plans) -> None:
     """Warn if the checkpoints that a user has set within a graph raise its floor."""
     fixed = {
         node: node.meta.pop("recompute")
@@ -123,7 +125,7 @@ def compare_with_no_checkpoints(graph: Planner, plans: Plans) -> None:
         )
 
 
-def recompute_costs(model: Program, graph: Planner) -> list[float]:
+def recompute_costs(model: Program, graph: BudgetedGraph) -> list[float]:
     """The cost of repeating each operator of a graph's model, in the estimator's unit.
 
     As in the knapsack, only what the cheapest min cut does not recompute has a cost.
@@ -144,7 +146,9 @@ def recompute_costs(model: Program, graph: Planner) -> list[float]:
     ]
 
 
-def search_plans(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> None:
+def search_plans(
+    plans: Plans, joint: BudgetedGraph, fastest: Sequence[fx.Node]
+) -> None:
     """Evaluate plans for many peaks; the first one, of budget 1, saves ``fastest``.
 
     Takes a few hundred evaluations, and O(places * _SPAN) for each answer of the
@@ -154,8 +158,8 @@ def search_plans(plans: Plans, joint: Planner, fastest: Sequence[fx.Node]) -> No
     cheapest, _ = joint.cut_recomputing_all_cheap()
     bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
     plans.evaluate(bases)
-    chains = [Chain(plans, places) for places in narrow_places(graph)]
-    find_checkpoints(plans, chains)
+    chains = [Chain(plans, places) for places in checkpoint_places(graph)]
+    add_plans_of_checkpoints(plans, chains)
     for chain in chains:
         peak, lowest = min(chain.found, key=lambda each: each[0])
         bases += [lowest, chain.everything]
@@ -226,7 +230,7 @@ def _neighbours_of_plan(
         yield saved - {s}
         made_of = frozenset(graph.operators[graph.producer[s]].reads)
         yield saved - {s} | made_of
-        for made in plans.made_of[s]:
+        for made in plans.results_of_readers[s]:
             yield saved - {s} | {*made}
     peaks = evaluation.step_peaks
     at = max(range(len(peaks)), key=peaks.__getitem__)

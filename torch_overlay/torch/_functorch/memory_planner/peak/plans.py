@@ -70,7 +70,7 @@ class Plans:
         return {chosen: self.evaluations[chosen] for chosen in wanted}
 
     @functools.cached_property
-    def made_of(self) -> list[list[tuple[int, ...]]]:
+    def results_of_readers(self) -> list[list[tuple[int, ...]]]:
         """For each storage, the results of each operator that reads it."""
         found: list[list[tuple[int, ...]]] = [[] for _ in self.graph.nbytes]
         for each in self.graph.operators:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
-    from ..decision import Decision, Head, Knapsack, Peak, Range
+    from ..decision import Decision, Head, Knapsack, Peak, SavedRange
 
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Plan:
     saved: tuple[PlannedValue, ...]
     recomputed: tuple[PlannedValue, ...]
     runtime_unit: str = ""
-    limits: Optional[Range] = None
+    limits: Optional[SavedRange] = None
     knapsack: Optional[Knapsack] = None
     peak: Optional[Peak] = None
     head: Optional[Head] = None

@@ -42,7 +42,7 @@ from .pareto_plot import plot_budgets
 
 
 if TYPE_CHECKING:
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from ..graph.liveness import Evaluation
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class SavedBytes:
 
     budget: float
 
-    def decide(self, graph: Planner) -> Decision:
+    def decide(self, graph: BudgetedGraph) -> Decision:
         return plan_within(graph, self.budget)
 
 
-def plan_within(graph: Planner, budget: float) -> Decision:
+def plan_within(graph: BudgetedGraph, budget: float) -> Decision:
     """What to save under a budget, as the module's docstring describes.
 
     Takes four min cuts or fewer with the default solver, and some 32 more if all
@@ -97,7 +97,7 @@ def plan_within(graph: Planner, budget: float) -> Decision:
     return plan
 
 
-def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
+def _with_lower_peak(graph: BudgetedGraph, plan: Decision) -> Decision:
     try:
         from ..peak.lower_peak import lowered_if_too_high
     except ModuleNotFoundError:
@@ -114,7 +114,7 @@ def _with_lower_peak(graph: Planner, plan: Decision) -> Decision:
         return plan
 
 
-def _first_plan_within(graph: Planner, budget: float, solver: Any) -> Decision:
+def _first_plan_within(graph: BudgetedGraph, budget: float, solver: Any) -> Decision:
     """The first plan within a budget, of those that the module's docstring lists."""
     if budget == 0:
         return graph.decision_saving(graph.saved_at_budget_0(), budget, "budget 0")
@@ -136,7 +136,7 @@ def _first_plan_within(graph: Planner, budget: float, solver: Any) -> Decision:
     )
 
 
-def solve_until_kept(graph: Planner, budget: float, solver: Any) -> Decision:
+def solve_until_kept(graph: BudgetedGraph, budget: float, solver: Any) -> Decision:
     """Ask a solver, and again for fewer bytes while the plan keeps too many.
 
     If that does not help, the plan of budget 0 is used, unless the solver is custom.
@@ -156,7 +156,7 @@ def solve_until_kept(graph: Planner, budget: float, solver: Any) -> Decision:
 
 
 def plan_of_items(
-    graph: Planner, budget: float, solver: Any, saved: list[int]
+    graph: BudgetedGraph, budget: float, solver: Any, saved: list[int]
 ) -> Decision:
     """What to save, given the items that a solver saves: only these, or a cut's values.
 

@@ -17,7 +17,7 @@ from ..._activation_checkpointing.knapsack import KNAPSACK_SOLVERS
 
 
 if TYPE_CHECKING:
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
 
 __all__ = ["WrongAnswer", "ask_solver"]
 
@@ -28,7 +28,7 @@ class WrongAnswer(ValueError):
     """A custom solver returned an invalid answer."""
 
 
-def ask_solver(solver: Any, graph: Planner, capacity: int) -> list[int]:
+def ask_solver(solver: Any, graph: BudgetedGraph, capacity: int) -> list[int]:
     """The indices of the graph's items that a solver saves, in ascending order.
 
     ``solver`` is a name or the user's own, which is called as ``CustomKnapsackSolver``

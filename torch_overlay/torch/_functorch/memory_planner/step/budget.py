@@ -36,8 +36,8 @@ from .calls import is_trained, State, Step
 from .current_step import close_step_of
 from .device_bytes import DeviceBytes, memory_of
 from .graphs import Graph, Graphs
-from .messages import StepBudgetError, Warns
-from .peak_check import check_held, check_workspace, NEW, OVER, Watch
+from .messages import StepBudgetError, StepWarnings
+from .peak_check import check_held, check_workspace, NEW, OVER, PeakWatch
 from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
@@ -60,7 +60,7 @@ __all__ = ["GraphUse", "Moment", "StepBudget", "StepBudgetError", "StepSummary"]
 _GROWN = 1.1
 
 
-class StepBudget(Warns):
+class StepBudget(StepWarnings):
     """A bound on the peak of each training step that runs within ``with budget:``.
 
     Args:
@@ -111,7 +111,7 @@ class StepBudget(Warns):
         self.share, self.peak_bytes, self.device_bytes = self._bound
         self.measured_peak: Optional[int] = None
         self.counter = DeviceBytes(self.device)
-        self.watch = Watch(self.device_bytes is not None)
+        self.watch = PeakWatch(self.device_bytes is not None)
         self.graphs = Graphs()
         # By graph, the plan of each slot.
         self.choices: weakref.WeakKeyDictionary[Graph, tuple[int, ...]] = (
@@ -160,7 +160,7 @@ class StepBudget(Warns):
                 self._learn_program(*recorded)
             self._is_new |= self._learned.check_gradients()
             self.watch.begin(self.counter.live())
-            self._check_start()
+            self._learn_start()
             is_new, self._is_new = self._is_new, False
             if is_new:
                 self.make_plan()
@@ -211,7 +211,7 @@ class StepBudget(Warns):
         if new and not self._recording.expects_new:
             self.warn_unplanned(min(new, key=lambda state: state[:3]))
 
-    def _check_start(self) -> None:
+    def _learn_start(self) -> None:
         """Take note if more is live than when earlier steps began.
 
         Eager code may hold more during the step as well, so the step is recorded.
@@ -256,7 +256,7 @@ class StepBudget(Warns):
         """Whether a step has yet to make gradients that stored plans count."""
         return bool(self._stored and recorder.with_new_gradients())
 
-    def has_room(self, nbytes: float, while_waiting: bool) -> bool:
+    def has_room_for(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether ``nbytes`` that no plan counts fit; few do while calls wait."""
         if self.plan is None:
             return False
@@ -309,7 +309,7 @@ class StepBudget(Warns):
         """Warn that a step was not planned for, because of this new state."""
         self.warn(self._learned.why_unplanned(state), f"another {state.name}")
 
-    def stored_plans(self, number: int, name: str, key: str) -> Optional[StoredGraph]:
+    def plans_in_file(self, number: int, name: str, key: str) -> Optional[StoredGraph]:
         """The file's plans for a graph, None if it has none.
 
         If they are for another graph of this number, the file is of another program.

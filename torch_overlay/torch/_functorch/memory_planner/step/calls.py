@@ -209,7 +209,7 @@ class Step:
         state = State("I", graph, slot, name, waiting=self._key, size=size)
         nbytes = math.inf if peak is None else passed + peak
         while_waiting = bool(self._waiting)
-        if state in self._known or not self.budget.has_room(nbytes, while_waiting):
+        if state in self._known or not self.budget.has_room_for(nbytes, while_waiting):
             self.note_state(state)
             return state
         self.passed.add(state)
@@ -255,7 +255,7 @@ class Step:
     def _check_passed(self) -> None:
         """Note passed calls after all if there is no room for what they left."""
         left, nbytes = self._live_results_without_backward()
-        if not self.budget.has_room(nbytes, while_waiting=True):
+        if not self.budget.has_room_for(nbytes, while_waiting=True):
             for state in self.passed.intersection(left):
                 self.note_state(state)
             self.passed.difference_update(left)

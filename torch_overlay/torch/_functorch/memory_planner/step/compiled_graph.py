@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
     from .budget import StepBudget
@@ -128,7 +128,7 @@ class CompiledGraph:
         plans = self.plans.at_sizes_of(joint)
         more = times_larger(plans.model, self.plans.model)
         scale = self.scales[sizes] = self._scale * more
-        if plans.hold_no_more(self.graph.plans):
+        if plans.plans_hold_no_more(self.graph.plans):
             return False
         self.graph.grow(scale, joint, plans)
         return True
@@ -332,7 +332,7 @@ class CompiledGraph:
             node.metadata.pop(CALL, None)
         return results
 
-    def find_plans(self, joint: Planner) -> None:
+    def find_plans(self, joint: BudgetedGraph) -> None:
         """Make the graph's plans, or adopt those of the same graph of another size."""
         self._num_fwd_outputs = joint.num_fwd_outputs
         traced = self.traced = TracedGraph(joint, self._state, self._symbols)
@@ -341,7 +341,7 @@ class CompiledGraph:
         known = step.budget.graphs.of_same_structure(traced.structural_key)
         if known is None:
             number, key = self._state.aot_config.aot_id, key_of(joint)
-            stored = step.budget.stored_plans(number, self._name, key)
+            stored = step.budget.plans_in_file(number, self._name, key)
             if stored is not None:
                 plans, lean = stored.plans_of(joint), stored.lean
                 self.guarded |= stored.guarded

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ..graph.inputs_outputs import Missing
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from ..peak.menu import Menu
     from .compiled_graph import CompiledGraph
 
@@ -40,7 +40,7 @@ class Graph:
         number: int,
         key: str,
         structural_key: Any,
-        largest: Planner,
+        largest: BudgetedGraph,
         plans: Menu,
     ) -> None:
         self.name, self.number, self.key = name, number, key
@@ -59,12 +59,12 @@ class Graph:
         """Whether its calls have other sizes than the first, or may have."""
         return self.scale != 1.0 or has_symbolic_sizes(self.largest.joint)
 
-    def grow(self, scale: float, joint: Planner, plans: Menu) -> None:
+    def grow(self, scale: float, joint: BudgetedGraph, plans: Menu) -> None:
         """Make the plans cover calls of this size, too."""
         if scale > self.scale:
             self.scale, self.largest = scale, joint
             self.plans, plans = plans, self.plans
-        self.plans = self.plans.at_least(plans)
+        self.plans = self.plans.with_larger_footprints(plans)
 
     def expect_missing(self, missing: Optional[Missing]) -> None:
         """Make plans for calls that miss this, unless they are for those already."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["StepBudgetError", "Warns"]
+__all__ = ["StepBudgetError", "StepWarnings"]
 
 # This many plans are logged at first, and then every tenth.
 _TOLD = 3
@@ -25,7 +25,7 @@ class StepBudgetError(RuntimeError):
     """A step of a strict budget may exceed its bound."""
 
 
-class Warns:
+class StepWarnings:
     """A named budget that warns, or raises if it is ``strict``."""
 
     def __init__(self, name: str, strict: bool) -> None:

@@ -60,7 +60,7 @@ class Backward:
         self._metadata = getattr(self._context, "fw_metadata", None)
         self._compile(module, absent)
 
-    def _absent(self, args: Sequence[Any]) -> frozenset[int]:
+    def _absent_tangents(self, args: Sequence[Any]) -> frozenset[int]:
         places = enumerate(self.tangents)
         return frozenset(at for at, place in places if args[place] is None)
 
@@ -90,7 +90,7 @@ class Backward:
         ``as_int`` evaluates a symbolic size for the call.  Returns the tangents that
         are still absent.
         """
-        absent = self._absent(args)
+        absent = self._absent_tangents(args)
         if absent and absent not in self._runs.keys() | self._needed:
             try:
                 self._compile_again(absent)
@@ -107,7 +107,7 @@ class Backward:
         return frozenset()
 
     def __call__(self, args: list[Any]) -> Any:
-        absent = self._absent(args)
+        absent = self._absent_tangents(args)
         if absent not in self._runs:
             self._compile_again(absent)
         return self._runs[absent](args)

@@ -11,10 +11,10 @@ from ..report.saved_values import format_bytes
 
 if TYPE_CHECKING:
     from ..report.step_summary import StepSummary
-    from .messages import Warns
+    from .messages import StepWarnings
 
 
-__all__ = ["NEW", "OVER", "Watch", "check_held", "check_workspace"]
+__all__ = ["NEW", "OVER", "PeakWatch", "check_held", "check_workspace"]
 
 # The share by which a step may exceed what is allowed without a warning.
 OVER = 0.005
@@ -28,7 +28,7 @@ NEW = 0.01
 _NOISE = 2**18
 
 
-class Watch:
+class PeakWatch:
     """Compares what a device counts with the plan of a step.
 
     ``counts_all`` tells whether plans are for all live bytes, not just those beyond a
@@ -68,7 +68,7 @@ class Watch:
         self._usual_start = self._start
         return more
 
-    def check_compiles(self, warns: Warns) -> bool:
+    def check_compiles(self, warns: StepWarnings) -> bool:
         """Warn if Dynamo did not compile some frame of this step; return whether."""
         is_less = _frames_not_compiled() > self._not_compiled
         if is_less:
@@ -90,7 +90,7 @@ class Watch:
         return 0 if self._counts_all else start
 
     def check_live_bytes(
-        self, live: Optional[int], plan: StepSummary, warns: Warns
+        self, live: Optional[int], plan: StepSummary, warns: StepWarnings
     ) -> None:
         """Warn if more is live now than is allowed at any time.
 
@@ -110,7 +110,7 @@ class Watch:
         return counted - self._beyond_start(self._start)
 
     def check_peak(
-        self, peak: int, plan: StepSummary, is_all: bool, warns: Warns
+        self, peak: int, plan: StepSummary, is_all: bool, warns: StepWarnings
     ) -> bool:
         """Warn if the prediction missed; return whether plans have to leave more free.
 
@@ -138,7 +138,9 @@ def _frames_not_compiled() -> int:
     return frames["total"] - frames["ok"]
 
 
-def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> None:
+def check_held(
+    held: int, plan: StepSummary, warns: StepWarnings, more: int = 0
+) -> None:
     """Warn if a step held more than is allowed, because of eager code.
 
     An excess of ``more`` bytes is always tolerated.
@@ -152,7 +154,7 @@ def check_held(held: int, plan: StepSummary, warns: Warns, more: int = 0) -> Non
         )
 
 
-def check_workspace(nbytes: int, plan: StepSummary, warns: Warns) -> None:
+def check_workspace(nbytes: int, plan: StepSummary, warns: StepWarnings) -> None:
     """Warn if a convolution's workspace on a CPU matters beside the plan's peak."""
     if nbytes > OVER * plan.predicted_peak:
         warns.warn(

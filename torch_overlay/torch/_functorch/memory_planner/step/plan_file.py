@@ -32,7 +32,7 @@ from .timeline import Bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from .graphs import Graph
 
 
@@ -69,7 +69,7 @@ class StoredGraph(NamedTuple):
         guarded = compiled.guarded if compiled is not None else ()
         return cls(graph.key, menu, heads, graph.lean, choice, frozenset(guarded))
 
-    def plans_of(self, joint: Planner) -> Menu:
+    def plans_of(self, joint: BudgetedGraph) -> Menu:
         """The plans for the joint graph with this key."""
         missing = self.menu.missing
         variants = {
@@ -149,7 +149,7 @@ class PlanFile:
         return found if is_ours else None
 
 
-def key_of(joint: Planner) -> str:
+def key_of(joint: BudgetedGraph) -> str:
     """A digest of what a joint graph computes, on which sizes, and how it is planned.
 
     It is the same in every process.  O(nodes).

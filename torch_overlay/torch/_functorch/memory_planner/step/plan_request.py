@@ -11,7 +11,7 @@ from ..compile.recompile import same_nodes_in
 if TYPE_CHECKING:
     from ..compile.told import CompiledPeaks
     from ..decision import Decision
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from .compiled_graph import CompiledGraph
 
 __all__ = ["PlanRequest"]
@@ -40,7 +40,7 @@ class PlanRequest(NamedTuple):
     def chunks(self) -> int:
         return self.graph.plans.plans[self.chosen].chunks if self.has_begun else 1
 
-    def begin(self, graph: Planner) -> None:
+    def begin(self, graph: BudgetedGraph) -> None:
         """Make the graph's plans, when the first one is requested."""
         device = self.graph.device
         variants = graph.in_chunks.items()
@@ -48,7 +48,7 @@ class PlanRequest(NamedTuple):
         self.graph.find_plans(replace(graph, device=device, in_chunks=in_chunks))
         self.compiled.guarded = self.graph.first in self.graph.guarded
 
-    def decide(self, graph: Planner) -> Decision:
+    def decide(self, graph: BudgetedGraph) -> Decision:
         """What to save by the plan.  Raises CannotPlan if the graph has no model."""
         if not self.has_begun:
             self.begin(graph)

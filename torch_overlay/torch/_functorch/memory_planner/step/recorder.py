@@ -344,8 +344,8 @@ class _Patches:
             if not self._count:
                 self.resize = torch.UntypedStorage.resize_
                 self.run = CompiledFxGraph.__call__
-                torch.UntypedStorage.resize_ = _resize_and_follow  # type: ignore[assignment]
-                CompiledFxGraph.__call__ = _run_and_follow  # type: ignore[assignment,method-assign]
+                torch.UntypedStorage.resize_ = _resize_recorded_storage  # type: ignore[assignment]
+                CompiledFxGraph.__call__ = _run_recorded_graph  # type: ignore[assignment,method-assign]
             self._count += 1
 
     def undo(self) -> None:
@@ -366,7 +366,7 @@ def _recorders_of_running_steps() -> list[Recorder]:
     return [recorder for recorder in steps if recorder is not None]
 
 
-def _resize_and_follow(storage: Any, nbytes: int) -> Any:
+def _resize_recorded_storage(storage: Any, nbytes: int) -> Any:
     recorders = [
         r for r in _recorders_of_running_steps() if r.device == storage.device.type
     ]
@@ -380,7 +380,7 @@ def _resize_and_follow(storage: Any, nbytes: int) -> Any:
     return result
 
 
-def _run_and_follow(graph: Any, inputs: Any) -> Any:
+def _run_recorded_graph(graph: Any, inputs: Any) -> Any:
     result = _patches.run(graph, inputs)
     for recorder in _recorders_of_running_steps():
         if not recorder.inside:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..graph.inputs_outputs import Missing
 
-    from ..graph.joint import Planner
+    from ..graph.joint import BudgetedGraph
     from ..peak.footprint import Footprint
     from ..peak.menu import Menu
 
@@ -75,7 +75,9 @@ class TracedGraph:
         symbols: those whose values a call's inputs tell.
     """
 
-    def __init__(self, joint: Planner, state: Any, symbols: Container[Any]) -> None:
+    def __init__(
+        self, joint: BudgetedGraph, state: Any, symbols: Container[Any]
+    ) -> None:
         self.joint, self._state, self._symbols = joint, state, symbols
         self._alike = _count_modules_alike()
 
@@ -117,14 +119,14 @@ class TracedGraph:
         """
         joint, is_only = self.joint, self._has_own_budget
 
-        def menu_for(each: Planner) -> Menu:
+        def menu_for(each: BudgetedGraph) -> Menu:
             chosen = plan_within(each, each.budget if is_only else 1).saved_values
             return plan_graph(each, chosen, is_only, missing, each is joint)
 
         found = menu_for(joint) if is_only else menu_with_chunks(joint, menu_for)
-        return found, self._lean(found.plans)
+        return found, self._plan_for_unknown_step(found.plans)
 
-    def _lean(self, plans: Sequence[Footprint]) -> int:
+    def _plan_for_unknown_step(self, plans: Sequence[Footprint]) -> int:
         """The index of the plan for calls in a step of which nothing is known yet.
 
         Its estimated peak is close to the lowest if the step has one micro-batch.  Of
