@@ -1240,6 +1240,19 @@ class StepBudgetTest(TestCase):
         torch._dynamo.reset()
         self.check(STEPS["one_graph"])
 
+    def test_nothing_is_compiled_and_a_step_skips_its_backward(self):
+        # As a loop does that catches the error of a batch.
+        model, budget = Net(backend=None), StepBudget(share=0.2)
+        with self.assertLogs(*LOG) as logs:
+            for at in range(6):
+                with budget:
+                    model.zero_grad()
+                    loss = model(batch()).mean()
+                    if at != 3:
+                        loss.backward()
+        (said,) = logs.output
+        self.assertIn(UNSEEN, said)
+
     def test_step_that_is_never_ended(self):
         # As callbacks of a trainer leave it where the step raises.
         resize = torch.UntypedStorage.resize_

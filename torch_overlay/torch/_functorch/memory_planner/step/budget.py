@@ -162,7 +162,7 @@ class StepBudget(StepWarnings):
             self.watch.begin(self.counter.live())
             self._learn_start()
             is_new, self._is_new = self._is_new, False
-            if is_new:
+            if is_new and is_trained(self._learned.states):
                 self.make_plan()
         self.counter.begin()
         recorder = None
@@ -296,7 +296,7 @@ class StepBudget(StepWarnings):
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
         self._learned.add(program)
         if is_dropped or not is_planned:
-            self._is_new = is_trained(self._learned.states)
+            self._is_new = True
             if trains:
                 recording.after_program(is_first)
         before = self._present
