@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Optional, TYPE_CHECKING
 
 import torch
@@ -46,6 +46,7 @@ _CALLING = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
     """A context that restores the settings of this trace, to compile again in it."""
     traced, compiled = TracingContext.try_get(), CompileContext.try_get()
+    fake_mode: Any = getattr(traced, "fake_mode", None)
     options = config.get_config_copy()
 
     @contextmanager
@@ -57,7 +58,9 @@ def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
             _disable_current_modes(),
             tracing(traced),
             compile_context(compiled),
-            V.set_fake_mode(traced and traced.fake_mode),
+            V.set_fake_mode(fake_mode),
+            # As AOTAutograd does: passes that add calls to a graph rely on it.
+            fake_mode or nullcontext(),
             config.patch(options),
             torch.enable_grad(),
         ):
