@@ -20,12 +20,12 @@ is that of the GPU's roofline.
     kernels     small nets run: how far gradients are off those in double precision,
                 beside those of budget 1, and what compiles tell beside what torch's
                 allocator counts
-    compiles    what it takes to compile these, and as many chunks by inductor's own
-                chunker, in turn
+    compiles    what it takes to compile these in single precision, for the lowest peak and
+                for that of as many chunks by inductor's own chunker, and by that, in turn
     headless    nets without a large head, without a choice of chunks and with it, in turn
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._functorch.config as config
 import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
@@ -82,14 +83,13 @@ KINDS = {
 
 def tasks(asked: Any, rows: Sequence[Row]) -> Iterator[fresh.Task]:
     for net in asked.nets:
+        ran = {"set": set_of(net), "net": net, "device": "inductor", "torch": "patched"}
         for dtype in DTYPES if net in SMALL else ():
-            task = {"net": net, "device": "inductor", "part": dtype, "torch": "patched"}
-            yield {"set": set_of(net), "kind": "kernels", **task}
-            for row in good(rows, net=net, kind="kernels", part=dtype):
-                chunks = row["steps"][0]["chunks"]
-                if chunks > 1:
-                    with_number = {"kind": "compiles", "_chunks": chunks}
-                    yield {"set": set_of(net), **with_number, **task}
+            yield {**ran, "kind": "kernels", "part": dtype}
+        for row in good(rows, net=net, kind="kernels", part="float32"):
+            chunks = row["steps"][0]["chunks"]
+            if chunks > 1:
+                yield {**ran, "kind": "compiles", "part": "float32", "_chunks": chunks}
         # Of a GPU there are schedules only where torch has what it needs for them.
         if net in SMALL or torch.version.cuda is None:
             continue
@@ -120,7 +120,7 @@ def measure(task: fresh.Task) -> Row:
         net = replace(net, dtype=DTYPES[task["part"]])
         ran = plans.Plans(net, "inductor", "inductor", False)
         if kind == "compiles":
-            return {"steps": [*compiled_by_both(ran, task["_chunks"])]}
+            return {"steps": [*compiled_in_turn(ran, task["_chunks"])]}
         ran.first = exact_gradients(net)
         in_chunks, whole = (with_chunks(ran.by_peak(budget)) for budget in (0.0, 1.0))
         if whole["gradients_off"] > RANDOM:
@@ -161,14 +161,20 @@ def with_chunks(row: Row) -> Row:
     return {**row, "chunks": head.chunks if head is not None else 1}
 
 
-def compiled_by_both(made: plans.Plans, number: int) -> Iterator[Row]:
-    """The same number of chunks by a plan, and by the chunker alone; each of a cache."""
+def compiled_in_turn(made: plans.Plans, number: int) -> Iterator[Row]:
+    """By plans for two peaks, and by the chunker alone, each with a cache of its own."""
     cost.compile_something()
-    for is_ours in TURNS * (True, False):
-        asked = budgeted(0.0, "peak") if is_ours else chunker_at(number)
-        with fresh_cache(), asked:
+    with chunker_at(number), fresh_cache():
+        theirs = made.measured(made.graph())["peak"]
+    ways: dict[str, Callable[[], Any]] = {
+        LOWEST: lambda: budgeted(0.0, "peak"),
+        AS_LOW: lambda: config.patch(activation_memory_peak_bytes=theirs),
+        NAMES["number"]: lambda: chunker_at(number),
+    }
+    for way, asked in TURNS * [*ways.items()]:
+        with fresh_cache(), asked():
             seconds = compile_seconds(lambda: made.graph().warmed(1))
-        yield {"is_ours": is_ours, "compile_s": seconds}
+        yield {"way": way, "compile_s": seconds}
 
 
 def exact_gradients(net: nets.Net) -> list[Tensor]:
@@ -281,7 +287,7 @@ def of_headless(rows: Sequence[Row]) -> Iterator[Mark]:
     headless = good(rows, kind="headless")
     found, changed = [], []
     for row in headless:
-        found.append((ratio_of_compiles(row, "chooses"), row["net"]))
+        found.append((ratio_of_compiles(row, "chooses", True, False), row["net"]))
         if len({(step["peak"], step["seconds"]) for step in row["steps"]}) > 1:
             changed.append(row["net"])
     if headless:
@@ -293,12 +299,22 @@ def of_headless(rows: Sequence[Row]) -> Iterator[Mark]:
     )
 
 
-def ratio_of_compiles(row: Row, entry: str) -> float:
-    """The median time of steps that have an entry / that of those that do not."""
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for step in row["steps"]:
-        times[step[entry]].append(step["compile_s"])
-    return median(times[True]) / median(times[False])
+def ratio_of_compiles(row: Row, entry: str, ours: Any, theirs: Any) -> float:
+    """The median time of steps that have one value of an entry / another one."""
+
+    def seconds(value: Any) -> float:
+        steps = (step for step in row["steps"] if step[entry] == value)
+        return float(median(step["compile_s"] for step in steps))
+
+    return seconds(ours) / seconds(theirs)
+
+
+def ratios_to_chunker(rows: Sequence[Row], way: str) -> dict[str, float]:
+    """By net, the compile time of a way / that of as many chunks by the chunker."""
+    return {
+        row["net"]: ratio_of_compiles(row, "way", way, NAMES["number"])
+        for row in good(rows, kind="compiles")
+    }
 
 
 def of_runs(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -327,17 +343,15 @@ def of_runs(rows: Sequence[Row]) -> Iterator[Mark]:
             show="off by {:.2%} at most ({})",
             limit="What a compile tells is off by {0:.1%} ({1}).",
         )
-    ratios = [
-        (ratio_of_compiles(row, "is_ours"), f"{row['net']}, {row['part']}")
-        for row in good(rows, kind="compiles")
-    ]
-    if ratios:
-        middle = median(ratio for ratio, _ in ratios)
-        largest = "; largest {:.2f} ({})".format(*max(ratios))
-        what = "compile time, kernels included / that of as many chunks, median"
-        limit = f"A compile takes {middle:.2f} times as long as by {NAMES['number']}."
-        shown = f"{middle:.2f}{largest}"
-        yield Mark(what, shown, "at most 1.3", middle <= 1.3, limit=limit)
+    for way in (AS_LOW, LOWEST):
+        ratios = ratios_to_chunker(rows, way)
+        if ratios:
+            middle = median(ratios.values())
+            net = max(ratios, key=ratios.__getitem__)
+            what = f"compile time for {way}, kernels included / that of as many chunks"
+            limit = f"For {way}, a compile takes {middle:.2f} times as long as by {NAMES['number']}."
+            shown = f"{middle:.2f} in the median; largest {ratios[net]:.2f} ({net})"
+            yield Mark(what, shown, "at most 1.3", middle <= 1.3, limit=limit)
 
 
 # Whose peaks those of the target "peak" are compared with.
@@ -346,6 +360,8 @@ NAMES = {
     "wheel": "inductor's chunker",
     "number": "inductor's chunker as mended",
 }
+# What is asked for where a compile is timed beside the chunker's.
+AS_LOW, LOWEST = "as low a peak", "the lowest peak"
 LEGEND = """Nets of one or two layers with a large vocabulary, and two towers whose pairs are scored with
 each other; bfloat16, 8,192 tokens or 16,384 pairs. Peaks are in MB beyond parameters and
 inputs, gradients included. Stock is the untouched wheel, its lowest over budgets from 0 to 1.
@@ -390,8 +406,10 @@ def of_kernels(rows: Sequence[Row]) -> str:
     lines = []
     for row in good(rows, kind="kernels"):
         ours, whole = row["steps"]
-        both = good(rows, kind="compiles", net=row["net"], part=row["part"])
-        ratios = [ratio_of_compiles(each, "is_ours") for each in both]
+        found = (
+            ratios_to_chunker(rows, way).get(row["net"]) for way in (AS_LOW, LOWEST)
+        )
+        compiles = [f"{ratio:.2f}" for ratio in found if ratio is not None]
         lines.append(
             [
                 f"{row['net']}, {row['part']}",
@@ -399,11 +417,12 @@ def of_kernels(rows: Sequence[Row]) -> str:
                 f"{megabytes(whole['peak'])} → {megabytes(ours['peak'])}",
                 f"{ours['predicted'] / ours['peak'] - 1:+.2%}",
                 f"{whole['gradients_off']:.2g} → {ours['gradients_off']:.2g}",
-                f"{ratios[0]:.2f}" if ratios else "-",
+                "; ".join(compiles if row["part"] == "float32" else ()) or "-",
             ]
         )
     heads = "net", "chunks", "peak", "told / found", "error of gradients"
-    return pages.markdown((*heads, "compile time / that of inductor's chunker"), lines)
+    compiled = f"compile time for {AS_LOW}; {LOWEST} / that of inductor's chunker"
+    return pages.markdown((*heads, compiled), lines)
 
 
 def page(data: Row) -> str:
