@@ -40,6 +40,7 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.memory_planner.compile import told
 from torch._functorch.memory_planner.graph.inputs_outputs import Missing
 from torch._functorch.memory_planner.graph.joint import BudgetedGraph
+from torch._functorch.memory_planner.peak.graph_plans import plan_graph
 from torch._functorch.memory_planner.peak.plan_search import live_bytes_model
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._functorch.memory_planner.step import (
@@ -958,6 +959,25 @@ class StepBudgetTest(TestCase):
         loss, cosines = 4, 4 * 8 * 5
         missing = Missing(frozenset([1]), frozenset())
         self.assertEqual(live_bytes_model(graph, missing).tangent_bytes, loss + cosines)
+
+    def test_an_input_that_the_backward_alone_holds_in_several_sizes(self):
+        # Where no size holds most in every way, plans are for all of them.
+        def function(x, weight):
+            q, k, v = (x @ weight).chunk(3, -1)
+            return x + (q @ k.mT).softmax(-1) @ v
+
+        graphs = []
+        for shape in ((16, 32, 8), (3, 96, 8)):
+            joint = Joint(function, [shape, (8, 24)])
+            graphs.append(BudgetedGraph(joint.graph, joint.info, joint.outputs, 1))
+        short, long = graphs
+        menu = plan_graph(short, short.saved_at_budget_1())
+        other = menu.at_sizes_of(long)
+        held = [each.bytes_held("backward", frozenset([0])) for each in (menu, other)]
+        both = menu.with_larger_footprints(other)
+        found = both.bytes_held("backward", frozenset([0]))
+        self.assertEqual(found, [*map(max, *held)])
+        self.assertGreater(found, held[0])
 
     def test_a_dropped_output_that_views_an_input(self):
         class Same(torch.autograd.Function):

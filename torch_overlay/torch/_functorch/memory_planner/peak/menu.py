@@ -85,6 +85,8 @@ class Menu:
     why_whole: str = ""
     # The factor by which the bytes of calls may still grow.
     growth: float = 1.0
+    # The same plans for other sizes, or in other traces, where some hold more.
+    covered: tuple[Menu, ...] = ()
 
     @property
     def model(self) -> Program:
@@ -131,7 +133,12 @@ class Menu:
         values = getattr(joint.as_int, "values", ())
         sizes = ((values, model.held_by_caller),) if values else ()
         return replace(
-            self, plans=plans, variants=variants, outputs=outputs, sizes=sizes
+            self,
+            plans=plans,
+            variants=variants,
+            outputs=outputs,
+            sizes=sizes,
+            covered=(),
         )
 
     def plans_hold_no_more(self, other: Menu) -> bool:
@@ -145,7 +152,8 @@ class Menu:
         for own, its in zip(self.plans, other.plans):
             kept, forward, backward = map(max, own[:3], its[:3])
             plans.append(own._replace(kept=kept, forward=forward, backward=backward))
-        return replace(self, plans=plans, sizes=sizes)
+        more = () if other.plans_hold_no_more(self) else (other,)
+        return replace(self, plans=plans, sizes=sizes, covered=self.covered + more)
 
     def record_told(self, index: int, tell: Tell, only_if_less: bool = False) -> bool:
         """Record what a compiled plan keeps and holds; returns whether it did so.
@@ -286,7 +294,7 @@ class Menu:
             nbytes = self.outputs.get(of, 0)
             return [nbytes * (of in plan.outputs) for plan in self.plans]
         if what == "backward" and of:
-            found = self._backward_bytes(self.plans, of)
+            found = self._backward_alone(of)
             for index in range(len(self.estimated)):
                 near = _nearest_compiled(self.estimated, index, self.told)
                 size = max(self.estimated[near].backward, 1)
@@ -295,6 +303,13 @@ class Menu:
             return found
         times = of if what == "kept" and of else 1
         return [times * getattr(plan, what) for plan in self.plans]
+
+    def _backward_alone(self, of: frozenset[int]) -> list[int]:
+        """The most bytes that each plan's backward holds, of all sizes covered."""
+        found = self._backward_bytes(self.plans, of)
+        for other in self.covered:
+            found = [*map(max, found, other._backward_alone(of))]
+        return found
 
     def _backward_bytes(
         self, plans: Sequence[Footprint], of: frozenset[int]

@@ -61,8 +61,8 @@ class Graph:
 
     def grow(self, scale: float, joint: BudgetedGraph, plans: Menu) -> None:
         """Make the plans cover calls of this size, too."""
-        if scale > self.scale:
-            self.scale, self.largest = scale, joint
+        if scale > self.scale or self.plans.plans_hold_no_more(plans):
+            self.scale, self.largest = max(scale, self.scale), joint
             self.plans, plans = plans, self.plans
         self.plans = self.plans.with_larger_footprints(plans)
 
