@@ -388,7 +388,7 @@ class CompiledPeakTest(TestCase):
         moments = peak_target.PeakBytes(0.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         tried = []
-        for plan in found.plans_within(lambda: 105):
+        for plan in found.plans_to_compile(lambda: 105):
             peak = plans[plan.only].kept
             told = 190 if peak == 100 else peak * 11 // 10
             own.record_told(plan.only, tells(told))
@@ -406,7 +406,7 @@ class CompiledPeakTest(TestCase):
         own = menu.Menu(plans, {1: whole}, 0, {}, 0)
         moments = peak_target.PeakBytes(1.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
-        for plan in found.plans_within(lambda: 1020):
+        for plan in found.plans_to_compile(lambda: 1020):
             self.assertEqual(plan.only, 1)
             own.record_told(1, tells(890))
         self.assertEqual(found.compiled_plans().within(1020).only, 1)

@@ -227,7 +227,7 @@ class _Compiles:
         moments = self.asked.moments(menu)
         margin = self.asked.margin
         self.search = Search(lambda: {0: menu}, CALLS, moments, margin, TRIES)
-        self._plans = self.search.plans_within(lambda: allowed)
+        self._plans = self.search.plans_to_compile(lambda: allowed)
         self.trying = _Try(next(self._plans).only)
 
     def _check_told(self, menu: Menu, tell: Tell, metadata: Any) -> None:

@@ -93,7 +93,7 @@ class Search:
 
         return self._curve(restricted, self._untold_margin)
 
-    def plans_within(self, allowed: Callable[[], int]) -> Iterator[Choice]:
+    def plans_to_compile(self, allowed: Callable[[], int]) -> Iterator[Choice]:
         """The plans to compile, one after the other, until one is within a peak.
 
         ``allowed`` returns the peak, which may depend on what was told.  The caller has

@@ -21,9 +21,9 @@ __all__ = [
     "SizeEvaluator",
     "Values",
     "has_symbolic_sizes",
+    "places_of_symbols",
     "size_evaluator",
-    "sizes_in",
-    "symbols_in",
+    "values_of_symbols",
 ]
 
 # Symbols, each with its value.
@@ -33,7 +33,7 @@ Values = tuple[tuple[Any, int], ...]
 Places = dict[Any, tuple[int, Optional[int]]]
 
 
-def sizes_in(args: Sequence[Any], symbols: Places) -> tuple[int, ...]:
+def values_of_symbols(args: Sequence[Any], symbols: Places) -> tuple[int, ...]:
     """The values that the symbols have in a call, in the order of ``symbols``."""
     places = symbols.values()
     return tuple(args[i] if at is None else args[i].shape[at] for i, at in places)
@@ -56,11 +56,11 @@ class SizeEvaluator:
 
 
 def size_evaluator(places: Places, sizes: Sequence[int]) -> SizeEvaluator:
-    """The function for the values from `sizes_in`."""
+    """The function for the values from `values_of_symbols`."""
     return SizeEvaluator((*zip(places, sizes),))
 
 
-def symbols_in(given: Sequence[Any]) -> Places:
+def places_of_symbols(given: Sequence[Any]) -> Places:
     """Where to find symbolic sizes in the arguments of a call, the first place each."""
     found: Places = {}
     for i, each in enumerate(given):

@@ -188,7 +188,7 @@ class Curve:
                 for p, q in itertools.permutations(
                     _plans_to_combine(plans, slots, lowest), 2
                 )
-                for at in _slots_to_split_at(slots)
+                for at in _slots_to_change_plan_at(slots)
             ]
         first, second, begin = torch.tensor(choices).unbind(1)
         vectors = live[first, begin] + live[second, -1] - live[second, begin]
@@ -304,7 +304,7 @@ class Curve:
         return state
 
 
-def _slots_to_split_at(slots: int) -> list[int]:
+def _slots_to_change_plan_at(slots: int) -> list[int]:
     """Slots at which a second plan may begin, always including the last slot."""
     spread = {round(k * slots / _SPLITS) for k in range(1, _SPLITS)}
     return sorted({slots - 1, *spread} - {0, slots})

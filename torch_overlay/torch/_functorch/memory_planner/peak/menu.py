@@ -224,7 +224,7 @@ class Menu:
             return self
         plans, errors = [], {index: self._errors(index) for index in self.told}
         for index, plan in enumerate(self.plans):
-            near = _nearest_compiled(self.plans, index, self.told)
+            near = _most_similar_compiled(self.plans, index, self.told)
             size = max(self.plans[near].backward, 1)
             kept, forward, backward = (
                 max(nbytes + round(error * size), 0)
@@ -296,7 +296,7 @@ class Menu:
         if what == "backward" and of:
             found = self._backward_alone(of)
             for index in range(len(self.estimated)):
-                near = _nearest_compiled(self.estimated, index, self.told)
+                near = _most_similar_compiled(self.estimated, index, self.told)
                 size = max(self.estimated[near].backward, 1)
                 error = self._error_alone(near, of)
                 found[index] = max(found[index] + round(error * size), 0)
@@ -333,7 +333,7 @@ class Menu:
         return found
 
 
-def _nearest_compiled(
+def _most_similar_compiled(
     plans: Sequence[Footprint], index: int, told: Iterable[int]
 ) -> int:
     """The compiled plan nearest to another one, which is itself if it was compiled.

@@ -240,7 +240,7 @@ def summary_of(
         curve.unbudgeted.peak + beyond,
         *present,
         plan.cost,
-        tuple(_uses_of_graphs(calls, graphs, curve, plan)),
+        tuple(_graphs_in_plan(calls, graphs, curve, plan)),
         work,
         _source_of_figures(plans),
         tuple(describe(plan)),
@@ -261,7 +261,7 @@ def _source_of_figures(plans: Sequence[Menu]) -> str:
     return "exact, operator by operator"
 
 
-def _uses_of_graphs(
+def _graphs_in_plan(
     calls: Mapping[int, Sequence[int]],
     graphs: Mapping[int, Graph],
     curve: Curve,

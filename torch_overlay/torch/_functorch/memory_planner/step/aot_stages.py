@@ -15,7 +15,12 @@ from torch.fx import GraphModule
 
 from ..ask import Ask
 from ..graph.storages import read_body
-from ..graph.symbols import has_symbolic_sizes, size_evaluator, sizes_in, symbols_in
+from ..graph.symbols import (
+    has_symbolic_sizes,
+    places_of_symbols,
+    size_evaluator,
+    values_of_symbols,
+)
 from .aot_calls import boxed_call, name_of_module_or_function
 from .calls import tensors_with_storage
 from .compiled_graph import CompiledGraph
@@ -65,7 +70,7 @@ def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[...
         name = name_of_module_or_function() or get_aot_graph_name()
         device = step.budget.device
         module = capture.graph_module
-        number, places = state.aot_config.aot_id, symbols_in(state.flat_args)
+        number, places = state.aot_config.aot_id, places_of_symbols(state.flat_args)
         largest = 0
         # Compiling changes the graph. The copy shares its tensors.
         graph = GraphModule(module, copy.deepcopy(module.graph)).graph
@@ -84,14 +89,14 @@ def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[...
             step = running_step()
             if step is None or TracingContext.try_get() is not None:
                 return run(args)
-            sizes = sizes_in(args, places)
+            sizes = values_of_symbols(args, places)
             size = max(largest, math.prod(sizes))
-            state = step.begin_alone(number, name, size, peak(sizes))
+            state = step.begin_without_backward(number, name, size, peak(sizes))
             if state not in step.passed:
                 largest = size
             given = _storage_identities(args)
             results = run(args)
-            step.end_alone(state, given, results)
+            step.end_without_backward(state, given, results)
             return results
 
         return boxed_call(call), metadata

@@ -42,7 +42,7 @@ from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
 from .recording_schedule import MOST_RECORDED, Recording
-from .step_programs import dropped_before, Learned, step_program_of
+from .step_programs import dropped_before, LearnedPrograms, step_program_of
 from .timeline import peak_under_plans, StepTimeline
 
 
@@ -132,7 +132,7 @@ class StepBudget(StepWarnings):
 
     def _start_over(self, stored: Optional[StoredStep] = None) -> None:
         """Start over: from what another process stored, by default from nothing."""
-        self._learned, self._recording = Learned(), Recording()
+        self._learned, self._recording = LearnedPrograms(), Recording()
         # The bytes live when a step starts, and how many of the allowed bytes are free
         # while no call waits for its backward.
         self._present = Present()
@@ -142,7 +142,7 @@ class StepBudget(StepWarnings):
         self._stored: dict[int, StoredGraph] = {}
         self.choices.clear()
         if stored is not None:
-            self._learned = Learned(stored.programs)
+            self._learned = LearnedPrograms(stored.programs)
             # Eager code may have changed: record a step to compare with each program.
             self._recording.left = min(len(stored.programs), MOST_RECORDED)
             self._present, self._spare = stored.present, stored.spare
@@ -158,7 +158,7 @@ class StepBudget(StepWarnings):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
                 self._learn_program(*recorded)
-            self._is_new |= self._learned.check_gradients()
+            self._is_new |= self._learned.expect_new_gradients()
             self.watch.begin(self.counter.live())
             self._learn_start()
             is_new, self._is_new = self._is_new, False
@@ -294,7 +294,7 @@ class StepBudget(StepWarnings):
             recording.expects_new = True
             return
         is_dropped = self._learned.drop_gradients(dropped_before(recorder))
-        self._learned.add(program)
+        self._learned.add_program(program)
         if is_dropped or not is_planned:
             self._is_new = True
             if trains:
@@ -348,7 +348,7 @@ class StepBudget(StepWarnings):
         later in the step are expected to grow as much.
         """
         self.measured_peak = None
-        self.watch.was_compiling()
+        self.watch.forget_usual_start()
         learned = self._learned
         graphs = self.graphs.alive(learned.calls)
         for number, graph in graphs.items():

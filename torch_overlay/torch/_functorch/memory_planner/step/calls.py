@@ -196,7 +196,7 @@ class Step:
         call.missing = Missing(absent, call.dropped_outputs()) if absent else None
         self._note_call("B", call, is_retained)
 
-    def begin_alone(
+    def begin_without_backward(
         self, graph: int, name: str, size: int, peak: Optional[int]
     ) -> State:
         """Start a call of a graph that has no backward.
@@ -217,7 +217,9 @@ class Step:
             self.states.add(state)
         return state
 
-    def end_alone(self, state: State, given: set[int], results: Sequence[Any]) -> None:
+    def end_without_backward(
+        self, state: State, given: set[int], results: Sequence[Any]
+    ) -> None:
         """Note the storages that it returned, except those that it was ``given``."""
         storages = (each.untyped_storage() for each in tensors_with_storage(results))
         made = [weakref.ref(each) for each in storages if each._cdata not in given]

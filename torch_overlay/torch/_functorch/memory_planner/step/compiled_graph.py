@@ -26,7 +26,7 @@ from ..compile.recompile import (
 from ..compile.told import can_guard, CompiledPeaks
 from ..graph.liveness import CannotPlan
 from ..graph.other_sizes import times_larger
-from ..graph.symbols import size_evaluator, sizes_in, symbols_in
+from ..graph.symbols import places_of_symbols, size_evaluator, values_of_symbols
 from ..report.saved_values import logged_plan, replace_plan
 from .aot_calls import boxed_call, name_of_module_or_function, with_results_run_by
 from .call_runs import await_backward, run_backward, run_forward
@@ -100,7 +100,7 @@ class CompiledGraph:
         self._tried_guarded: set[int] = set()
         self.guarded: set[int] = set()
         self._as_traced = context_of_tracing()
-        self._symbols = symbols_in(self._state.flat_args)
+        self._symbols = places_of_symbols(self._state.flat_args)
         # By sizes, the bytes that a call computes over those of the graph's first one.
         self.scales: dict[tuple[int, ...], float] = {}
         # The same for the size that was traced.
@@ -164,7 +164,7 @@ class CompiledGraph:
 
     def _begin(self, step: Step, args: Sequence[Any]) -> Call:
         """Start a call, by the plan of its slot."""
-        graph, sizes = self.graph, sizes_in(args, self._symbols)
+        graph, sizes = self.graph, values_of_symbols(args, self._symbols)
         # It may have been compiled in a step of another budget.
         step.budget.graphs[graph.number] = graph
         failure = f"{graph.name} has no plans for larger calls"
@@ -233,7 +233,7 @@ class CompiledGraph:
         kernels = self._kernels.pop(plan, None)
         if kernels is not None:
             run, self._runs[plan] = self._runs[plan], self._first_run
-            budget.watch.was_compiling()
+            budget.watch.forget_usual_start()
             with self._warn_of_failure(budget):
                 kernels.compile()
                 self._runs[plan] = run
@@ -266,7 +266,7 @@ class CompiledGraph:
         """
         step = running_step()
         if step is not None:
-            step.budget.watch.was_compiling()
+            step.budget.watch.forget_usual_start()
         # Partitioning a graph writes into these.
         state, capture = fresh_copy(self._state, self._capture)
         # Whether another plan's backward compiles has to be known before its forward

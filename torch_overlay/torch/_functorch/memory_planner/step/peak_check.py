@@ -79,7 +79,7 @@ class PeakWatch:
             )
         return is_less
 
-    def was_compiling(self) -> None:
+    def forget_usual_start(self) -> None:
         """Forget what was live as steps began: compiling changes that."""
         self._usual_start = None
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..peak.curve import Choice
     from ..peak.menu import Menu
     from .graphs import Graph
-    from .step_programs import Learned
+    from .step_programs import LearnedPrograms
 
 
 __all__ = ["Bound", "PlannedStep", "Present", "plan_step"]
@@ -68,7 +68,7 @@ class PlannedStep(NamedTuple):
 
 def plan_step(
     graphs: Mapping[int, Graph],
-    learned: Learned,
+    learned: LearnedPrograms,
     bound: Bound,
     present: Present,
     missed: int,
@@ -106,7 +106,9 @@ def plan_step(
     margin = max(margins, default=0.0)
     search = Search(menus, learned.calls, rest, margin, _TRIES)
 
-    compile_plans(search.plans_within(lambda: bound.allowed(search, present) - missed))
+    compile_plans(
+        search.plans_to_compile(lambda: bound.allowed(search, present) - missed)
+    )
     asked = bound.allowed(search, present)
     allowed, plan = search.plan_to_keep(asked, bound.share, missed)
     compile_plans([plan])

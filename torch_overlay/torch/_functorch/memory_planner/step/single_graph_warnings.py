@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ask import Ask
 from ..graph.recompute_cost import size_or_hint
-from ..graph.symbols import size_evaluator, sizes_in, symbols_in
+from ..graph.symbols import places_of_symbols, size_evaluator, values_of_symbols
 from ..report.saved_values import format_bytes, logged_plan
 
 
@@ -116,13 +116,13 @@ def _warns_if_over(
     peak, peak_at = plan.peak, getattr(metadata, "activation_memory_peak_at", None)
     if peak is None or peak_at is None:
         return lambda args: None
-    symbols = symbols_in(given)
-    planned = tuple(map(size_or_hint, sizes_in(given, symbols)))
+    symbols = places_of_symbols(given)
+    planned = tuple(map(size_or_hint, values_of_symbols(given, symbols)))
     known, most = [planned], peak.allowed
 
     def warn_if_over(args: list[Any]) -> None:
         nonlocal most
-        sizes = sizes_in(args, symbols)
+        sizes = values_of_symbols(args, symbols)
         if any(all(map(operator.le, sizes, each)) for each in known):
             return
         known.append(sizes)

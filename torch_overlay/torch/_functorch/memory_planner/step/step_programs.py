@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .graphs import Graph
     from .recorder import Recorder
 
-__all__ = ["Learned", "StepProgram", "dropped_before", "step_program_of"]
+__all__ = ["LearnedPrograms", "StepProgram", "dropped_before", "step_program_of"]
 
 # Maximum number of programs that are told apart.
 _PROGRAMS = 32
@@ -68,7 +68,7 @@ class StepProgram:
         }
 
 
-class Learned:
+class LearnedPrograms:
     """The programs that recorded steps ran, and the calls that later ones may make."""
 
     def __init__(self, figures: Iterable[tuple[Any, ...]] = ()) -> None:
@@ -97,7 +97,7 @@ class Learned:
         """What a file can store of each program: its first arguments."""
         return [(p.states, p.moments, p.calls, p.scales) for p in self.programs]
 
-    def add(self, new: StepProgram) -> None:
+    def add_program(self, new: StepProgram) -> None:
         """Add a program, or merge it into a known one."""
         self.states |= new.states
         known = self._program_like(new)
@@ -129,7 +129,7 @@ class Learned:
             program.replaced = {"anew": program.replaced["anew"]}
         return bool(known)
 
-    def check_gradients(self) -> bool:
+    def expect_new_gradients(self) -> bool:
         """Expect new gradients where a step begins without; return whether any does.
 
         One does where two programs take turns, and each drops its own gradients.

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 __all__ = [
     "amplified",
-    "call_like",
+    "call_with_meta_of",
     "compute_on_rows",
     "has_symbolic_sizes",
     "head_of",
@@ -195,7 +195,7 @@ def _without_rows(graph: Graph, node: Node, number: int) -> None:
         is_as_deep = len(shape_of(argument)) == len(shape_of(node))
         if first == 1 and is_as_deep and math.prod(sizes) > 1:
             with graph.inserting_before(node):
-                new = call_like(argument, aten.view.default, argument, sizes)
+                new = call_with_meta_of(argument, aten.view.default, argument, sizes)
             node.replace_input_with(argument, new)
 
 
@@ -207,7 +207,7 @@ def _source_of_view(node: Node) -> Node:
 
 def _compute_a_vector(graph: Graph, node: Node, number: int) -> None:
     shape = shape_of(node)
-    call = functools.partial(call_like, node)
+    call = functools.partial(call_with_meta_of, node)
 
     def vector(value: Node) -> Node:
         if shape_of(value) != shape:
@@ -230,7 +230,7 @@ def _compute_a_vector(graph: Graph, node: Node, number: int) -> None:
     node.replace_all_uses_with(again)
 
 
-def call_like(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+def call_with_meta_of(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A new call, with the metadata of a node of the same part of the program."""
     new = like.graph.call_function(target, args, kwargs)
     args, kwargs = map_arg((args, kwargs), lambda each: each.meta["val"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import map_arg, Node
 from torch.utils._ordered_set import OrderedSet
-from .flat_rows import call_like, shape_of, slice_of_rows
+from .flat_rows import call_with_meta_of, shape_of, slice_of_rows
 from .limits import is_pointwise, positive_dims
 
 
@@ -40,7 +40,7 @@ def leave_out_rows(head: Node) -> Node:
     if cut is None:
         return head
     found = _Rows(head, cut)
-    is_done = all(map(found.take, list(head.graph.nodes)))
+    is_done = all(map(found.shorten, list(head.graph.nodes)))
     if is_done:
         for old, new in found.results.items():
             old.replace_all_uses_with(new)
@@ -71,28 +71,28 @@ class _Rows:
         # By node, what replaces it where the values are no longer rows of logits.
         self.results: dict[Node, Node] = {}
 
-    def take(self, node: Node) -> bool:
+    def shorten(self, node: Node) -> bool:
         """Copy a node if it is a part of the head; False if that cannot be copied."""
         with self.graph.inserting_before(node):
             if node is self.head:
-                return self.take_head()
+                return self.shorten_head()
             if self.is_pad(node):
                 self.short[node] = node.args[1]  # type: ignore[assignment]
                 self.padded.add(node)
                 return True
             read = [arg for arg in node.all_input_nodes if arg in self.short]
             if any(arg in self.transposed for arg in node.all_input_nodes):
-                return self.take_product(node)
+                return self.shorten_product(node)
             if not read:
                 return True
             if node.target is aten.view.default:
-                return self.take_view(node)
+                return self.shorten_view(node)
             if node.target is aten.slice.Tensor:
                 self.results[node] = self.short[read[0]]
                 is_same = shape_of(read[0])[:-1] == self.all
                 return is_same and node.args[1:] == self.slice
             if is_pointwise(node):
-                return self.take_pointwise(node, read)
+                return self.shorten_pointwise(node, read)
             # All else reads the other rows, too, so these have to be zero.
             if not all(arg in self.padded for arg in read):
                 return False
@@ -103,14 +103,14 @@ class _Rows:
                 self.results[node] = self.copy(node)
                 dims = positive_dims(read[0], node.args[1])
                 return sorted(dims) == [*range(len(shape_of(read[0])) - 1)]
-            return self.take_product(node)
+            return self.shorten_product(node)
 
-    def take_head(self) -> bool:
+    def shorten_head(self) -> bool:
         *bias, rows, weight = self.head.args
         if self.head.kwargs or not all(_is_one_row(shape_of(each)) for each in bias):
             return False
         args = (*bias, self.rows_of(rows, 0, self.head), weight)
-        self.short[self.head] = call_like(self.head, self.head.target, *args)
+        self.short[self.head] = call_with_meta_of(self.head, self.head.target, *args)
         return True
 
     def is_pad(self, node: Node) -> bool:
@@ -123,17 +123,19 @@ class _Rows:
         is_same = (node.args[2:], shape_of(node)[:-1]) == (self.slice, self.all)
         return is_same and shape_of(node.args[1]) == self.shapes.get(shape_of(node))
 
-    def take_view(self, node: Node) -> bool:
+    def shorten_view(self, node: Node) -> bool:
         shape = self.shapes.get(shape_of(node))
         if shape is None:
             return False
         (rows,) = node.all_input_nodes
-        self.short[node] = call_like(node, node.target, self.short[rows], [*shape])
+        self.short[node] = call_with_meta_of(
+            node, node.target, self.short[rows], [*shape]
+        )
         if rows in self.padded:
             self.padded.add(node)
         return True
 
-    def take_pointwise(self, node: Node, read: list[Node]) -> bool:
+    def shorten_pointwise(self, node: Node, read: list[Node]) -> bool:
         for each in node.all_input_nodes:
             shape = shape_of(each)
             # An argument from outside the head has to be the same for all rows.
@@ -152,7 +154,7 @@ class _Rows:
         self.short[node] = self.copy(node)
         return True
 
-    def take_product(self, node: Node) -> bool:
+    def shorten_product(self, node: Node) -> bool:
         if node.target is not aten.mm.default:
             return False
         left: Any
@@ -162,14 +164,14 @@ class _Rows:
         if left in ours and right in ours:
             return False
         if left in self.short:
-            rows = call_like(node, node.target, self.short[left], right)
+            rows = call_with_meta_of(node, node.target, self.short[left], right)
             self.results[node] = self.pad(rows, node)
         elif left in self.transposed:
             factors = self.transposed[left], self.rows_of(right, 0, node)
-            self.results[node] = call_like(node, node.target, *factors)
+            self.results[node] = call_with_meta_of(node, node.target, *factors)
         elif right in self.short:
             factors = self.rows_of(left, 1, node), self.short[right]
-            self.results[node] = call_like(node, node.target, *factors)
+            self.results[node] = call_with_meta_of(node, node.target, *factors)
         else:
             return False
         return True
@@ -185,26 +187,32 @@ class _Rows:
         which, *ends = self.slice
         which = which % (len(self.all) + 1) + dim  # type: ignore[operator]
         view, slice_, clone = aten.view.default, aten.slice.Tensor, aten.clone.default
-        batches = call_like(like, view, value, [*before, *self.all, *after])
-        left = call_like(like, slice_, batches, which, *ends)
-        left = call_like(like, clone, left, memory_format=torch.contiguous_format)
-        return call_like(like, view, left, [*before, math.prod(self.left), *after])
+        batches = call_with_meta_of(like, view, value, [*before, *self.all, *after])
+        left = call_with_meta_of(like, slice_, batches, which, *ends)
+        left = call_with_meta_of(
+            like, clone, left, memory_format=torch.contiguous_format
+        )
+        return call_with_meta_of(
+            like, view, left, [*before, math.prod(self.left), *after]
+        )
 
     def pad(self, rows: Node, node: Node) -> Node:
         """The value of a node, from those of its rows that are not padding."""
         value, view = node.meta["val"], aten.view.default
         sizes = [*self.all, value.shape[-1]]
         kind = {"dtype": value.dtype, "device": value.device}
-        zeros = call_like(node, aten.full.default, sizes, 0, **kind)
-        left = call_like(node, view, rows, [*self.left, value.shape[-1]])
-        all_ = call_like(node, aten.slice_scatter.default, zeros, left, *self.slice)
-        return call_like(node, view, all_, [*value.shape])
+        zeros = call_with_meta_of(node, aten.full.default, sizes, 0, **kind)
+        left = call_with_meta_of(node, view, rows, [*self.left, value.shape[-1]])
+        all_ = call_with_meta_of(
+            node, aten.slice_scatter.default, zeros, left, *self.slice
+        )
+        return call_with_meta_of(node, view, all_, [*value.shape])
 
     def copy(self, node: Node) -> Node:
         args, kwargs = map_arg(
             (node.args, node.kwargs), lambda each: self.short.get(each, each)
         )
-        return call_like(node, node.target, *args, **kwargs)
+        return call_with_meta_of(node, node.target, *args, **kwargs)
 
 
 def _is_one_row(shape: tuple[int, ...]) -> bool:
