@@ -1757,6 +1757,23 @@ class StepBudgetTest(TestCase):
             steps(budget, model, batch(), count=3)
             self.assertFalse(os.path.exists(path))
 
+    def test_no_file_where_a_smaller_call_holds_more(self):
+        class Attention(nn.Linear):
+            def forward(self, x):
+                q, k, v = super().forward(x).chunk(3, -1)
+                return ((q @ k.mT).softmax(-1) @ v).square().mean()
+
+        model = Attention(WIDTH, 3 * WIDTH)
+        model.compile(backend=AOT, dynamic=False)
+        sizes = (16, 32, WIDTH), (3, 96, WIDTH)
+        with tempfile.TemporaryDirectory() as folder, self.assertNoLogs(*LOG):
+            path = os.path.join(folder, "run.json")
+            budget = StepBudget(share=0.2, plan=path)
+            steps(budget, model, *map(torch.ones, sizes), count=4)
+            (graph,) = budget.graphs.values()
+            self.assertEqual((graph.scale, graph.sizes_vary), (1.0, True))
+            self.assertFalse(os.path.exists(path))
+
     @unittest.skipIf(not HAS_GLOO, "no gloo here")
     def test_what_is_traced_while_a_step_runs_does_not_count(self):
         # DDP compiles the parts of a model in their first call, in any recorded step.

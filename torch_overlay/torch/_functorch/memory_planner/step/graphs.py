@@ -57,12 +57,13 @@ class Graph:
     @property
     def sizes_vary(self) -> bool:
         """Whether its calls have other sizes than the first, or may have."""
-        return self.scale != 1.0 or has_symbolic_sizes(self.largest.joint)
+        are_several = self.scale != 1.0 or bool(self.plans.covered)
+        return are_several or has_symbolic_sizes(self.largest.joint)
 
     def grow(self, scale: float, joint: BudgetedGraph, plans: Menu) -> None:
         """Make the plans cover calls of this size, too."""
-        if scale > self.scale or self.plans.plans_hold_no_more(plans):
-            self.scale, self.largest = max(scale, self.scale), joint
+        if scale > self.scale:
+            self.scale, self.largest = scale, joint
             self.plans, plans = plans, self.plans
         self.plans = self.plans.with_larger_footprints(plans)
 

@@ -59,7 +59,7 @@ def context_of_tracing() -> Callable[[], AbstractContextManager[None]]:
             tracing(traced),
             compile_context(compiled),
             V.set_fake_mode(fake_mode),
-            # As AOTAutograd does: passes that add calls to a graph rely on it.
+            # As in AOTAutograd's first compile: passes that add calls rely on it.
             fake_mode or nullcontext(),
             config.patch(options),
             torch.enable_grad(),
