@@ -161,11 +161,12 @@ def judged_bounds(plans: Iterable[Plan]) -> Iterator[Mark]:
     )
     over = sorted((each for each in bound if each[0] >= 0.0005), reverse=True)
     if over:
-        listed = ", ".join(
-            f"{at} by {more:.1%}" + ", without a warning" * (not is_told)
-            for more, at, is_told in over
-        )
-        limit = f"Over what was asked, and a warning says so: {listed}."
+        found = []
+        for says, is_told in (("and a warning says so", True), ("in silence", False)):
+            of = [f"{at} by {more:.1%}" for more, at, told in over if told is is_told]
+            if of:
+                found.append(f"Over what was asked, {says}: {', '.join(of)}.")
+        limit = " ".join(found)
         what = "plans over what was asked"
         yield Mark(what, f"{len(over)} of {len(bound)}", "none", False, False, limit)
 

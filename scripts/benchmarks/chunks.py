@@ -404,11 +404,10 @@ def table(rows: Sequence[Row], nets_shown: Sequence[str]) -> str:
 def of_kernels(rows: Sequence[Row]) -> str:
     """What was run: in chunks, beside budget 1 and inductor's own chunker."""
     lines = []
+    ratios = [ratios_to_chunker(rows, way) for way in (AS_LOW, LOWEST)]
     for row in good(rows, kind="kernels"):
         ours, whole = row["steps"]
-        found = (
-            ratios_to_chunker(rows, way).get(row["net"]) for way in (AS_LOW, LOWEST)
-        )
+        found = (by_net.get(row["net"]) for by_net in ratios)
         compiles = [f"{ratio:.2f}" for ratio in found if ratio is not None]
         lines.append(
             [
