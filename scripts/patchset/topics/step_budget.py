@@ -49,24 +49,24 @@ partitioned and compiled again from their joint graphs.
     edits=edits("""\
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
 -        return aot_stage2_autograd(
-+        from ..memory_planner.step.aot_stages import for_step
++        from ..memory_planner.step.aot_stages import track_training_graphs
 +
-+        return for_step(aot_stage2_autograd)(
++        return track_training_graphs(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile until 2.14
 -        return aot_stage2_inference(
-+        from ..memory_planner.step.aot_stages import for_step_without_backward
++        from ..memory_planner.step.aot_stages import track_inference_graphs
 +
-+        return for_step_without_backward(aot_stage2_inference)(
++        return track_inference_graphs(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_autograd(
-+            from ..memory_planner.step.aot_stages import for_step
++            from ..memory_planner.step.aot_stages import track_training_graphs
 +
-+            return for_step(aot_stage2_autograd)(
++            return track_training_graphs(aot_stage2_autograd)(
 @@ torch/_functorch/_aot_autograd/graph_compile.py aot_stage2_compile since 2.15
 -            return aot_stage2_inference(
-+            from ..memory_planner.step.aot_stages import for_step_without_backward
++            from ..memory_planner.step.aot_stages import track_inference_graphs
 +
-+            return for_step_without_backward(aot_stage2_inference)(
++            return track_inference_graphs(aot_stage2_inference)(
 @@ torch/_functorch/_aot_autograd/autograd_cache.py try_load
                  compiled_fn = entry.wrap_post_compile(args, aot_config, fx_config)
 +                from ..memory_planner.step.single_graph_warnings import with_warnings
@@ -74,7 +74,7 @@ partitioned and compiled again from their joint graphs.
 +                compiled_fn = with_warnings(compiled_fn, args, entry.runtime_metadata)
 """),
     since=(2, 13),
-    landed=((GRAPH_COMPILE, "for_step(aot_stage2_autograd)"),),
+    landed=((GRAPH_COMPILE, "track_training_graphs(aot_stage2_autograd)"),),
     minimal=Patch(
         name="step-budget",
         lines=60,

@@ -30,7 +30,7 @@ from .single_graph_warnings import with_warnings
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["for_step", "for_step_without_backward"]
+__all__ = ["track_inference_graphs", "track_training_graphs"]
 
 
 def _storage_identities(values: Iterable[Any]) -> set[int]:
@@ -38,10 +38,10 @@ def _storage_identities(values: Iterable[Any]) -> set[int]:
     return {each.untyped_storage()._cdata for each in tensors_with_storage(values)}
 
 
-def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+def track_training_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``aot_stage2_autograd``, so that steps can compile graphs by other plans."""
 
-    def compile_for_step(*arguments: Any) -> Any:
+    def compile_tracked(*arguments: Any) -> Any:
         step = running_step()
         # Without a context, inductor is tracing its patterns during a compile.
         if step is not None and TracingContext.try_get() is not None:
@@ -57,13 +57,13 @@ def for_step(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         run, metadata = compile_graph(*arguments)
         return with_warnings(run, state.flat_args, metadata), metadata
 
-    return compile_for_step
+    return compile_tracked
 
 
-def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+def track_inference_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``aot_stage2_inference``, so that steps know of calls without a plan."""
 
-    def compile_noted(state: Any, capture: Any, *arguments: Any) -> Any:
+    def compile_tracked(state: Any, capture: Any, *arguments: Any) -> Any:
         step = running_step()
         if step is None or TracingContext.try_get() is None:
             return compile_graph(state, capture, *arguments)
@@ -92,7 +92,7 @@ def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[...
             sizes = values_of_symbols(args, places)
             size = max(largest, math.prod(sizes))
             state = step.begin_without_backward(number, name, size, peak(sizes))
-            if state not in step.passed:
+            if state not in step.passed_over:
                 largest = size
             given = _storage_identities(args)
             results = run(args)
@@ -101,4 +101,4 @@ def for_step_without_backward(compile_graph: Callable[..., Any]) -> Callable[...
 
         return boxed_call(call), metadata
 
-    return compile_noted
+    return compile_tracked

@@ -37,7 +37,7 @@ from .current_step import close_step_of
 from .device_bytes import DeviceBytes, memory_of
 from .graphs import Graph, Graphs
 from .messages import StepBudgetError, StepWarnings
-from .peak_check import check_held, check_workspace, NEW, OVER, PeakWatch
+from .peak_check import NEGLIGIBLE, PeakWatch, SLACK
 from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
@@ -178,34 +178,34 @@ class StepBudget(StepWarnings):
             return
         if kind is None:
             with self.raise_last():
-                self._check_end(step)
+                self._end_step(step)
             return
         if issubclass(kind, torch.OutOfMemoryError) and hasattr(error[0], "add_note"):
             error[0].add_note(str(self))
         if not self.strict:
             # A strict budget has raised already, when the new call began.
-            self._check_new(step)
+            self._warn_if_unplanned(step)
 
-    def _check_end(self, step: Step) -> None:
+    def _end_step(self, step: Step) -> None:
         self._recording.end_step()
-        self._check_new(step)
+        self._warn_if_unplanned(step)
         self._recording.expects_new = False
-        if step.passed:
+        if step.passed_over:
             self.check_live_bytes()
         if step.recorder is not None:
             self._recording.left -= 1
             with self.warn_on_failure("the step could not be recorded"):
-                self._check(step, step.recorder)
+                self._keep_recording(step, step.recorder)
         else:
             self._compare_device_peak(step)
-            if self.watch.check_compiles(self):
+            if self.watch.warn_if_not_compiled(self):
                 self._recording.record_again(MOST_RECORDED)
             elif self._learned.have_other_calls_than(step.states):
                 self._recording.record_again(1)
 
-    def _check_new(self, step: Step) -> None:
+    def _warn_if_unplanned(self, step: Step) -> None:
         """Warn of a step that was not planned for, and record some of the next ones."""
-        new = step.states - self._learned.states - step.passed
+        new = step.states - self._learned.states - step.passed_over
         if new and step.recorder is None:
             self._recording.record_again(MOST_RECORDED)
         if new and not self._recording.expects_new:
@@ -225,7 +225,7 @@ class StepBudget(StepWarnings):
             self._is_new = self.device_bytes is not None
             self._recording.record_again(1)
 
-    def _check(self, step: Step, recorder: Recorder) -> None:
+    def _keep_recording(self, step: Step, recorder: Recorder) -> None:
         """Keep a recorded step for the next plan, and warn of what no plan covers."""
         if recorder.error is not None:
             self._learned.states |= step.states
@@ -240,32 +240,30 @@ class StepBudget(StepWarnings):
                 "torch.compiler.reset() first"
             )
         is_idle = not is_trained(step.states | self._learned.states)
-        if is_idle and self._recording.end_without_backward() and not self.reasons:
+        if is_idle and self._recording.recorded_without_backward() and not self.reasons:
             self.warn(
                 "no backward of a compiled graph was seen in this step; if the model "
                 "was compiled earlier, call torch.compiler.reset() first"
             )
         self._recorded = recorder, step.states
-        lacks = self._lacks_grads(recorder)
+        # A step may have yet to make gradients that stored plans count.
+        lacks = self._stored and recorder.with_new_gradients()
         if self.plan is not None and not lacks and step.states <= self._learned.states:
             timeline = StepTimeline(recorder, given=recorder.existing)
             peak = peak_under_plans(timeline.moments, self.choices)
-            check_held(peak + self._bound.counted(self._present), self.plan, self)
-
-    def _lacks_grads(self, recorder: Recorder) -> bool:
-        """Whether a step has yet to make gradients that stored plans count."""
-        return bool(self._stored and recorder.with_new_gradients())
+            held = peak + self._bound.counted(self._present)
+            self.watch.warn_of_excess(held, self.plan, self)
 
     def has_room_for(self, nbytes: float, while_waiting: bool) -> bool:
         """Whether ``nbytes`` that no plan counts fit; few do while calls wait."""
         if self.plan is None:
             return False
-        return nbytes <= (OVER * self.plan.allowed if while_waiting else self._spare)
+        return nbytes <= (SLACK * self.plan.allowed if while_waiting else self._spare)
 
     def check_live_bytes(self) -> None:
         """Warn if more is live now than is allowed at any time."""
         if self.plan is not None:
-            self.watch.check_live_bytes(self.counter.live(), self.plan, self)
+            self.watch.warn_if_live_exceeds(self.counter.live(), self.plan, self)
 
     def _learn_program(self, recorder: Recorder, states: set[State]) -> None:
         # What only reference cycles keep alive will be gone in the next step.
@@ -273,13 +271,15 @@ class StepBudget(StepWarnings):
         timeline = StepTimeline(recorder)
         self._leaves = weakref.WeakSet(recorder.leaves)
         trains, recording = is_trained(states), self._recording
-        leaves_much = timeline.live > NEW * timeline.made or self._lacks_grads(recorder)
+        leaves_much = timeline.live > NEGLIGIBLE * timeline.made
+        leaves_much |= bool(self._stored and recorder.with_new_gradients())
         seen = recorder.reduces, leaves_much
-        is_first = trains and recording.begin_training(*seen)
+        is_first = trains and recording.recorded_training(*seen)
         program = step_program_of(recorder, states, timeline)
         plan, is_planned = self.plan, False
         if plan is not None:
-            most = plan.predicted_peak * (1 + NEW) - self._bound.counted(self._present)
+            most = plan.predicted_peak * (1 + NEGLIGIBLE)
+            most -= self._bound.counted(self._present)
             is_planned = self._learned.covers_program(program, self.choices, most)
         if self._stored and not is_planned:
             if is_first and leaves_much:
@@ -289,20 +289,20 @@ class StepBudget(StepWarnings):
             self._warn_of_file("a step had other calls, or eager code held more in it")
             recording = self._recording
             recording.left = 0
-            is_first = trains and recording.begin_training(*seen)
+            is_first = trains and recording.recorded_training(*seen)
         if trains and recording.left and not is_trained(self._learned.states):
             recording.expects_new = True
             return
-        is_dropped = self._learned.drop_gradients(dropped_before(recorder))
+        is_dropped = self._learned.expect_dropped_gradients(dropped_before(recorder))
         self._learned.add_program(program)
         if is_dropped or not is_planned:
             self._is_new = True
             if trains:
-                recording.after_program(is_first)
+                recording.learned_program(is_first)
         before = self._present
         self._present = Present(*map(max, before, recorder.bytes_at_next_start()))
         if self._stored and self.device_bytes is not None:
-            least = NEW * plan.predicted_peak if plan is not None else 0
+            least = NEGLIGIBLE * plan.predicted_peak if plan is not None else 0
             self._is_new |= self._present.given > before.given + least
 
     def warn_unplanned(self, state: State) -> None:
@@ -339,7 +339,7 @@ class StepBudget(StepWarnings):
         if self.plan is not None and peak is not None:
             self.measured_peak = peak
             is_all = step.is_largest and step.states == self._learned.states
-            self._is_new |= self.watch.check_peak(peak, self.plan, is_all, self)
+            self._is_new |= self.watch.compare(peak, self.plan, is_all, self)
 
     def make_plan(self, is_growing: bool = False) -> None:
         """Choose plans for what was learned, and for the largest calls so far.
@@ -374,7 +374,7 @@ class StepBudget(StepWarnings):
             self.warn(plan.why_over, "lowest")
         if self.device.type == "cpu":
             workspaces = (graph.workspace for graph in graphs.values())
-            check_workspace(max(workspaces, default=0), plan, self)
+            self.watch.warn_of_workspace(max(workspaces, default=0), plan, self)
         self.tell(plan.headline)
         if self._file is not None:
             with self.warn_on_failure("the plan could not be stored", is_risk=False):

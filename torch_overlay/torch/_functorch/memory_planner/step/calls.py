@@ -139,7 +139,7 @@ class Step:
         # Calls without a backward, and the storages that they returned; which of the
         # calls no plan has to count, as there is room for them.
         self._returned: list[tuple[State, list[weakref.ref[Any]]]] = []
-        self.passed: set[State] = set()
+        self.passed_over: set[State] = set()
         # The calls that something is kept for, and a hash of them.
         self._waiting: set[Call] = set()
         self._key = 0
@@ -204,15 +204,15 @@ class Step:
         If the budget has room for its ``peak`` bytes (None if unknown), no plan has to
         count it, and only a step that is recorded notes it.
         """
-        left, passed = self._live_results_without_backward()
+        left, held = self._live_results_without_backward()
         slot = sum(each.graph == graph for each in left)
         state = State("I", graph, slot, name, waiting=self._key, size=size)
-        nbytes = math.inf if peak is None else passed + peak
+        nbytes = math.inf if peak is None else held + peak
         while_waiting = bool(self._waiting)
         if state in self._known or not self.budget.has_room_for(nbytes, while_waiting):
             self.note_state(state)
             return state
-        self.passed.add(state)
+        self.passed_over.add(state)
         if self.recorder is not None:
             self.states.add(state)
         return state
@@ -226,13 +226,13 @@ class Step:
         self._returned.append((state, made))
 
     def _live_results_without_backward(self) -> tuple[list[State], int]:
-        """Calls without backward whose results live; the bytes held by passed ones."""
+        """Calls without backward whose results live; the bytes of those passed over."""
         nbytes: dict[int, int] = {}
         left: list[tuple[State, list[weakref.ref[Any]]]] = []
         for state, references in self._returned:
             there = [each for each in references if each() is not None]
             left += [(state, there)] * bool(there)
-            if state in self.passed:
+            if state in self.passed_over:
                 storages: Any = (each() for each in there)
                 nbytes.update((each._cdata, each.nbytes()) for each in storages)
         self._returned = left
@@ -248,19 +248,19 @@ class Step:
         return plans[slot] if slot < len(plans) else graph.lean
 
     def _note_call(self, kind: str, call: Call, flag: bool) -> None:
-        if self.passed:
-            self._check_passed()
+        if self.passed_over:
+            self._recount_passed_over()
         number, name = call.graph.number, call.graph.name
         waits = flag, self._is_first_round, self._key, call.missing
         self.note_state(State(kind, number, call.slot, name, *waits))
 
-    def _check_passed(self) -> None:
-        """Note passed calls after all if there is no room for what they left."""
+    def _recount_passed_over(self) -> None:
+        """Note calls that were passed over if there is no room for what they left."""
         left, nbytes = self._live_results_without_backward()
         if not self.budget.has_room_for(nbytes, while_waiting=True):
-            for state in self.passed.intersection(left):
+            for state in self.passed_over.intersection(left):
                 self.note_state(state)
-            self.passed.difference_update(left)
+            self.passed_over.difference_update(left)
         self.budget.check_live_bytes()
 
     def note_state(self, state: State) -> None:

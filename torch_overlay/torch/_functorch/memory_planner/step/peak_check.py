@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from .messages import StepWarnings
 
 
-__all__ = ["NEW", "OVER", "PeakWatch", "check_held", "check_workspace"]
+__all__ = ["NEGLIGIBLE", "PeakWatch", "SLACK"]
 
 # The share by which a step may exceed what is allowed without a warning.
-OVER = 0.005
+SLACK = 0.005
 # The share by which a device's count may differ from the prediction.
 _MISS = 0.02
 # If the first step leaves behind more than this share of what its eager code makes,
 # another one is recorded.  Also the share of a planned peak by which bytes may grow
 # before that counts as new.
-NEW = 0.01
+NEGLIGIBLE = 0.01
 # Fewer bytes mean nothing on a CPU, where the whole process is counted.
 _NOISE = 2**18
 
@@ -63,12 +63,12 @@ class PeakWatch:
             self._usual_start = self._start
             self._compiled = counters["stats"]["unique_graphs"]
         more = self._start - self._usual_start
-        if more <= max(NEW * plan.predicted_peak, _NOISE):
+        if more <= max(NEGLIGIBLE * plan.predicted_peak, _NOISE):
             return 0
         self._usual_start = self._start
         return more
 
-    def check_compiles(self, warns: StepWarnings) -> bool:
+    def warn_if_not_compiled(self, warns: StepWarnings) -> bool:
         """Warn if Dynamo did not compile some frame of this step; return whether."""
         is_less = _frames_not_compiled() > self._not_compiled
         if is_less:
@@ -89,7 +89,7 @@ class PeakWatch:
     def _beyond_start(self, start: int) -> int:
         return 0 if self._counts_all else start
 
-    def check_live_bytes(
+    def warn_if_live_exceeds(
         self, live: Optional[int], plan: StepSummary, warns: StepWarnings
     ) -> None:
         """Warn if more is live now than is allowed at any time.
@@ -98,7 +98,7 @@ class PeakWatch:
         """
         start = self._start
         if live is not None and start is not None and not self._has_compiled():
-            check_held(live - self._beyond_start(start), plan, warns, _NOISE)
+            self.warn_of_excess(live - self._beyond_start(start), plan, warns, _NOISE)
 
     def peak_of(self, counted: Optional[int]) -> Optional[int]:
         """A counted peak, less the step's start where plans are for what is beyond it.
@@ -109,7 +109,7 @@ class PeakWatch:
             return None
         return counted - self._beyond_start(self._start)
 
-    def check_peak(
+    def compare(
         self, peak: int, plan: StepSummary, is_all: bool, warns: StepWarnings
     ) -> bool:
         """Warn if the prediction missed; return whether plans have to leave more free.
@@ -132,34 +132,34 @@ class PeakWatch:
             self.missed = missed
         return misses
 
+    def warn_of_excess(
+        self, held: int, plan: StepSummary, warns: StepWarnings, more: int = 0
+    ) -> None:
+        """Warn if a step held more than is allowed, because of eager code.
+
+        An excess of ``more`` bytes is always tolerated.
+        """
+        allowed = max(plan.allowed, plan.predicted_peak)
+        if held > allowed + max(SLACK * allowed, more):
+            warns.warn(
+                f"a step held {format_bytes(held)}, and {format_bytes(plan.allowed)} "
+                "are allowed; what eager code holds in it had not been recorded",
+                "eager",
+            )
+
+    def warn_of_workspace(
+        self, nbytes: int, plan: StepSummary, warns: StepWarnings
+    ) -> None:
+        """Warn if a convolution's workspace on a CPU matters beside the plan's peak."""
+        if nbytes > SLACK * plan.predicted_peak:
+            warns.warn(
+                f"a convolution takes up to {format_bytes(nbytes)} for itself on this "
+                "CPU, which no plan counts",
+                "workspaces",
+                is_risk=False,
+            )
+
 
 def _frames_not_compiled() -> int:
     frames = counters["frames"]
     return frames["total"] - frames["ok"]
-
-
-def check_held(
-    held: int, plan: StepSummary, warns: StepWarnings, more: int = 0
-) -> None:
-    """Warn if a step held more than is allowed, because of eager code.
-
-    An excess of ``more`` bytes is always tolerated.
-    """
-    allowed = max(plan.allowed, plan.predicted_peak)
-    if held > allowed + max(OVER * allowed, more):
-        warns.warn(
-            f"a step held {format_bytes(held)}, and {format_bytes(plan.allowed)} are "
-            "allowed; what eager code holds in it had not been recorded",
-            "eager",
-        )
-
-
-def check_workspace(nbytes: int, plan: StepSummary, warns: StepWarnings) -> None:
-    """Warn if a convolution's workspace on a CPU matters beside the plan's peak."""
-    if nbytes > OVER * plan.predicted_peak:
-        warns.warn(
-            f"a convolution takes up to {format_bytes(nbytes)} for itself on this CPU, "
-            "which no plan counts",
-            "workspaces",
-            is_risk=False,
-        )

@@ -36,7 +36,7 @@ class Recording:
         """A step ended without an exception."""
         self._wait = max(self._wait - 1, 0)
 
-    def end_without_backward(self) -> bool:
+    def recorded_without_backward(self) -> bool:
         """A recorded step had no backward; returns whether that is worth a warning.
 
         Not for the first one, as trainers may try out validation before they train.
@@ -47,7 +47,7 @@ class Recording:
             self.expects_new = True
         return self._idle > 1
 
-    def begin_training(self, reduces: bool, leaves_much: bool) -> bool:
+    def recorded_training(self, reduces: bool, leaves_much: bool) -> bool:
         """A step that trains was recorded; returns whether it is the first.
 
         If it ``leaves_much`` behind, another one is recorded, in which buffers that are
@@ -61,7 +61,7 @@ class Recording:
             self.left = 1
         return is_first
 
-    def after_program(self, is_first: bool) -> None:
+    def learned_program(self, is_first: bool) -> None:
         """A new program that trains was learned.
 
         If two take turns, the other one runs next.

@@ -116,7 +116,7 @@ class LearnedPrograms:
         last = self.programs[-1] if len(self.programs) == _PROGRAMS else None
         return next(same, last)
 
-    def drop_gradients(self, before: Optional[str]) -> bool:
+    def expect_dropped_gradients(self, before: Optional[str]) -> bool:
         """Expect steps to drop the gradients that they begin with.
 
         ``before`` is the kind of event, a key of ``StepProgram.replaced``, or None.
