@@ -72,9 +72,9 @@ class StepLoopsTest(TestCase):
         self.assertLessEqual(peak, (1 + room) * plan.allowed)
         self.assertLessEqual(abs(plan.predicted_peak - peak), room * peak)
 
-    @parametrize("place", ("first", "between", "last", "outside"))
-    def test_gradients_go_anywhere(self, place):
-        model, x = Net(), batch()
+    def run_dropping(self, budget, place, rows=512, count=4):
+        """The peaks of steps that drop gradients at one place."""
+        model, x, peaks = Net(2), batch(rows), []
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def drop(where):
@@ -89,12 +89,40 @@ class StepLoopsTest(TestCase):
             optimizer.step()
             drop("last")
 
-        budget, peaks = StepBudget(share=0.5, strict=True), []
+        for _ in range(count):
+            peaks += self.run_steps(budget, step, 1)
+            drop("outside")
+        return peaks
+
+    @parametrize("place", ("first", "between", "last", "outside"))
+    def test_gradients_go_anywhere(self, place):
+        budget = StepBudget(share=0.5, strict=True)
         with self.assertNoLogs(*LOG):
-            for _ in range(4):
-                peaks += self.run_steps(budget, step, 1)
-                drop("outside")
+            peaks = self.run_dropping(budget, place)
         self.check(budget, peaks[-1])
+
+    @parametrize("place", ("first", "between"))
+    def test_gradients_that_a_step_drops_need_no_room(self, place):
+        # Of so few rows, gradients hold more than what is saved.
+        planned = StepBudget(share=1)
+        self.run_dropping(planned, place, rows=16)
+        peak_bytes = 1.02 * planned.plan.unbudgeted
+        torch._dynamo.reset()
+        budget = StepBudget(peak_bytes=peak_bytes, strict=True)
+        with self.assertNoLogs(*LOG):
+            peaks = self.run_dropping(budget, place, rows=16)
+        self.check(budget, peaks[-1])
+        # Where they stay, that is said before anything is added to them.
+        torch._dynamo.reset()
+        budget = StepBudget(peak_bytes=peak_bytes)
+        with self.assertLogs(*LOG) as logs:
+            peaks = self.run_dropping(budget, "nowhere", rows=16, count=2)
+        self.assertIn("the lowest peak found", logs.output[0])
+        self.assertGreater(peaks[-1], budget.plan.allowed)
+        torch._dynamo.reset()
+        budget = StepBudget(peak_bytes=peak_bytes, strict=True)
+        with self.assertRaisesRegex(StepBudgetError, "lowest peak found"):
+            self.run_dropping(budget, "nowhere", rows=16, count=2)
 
     def test_programs_have_sizes_of_their_own(self):
         model, other = Net(out=2048, dynamic=True), Block()

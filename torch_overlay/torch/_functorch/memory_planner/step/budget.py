@@ -47,7 +47,7 @@ from .timeline import peak_under_plans, StepTimeline
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from typing_extensions import Self
 
@@ -123,12 +123,12 @@ class StepBudget(StepWarnings):
         self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         # Whether something was learned that is not planned for yet.
         self._is_new = False
-        self._start_over()
-        if self._file is not None:
-            stored, why_not = self._file.read()
-            if why_not:
-                self._warn_of_file(why_not)
-            self._start_over(stored)
+        # Before which kind of event old gradients have to go, and the warning if not.
+        self._over_unless_dropped = "", ""
+        stored, why_not = self._file.read() if self._file is not None else (None, "")
+        self._start_over(stored)
+        if why_not:
+            self._warn_of_file(why_not)
 
     def _start_over(self, stored: Optional[StoredStep] = None) -> None:
         """Start over: from what another process stored, by default from nothing."""
@@ -197,7 +197,11 @@ class StepBudget(StepWarnings):
             with self.warn_on_failure("the step could not be recorded"):
                 self._keep_recording(step, step.recorder)
         else:
-            self._compare_device_peak(step)
+            peak = self.watch.peak_of(self.counter.peak())
+            if self.plan is not None and peak is not None:
+                self.measured_peak = peak
+                is_all = step.is_largest and step.states == self._learned.states
+                self._is_new |= self.watch.compare(peak, self.plan, is_all, self)
             if self.watch.warn_if_not_compiled(self):
                 self._recording.record_again(MOST_RECORDED)
             elif self._learned.have_other_calls_than(step.states):
@@ -305,6 +309,15 @@ class StepBudget(StepWarnings):
             least = NEGLIGIBLE * plan.predicted_peak if plan is not None else 0
             self._is_new |= self._present.given > before.given + least
 
+    def warn_if_gradients_stayed(self, kind: str, graph: int) -> None:
+        """Warn if an event begins beside gradients that the bound has no room for."""
+        before, reason = self._over_unless_dropped
+        leaves = self._learned.with_gradients_to_drop(kind, graph)
+        if kind == before and leaves:
+            self._over_unless_dropped = "", ""
+            if any(leaf.grad is not None for leaf in leaves):
+                self.warn(reason, "lowest")
+
     def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
         self.warn(self._learned.why_unplanned(state), f"another {state.name}")
@@ -320,26 +333,9 @@ class StepBudget(StepWarnings):
             self._warn_of_file(f"{name} differs from the graph that it has plans for")
         return self._stored.get(number)
 
-    def _store(self, file: PlanFile, choices: Mapping[int, tuple[int, ...]]) -> None:
-        """Store what was learned and planned, unless sizes vary."""
-        graphs = self.graphs.alive(choices)
-        if self.plan is None or any(graph.sizes_vary for graph in graphs.values()):
-            return
-        stored = {n: StoredGraph.of(graph, choices[n]) for n, graph in graphs.items()}
-        planned = self._present, self.plan, self._spare
-        file.write(StoredStep(self._learned.storable_figures(), *planned, stored))
-
     def _warn_of_file(self, reason: str) -> None:
         path = self._arguments["plan"]
         self.warn(f"{path} is not used: {reason}", "file", is_risk=False)
-
-    def _compare_device_peak(self, step: Step) -> None:
-        """Compare what the device counted in a step with what was predicted."""
-        peak = self.watch.peak_of(self.counter.peak())
-        if self.plan is not None and peak is not None:
-            self.measured_peak = peak
-            is_all = step.is_largest and step.states == self._learned.states
-            self._is_new |= self.watch.compare(peak, self.plan, is_all, self)
 
     def make_plan(self, is_growing: bool = False) -> None:
         """Choose plans for what was learned, and for the largest calls so far.
@@ -370,15 +366,17 @@ class StepBudget(StepWarnings):
         plan = found.summary
         self.choices.update({graphs[n]: each for n, each in found.choices.items()})
         self.plan, self._spare = plan, found.spare
-        if plan.predicted_peak > plan.allowed:
+        self._over_unless_dropped = found.fits_if_dropped_before, plan.why_over
+        if plan.predicted_peak > plan.allowed and not found.fits_if_dropped_before:
             self.warn(plan.why_over, "lowest")
         if self.device.type == "cpu":
             workspaces = (graph.workspace for graph in graphs.values())
             self.watch.warn_of_workspace(max(workspaces, default=0), plan, self)
-        self.tell(plan.headline)
+        self.tell(found.headline)
         if self._file is not None:
+            known = learned.storable_figures(), self._present, plan, found.spare
             with self.warn_on_failure("the plan could not be stored", is_risk=False):
-                self._store(self._file, found.choices)
+                self._file.store(known, graphs, found.choices)
 
     def __repr__(self) -> str:
         given = (f"{name}={value!r}" for name, value in self._arguments.items())

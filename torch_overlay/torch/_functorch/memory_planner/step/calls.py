@@ -251,6 +251,7 @@ class Step:
         if self.passed_over:
             self._recount_passed_over()
         number, name = call.graph.number, call.graph.name
+        self.budget.warn_if_gradients_stayed(kind, number)
         waits = flag, self._is_first_round, self._key, call.missing
         self.note_state(State(kind, number, call.slot, name, *waits))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .messages import StepWarnings
 
 
-__all__ = ["NEGLIGIBLE", "PeakWatch", "SLACK"]
+__all__ = ["NEGLIGIBLE", "SLACK", "PeakWatch"]
 
 # The share by which a step may exceed what is allowed without a warning.
 SLACK = 0.005

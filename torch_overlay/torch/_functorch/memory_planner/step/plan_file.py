@@ -129,7 +129,18 @@ class PlanFile:
             return None, "it is damaged: it has no step"
         return step, ""
 
-    def write(self, step: StoredStep) -> None:
+    def store(
+        self,
+        known: tuple[list[tuple[Any, ...]], Present, StepSummary, int],
+        graphs: Mapping[int, Graph],
+        choices: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        """Store what is ``known`` and planned of a step, unless its sizes vary."""
+        if not any(graph.sizes_vary for graph in graphs.values()):
+            stored = {n: StoredGraph.of(each, choices[n]) for n, each in graphs.items()}
+            self._write(StoredStep(*known, stored))
+
+    def _write(self, step: StoredStep) -> None:
         """Replace the file atomically, as several ranks may share it."""
         content = {"format": _FORMAT, **self._origin, "step": _encoded(step)}
         # Unlike those of tempfile, it may be read by other users.

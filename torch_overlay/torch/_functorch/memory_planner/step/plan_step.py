@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional, TYPE_CHECKING
 
 from ..compile.search import Search
 from ..report.step_summary import StepSummary, summary_of
+from .timeline import peak_under_plans
 
 
 if TYPE_CHECKING:
@@ -59,11 +60,21 @@ class PlannedStep(NamedTuple):
         summary: what they are expected to hold.
         choices: by graph number, the plan of each slot.
         spare: the allowed bytes that are free while no call waits for its backward.
+        fits_if_dropped_before: if the peak is above the bound, but would not be if the
+            next step dropped the gradients that the last one left, before which kind of
+            event it has to, "F" or "B".  Otherwise empty.
     """
 
     summary: StepSummary
     choices: dict[int, tuple[int, ...]]
     spare: int
+    fits_if_dropped_before: str
+
+    @property
+    def headline(self) -> str:
+        """The summary's, with what it depends on."""
+        stay = ", if the last step's gradients stay" * bool(self.fits_if_dropped_before)
+        return self.summary.headline + stay
 
 
 def plan_step(
@@ -120,8 +131,16 @@ def plan_step(
         curve = known
     idle = moments.get(frozenset())
     facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)
+    over = plan.peak > allowed
+
+    def fits_if_dropped(before: str) -> bool:
+        choices = {graphs[n]: slots for n, slots in plan.choices.items()}
+        lower = learned.expected_moments(graphs, before)
+        return peak_under_plans(lower, choices) <= allowed
+
     return PlannedStep(
         summary_of(plan, curve, *facts),
         plan.choices,
         wanted - (idle.total if idle is not None else 0),
+        next(filter(fits_if_dropped, "BF" * over), ""),
     )

@@ -58,13 +58,20 @@ class StepProgram:
         keep_largest(self.scales, other.scales)
         self.calls = _most_calls([self.calls, other.calls])
 
-    def scaled(self, scales: Mapping[int, float]) -> dict[frozenset[Held], Bytes]:
-        """The moments as they would be with calls of these scales."""
+    def scaled(
+        self, scales: Mapping[int, float], dropped_before: str = ""
+    ) -> dict[frozenset[Held], Bytes]:
+        """The moments as they would be with calls of these scales.
+
+        If the next step may yet drop the gradients that this one leaves, it does so
+        ``dropped_before`` its first event of this kind.
+        """
+        moments = self.replaced.get(dropped_before, self).moments
         factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
         factor = max(factors, default=1.0)
         return {
             held: Bytes(fixed + math.ceil((total - fixed) * factor), fixed, gradients)
-            for held, (total, fixed, gradients) in self.moments.items()
+            for held, (total, fixed, gradients) in moments.items()
         }
 
 
@@ -185,14 +192,27 @@ class LearnedPrograms:
                 found[n] = max(found[n], most / factor)
         return found
 
+    def with_gradients_to_drop(self, kind: str, graph: int) -> list[torch.Tensor]:
+        """Parameters whose gradients may be dropped in a program with such an event."""
+        found = (
+            program.leaf()
+            for program in self.programs
+            if kind in program.replaced
+            and any((s.kind, s.graph) == (kind, graph) for s in program.states)
+        )
+        return [leaf for leaf in found if leaf is not None]
+
     def expected_moments(
-        self, graphs: Mapping[int, Graph]
+        self, graphs: Mapping[int, Graph], dropped_before: str = ""
     ) -> dict[frozenset[Held], Bytes]:
-        """The moments of all programs, scaled to the largest calls of these graphs."""
+        """The moments of all programs, scaled to the largest calls of these graphs.
+
+        ``dropped_before`` is that of :meth:`StepProgram.scaled`.
+        """
         found: dict[frozenset[Held], Bytes] = {}
         scales = {n: graph.scale for n, graph in graphs.items()}
         for program in self.programs:
-            keep_largest(found, program.scaled(scales))
+            keep_largest(found, program.scaled(scales, dropped_before))
         return {
             held: nbytes
             for held, nbytes in found.items()
