@@ -373,6 +373,7 @@ class CompiledPeakTest(TestCase):
         lowest, half = peaks
         self.assertEqual([lowest.predicted, lowest.floor], [lowest.allowed] * 2)
         self.assertLessEqual(half.predicted, half.allowed)
+        self.assertEqual(half.allowed, (half.floor + half.fastest) // 2)
         self.assertLess(lowest.predicted, half.allowed)
 
     def test_where_none_is_within_the_lowest_to_expect_is_tried(self):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from ..decision import Decision
     from ..graph.joint import BudgetedGraph
-    from ..peak.curve import Choice
+    from ..peak.curve import Choice, Curve
     from ..peak.footprint import Tell
     from ..peak.menu import Menu
 
@@ -249,9 +249,9 @@ class _Compiles:
                     report.peak.allowed,
                 )
                 raise _PlanRejected
-        allowed, floor, kept = self._plan_to_keep()
-        fastest = report.peak.fastest
-        peak = Peak(allowed, kept.peak, floor, fastest, report.peak.fused, True)
+        allowed, kept, curve = self._plan_to_keep()
+        reached = curve.floor, curve.unbudgeted.peak
+        peak = Peak(allowed, kept.peak, *reached, report.peak.fused, True)
         peak.warn_if_over(report.head)
         log_peak(peak, metadata)
 
@@ -271,17 +271,12 @@ class _Compiles:
             # Guarded if the plan compiled last holds less that way.
             return _Try(following.only, self._guards[plan])
         self.is_last = True
-        *_, kept = self._plan_to_keep()
+        _, kept, _ = self._plan_to_keep()
         return _Try(kept.only, self._guards.get(kept.only, False))
 
-    def _plan_to_keep(self) -> tuple[int, int, Choice]:
-        """The allowed bytes, the floor, and which of the compiled plans to keep."""
+    def _plan_to_keep(self) -> tuple[int, Choice, Curve]:
         share = self.asked.budget if self.asked.limit is None else None
-        allowed, kept = self.search.plan_to_keep(self.allowed, share)
-        floor = self.search.compiled_plans().floor
-        if kept.peak <= self.allowed:
-            floor = min(self.curve.floor, floor)
-        return allowed, floor, kept
+        return self.search.plan_to_keep(self.allowed, share)
 
 
 def _can_compare_compiled(graph: BudgetedGraph) -> bool:

@@ -73,17 +73,23 @@ class Search:
 
     def plan_to_keep(
         self, allowed: int, share: Optional[float], unused: int = 0
-    ) -> tuple[int, Choice]:
-        """The bytes that are allowed, and which of the compiled plans to keep.
+    ) -> tuple[int, Choice, Curve]:
+        """The bytes that are allowed, the compiled plan to keep, and all to report.
 
         ``allowed`` is returned as it is unless all plans exceed it and a ``share`` is
         asked for: that counts from the lowest peak that was compiled.
         """
-        compiled = self.compiled_plans()
+        asked, compiled = allowed, self.compiled_plans()
+        curve, known = self.all_corrected(), self.compiled_and_fastest()
         if share is not None and compiled.floor > allowed:
-            reached = compiled.floor, self.compiled_and_fastest().unbudgeted.peak
+            reached = compiled.floor, known.unbudgeted.peak
             allowed = max(allowed, allowed_peak(share, *reached))
-        return allowed, compiled.within(allowed - unused)
+        plan = compiled.within(allowed - unused)
+        # Where no plan was low enough, or a compiled one is the lowest, estimates of
+        # lower ones are not credible, or not lower.
+        if plan.peak > asked - unused or known.floor < curve.floor:
+            curve = known
+        return allowed, plan, curve
 
     def _restricted(self, others: tuple[int, ...]) -> Curve:
         def restricted(menu: Menu) -> Menu:

@@ -121,14 +121,9 @@ def plan_step(
         search.plans_to_compile(lambda: bound.allowed(search, present) - missed)
     )
     asked = bound.allowed(search, present)
-    allowed, plan = search.plan_to_keep(asked, bound.share, missed)
+    allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
     compile_plans([plan])
     wanted = allowed - missed
-    # Where no plan was low enough, or a compiled one is the lowest, estimates of lower
-    # ones are not credible, or not lower.
-    curve, known = search.all_corrected(), search.compiled_and_fastest()
-    if plan.peak > asked - missed or known.floor < curve.floor:
-        curve = known
     idle = moments.get(frozenset())
     facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)
     over = plan.peak > allowed
