@@ -1697,6 +1697,8 @@ class StepBudgetTest(TestCase):
                 ("step", None),
                 ("step", ["StoredStep", []]),
                 ("step", ["Unknown", []]),
+                ("step", ["StoredStep", [None, *stored["step"][1][1:]]]),
+                ("step", ["StoredStep", [*stored["step"][1][:-1], ["dict", []]]]),
                 ("version", 1),
             ):
                 path.write_text(json.dumps({**stored, entry: value}))
@@ -1704,16 +1706,20 @@ class StepBudgetTest(TestCase):
                     StepBudget(share=0.2, plan=path)
                 self.assertIn("run.json is not used: it ", logs.output[0])
 
-    def test_a_file_is_used_where_steps_begin_by_dropping_gradients(self):
-        def run(path):
+    def test_a_file_is_used_where_first_steps_make_what_stays(self):
+        def run(path, held=0):
             torch._dynamo.reset()
-            model, budget = Net(), StepBudget(share=0.2, plan=path, strict=True)
+            model, budget = Net(), StepBudget(share=0.2, plan=path, strict=not held)
+            optimizer = torch.optim.Adam(model.parameters())
             # As another process, which numbers its graphs from 0.
             with mock.patch.object(aot_autograd, "AOT_COUNTER", itertools.count()):
-                for _ in range(4):
+                for _ in range(1 if held else 4):
                     with budget:
-                        model.zero_grad()
+                        optimizer.zero_grad()
+                        beside = torch.empty(held, dtype=torch.uint8)
                         train(model, batch())
+                        del beside
+                        optimizer.step()
             return budget
 
         with tempfile.TemporaryDirectory() as folder:
@@ -1721,7 +1727,11 @@ class StepBudgetTest(TestCase):
             plan = run(path).plan
             with self.assertNoLogs(*LOG):
                 again = run(path)
+            # All else that such a step holds counts.
+            with self.assertLogs(*LOG) as logs:
+                run(path, held=2 * plan.allowed)
         self.assertEqual((again.plan, again.reasons), (plan, []))
+        self.assertIn("a step held", logs.output[0])
 
     def test_a_file_that_is_no_plan_is_not_overwritten(self):
         with tempfile.TemporaryDirectory() as folder:

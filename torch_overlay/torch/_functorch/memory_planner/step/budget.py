@@ -250,11 +250,12 @@ class StepBudget(StepWarnings):
                 "was compiled earlier, call torch.compiler.reset() first"
             )
         self._recorded = recorder, step.states
-        # A step may have yet to make gradients that stored plans count.
-        lacks = self._stored and recorder.with_new_gradients()
-        if self.plan is not None and not lacks and step.states <= self._learned.states:
-            timeline = StepTimeline(recorder, given=recorder.existing)
-            peak = peak_under_plans(timeline.moments, self.choices)
+        if self.plan is not None and step.states <= self._learned.states:
+            # A process that begins with stored plans has yet to make what they find.
+            lasting = recorder.lasting_bytes() if self._stored else 0
+            fate = "anew" if lasting else None
+            timeline = StepTimeline(recorder, fate, recorder.existing, bool(lasting))
+            peak = peak_under_plans(timeline.moments, self.choices) - lasting
             held = peak + self._bound.counted(self._present)
             self.watch.warn_of_excess(held, self.plan, self)
 
@@ -286,8 +287,8 @@ class StepBudget(StepWarnings):
             most -= self._bound.counted(self._present)
             is_planned = self._learned.covers_program(program, self.choices, most)
         if self._stored and not is_planned:
-            if is_first and leaves_much:
-                # What only a first step makes may be all that differs.
+            if (is_first and leaves_much) or (recorder.reduces and recording.left):
+                # What only first steps make may be all that differs.
                 return
             self._start_over()
             self._warn_of_file("a step had other calls, or eager code held more in it")

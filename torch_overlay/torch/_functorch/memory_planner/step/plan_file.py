@@ -92,6 +92,15 @@ class StoredStep:
     spare: int
     graphs: dict[int, StoredGraph]
 
+    def is_whole(self) -> bool:
+        """Whether each field has what it is to have, and each called graph has plans.
+
+        Raises TypeError or IndexError for some that have not.
+        """
+        kinds = list, Present, StepSummary, int, dict
+        are_right = all(map(isinstance, vars(self).values(), kinds))
+        return are_right and all({*each[2]} <= {*self.graphs} for each in self.programs)
+
 
 class PlanFile:
     """A file for the plans that a StepBudget makes for this ``bound``.
@@ -123,11 +132,10 @@ class PlanFile:
                 return None, f"it was made with {what} {made}, not {value}"
         try:
             step = _decoded(content["step"])
+            is_whole = isinstance(step, StoredStep) and step.is_whole()
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             return None, f"it is damaged: {type(error).__name__}: {error}"
-        if not isinstance(step, StoredStep):
-            return None, "it is damaged: it has no step"
-        return step, ""
+        return (step, "") if is_whole else (None, "it is damaged: it has no step")
 
     def store(
         self,

@@ -296,6 +296,13 @@ class Recorder(TorchDispatchMode):
         """The bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
 
+    def lasting_bytes(self) -> int:
+        """The bytes of new gradients and optimizer states, which later steps find."""
+        made = {event.storage for event in self.log if event.kind == "+"}
+        states = {self._live[key][0] for key in self._states.keys() & self._live.keys()}
+        new = self.gradients(self.with_new_gradients())
+        return self.nbytes_of((new | states) & made)
+
     def _note_optimizer_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # The hook fires in all threads.
         step = running_step()

@@ -61,6 +61,7 @@ class StepTimeline:
             default they live only until they are added to existing ones.
         given: storages that were there before the step, but whose freeing lowers the
             live bytes; by default the gradients among them.
+        counts_states: whether optimizer states that the step makes count as well.
 
     ``moments`` has, by what calls hold at a moment, the most :class:`Bytes` that eager
     code holds then.  It makes ``made`` bytes in all and leaves ``live`` behind, not
@@ -74,7 +75,9 @@ class StepTimeline:
         recorder: Recorder,
         replaced: Optional[str] = None,
         given: Optional[set[int]] = None,
+        counts_states: bool = False,
     ) -> None:
+        self._counts_states = counts_states
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
@@ -128,6 +131,7 @@ class StepTimeline:
             self._passing += event.nbytes
         elif (
             event.flag
+            or self._counts_states
             or at < self._last
             or event.storage not in self._remaining
             or event.storage in self._all_gradients
