@@ -454,7 +454,8 @@ def join_ranks(number, place, count=2):
 def rank(number, place):
     """What a StepBudget does in one of two processes, for each way."""
     join_ranks(number, place)
-    return {way: step_of_rank(number, way) for way in WAYS}
+    ways = {way: step_of_rank(number, way) for way in WAYS}
+    return {**ways, "file": file_of_rank(number, f"{place}.json")}
 
 
 def model_of_rank(number, way):
@@ -485,6 +486,19 @@ def step_of_rank(number, way):
     peak = min(measured(budget, model, x, train=train_one) for _ in range(5))
     is_same = all(torch.equal(local(a), local(b)) for a, b in zip(gradients, before))
     return peak, budget.plan, is_same
+
+
+def file_of_rank(number, path):
+    """What is planned without a file, and with the file that this leaves; warnings."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.distributed.barrier()
+        model, budget = model_of_rank(number, "replicas"), StepBudget(0.2, plan=path)
+        before = budget.plan
+        # As another process, which numbers its graphs from 0.
+        with mock.patch.object(aot_autograd, "AOT_COUNTER", itertools.count()):
+            steps(budget, model, batch(4 * BATCH, seed=number), count=5)
+    return before, budget.plan, budget.reasons
 
 
 def in_two_ranks(rank):
@@ -1816,6 +1830,12 @@ class StepBudgetTest(TestCase):
                     self.assertLessEqual(abs(peak - plan.predicted_peak), 0.05 * peak)
                 # As long as they train by the same program.
                 self.assertEqual(one[way][1] == other[way][1], way != "pipeline")
+        with self.subTest(way="file"):
+            # DDP makes its buckets again in the second step.
+            for before, plan, reasons in (one["file"], other["file"]):
+                self.assertEqual(before, plan)
+                self.assertIsNotNone(plan)
+                self.assertNotIn("not used", " ".join(reasons))
 
 
 instantiate_parametrized_tests(StepBudgetTest)
