@@ -295,8 +295,7 @@ class Plans:
             # The first is recorded, and what it leaves behind may have the second.
             row = {**each, **self.measured(training, steps=3)}
             plan = budget.plan
-            row.update(predicted=plan.predicted_peak, allowed=plan.allowed)
-            yield {**row, "floor": plan.floor}
+            yield {**row, "predicted": plan.predicted_peak, "allowed": plan.allowed}
 
 
 def gradients_of(training: Training) -> list[Tensor]:
@@ -318,7 +317,7 @@ def has_blocks(net: nets.Net) -> bool:
 def bound() -> Row:
     """What the report of the last plan says of its peak; one of budget 1 has none."""
     peak = getattr(overlay("memory_planner").last_plan(), "peak", None)
-    entries = ("allowed", "predicted", "floor") if peak is not None else ()
+    entries = ("allowed", "predicted") if peak is not None else ()
     return {entry: getattr(peak, entry) for entry in entries}
 
 
