@@ -83,6 +83,8 @@ class StepLoopsTest(TestCase):
 
         def step(at):
             drop("first")
+            if place == "in part":
+                model.blocks[0].zero_grad()
             loss = model(x).square().mean()
             drop("between")
             loss.backward()
@@ -112,17 +114,32 @@ class StepLoopsTest(TestCase):
         with self.assertNoLogs(*LOG):
             peaks = self.run_dropping(budget, place, rows=16)
         self.check(budget, peaks[-1])
-        # Where they stay, that is said before anything is added to them.
-        torch._dynamo.reset()
-        budget = StepBudget(peak_bytes=peak_bytes)
+        # Where some stay, that is said before anything is added to them.
+        for stay in ("nowhere", "in part"):
+            torch._dynamo.reset()
+            budget = StepBudget(peak_bytes=peak_bytes)
+            with self.assertLogs(*LOG) as logs:
+                peaks = self.run_dropping(budget, stay, rows=16, count=2)
+            self.assertIn("the lowest peak found", logs.output[0])
+            if stay == "nowhere":
+                self.assertGreater(peaks[-1], budget.plan.allowed)
+            torch._dynamo.reset()
+            budget = StepBudget(peak_bytes=peak_bytes, strict=True)
+            with self.assertRaisesRegex(StepBudgetError, "lowest peak found"):
+                self.run_dropping(budget, stay, rows=16, count=2)
+
+    def test_gradients_that_stay_later_are_noticed(self):
+        model, x = Net(2), batch(16)
+
+        def step(at):
+            if at < 3:
+                model.zero_grad()
+            model(x).square().mean().backward()
+
+        budget = StepBudget(share=1)
         with self.assertLogs(*LOG) as logs:
-            peaks = self.run_dropping(budget, "nowhere", rows=16, count=2)
-        self.assertIn("the lowest peak found", logs.output[0])
-        self.assertGreater(peaks[-1], budget.plan.allowed)
-        torch._dynamo.reset()
-        budget = StepBudget(peak_bytes=peak_bytes, strict=True)
-        with self.assertRaisesRegex(StepBudgetError, "lowest peak found"):
-            self.run_dropping(budget, "nowhere", rows=16, count=2)
+            self.run_steps(budget, step, 7)
+        self.assertIn("a step held", logs.output[0])
 
     def test_programs_have_sizes_of_their_own(self):
         model, other = Net(out=2048, dynamic=True), Block()

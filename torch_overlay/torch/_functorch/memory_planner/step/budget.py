@@ -158,12 +158,14 @@ class StepBudget(StepWarnings):
             recorded, self._recorded = self._recorded, None
             if recorded is not None:
                 self._learn_program(*recorded)
-            self._is_new |= self._learned.expect_new_gradients()
+            self._is_new |= self._learned.begin_step()
             self.watch.begin(self.counter.live())
             self._learn_start()
             is_new, self._is_new = self._is_new, False
             if is_new and is_trained(self._learned.states):
                 self.make_plan()
+            elif recorded is not None and self._over_unless_dropped[0]:
+                self.warn(self._over_unless_dropped[1], "lowest")
         self.counter.begin()
         recorder = None
         if self._recording.left:
@@ -191,7 +193,7 @@ class StepBudget(StepWarnings):
         self._warn_if_unplanned(step)
         self._recording.expects_new = False
         if step.passed_over:
-            self.check_live_bytes()
+            self.watch.warn_if_live_exceeds(self.counter.live(), self.plan, self)
         if step.recorder is not None:
             self._recording.left -= 1
             with self.warn_on_failure("the step could not be recorded"):
@@ -253,8 +255,8 @@ class StepBudget(StepWarnings):
         if self.plan is not None and step.states <= self._learned.states:
             # A process that begins with stored plans has yet to make what they find.
             lasting = recorder.lasting_bytes() if self._stored else 0
-            fate = "anew" if lasting else None
-            timeline = StepTimeline(recorder, fate, recorder.existing, bool(lasting))
+            given, counts = recorder.existing, bool(lasting)
+            timeline = StepTimeline(recorder, given=given, counts_lasting=counts)
             peak = peak_under_plans(timeline.moments, self.choices) - lasting
             held = peak + self._bound.counted(self._present)
             self.watch.warn_of_excess(held, self.plan, self)
@@ -264,11 +266,6 @@ class StepBudget(StepWarnings):
         if self.plan is None:
             return False
         return nbytes <= (SLACK * self.plan.allowed if while_waiting else self._spare)
-
-    def check_live_bytes(self) -> None:
-        """Warn if more is live now than is allowed at any time."""
-        if self.plan is not None:
-            self.watch.warn_if_live_exceeds(self.counter.live(), self.plan, self)
 
     def _learn_program(self, recorder: Recorder, states: set[State]) -> None:
         # What only reference cycles keep alive will be gone in the next step.
@@ -310,14 +307,14 @@ class StepBudget(StepWarnings):
             least = NEGLIGIBLE * plan.predicted_peak if plan is not None else 0
             self._is_new |= self._present.given > before.given + least
 
-    def warn_if_gradients_stayed(self, kind: str, graph: int) -> None:
-        """Warn if an event begins beside gradients that the bound has no room for."""
+    def note_gradients_left(self, kind: str, graph: int) -> None:
+        """Warn, or record the next step, if the first event of a kind finds old ones."""
+        left = self._learned.with_gradients_left(kind, graph)
         before, reason = self._over_unless_dropped
-        leaves = self._learned.with_gradients_to_drop(kind, graph)
-        if kind == before and leaves:
-            self._over_unless_dropped = "", ""
-            if any(leaf.grad is not None for leaf in leaves):
-                self.warn(reason, "lowest")
+        if kind == before and any(before in program.replaced for program in left):
+            self.warn(reason, "lowest")
+        elif any(program.drops_before == kind for program in left):
+            self._recording.record_again(1)
 
     def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
@@ -374,7 +371,7 @@ class StepBudget(StepWarnings):
             workspaces = (graph.workspace for graph in graphs.values())
             self.watch.warn_of_workspace(max(workspaces, default=0), plan, self)
         self.tell(found.headline)
-        if self._file is not None:
+        if self._file is not None and plan.predicted_peak <= plan.allowed:
             known = learned.storable_figures(), self._present, plan, found.spare
             with self.warn_on_failure("the plan could not be stored", is_risk=False):
                 self._file.store(known, graphs, found.choices)

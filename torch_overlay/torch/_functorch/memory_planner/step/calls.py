@@ -251,7 +251,8 @@ class Step:
         if self.passed_over:
             self._recount_passed_over()
         number, name = call.graph.number, call.graph.name
-        self.budget.warn_if_gradients_stayed(kind, number)
+        if all(state.kind != kind for state in self.states):
+            self.budget.note_gradients_left(kind, number)
         waits = flag, self._is_first_round, self._key, call.missing
         self.note_state(State(kind, number, call.slot, name, *waits))
 
@@ -262,7 +263,8 @@ class Step:
             for state in self.passed_over.intersection(left):
                 self.note_state(state)
             self.passed_over.difference_update(left)
-        self.budget.check_live_bytes()
+        live, plan = self.budget.counter.live(), self.budget.plan
+        self.budget.watch.warn_if_live_exceeds(live, plan, self.budget)
 
     def note_state(self, state: State) -> None:
         """Note an event; strict budgets raise where it was not planned for."""

@@ -90,14 +90,16 @@ class PeakWatch:
         return 0 if self._counts_all else start
 
     def warn_if_live_exceeds(
-        self, live: Optional[int], plan: StepSummary, warns: StepWarnings
+        self, live: Optional[int], plan: Optional[StepSummary], warns: StepWarnings
     ) -> None:
         """Warn if more is live now than is allowed at any time.
 
         Eager code may hold results of an evaluation that is not planned for.
         """
         start = self._start
-        if live is not None and start is not None and not self._has_compiled():
+        if plan is None or live is None or start is None:
+            return
+        if not self._has_compiled():
             self.warn_of_excess(live - self._beyond_start(start), plan, warns, _NOISE)
 
     def peak_of(self, counted: Optional[int]) -> Optional[int]:

@@ -8,14 +8,15 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
-from .calls import slots_of
+import torch
+
+from .calls import slots_of, tensors_in
 from .recording_schedule import MOST_RECORDED
 from .timeline import Bytes, keep_largest, peak_under_plans, StepTimeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    import torch
     from ..graph.inputs_outputs import Missing
     from ..peak.curve import Held
     from .calls import State
@@ -41,7 +42,11 @@ class StepProgram:
             "anew" if they are gone when the next step starts, "F" or "B" if the next
             step drops them before its first forward or backward.  Empty if it began
             with gradients and kept them.
-        leaf: returns a parameter that has such a gradient, None if it is gone.
+        leaves: the parameters that have such gradients.
+        drops_before: the kind of event before which such steps were seen to drop all
+            gradients that they begin with; empty if they were not.
+        given: the storages of the gradients that the ``leaves`` had at the running
+            step's start.
     """
 
     states: set[State]
@@ -49,7 +54,21 @@ class StepProgram:
     calls: dict[int, list[int]]
     scales: dict[int, float]
     replaced: dict[str, StepTimeline] = field(default_factory=dict)
-    leaf: Callable[[], Optional[torch.Tensor]] = lambda: None
+    leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    drops_before: str = ""
+    given: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def has_event(self, kind: str, graph: int) -> bool:
+        return any((each.kind, each.graph) == (kind, graph) for each in self.states)
+
+    def gradients(self) -> list[Optional[torch.Tensor]]:
+        """The gradients that the ``leaves`` have now."""
+        leaves = (each() for each in self.leaves)
+        return [leaf.grad for leaf in leaves if leaf is not None]
+
+    def has_given(self) -> bool:
+        """Whether something of the given gradients is still there."""
+        return any(storage() is not None for storage in self.given)
 
     def add(self, other: StepProgram) -> None:
         """Merge a step."""
@@ -134,17 +153,18 @@ class LearnedPrograms:
             program.moments = program.replaced[before or ""].moments
             # A later step may still begin without any.
             program.replaced = {"anew": program.replaced["anew"]}
+            program.drops_before = before or ""
         return bool(known)
 
-    def expect_new_gradients(self) -> bool:
+    def begin_step(self) -> bool:
         """Expect new gradients where a step begins without; return whether any does.
 
         One does where two programs take turns, and each drops its own gradients.
         """
         found = False
         for program in self.programs:
-            leaf = program.leaf()
-            if program.replaced and leaf is not None and leaf.grad is None:
+            program.given = _storages_of(program.gradients())
+            if program.replaced and program.gradients()[:1] == [None]:
                 keep_largest(program.moments, program.replaced["anew"].moments)
                 program.replaced, found = {}, True
         return found
@@ -192,15 +212,10 @@ class LearnedPrograms:
                 found[n] = max(found[n], most / factor)
         return found
 
-    def with_gradients_to_drop(self, kind: str, graph: int) -> list[torch.Tensor]:
-        """Parameters whose gradients may be dropped in a program with such an event."""
-        found = (
-            program.leaf()
-            for program in self.programs
-            if kind in program.replaced
-            and any((s.kind, s.graph) == (kind, graph) for s in program.states)
-        )
-        return [leaf for leaf in found if leaf is not None]
+    def with_gradients_left(self, kind: str, graph: int) -> list[StepProgram]:
+        """The programs with such an event whose given gradients are not all gone."""
+        programs = (each for each in self.programs if each.has_event(kind, graph))
+        return [each for each in programs if each.has_given()]
 
     def expected_moments(
         self, graphs: Mapping[int, Graph], dropped_before: str = ""
@@ -226,14 +241,14 @@ def step_program_of(
 ) -> StepProgram:
     """What a recorded ``step`` held."""
     found = StepProgram(states, step.moments, step.calls, step.scales)
-    for leaf in recorder.with_new_gradients()[:1]:
-        found.leaf = weakref.ref(leaf)
+    found.leaves = [*map(weakref.ref, recorder.with_new_gradients())]
+    if found.leaves:
         found.replaced = {
             how: StepTimeline(recorder, how) for how in ("anew", "F", "B")
         }
     if not found.replaced and dropped_before(recorder):
-        for leaf in recorder.with_gradients()[:1]:
-            found.leaf = weakref.ref(leaf)
+        found.leaves = [*map(weakref.ref, recorder.with_gradients())]
+        if found.leaves:
             found.replaced = {"anew": StepTimeline(recorder, given=set())}
     return found
 
@@ -252,6 +267,18 @@ def dropped_before(recorder: Recorder) -> Optional[str]:
             if not left:
                 return None if "B" in begun else "B" if "F" in begun else "F"
     return None
+
+
+def _storages_of(values: Iterable[Any]) -> list[weakref.ref[Any]]:
+    """Weak references to the storages of tensors, and of what subclasses wrap."""
+    found = []
+    for value in tensors_in(values):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            found += _storages_of(getattr(value, name) for name in names)
+        elif value.layout is torch.strided:
+            found.append(weakref.ref(value.untyped_storage()))
+    return found
 
 
 def _most_calls(found: Iterable[Mapping[int, list[int]]]) -> dict[int, list[int]]:

@@ -61,7 +61,7 @@ class StepTimeline:
             default they live only until they are added to existing ones.
         given: storages that were there before the step, but whose freeing lowers the
             live bytes; by default the gradients among them.
-        counts_states: whether optimizer states that the step makes count as well.
+        counts_lasting: whether new gradients and optimizer states count to the end.
 
     ``moments`` has, by what calls hold at a moment, the most :class:`Bytes` that eager
     code holds then.  It makes ``made`` bytes in all and leaves ``live`` behind, not
@@ -75,9 +75,9 @@ class StepTimeline:
         recorder: Recorder,
         replaced: Optional[str] = None,
         given: Optional[set[int]] = None,
-        counts_states: bool = False,
+        counts_lasting: bool = False,
     ) -> None:
-        self._counts_states = counts_states
+        self._counts_lasting = counts_lasting
         self.moments: dict[frozenset[Held], Bytes] = {}
         self.calls: dict[int, list[int]] = {}
         self.scales: dict[int, float] = {}
@@ -87,7 +87,8 @@ class StepTimeline:
         self._remaining = recorder.live_storages()
         self._given = recorder.given_gradients if given is None else given
         new = recorder.gradients(recorder.with_new_gradients())
-        self._gradients = new if replaced is None else set()
+        are_added = replaced is None and not counts_lasting
+        self._gradients = new if are_added else set()
         # The bytes of gradients that the next step drops, and before which event.
         self._dropping = recorder.nbytes_of(new), replaced
         ends = (at for at, event in enumerate(self._log) if event.kind in "fb")
@@ -131,7 +132,7 @@ class StepTimeline:
             self._passing += event.nbytes
         elif (
             event.flag
-            or self._counts_states
+            or self._counts_lasting
             or at < self._last
             or event.storage not in self._remaining
             or event.storage in self._all_gradients
