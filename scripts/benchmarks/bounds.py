@@ -108,12 +108,14 @@ def judged(rows: Sequence[Row]) -> Iterator[Mark]:
 def judged_part(rows: Sequence[Row]) -> Iterator[Mark]:
     """Of one set of nets on one device; of operators no inequality is an estimate."""
     exact = rows[0]["device"] == OPERATORS
-    # Other ways may have peaks that none of ours can be held to. The lowest plan then says
-    # that it holds more.
+    # Other ways may have peaks that none of ours can be held to: then a warning says what
+    # the lowest plan holds.
     yield from judged_bounds(
         (at, step)
         for at, step in every(rows, *BOUND)
-        if (step.get("allowed") or 0) >= step.get("predicted", 0)
+        if not (
+            step.get("warned") and step.get("predicted", 0) > step.get("allowed", 0)
+        )
     )
     # Of inductor's graphs plans are chosen by estimates: only a StepBudget predicts.
     is_simulated = not exact and rows[0]["device"] not in DEVICES
