@@ -123,8 +123,8 @@ class StepBudget(StepWarnings):
         self._leaves: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         # Whether something was learned that is not planned for yet.
         self._is_new = False
-        # Before which kind of event old gradients have to go, and the warning if not.
-        self._over_unless_dropped = "", ""
+        # Before which kind of event old gradients have to go for the plan to fit.
+        self._must_drop_before = ""
         stored, why_not = self._file.read() if self._file is not None else (None, "")
         self._start_over(stored)
         if why_not:
@@ -164,8 +164,8 @@ class StepBudget(StepWarnings):
             is_new, self._is_new = self._is_new, False
             if is_new and is_trained(self._learned.states):
                 self.make_plan()
-            elif recorded is not None and self._over_unless_dropped[0]:
-                self.warn(self._over_unless_dropped[1], "lowest")
+            elif recorded is not None and self._must_drop_before:
+                self._warn_if_over()
         self.counter.begin()
         recorder = None
         if self._recording.left:
@@ -310,11 +310,15 @@ class StepBudget(StepWarnings):
     def note_gradients_left(self, kind: str, graph: int) -> None:
         """Warn, or record the next step, if the first event of a kind finds old ones."""
         left = self._learned.with_gradients_left(kind, graph)
-        before, reason = self._over_unless_dropped
-        if kind == before and any(before in program.replaced for program in left):
-            self.warn(reason, "lowest")
+        must_go = kind == self._must_drop_before
+        if must_go and any(kind in program.replaced for program in left):
+            self._warn_if_over()
         elif any(program.drops_before == kind for program in left):
             self._recording.record_again(1)
+
+    def _warn_if_over(self) -> None:
+        if self.plan is not None and self.plan.predicted_peak > self.plan.allowed:
+            self.warn(self.plan.why_over, "lowest")
 
     def warn_unplanned(self, state: State) -> None:
         """Warn that a step was not planned for, because of this new state."""
@@ -364,9 +368,9 @@ class StepBudget(StepWarnings):
         plan = found.summary
         self.choices.update({graphs[n]: each for n, each in found.choices.items()})
         self.plan, self._spare = plan, found.spare
-        self._over_unless_dropped = found.fits_if_dropped_before, plan.why_over
-        if plan.predicted_peak > plan.allowed and not found.fits_if_dropped_before:
-            self.warn(plan.why_over, "lowest")
+        self._must_drop_before = found.fits_if_dropped_before
+        if not self._must_drop_before:
+            self._warn_if_over()
         if self.device.type == "cpu":
             workspaces = (graph.workspace for graph in graphs.values())
             self.watch.warn_of_workspace(max(workspaces, default=0), plan, self)

@@ -25,7 +25,7 @@ from .current_step import Caller, running
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
     from .budget import StepBudget
@@ -39,6 +39,7 @@ __all__ = [
     "State",
     "Step",
     "is_trained",
+    "plain_tensors",
     "slots_of",
     "storages_of",
     "tensors_in",
@@ -318,6 +319,16 @@ def storages_of(values: Iterable[Any]) -> list[Any]:
         weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
         for each in values
     ]
+
+
+def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors that have a storage, those that subclasses wrap among them."""
+    for value in tensors_in(values):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from plain_tensors([getattr(value, name) for name in names])
+        elif value.layout is torch.strided:
+            yield value
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -123,19 +123,23 @@ def plan_step(
     asked = bound.allowed(search, present)
     allowed, plan, curve = search.plan_to_keep(asked, bound.share, missed)
     compile_plans([plan])
-    wanted = allowed - missed
     idle = moments.get(frozenset())
+    spare = allowed - missed - (idle.total if idle is not None else 0)
     facts = moments, learned.calls, graphs, allowed, present, bound.counted(present)
-    over = plan.peak > allowed
+    before = ""
+    if plan.peak > allowed:
+        before = _fits_if_dropped_before(graphs, learned, plan, allowed)
+    summary = summary_of(plan, curve, *facts)
+    return PlannedStep(summary, plan.choices, spare, before)
 
-    def fits_if_dropped(before: str) -> bool:
-        choices = {graphs[n]: slots for n, slots in plan.choices.items()}
-        lower = learned.expected_moments(graphs, before)
-        return peak_under_plans(lower, choices) <= allowed
 
-    return PlannedStep(
-        summary_of(plan, curve, *facts),
-        plan.choices,
-        wanted - (idle.total if idle is not None else 0),
-        next(filter(fits_if_dropped, "BF" * over), ""),
-    )
+def _fits_if_dropped_before(
+    graphs: Mapping[int, Graph], learned: LearnedPrograms, plan: Choice, allowed: int
+) -> str:
+    """The last kind of event before which old gradients may go for a plan to fit."""
+    choices = {graphs[n]: slots for n, slots in plan.choices.items()}
+    for before in ("B", "F"):
+        moments = learned.expected_moments(graphs, before)
+        if peak_under_plans(moments, choices) <= allowed:
+            return before
+    return ""

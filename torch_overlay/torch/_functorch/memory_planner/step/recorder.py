@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from .calls import plain_tensors
 from .current_step import _abandon, Caller, running, running_step, running_steps
 
 if TYPE_CHECKING:
@@ -215,21 +216,17 @@ class Recorder(TorchDispatchMode):
             self.log.append(begin._replace(kind=begin.kind.lower()))
 
     def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
-        for value in tree_leaves(values):
-            if self.error is not None or not isinstance(value, torch.Tensor):
-                continue
-            if hasattr(value, "__tensor_flatten__"):
-                names, _ = value.__tensor_flatten__()
-                yield from self._storages([getattr(value, name) for name in names])
-            elif value.layout is torch.strided:
-                storage = value.untyped_storage()
-                # A fake tensor's device differs from its storage's.
-                if storage.device.type == self.device:
-                    if value.requires_grad and value.is_leaf:
-                        self._leaves[id(value)] = value
-                    elif value.requires_grad and not value._is_view():
-                        self._note_unknown_graph(value.grad_fn)
-                    yield storage
+        if self.error is not None:
+            return
+        for value in plain_tensors(tree_leaves(values)):
+            storage = value.untyped_storage()
+            # A fake tensor's device differs from its storage's.
+            if storage.device.type == self.device:
+                if value.requires_grad and value.is_leaf:
+                    self._leaves[id(value)] = value
+                elif value.requires_grad and not value._is_view():
+                    self._note_unknown_graph(value.grad_fn)
+                yield storage
 
     def follow_storage(
         self, storage: torch.UntypedStorage, is_existing: bool = False
@@ -298,10 +295,12 @@ class Recorder(TorchDispatchMode):
 
     def lasting_bytes(self) -> int:
         """The bytes of new gradients and optimizer states, which later steps find."""
-        made = {event.storage for event in self.log if event.kind == "+"}
         states = {self._live[key][0] for key in self._states.keys() & self._live.keys()}
         new = self.gradients(self.with_new_gradients())
-        return self.nbytes_of((new | states) & made)
+        return self.nbytes_of((new | states) & self._made())
+
+    def _made(self) -> set[int]:
+        return {event.storage for event in self.log if event.kind == "+"}
 
     def _note_optimizer_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # The hook fires in all threads.
@@ -316,8 +315,7 @@ class Recorder(TorchDispatchMode):
         Returns all of them, those of the parameters that were seen, and those of the
         states of optimizers that have stepped.
         """
-        made = {event.storage for event in self.log if event.kind == "+"}
-        left = self.nbytes_of(self.live_storages() & made)
+        left = self.nbytes_of(self.live_storages() & self._made())
         gone = self.nbytes_of(self.given_gradients - self.live_storages())
         given = (self._given or self.nbytes_of(self.existing)) + left - gone
         storages = self._storages(self.leaves)

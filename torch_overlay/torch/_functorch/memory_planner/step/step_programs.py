@@ -8,15 +8,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
-import torch
-
-from .calls import slots_of, tensors_in
+from .calls import plain_tensors, slots_of
 from .recording_schedule import MOST_RECORDED
 from .timeline import Bytes, keep_largest, peak_under_plans, StepTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import torch
     from ..graph.inputs_outputs import Missing
     from ..peak.curve import Held
     from .calls import State
@@ -46,7 +45,7 @@ class StepProgram:
         drops_before: the kind of event before which such steps were seen to drop all
             gradients that they begin with; empty if they were not.
         given: the storages of the gradients that the ``leaves`` had at the running
-            step's start.
+            step's start, where steps drop these, or may yet.
     """
 
     states: set[State]
@@ -163,8 +162,10 @@ class LearnedPrograms:
         """
         found = False
         for program in self.programs:
-            program.given = _storages_of(program.gradients())
-            if program.replaced and program.gradients()[:1] == [None]:
+            gradients = program.gradients()
+            may_drop = program.drops_before or "B" in program.replaced
+            program.given = _storages_of(gradients) if may_drop else []
+            if program.replaced and gradients and gradients[0] is None:
                 keep_largest(program.moments, program.replaced["anew"].moments)
                 program.replaced, found = {}, True
         return found
@@ -270,15 +271,7 @@ def dropped_before(recorder: Recorder) -> Optional[str]:
 
 
 def _storages_of(values: Iterable[Any]) -> list[weakref.ref[Any]]:
-    """Weak references to the storages of tensors, and of what subclasses wrap."""
-    found = []
-    for value in tensors_in(values):
-        if hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            found += _storages_of(getattr(value, name) for name in names)
-        elif value.layout is torch.strided:
-            found.append(weakref.ref(value.untyped_storage()))
-    return found
+    return [weakref.ref(each.untyped_storage()) for each in plain_tensors(values)]
 
 
 def _most_calls(found: Iterable[Mapping[int, list[int]]]) -> dict[int, list[int]]:
