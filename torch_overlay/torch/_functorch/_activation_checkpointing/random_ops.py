@@ -34,6 +34,7 @@ aten = torch.ops.aten
 __all__ = [
     "NEVER",
     "is_decision",
+    "is_higher_order",
     "is_kept",
     "is_random",
     "mark_what_runs_once",
@@ -66,7 +67,7 @@ _INTEGERS_STAY = _packets(
 
 def is_random(node: fx.Node) -> bool:
     """Whether running ``node`` twice on the same arguments may give two results."""
-    if _is_higher_order(node):
+    if is_higher_order(node):
         return _runs_random(node)
     draws: bool = _partitioners().draws_anew(node)
     return draws
@@ -98,7 +99,7 @@ def must_run_once(node: fx.Node) -> bool:
     from torch._functorch.partitioners import must_recompute
 
     if must_recompute(node):
-        return _is_higher_order(node) and is_random(node)
+        return is_higher_order(node) and is_random(node)
     # Every min cut saves these, so a plan has to as well.
     communicates = getattr(node.target, "namespace", "") == "_c10d_functional"
     return (
@@ -129,7 +130,7 @@ def mark_what_runs_once(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> None:
         node.meta.pop(_MARK, None)
         if node in decisions:
             node.meta[_MARK] = True
-        elif _is_higher_order(node) and is_random(node):
+        elif is_higher_order(node) and is_random(node):
             # Nothing can replay it, whatever its tag.
             node.meta.pop("recompute", None)
             regions.add(node)
@@ -148,8 +149,8 @@ def _decisions(graph: fx.Graph, backward: OrderedSet[fx.Node]) -> OrderedSet[fx.
     decisions: OrderedSet[fx.Node]
     decisions = _partitioners().find_decisions(graph, exact, backward)
     for node in graph.nodes:
-        inner = subgraphs(node) if _is_higher_order(node) else []
-        if node not in backward and any(_decisions(g, OrderedSet()) for g in inner):
+        inner = (_decisions(body, OrderedSet()) for body in subgraphs(node))
+        if node not in backward and any(inner):
             decisions.add(node)
     return decisions
 
@@ -185,7 +186,8 @@ def _is_rounded(node: fx.Node, exact: Container[fx.Node]) -> bool:
     )
 
 
-def _is_higher_order(node: fx.Node) -> bool:
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether a node calls a higher-order operator, which may run other graphs."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
@@ -202,7 +204,9 @@ def _runs_random(node: fx.Node) -> bool:
 
 
 def subgraphs(node: fx.Node) -> list[fx.Graph]:
-    """The graphs that the call of a higher-order operator runs."""
+    """The graphs that a node runs if it calls a higher-order operator, else none."""
+    if not is_higher_order(node):
+        return []
     module = node.graph.owning_module
     attributes = [
         operator.attrgetter(str(argument.target))(module)

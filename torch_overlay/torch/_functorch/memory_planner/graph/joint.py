@@ -18,6 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._ordered_set import OrderedSet
 
 from ..._activation_checkpointing.random_ops import (
+    is_higher_order,
     is_kept,
     must_run_once,
     NEVER,
@@ -29,7 +30,7 @@ from ..solve.ties import upstreams_table
 from .liveness import CannotPlan, Program
 from .reading import read_joint
 from .recompute_cost import is_costly, recompute_cost, size_or_hint
-from .storages import activation_bytes, device_of, has_bodies
+from .storages import activation_bytes, device_of
 
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class BudgetedGraph:
 
         def runtime(node: fx.Node) -> float:
             # Upstream cannot estimate "roofline", nor higher-order operators.
-            if estimator == "roofline" or has_bodies(node):
+            if estimator == "roofline" or is_higher_order(node):
                 return recompute_cost(node, estimator)
             return estimate_runtime(node)
 

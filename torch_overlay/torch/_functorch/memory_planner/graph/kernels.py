@@ -32,11 +32,10 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 import torch.fx as fx
 
-from ..._activation_checkpointing.random_ops import subgraphs
+from ..._activation_checkpointing.random_ops import is_higher_order, subgraphs
 from .live_bytes import LiveBytes
 from .reading import read_forward
 from .recompute_cost import is_view, size_or_hint
-from .storages import has_bodies
 
 
 if TYPE_CHECKING:
@@ -282,7 +281,7 @@ class _LiveInKernels(LiveBytes):
             begin = self._write_over(dying, each, plans)
         for r, last in dying.items():
             self.add_change(last, -self.nbytes[r])
-        scratch = (each.scratch or 0) * has_bodies(each.node)
+        scratch = (each.scratch or 0) * is_higher_order(each.node)
         scratch = self.rule.scratch.get(each.node, scratch)
         self.add_change(plans, -scratch)
         self.note_moment(step)

@@ -27,9 +27,9 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
-from ..._activation_checkpointing.random_ops import must_run_once
+from ..._activation_checkpointing.random_ops import is_higher_order, must_run_once
 from .live_bytes import LiveBytes
-from .storages import CannotPlan, has_bodies, Operator
+from .storages import CannotPlan, Operator
 
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ class Program:
     def operators_with_bodies(self) -> list[Operator]:
         """The higher-order operators that have, or may have, scratch bytes."""
         calls = (*self.forward, *(step.operator for step in self.steps))
-        return [each for each in calls if each.scratch != 0 and has_bodies(each.node)]
+        scratch = (each for each in calls if each.scratch != 0)
+        return [each for each in scratch if is_higher_order(each.node)]
 
     def check_sizes(self) -> None:
         """Raise CannotPlan if the size of some storage depends on data."""

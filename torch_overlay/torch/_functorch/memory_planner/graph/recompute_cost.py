@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..._activation_checkpointing.random_ops import subgraphs
+from ..._activation_checkpointing.random_ops import is_higher_order, subgraphs
 
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def is_costly(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return _flop_formula(node) is not None or target.namespace not in _BUILTIN
-    return isinstance(target, torch._ops.HigherOrderOperator)
+    return is_higher_order(node)
 
 
 def flops(node: fx.Node) -> int:
@@ -108,8 +108,6 @@ def flops(node: fx.Node) -> int:
     """
     formula = _flop_formula(node)
     if formula is None:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
-            return 0
         return sum(flops(inner) for graph in subgraphs(node) for inner in graph.nodes)
     given = node.args, node.kwargs
     args, kwargs = torch.fx.map_arg(given, lambda n: n.meta.get("val"))

@@ -34,7 +34,6 @@ __all__ = [
     "Storages",
     "activation_bytes",
     "device_of",
-    "has_bodies",
     "is_on_device",
     "nodes_among",
     "read_body",
@@ -98,11 +97,6 @@ def device_of(graph: fx.Graph) -> torch.device:
         return {"meta": 0, "cpu": 1}.get(device.type, 2), nbytes[device]
 
     return max(nbytes, key=rank, default=torch.device("cpu"))
-
-
-def has_bodies(node: fx.Node) -> bool:
-    """Whether a node calls a higher-order operator, which may run other graphs."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def is_on_device(device: torch.device, value: torch.Tensor) -> bool:
@@ -218,8 +212,6 @@ class Storages:
 
     def _read_bodies(self, node: fx.Node) -> list[Optional[Body]]:
         """What each body of a higher-order operator allocates; each is read once."""
-        if not has_bodies(node):
-            return []
         graphs = subgraphs(node)
         for graph in graphs:
             if graph not in self._known:
