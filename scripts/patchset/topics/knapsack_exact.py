@@ -94,7 +94,6 @@ make no sense raise errors, and many budgets are solved at once.
     sources=(
         module_path("knapsack_search"),
         module_path("knapsack_exact"),
-        module_path("knapsack_numbers"),
     ),
     since=(2, 6),
     landed=((module_path("knapsack_exact"), "def solve_knapsack("),),

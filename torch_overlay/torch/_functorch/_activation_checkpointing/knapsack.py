@@ -33,8 +33,15 @@ from __future__ import annotations
 import sys
 from typing import Callable
 
-from .knapsack_exact import exact_knapsack, solution_of, solve_knapsack
-from .knapsack_numbers import by_density, check_budget, check_items, fill
+from .knapsack_exact import (
+    by_density,
+    check_items,
+    exact_knapsack,
+    fill,
+    solution_of,
+    solve_knapsack,
+    usable_capacity,
+)
 
 
 __all__ = [
@@ -63,7 +70,7 @@ def greedy_knapsack(
     "Discrete-Variable Extremum Problems", 1957; its loss has no bound.
     """
     check_items(memory, runtimes)
-    max_memory = check_budget(max_memory)
+    max_memory = usable_capacity(max_memory)
     order = by_density(memory, runtimes)
     return solution_of(runtimes, fill(order, memory, max_memory))
 
@@ -77,7 +84,7 @@ def dp_knapsack(
     """
     check_items(memory, runtime)
     sizes: list[float] = [_quanta(size) for size in memory]
-    capacity = _quanta(check_budget(max_memory))
+    capacity = _quanta(usable_capacity(max_memory))
     found = solve_knapsack(sizes, runtime, capacity, max_states=sys.maxsize)
     return found[:3]
 

@@ -9,11 +9,11 @@ with a proven upper bound.
 from __future__ import annotations
 
 import math
+import sys
 from fractions import Fraction
 from typing import NamedTuple, TYPE_CHECKING
 
-from .knapsack_numbers import by_density, check_budget, check_items, fill, total
-from .knapsack_search import MAX_STATES, search
+from .knapsack_search import exact_integers, integer_capacity, MAX_STATES, search
 
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def solve_knapsack(
     NaN.
     """
     check_items(memory, runtime)
-    max_memory = check_budget(max_memory)
+    max_memory = usable_capacity(max_memory)
     found, gap = search([*memory], [*runtime], max_memory, max_states)
     bound = 0.0
     if gap:
@@ -94,7 +94,7 @@ def solve_knapsack_budgets(
 
     Parameters and errors are otherwise those of `solve_knapsack`.
     """
-    budgets = [check_budget(budget) for budget in budgets]
+    budgets = [usable_capacity(budget) for budget in budgets]
     solution = solve_knapsack(memory, runtime, math.inf)
     solutions = {}
     for budget in sorted(set(budgets), reverse=True):
@@ -113,3 +113,55 @@ def solution_of(
     taken = frozenset(saved)
     left = [index for index in range(len(runtimes)) if index not in taken]
     return total(runtimes, saved), saved, left
+
+
+def usable_capacity(max_memory: float) -> float:
+    """The capacity, a negative one as zero.  Raises ValueError if it is NaN."""
+    if math.isnan(max_memory):
+        raise ValueError(f"max_memory is {max_memory}: it must be a number")
+    return max(0, max_memory)
+
+
+def check_items(memory: Sequence[float], runtimes: Sequence[float]) -> None:
+    """Raise ValueError, naming index and value, for items that no solver takes."""
+    if len(memory) != len(runtimes):
+        raise ValueError(
+            f"memory has {len(memory)} items but runtimes has {len(runtimes)}: "
+            "every item needs one size and one runtime"
+        )
+    largest = sys.float_info.max
+    for name, values in (("memory", memory), ("runtimes", runtimes)):
+        for index, value in enumerate(values):
+            if not 0 <= value <= largest:
+                raise ValueError(
+                    f"{name}[{index}] is {value}: it must be finite and not negative"
+                )
+
+
+def total(values: Sequence[float], indices: Iterable[int]) -> float:
+    """The sum of some values, correctly rounded."""
+    return math.fsum(values[index] for index in indices)
+
+
+def by_density(memory: Sequence[float], runtimes: Sequence[float]) -> list[int]:
+    """The items that have runtime, by falling runtime per size, ties by index."""
+    density = [
+        runtime / size if size else math.inf for size, runtime in zip(memory, runtimes)
+    ]
+    order = [index for index, runtime in enumerate(runtimes) if runtime > 0]
+    return sorted(order, key=density.__getitem__, reverse=True)
+
+
+def fill(order: Iterable[int], memory: Sequence[float], max_memory: float) -> list[int]:
+    """Take each item of ``order`` that fits beside those taken before it."""
+    if max_memory == math.inf:
+        return list(order)
+    # Integers, as sums of floats would drift.
+    sizes, unit = exact_integers([*memory])
+    room = integer_capacity(max_memory, unit)
+    taken = []
+    for index in order:
+        if sizes[index] <= room:
+            room -= sizes[index]
+            taken.append(index)
+    return taken
