@@ -385,7 +385,7 @@ class CompiledPeakTest(TestCase):
             for peak in range(200, 99, -10)
         ]
         whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
-        own = menu.Menu(plans, {1: whole}, 0, {}, 0)
+        own = menu.Menu(plans, {1: whole}, 0, 0)
         moments = peak_target.PeakBytes(0.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         tried = []
@@ -404,7 +404,7 @@ class CompiledPeakTest(TestCase):
             for peak, cost in ((1000, 0), (900, 10))
         ]
         whole = menu.Variant(SimpleNamespace(held_by_caller=0), {})
-        own = menu.Menu(plans, {1: whole}, 0, {}, 0)
+        own = menu.Menu(plans, {1: whole}, 0, 0)
         moments = peak_target.PeakBytes(1.0).moments(own)
         found = search.Search(lambda: {0: own}, peak_target.CALLS, moments, 0.05, 4)
         for plan in found.plans_to_compile(lambda: 1020):

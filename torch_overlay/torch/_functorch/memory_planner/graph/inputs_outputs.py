@@ -24,7 +24,6 @@ __all__ = [
     "backward_inputs",
     "input_tensors",
     "model_without",
-    "output_bytes",
     "storages_returned",
 ]
 
@@ -89,15 +88,6 @@ def storages_returned(
     for index, node in enumerate(_results_of_forward(joint)):
         for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
             yield s, index
-
-
-def output_bytes(joint: BudgetedGraph, model: Program) -> dict[int, int]:
-    """The bytes of each output of the forward, by its index."""
-    found: dict[int, int] = {}
-    for s, index in storages_returned(joint, model):
-        if s in model.outputs:
-            found[index] = found.get(index, 0) + model.nbytes[s]
-    return found
 
 
 def model_without(missing: Missing, model: Program, joint: BudgetedGraph) -> Program:

@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Optional, TYPE_CHECKING
 
 from ..graph.chunking_cost import chunking_cost, chunks_in
-from ..graph.inputs_outputs import (
-    input_tensors,
-    Missing,
-    output_bytes,
-    storages_returned,
-)
+from ..graph.inputs_outputs import input_tensors, Missing, storages_returned
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import flops
 from .footprint import Footprint, footprint_bytes
@@ -122,8 +117,7 @@ def menu_of_plans(
     variants = {1: Variant.of(joint, missing)}
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
-    outputs = output_bytes(joint, model)
-    return Menu(best, variants, primals, outputs, work, missing)
+    return Menu(best, variants, primals, work, missing)
 
 
 def _footprints(joint: BudgetedGraph, plans: Plans) -> list[Footprint]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
-from ..graph.inputs_outputs import backward_inputs, Input, Missing, output_bytes
+from ..graph.inputs_outputs import backward_inputs, Input, Missing
 from ..graph.other_sizes import calls_and_storages
 from .footprint import Footprint, footprint_bytes
 from .plan_search import live_bytes_model
@@ -59,15 +59,14 @@ class Menu:
     """The plans of a graph that no other beats, by rising cost, for calls of one size.
 
     ``variants`` has the graph by its number of chunks, 1 for the graph as it is.
-    ``primals`` counts the tensors among the forward's inputs, and ``outputs`` has the
-    bytes of what it returns, by index.  For each compiled plan, ``told`` has what
-    tells the bytes of its compiled graphs, and the menu of the trace that was compiled.
+    ``primals`` counts the tensors among the forward's inputs.  For each compiled plan,
+    ``told`` has what tells the bytes of its compiled graphs, and the menu of the trace
+    that was compiled.
     """
 
     plans: list[Footprint]
     variants: dict[int, Variant]
     primals: int
-    outputs: dict[int, int]
     # What the graph computes without a budget, in FLOP; 0 with estimators other than
     # "flops".
     work: float
@@ -129,17 +128,9 @@ class Menu:
                 plan = plans[at]
                 kept = (*footprint_bytes(model, each), plan.cost, plan.outputs)
                 plans[at] = Footprint(*kept, storages, chunks)
-        outputs = output_bytes(joint, model := variants[1].model)
         values = getattr(joint.as_int, "values", ())
-        sizes = ((values, model.held_by_caller),) if values else ()
-        return replace(
-            self,
-            plans=plans,
-            variants=variants,
-            outputs=outputs,
-            sizes=sizes,
-            covered=(),
-        )
+        sizes = ((values, variants[1].model.held_by_caller),) if values else ()
+        return replace(self, plans=plans, variants=variants, sizes=sizes, covered=())
 
     def plans_hold_no_more(self, other: Menu) -> bool:
         """Whether each plan keeps and holds at most as much as in another menu."""
@@ -291,7 +282,10 @@ class Menu:
 
     def _bytes_held(self, what: str, of: Any) -> list[int]:
         if what == "output":
-            nbytes = self.outputs.get(of, 0)
+            output = self.variants[1].inputs.get(
+                self.primals + len(self.model.tangents) + of
+            )
+            nbytes = output.nbytes if output is not None else 0
             return [nbytes * (of in plan.outputs) for plan in self.plans]
         if what == "backward" and of:
             found = self._backward_alone(of)
