@@ -18,7 +18,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack as ours
 from torch._functorch._activation_checkpointing import knapsack_exact as exact
-from torch._functorch.memory_planner.solve import ties
+from torch._functorch.memory_planner.solver import upstreams_table
 
 
 upstream = untouched_knapsack()
@@ -170,6 +170,6 @@ def test_ties_as_upstreams_table_has_them(budget, dtype):
         usual = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            assert ties.upstreams_table(memory, runtimes, budget) == recomputed
+            assert upstreams_table(memory, runtimes, budget) == recomputed
         finally:
             torch.set_default_dtype(usual)

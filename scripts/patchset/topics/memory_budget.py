@@ -137,9 +137,7 @@ choose_saved_values_set stays, for graphs that cannot be modelled.
         planner_path("saved/__init__"),
         planner_path("saved/pareto_plot"),
         planner_path("saved/saved_bytes"),
-        planner_path("solve/__init__"),
-        planner_path("solve/solver"),
-        planner_path("solve/ties"),
+        planner_path("solver"),
     ),
     edits=edits("""\
 @@ torch/_functorch/config.py

@@ -37,8 +37,11 @@ from torch._functorch.memory_planner.saved import (
     pareto_plot as budget_curve,
     saved_bytes as memory_budget,
 )
-from torch._functorch.memory_planner.solve import solver as budget_solver, ties
-from torch._functorch.memory_planner.solve.solver import WrongAnswer
+from torch._functorch.memory_planner.solver import (
+    ask_solver,
+    lightest_items,
+    WrongAnswer,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import (
     CustomKnapsackSolver,
@@ -193,7 +196,7 @@ def ask(solver, memory=(250, 500, 125), capacity=500, limits=(0, 1000)):
     limits = SavedRange(*limits)
     items = [Item(object(), {size: 1.0}, frozenset(), size) for size in memory]
     graph = SimpleNamespace(joint=None, info=None, limits=limits, items=items)
-    return budget_solver.ask_solver(solver, graph, capacity)
+    return ask_solver(solver, graph, capacity)
 
 
 @instantiate_parametrized_tests
@@ -473,10 +476,10 @@ class TestCosts(TestCase):
     def test_of_plans_as_fast_the_lightest_is_taken(self):
         """Ten FLOP of two hundred million do not decide for an eighth of the bytes."""
         memory, runtimes = [0.5, 0.375, 0.25], [1e8 + 10, 1e8, 1e7]
-        self.assertEqual(ties.lightest_items(memory, runtimes, [0, 2]), [1, 2])
+        self.assertEqual(lightest_items(memory, runtimes, [0, 2]), [1, 2])
         # A hundredth is no noise.
         runtimes[0] = 1.02e8
-        self.assertEqual(ties.lightest_items(memory, runtimes, [0]), [0])
+        self.assertEqual(lightest_items(memory, runtimes, [0]), [0])
 
 
 class TestCustomSolver(TestCase):

@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from .ask import Ask, check_budget
 from .graph.joint import BudgetedGraph
 from .saved.saved_bytes import SavedBytes
-from .solve.solver import WrongAnswer
+from .solver import WrongAnswer
 
 
 if TYPE_CHECKING:

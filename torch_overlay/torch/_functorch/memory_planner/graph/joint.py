@@ -26,7 +26,7 @@ from ..._activation_checkpointing.random_ops import (
 )
 from ..ask import Ask, BANS
 from ..decision import Decision, SavedRange
-from ..solve.ties import upstreams_table
+from ..solver import upstreams_table
 from .liveness import CannotPlan, Program
 from .reading import read_joint
 from .recompute_cost import is_costly, recompute_cost, size_or_hint

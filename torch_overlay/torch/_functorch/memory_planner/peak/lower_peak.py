@@ -9,12 +9,11 @@ for the same budget, if another plan within the budget avoids that.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
-from ..solve.ties import NOISE
+from ..solver import NOISE
 from .plan_search import live_bytes_model, recompute_costs, search_plans
 from .plans import Plans
 
@@ -64,7 +63,7 @@ def lowered_if_too_high(graph: BudgetedGraph, plan: Decision, allowed: int) -> D
             saved = upstreams if is_upstreams else model.saved_values(storages)
             found = graph.decision_saving(saved, plan.budget, "lower peak")
             if found.activation_bytes <= allowed:
-                chosen, plan = better, replace(found, limits=plan.limits)
+                chosen, plan = better, found
                 break
     if plans.peaks[chosen] > peaks[0] * (1 + _TOLERANCE):
         log.warning(

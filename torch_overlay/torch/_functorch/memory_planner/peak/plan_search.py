@@ -32,7 +32,7 @@ from ..graph.inputs_outputs import Missing, model_without
 from ..graph.kernels import by_kernels, has_kernel
 from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import is_costly, recompute_cost, roofline
-from ..solve.ties import lightest_items
+from ..solver import lightest_items
 from .chains import add_plans_of_checkpoints, Chain, checkpoint_places
 from .plans import Plans
 

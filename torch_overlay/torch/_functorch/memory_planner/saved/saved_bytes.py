@@ -36,8 +36,7 @@ from ..ask import KNEE
 from ..decision import Decision, Knapsack
 from ..graph.joint import ALL_CHEAP, CHEAP
 from ..graph.liveness import CannotPlan
-from ..solve.solver import ask_solver
-from ..solve.ties import lightest_items
+from ..solver import ask_solver, lightest_items
 from .pareto_plot import plot_budgets
 
 
@@ -80,32 +79,31 @@ def plan_within(graph: BudgetedGraph, budget: float) -> Decision:
         plot_budgets(
             graph.ask, plan, lambda budget: _first_plan_within(graph, budget, solver)
         )
+    limits = graph.limits if 0 < budget < 1 else None
+    allowed = plan.activation_bytes
+    if limits is not None:
+        allowed = limits.bytes_allowed(budget)
     if isinstance(solver, str) and budget < 1:
-        plan = _with_lower_peak(graph, plan)
-    if plan.limits is not None:
-        allowed = plan.limits.bytes_allowed(budget)
-        if plan.activation_bytes > allowed:
-            log.warning(
-                "%s saves %d bytes of activations (budget %.4g), over the %d that "
-                "budget %.4g allows",
-                get_aot_graph_name(),
-                plan.activation_bytes,
-                plan.limits.budget_of_bytes(plan.activation_bytes),
-                allowed,
-                budget,
-            )
-    return plan
+        plan = _with_lower_peak(graph, plan, allowed)
+    if limits is not None and plan.activation_bytes > allowed:
+        log.warning(
+            "%s saves %d bytes of activations (budget %.4g), over the %d that budget "
+            "%.4g allows",
+            get_aot_graph_name(),
+            plan.activation_bytes,
+            limits.budget_of_bytes(plan.activation_bytes),
+            allowed,
+            budget,
+        )
+    return replace(plan, limits=limits)
 
 
-def _with_lower_peak(graph: BudgetedGraph, plan: Decision) -> Decision:
+def _with_lower_peak(graph: BudgetedGraph, plan: Decision, allowed: int) -> Decision:
     try:
         from ..peak.lower_peak import lowered_if_too_high
     except ModuleNotFoundError:
         # A separate patch brings this module.
         return plan
-    allowed = plan.activation_bytes
-    if plan.limits is not None:
-        allowed = plan.limits.bytes_allowed(plan.budget)
     try:
         return lowered_if_too_high(graph, plan, allowed)
     except CannotPlan:
@@ -123,17 +121,14 @@ def _first_plan_within(graph: BudgetedGraph, budget: float, solver: Any) -> Deci
         return plan
     limits = graph.limits
     if limits.high <= limits.low:
-        return replace(plan, limits=limits)
+        return plan
     for bans in (CHEAP, ALL_CHEAP):
         plan = graph.decision_saving(graph.cut(bans)[0], budget, "min cut")
         if plan.activation_bytes <= limits.bytes_allowed(budget):
-            return replace(plan, limits=limits)
+            return plan
     if graph.items:
         return solve_until_kept(graph, budget, solver)
-    return replace(
-        graph.decision_saving(graph.saved_at_budget_0(), budget, "min cut"),
-        limits=limits,
-    )
+    return graph.decision_saving(graph.saved_at_budget_0(), budget, "min cut")
 
 
 def solve_until_kept(graph: BudgetedGraph, budget: float, solver: Any) -> Decision:
@@ -151,8 +146,7 @@ def solve_until_kept(graph: BudgetedGraph, budget: float, solver: Any) -> Decisi
         if excess <= 0 or not isinstance(solver, str):
             return plan
         over += excess
-    least = graph.decision_saving(graph.saved_at_budget_0(), budget, "budget 0")
-    return replace(least, limits=graph.limits)
+    return graph.decision_saving(graph.saved_at_budget_0(), budget, "budget 0")
 
 
 def plan_of_items(
@@ -163,7 +157,7 @@ def plan_of_items(
     A cut's values are saved if they are within the budget and either no more of the
     items' runtime has to be repeated, or the items alone are not within the budget.
     """
-    items, limits, model = graph.items, graph.limits, graph.model
+    items, model = graph.items, graph.model
     memory = [item.nbytes for item in items]
     runtimes = [item.runtime for item in items]
     name = solver if isinstance(solver, str) else type(solver).__name__
@@ -184,12 +178,12 @@ def plan_of_items(
         return math.fsum(cost for node, cost in ops if node in runs)
 
     values = model.saved_values(by_items.saved)
-    fit = [graph.kept_bytes(v) <= limits.bytes_allowed(budget) for v in (cut, values)]
+    allowed = graph.limits.bytes_allowed(budget)
+    fit = [graph.kept_bytes(v) <= allowed for v in (cut, values)]
     if fit[0] and (runtime(by_cut) <= runtime(by_items) or not fit[1]):
         values = cut
     return replace(
         graph.decision_saving(values, budget, "knapsack"),
-        limits=limits,
         knapsack=Knapsack(name, memory, runtimes, saved),
         items=[item.node for item in items],
     )

@@ -1,1 +1,0 @@
-"""Which items to save: asks a knapsack solver, and breaks ties among its answers."""
