@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-__all__ = [
-    "KnapsackSolution",
-    "exact_knapsack",
-    "solve_knapsack",
-    "solve_knapsack_budgets",
-]
-
-
 class KnapsackSolution(NamedTuple):
     """A feasible set of items, and how good it is known to be.
 

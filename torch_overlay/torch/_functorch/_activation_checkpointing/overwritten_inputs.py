@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-__all__ = ["copy_overwritten_inputs", "drop_unsaved_copies"]
-
 # Under this key of ``node.meta``, a copy stores its source.
 _SOURCE = "copy_of_overwritten_input"
 

@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-__all__ = [
-    "NEVER",
-    "is_decision",
-    "is_higher_order",
-    "is_kept",
-    "is_random",
-    "mark_what_runs_once",
-    "may_differ",
-    "must_run_once",
-    "recomputable_nodes",
-    "subgraphs",
-]
-
 # What the partitioner sets as ``dist_from_bw`` where no path leads to the backward.
 NEVER = int(1e9)
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["BANS", "KNEE", "Ask", "check_budget", "one_bound"]
-
 # Upstream's solver of this name looks for a better trade-off at a lower budget.  Here,
 # the whole budget is used: the name is an alias of "exact".
 KNEE = "dynamic_memory_budget_dp"

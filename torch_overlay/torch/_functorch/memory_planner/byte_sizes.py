@@ -8,8 +8,6 @@ from numbers import Real
 from typing import Any
 
 
-__all__ = ["as_bytes"]
-
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Request", "decide", "decide_by_config", "request_of_config"]
-
 
 class Request(Protocol):
     """Something that decides what a graph saves."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Decision", "Head", "Knapsack", "Peak", "SavedRange"]
-
 
 class SavedRange(NamedTuple):
     """The bytes of activations that the plans of budgets 0 and 1 keep.

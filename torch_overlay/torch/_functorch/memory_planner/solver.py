@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from .graph.joint import BudgetedGraph
 
-__all__ = ["NOISE", "WrongAnswer", "ask_solver", "lightest_items", "upstreams_table"]
 
 # Plans count as equally fast if what they recompute differs by at most this share.
 NOISE = 1e-3

@@ -29,7 +29,7 @@ from ...._inductor.fx_passes.auto_chunker.flat_rows import (
 
 from ..._activation_checkpointing.random_ops import subgraphs
 from ..graph.chunking_cost import CHUNK
-from ..graph.liveness import CannotPlan
+from ..graph.storages import CannotPlan
 from .recompile import copy_of
 
 

@@ -14,7 +14,6 @@ from .recompute_cost import FLOP_PER_BYTE, is_costly, roofline
 if TYPE_CHECKING:
     from .joint import BudgetedGraph
 
-__all__ = ["CHUNK", "Chunks", "chunking_cost", "chunks_in"]
 
 # The bytes assumed for an element of any type: a smaller type takes less traffic, but
 # devices also compute faster with it.

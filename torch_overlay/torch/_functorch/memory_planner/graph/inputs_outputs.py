@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from .joint import BudgetedGraph
     from .liveness import Program
 
-__all__ = [
-    "Input",
-    "Missing",
-    "backward_inputs",
-    "input_tensors",
-    "model_without",
-    "storages_returned",
-]
-
 
 def input_tensors(joint: BudgetedGraph) -> list[fx.Node]:
     """The tensors among a joint graph's inputs."""

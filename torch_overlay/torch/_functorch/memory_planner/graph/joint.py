@@ -27,10 +27,9 @@ from ..._activation_checkpointing.random_ops import (
 from ..ask import Ask, BANS
 from ..decision import Decision, SavedRange
 from ..solver import upstreams_table
-from .liveness import CannotPlan, Program
 from .reading import read_joint
 from .recompute_cost import is_costly, recompute_cost, size_or_hint
-from .storages import activation_bytes, device_of
+from .storages import activation_bytes, CannotPlan, device_of
 
 
 if TYPE_CHECKING:
@@ -39,12 +38,11 @@ if TYPE_CHECKING:
     import torch
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo
+    from .liveness import Program
 
     _Cut = tuple[list[fx.Node], OrderedSet[fx.Node]]
 
 log = logging.getLogger(__name__)
-
-__all__ = ["ALL_CHEAP", "CHEAP", "BudgetedGraph", "Item"]
 
 # The first three bans are on values that are cheap in themselves, though recomputing
 # them where they are needed may not be.

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from torch._functorch.partitioners import OpTypes
-    from .liveness import Operator, Program
+    from .liveness import Program
+    from .storages import Operator
 
-__all__ = ["by_kernels", "has_kernel"]
 
 aten = torch.ops.aten
 

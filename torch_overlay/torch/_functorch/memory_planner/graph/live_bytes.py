@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .liveness import Program
     from .storages import Operator
 
-__all__ = ["LiveBytes"]
 
 # The most plans in one tensor: the bits of a 64-bit integer, without the sign.
 _TOGETHER = 63

@@ -40,15 +40,6 @@ if TYPE_CHECKING:
     Repeats = list[list[tuple[int, int]]]
 
 
-__all__ = [
-    "BackwardStep",
-    "CannotPlan",
-    "Evaluation",
-    "Operator",
-    "Program",
-]
-
-
 class Evaluation(NamedTuple):
     """The peaks of a plan, and what it repeats and keeps.
 

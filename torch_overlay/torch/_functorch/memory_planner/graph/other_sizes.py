@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from .liveness import Program
 
-__all__ = ["calls_and_storages", "times_larger"]
-
 
 def calls_and_storages(model: Program) -> tuple[list[Any], dict[Any, int]]:
     """The functions that a graph's forward calls, and the storages that these make.

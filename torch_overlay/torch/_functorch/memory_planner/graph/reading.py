@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from torch._functorch.partitioners import NodeInfo
 
-__all__ = ["read_forward", "read_joint"]
-
 
 def read_joint(
     graph: fx.Graph,

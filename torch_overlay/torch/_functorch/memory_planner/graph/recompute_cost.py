@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-__all__ = [
-    "FLOP_PER_BYTE",
-    "flops",
-    "is_costly",
-    "is_view",
-    "recompute_cost",
-    "roofline",
-]
-
 # The estimators that the config can name, and the unit of each.
 RUNTIME_UNITS = {
     "flops": "FLOP",

@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     import torch.fx as fx
 
 
-__all__ = [
-    "Body",
-    "CannotPlan",
-    "Operator",
-    "Storages",
-    "activation_bytes",
-    "device_of",
-    "is_on_device",
-    "nodes_among",
-    "read_body",
-]
-
 # Higher-order operators that run one of their bodies, once.
 _RUN_ONCE = (
     "cond",

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 
     import torch.fx as fx
 
-__all__ = [
-    "Places",
-    "SizeEvaluator",
-    "Values",
-    "has_symbolic_sizes",
-    "places_of_symbols",
-    "size_evaluator",
-    "values_of_symbols",
-]
 
 # Symbols, each with its value.
 Values = tuple[tuple[Any, int], ...]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-__all__ = ["workspace_of_convolutions"]
-
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 

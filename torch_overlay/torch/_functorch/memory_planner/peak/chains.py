@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..graph.liveness import Program
     from .plans import Plans
 
-__all__ = ["Chain", "add_plans_of_checkpoints", "checkpoint_places"]
 
 # Checkpoints may be at the narrowest of the local minima: one list of candidates for
 # each of these shares of all minima.

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from .menu import Menu
 
 
-__all__ = ["Choice", "Curve", "Held", "Moments", "allowed_peak"]
-
 # The most plans of one graph to combine in pairs, and about how many slots at which to
 # change from one to the other.
 _COMBINED, _SPLITS = 16, 32

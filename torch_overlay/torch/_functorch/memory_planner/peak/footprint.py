@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..graph.symbols import Values
 
 
-__all__ = ["Footprint", "Names", "Tell", "Told", "footprint_bytes"]
-
 # The names of nodes, each with its bytes.
 Names = tuple[tuple[str, int], ...]
 

@@ -8,8 +8,8 @@ from typing import Optional, TYPE_CHECKING
 
 from ..graph.chunking_cost import chunking_cost, chunks_in
 from ..graph.inputs_outputs import input_tensors, Missing, storages_returned
-from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import flops
+from ..graph.storages import CannotPlan
 from .footprint import Footprint, footprint_bytes
 from .menu import Menu, Variant
 from .plan_search import (
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ..graph.joint import BudgetedGraph
 
 log = logging.getLogger(__name__)
-
-__all__ = ["menu_of_plans", "menu_with_chunks", "plan_graph"]
 
 
 def menu_with_chunks(

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["lowered_if_too_high"]
-
 # The share by which the peak may exceed that of budget 1 without a warning.
 _TOLERANCE = 0.01
 # How many of the values that upstream's plan saves may be left out: the largest.

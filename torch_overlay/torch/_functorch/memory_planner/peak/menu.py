@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from .footprint import Tell
 
 
-__all__ = ["Menu", "Variant"]
-
 # More bytes than any plan holds, yet few enough for sums to be exact in doubles.
 _NEVER = 2**44
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ..graph.joint import BudgetedGraph
     from .menu import Menu
 
-__all__ = ["CALLS", "PeakBytes"]
 
 # A graph by itself is a step of one call.
 CALLS = {0: (1,)}

@@ -30,8 +30,8 @@ from ..._activation_checkpointing.knapsack_exact import solve_knapsack_budgets
 from ..._activation_checkpointing.random_ops import must_run_once
 from ..graph.inputs_outputs import Missing, model_without
 from ..graph.kernels import by_kernels, has_kernel
-from ..graph.liveness import CannotPlan
 from ..graph.recompute_cost import is_costly, recompute_cost, roofline
+from ..graph.storages import CannotPlan
 from ..solver import lightest_items
 from .chains import add_plans_of_checkpoints, Chain, checkpoint_places
 from .plans import Plans
@@ -45,15 +45,6 @@ if TYPE_CHECKING:
     from ..graph.liveness import Program
 
 log = logging.getLogger(__name__)
-
-__all__ = [
-    "compare_with_no_checkpoints",
-    "live_bytes_model",
-    "plans_of_knapsacks",
-    "recompute_costs",
-    "search_plans",
-    "searched_plans",
-]
 
 # The number of target peaks, from the floor to that of budget 1, to add items for.
 _TARGET_PEAKS = 24

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from ..graph.liveness import Evaluation, Program
 
-__all__ = ["Plans", "undominated"]
-
 
 def undominated(points: Sequence[tuple[float, ...]]) -> list[int]:
     """The indices of the points that no other one equals or beats in every number.

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ..step.timeline import Bytes
 
 
-__all__ = ["GraphUse", "Moment", "StepSummary", "summary_of"]
-
-
 class GraphUse(NamedTuple):
     """A graph in a step, and its plans.
 

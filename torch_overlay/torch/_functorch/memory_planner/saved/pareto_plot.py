@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["pareto_points", "plot_budgets"]
-
 # The steps from budget 0 to 1.  Each may take a min cut: 0.7 s for 5,000 nodes.
 _STEPS = 32
 

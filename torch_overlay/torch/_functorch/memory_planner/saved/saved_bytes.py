@@ -35,7 +35,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from ..ask import KNEE
 from ..decision import Decision, Knapsack
 from ..graph.joint import ALL_CHEAP, CHEAP
-from ..graph.liveness import CannotPlan
+from ..graph.storages import CannotPlan
 from ..solver import ask_solver, lightest_items
 from .pareto_plot import plot_budgets
 
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from ..graph.liveness import Evaluation
 
 log = logging.getLogger(__name__)
-
-__all__ = ["SavedBytes", "plan_within"]
 
 # The most times that a solver is asked, each time for fewer bytes, while its plan keeps
 # too many.

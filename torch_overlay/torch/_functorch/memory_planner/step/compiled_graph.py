@@ -24,8 +24,8 @@ from ..compile.recompile import (
     takes_request,
 )
 from ..compile.told import can_guard, CompiledPeaks
-from ..graph.liveness import CannotPlan
 from ..graph.other_sizes import times_larger
+from ..graph.storages import CannotPlan
 from ..graph.symbols import places_of_symbols, size_evaluator, values_of_symbols
 from ..report.saved_values import logged_plan, replace_plan
 from .aot_calls import boxed_call, name_of_module_or_function, with_results_run_by
