@@ -985,7 +985,7 @@ class StepBudgetTest(TestCase):
             joint = Joint(function, [shape, (8, 24)])
             graphs.append(BudgetedGraph(joint.graph, joint.info, joint.outputs, 1))
         short, long = graphs
-        menu = plan_graph(short, short.saved_at_budget_1())
+        menu = plan_graph(short)
         other = menu.at_sizes_of(long)
         held = [each.bytes_held("backward", frozenset([0])) for each in (menu, other)]
         both = menu.with_larger_footprints(other)

@@ -1,8 +1,8 @@
 """A joint graph to be split, and what all of its plans have in common.
 
-Lifting bans makes a min cut recompute more.  The graph's :func:`knapsack_items` are
-what even the cut that recomputes all that is cheap does not, each with the bytes that
-saving it keeps and the runtime of recomputing it.
+Lifting bans makes a min cut recompute more.  A knapsack's items are what even the cut
+that recomputes all that is cheap does not, each with the bytes that saving it keeps and
+the runtime of recomputing it.
 """
 
 from __future__ import annotations
@@ -130,11 +130,6 @@ class BudgetedGraph:
         return SavedRange(*map(self.kept_bytes, (least, self.saved_at_budget_1())))
 
     @functools.cached_property
-    def solver_nodes(self) -> list[fx.Node]:
-        """A solver's items: no cut recomputes these, but the backward may."""
-        return [node for node in self._upstreams_candidates if not must_run_once(node)]
-
-    @functools.cached_property
     def _upstreams_candidates(self) -> list[fx.Node]:
         """Upstream's items: they reach the backward, and share no input's storage."""
         from torch._functorch.partitioners import is_non_builtin_to_include
@@ -144,7 +139,7 @@ class BudgetedGraph:
         inputs = {get_node_storage(node) for node in self.info.inputs} - {None}
         return [
             node
-            for node in self.cut_recomputing_all_cheap()[1]
+            for node in self.cut(ALL_CHEAP)[1]
             if node.dist_from_bw < NEVER  # type: ignore[attr-defined]
             and (
                 get_node_storage(node) not in inputs or is_non_builtin_to_include(node)
@@ -154,8 +149,19 @@ class BudgetedGraph:
 
     @functools.cached_property
     def items(self) -> list[Item]:
+        """The items that a solver chooses among, largest first."""
         self.model.check_sizes()
-        return knapsack_items(self)
+        items = []
+        for node in self._upstreams_candidates:
+            if not must_run_once(node):
+                storages = frozenset(self.model.saveable_storages([node]))
+                ops = {node: recompute_cost(node, self.ask.estimator)}
+                nbytes = self.model.nbytes_of(storages)
+                items.append(Item(node, ops, storages, nbytes))
+        # A user's own solver gets the nodes, so each one stays an item of its own.
+        if isinstance(self.ask.solver, str):
+            items = _join_items(items, self.cut(ALL_CHEAP)[0], self.model)
+        return sorted(items, key=lambda item: item.nbytes, reverse=True)
 
     def cut(
         self,
@@ -205,10 +211,6 @@ class BudgetedGraph:
     def saved_at_budget_1(self) -> list[fx.Node]:
         """What budget 1 saves."""
         return self.cut()[0]
-
-    def cut_recomputing_all_cheap(self) -> _Cut:
-        """The cut that recomputes all that is cheap, and the nodes that are not."""
-        return self.cut(ALL_CHEAP)
 
     def saved_at_budget_0(self) -> list[fx.Node]:
         """What budget 0 saves: what every plan does, or other nodes in their place."""
@@ -341,19 +343,6 @@ def _saving_none_of(storages: set[int], program: Program) -> Program:
     return replace(
         program, saved_as=[None if s in storages else node for s, node in saved_as]
     )
-
-
-def knapsack_items(graph: BudgetedGraph) -> list[Item]:
-    """The items that a solver chooses among, largest first."""
-    items = []
-    for node in graph.solver_nodes:
-        storages = frozenset(graph.model.saveable_storages([node]))
-        ops = {node: recompute_cost(node, graph.ask.estimator)}
-        items.append(Item(node, ops, storages, graph.model.nbytes_of(storages)))
-    # A user's own solver gets the nodes, so each one stays an item of its own.
-    if isinstance(graph.ask.solver, str):
-        items = _join_items(items, graph.cut_recomputing_all_cheap()[0], graph.model)
-    return sorted(items, key=lambda item: item.nbytes, reverse=True)
 
 
 def _join_items(items: list[Item], most: list[fx.Node], model: Program) -> list[Item]:

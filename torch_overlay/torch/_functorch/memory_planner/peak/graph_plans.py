@@ -7,7 +7,12 @@ from dataclasses import replace
 from typing import Optional, TYPE_CHECKING
 
 from ..graph.chunking_cost import chunking_cost, chunks_in
-from ..graph.inputs_outputs import input_tensors, Missing, storages_returned
+from ..graph.inputs_outputs import (
+    backward_inputs,
+    input_tensors,
+    Missing,
+    storages_returned,
+)
 from ..graph.recompute_cost import flops
 from ..graph.storages import CannotPlan
 from .footprint import Footprint, footprint_bytes
@@ -17,7 +22,7 @@ from .plan_search import (
     live_bytes_model,
     plans_of_knapsacks,
     recompute_costs,
-    search_plans,
+    searched_plans,
 )
 from .plans import Plans, undominated
 
@@ -60,9 +65,8 @@ def menu_with_chunks(
 
 def plan_graph(
     joint: BudgetedGraph,
-    saved: Sequence[fx.Node],
-    is_only: bool = False,
     missing: Optional[Missing] = None,
+    fixed: Optional[Sequence[fx.Node]] = None,
     is_whole: bool = True,
 ) -> Menu:
     """Find the plans of a joint graph for a step.
@@ -71,25 +75,24 @@ def plan_graph(
     matters more than its own peak if other calls run before its backward.
 
     Args:
-        saved: what budget 1 saves.
-        is_only: whether to return just the plan that saves that.
         missing: what the graph's calls lack.
+        fixed: what the only plan to return saves, if not to search for plans.
         is_whole: whether its head is in one piece.
 
     Raises CannotPlan as :func:`.graph.reading.read_joint` does.
     """
-    model = live_bytes_model(joint, missing)
-    plans = Plans(model, recompute_costs(model, joint))
-    if is_only:
-        plans.evaluate([frozenset(model.storages(saved))])
-    else:
-        search_plans(plans, joint, saved)
-        if missing is None and is_whole:
-            compare_with_no_checkpoints(joint, plans)
-        if model.is_fused:
-            # For kernels, the search leaves these out.  A waiting call keeps least if
-            # everything is recomputed, as in a checkpoint.
-            plans.evaluate([frozenset(), *plans_of_knapsacks(joint.items)])
+    if fixed is not None:
+        model = live_bytes_model(joint, missing)
+        plans = Plans(model, recompute_costs(model, joint))
+        plans.evaluate([frozenset(model.storages(fixed))])
+        return menu_of_plans(joint, plans, missing)
+    plans = searched_plans(joint, missing=missing)
+    if missing is None and is_whole:
+        compare_with_no_checkpoints(joint, plans)
+    if plans.graph.is_fused:
+        # For kernels, the search leaves these out.  A waiting call keeps least if
+        # everything is recomputed, as in a checkpoint.
+        plans.evaluate([frozenset(), *plans_of_knapsacks(joint.items)])
     return menu_of_plans(joint, plans, missing)
 
 
@@ -112,7 +115,7 @@ def menu_of_plans(
     if keeps_fastest:
         best = found[:1] + [plan for plan in best if plan.storages != fastest]
     primals = len(input_tensors(joint)) - len(model.tangents)
-    variants = {1: Variant.of(joint, missing)}
+    variants = {1: Variant(model, backward_inputs(joint, model))}
     is_known = joint.ask.estimator == "flops"
     work = sum(map(flops, joint.joint.nodes)) if is_known else 0
     return Menu(best, variants, primals, work, missing)

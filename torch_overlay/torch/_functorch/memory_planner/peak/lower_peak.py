@@ -51,7 +51,7 @@ def lowered_if_too_high(graph: BudgetedGraph, plan: Decision, allowed: int) -> D
     plans.evaluate((own, *others))
     chosen, peaks = own, [plans.peaks[each] for each in others]
     if plan.budget and plans.peaks[own] > min(peaks):
-        search_plans(plans, graph, fastest)
+        search_plans(plans, graph)
         plans.evaluate(_with_less(graph, plans, others[-1], allowed))
         for better in _better_plans(plans, own, min(peaks)):
             storages = plans.evaluations[better].saved

@@ -29,6 +29,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from ..._activation_checkpointing.knapsack_exact import solve_knapsack_budgets
 from ..._activation_checkpointing.random_ops import must_run_once
 from ..graph.inputs_outputs import Missing, model_without
+from ..graph.joint import ALL_CHEAP
 from ..graph.kernels import by_kernels, has_kernel
 from ..graph.recompute_cost import is_costly, recompute_cost, roofline
 from ..graph.storages import CannotPlan
@@ -80,11 +81,13 @@ def live_bytes_model(
     return by_kernels(operators) if graph.fused else operators
 
 
-def searched_plans(graph: BudgetedGraph, calls: int = 1) -> Plans:
+def searched_plans(
+    graph: BudgetedGraph, calls: int = 1, missing: Optional[Missing] = None
+) -> Plans:
     """What `search_plans` finds for a graph of which ``calls`` wait at once."""
-    model = live_bytes_model(graph)
+    model = live_bytes_model(graph, missing)
     plans = Plans(model, recompute_costs(model, graph), calls)
-    search_plans(plans, graph, graph.saved_at_budget_1())
+    search_plans(plans, graph)
     return plans
 
 
@@ -123,7 +126,7 @@ def recompute_costs(model: Program, graph: BudgetedGraph) -> list[float]:
     With "roofline", however, all operators do, and with "flops" also all that are not
     fused.
     """
-    estimator, (_, expensive) = graph.ask.estimator, graph.cut_recomputing_all_cheap()
+    estimator, (_, expensive) = graph.ask.estimator, graph.cut(ALL_CHEAP)
     if estimator == "roofline":
         return [roofline(node) for node in model.nodes]
 
@@ -137,17 +140,15 @@ def recompute_costs(model: Program, graph: BudgetedGraph) -> list[float]:
     ]
 
 
-def search_plans(
-    plans: Plans, joint: BudgetedGraph, fastest: Sequence[fx.Node]
-) -> None:
-    """Evaluate plans for many peaks; the first one, of budget 1, saves ``fastest``.
+def search_plans(plans: Plans, joint: BudgetedGraph) -> None:
+    """Evaluate plans for many peaks; that of budget 1 is the first.
 
     Takes a few hundred evaluations, and O(places * _SPAN) for each answer of the
     dynamic program.
     """
     graph, items = plans.graph, joint.items
-    cheapest, _ = joint.cut_recomputing_all_cheap()
-    bases = [frozenset(graph.storages(saved)) for saved in (fastest, cheapest)]
+    cuts = joint.saved_at_budget_1(), joint.cut(ALL_CHEAP)[0]
+    bases = [frozenset(graph.storages(saved)) for saved in cuts]
     plans.evaluate(bases)
     chains = [Chain(plans, places) for places in checkpoint_places(graph)]
     add_plans_of_checkpoints(plans, chains)

@@ -12,9 +12,9 @@ plan that saves fewer of the inputs may save other values in their place.)  In b
 :func:`plan_within` takes the first of these that is within the budget:
 
 1.  a min cut that recomputes more, then one that recomputes all that is cheap;
-2.  a knapsack.  Its items (:func:`.graph.joint.knapsack_items`) are what even the
-    second cut does not recompute, each with its bytes and its runtime.  A
-    solver picks those to save (:func:`solve_until_kept`).  One more min cut may
+2.  a knapsack.  Its items (:attr:`.BudgetedGraph.items`) are what even the second cut
+    does not recompute, each with its bytes and its runtime.  A solver picks those to
+    save (:func:`solve_until_kept`).  One more min cut may
     recompute the others, and save other values in their place.  If those take more
     bytes than allowed, or more has to run again, only the solver's items are saved
     (:func:`plan_of_items`).

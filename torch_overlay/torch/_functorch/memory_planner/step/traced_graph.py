@@ -123,8 +123,8 @@ class TracedGraph:
         joint, is_only = self.joint, self._has_own_budget
 
         def menu_for(each: BudgetedGraph) -> Menu:
-            chosen = plan_within(each, each.budget if is_only else 1).saved_values
-            return plan_graph(each, chosen, is_only, missing, each is joint)
+            fixed = plan_within(each, each.budget).saved_values if is_only else None
+            return plan_graph(each, missing, fixed, each is joint)
 
         found = menu_for(joint) if is_only else menu_with_chunks(joint, menu_for)
         return found, self._plan_for_unknown_step(found.plans)
