@@ -95,7 +95,9 @@ def _returned_and_written_back(
     output: fx.Node, results: list[Any]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """What the forward returns, and what its caller copies into inputs instead."""
-    copied, places = _results_written_back(output), [*enumerate(results)]
+    descriptions = enumerate(output.meta.get("desc") or ())
+    copied = {at for at, d in descriptions if isinstance(d, InputMutationAOTOutput)}
+    places = [*enumerate(results)]
     return (
         nodes_among(node for at, node in places if at not in copied),
         nodes_among(node for at, node in places if at in copied),
@@ -121,21 +123,12 @@ def _with_sizes_to_return(
 
 
 def _producers_of_storages(operators: list[Operator], count: int) -> list[int]:
-    """The operator that allocates each storage, or -1."""
+    """For each storage, the operator that allocates it, or -1."""
     producer = [-1] * count
     for op, each in enumerate(operators):
         for s in each.writes:
             producer[s] = op
     return producer
-
-
-def _results_written_back(output: fx.Node) -> set[int]:
-    """The indices of the results that the caller copies into its inputs."""
-    return {
-        at
-        for at, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, InputMutationAOTOutput)
-    }
 
 
 def _live_ranges(forward: list[Operator], count: int) -> tuple[list[int], list[int]]:
