@@ -122,7 +122,6 @@ Where no plan can be made, a warning says why and the plan is that for saved byt
         planner_path("graph/chunking_cost"),
         planner_path("peak/chains"),
         planner_path("peak/curve"),
-        planner_path("peak/graph_plans"),
         planner_path("peak/lower_peak"),
         planner_path("peak/footprint"),
         planner_path("peak/menu"),

@@ -38,10 +38,12 @@ from torch._dynamo.utils import counters
 from torch._functorch import aot_autograd, config, partitioners
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.memory_planner.compile import told
-from torch._functorch.memory_planner.graph.inputs_outputs import Missing
+from torch._functorch.memory_planner.graph.inputs_outputs import (
+    live_bytes_model,
+    Missing,
+)
 from torch._functorch.memory_planner.graph.joint import BudgetedGraph
-from torch._functorch.memory_planner.peak.graph_plans import plan_graph
-from torch._functorch.memory_planner.peak.plan_search import live_bytes_model
+from torch._functorch.memory_planner.peak.plan_search import plan_graph
 from torch._functorch.memory_planner.report import saved_values as saved_report
 from torch._functorch.memory_planner.step import (
     budget as step_budget,

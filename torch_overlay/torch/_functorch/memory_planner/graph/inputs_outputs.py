@@ -1,14 +1,15 @@
-"""The interface of a joint graph: both graphs' inputs, and the forward's outputs."""
+"""A joint graph as its caller sees it: inputs, outputs, and what calls may lack."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .storages import is_on_device
+from .kernels import by_kernels, has_kernel
+from .storages import CannotPlan, is_on_device
 
 
 if TYPE_CHECKING:
@@ -81,7 +82,26 @@ def storages_returned(
             yield s, index
 
 
-def model_without(missing: Missing, model: Program, joint: BudgetedGraph) -> Program:
+def live_bytes_model(
+    graph: BudgetedGraph, missing: Optional[Missing] = None
+) -> Program:
+    """The model of a graph whose calls lack what is ``missing``, if anything.
+
+    It counts inductor's kernels if the graph is ``fused``, else operators one by one.
+    Raises CannotPlan if the graph runs bodies whose live bytes are unknown, or if sizes
+    depend on data.
+    """
+    operators = graph.model
+    if missing is not None:
+        operators = _model_without(missing, operators, graph)
+    for each in operators.operators_with_bodies:
+        if each.scratch is None and not (graph.fused and has_kernel(each.node)):
+            raise CannotPlan(f"it is not known what is live within {each.node.name}")
+    operators.check_sizes()
+    return by_kernels(operators) if graph.fused else operators
+
+
+def _model_without(missing: Missing, model: Program, joint: BudgetedGraph) -> Program:
     """The model for calls that lack these tangents and outputs."""
     tangents = [node for node in input_tensors(joint) if node in model.tangents]
     absent = [tangents[index] for index in missing.tangents]

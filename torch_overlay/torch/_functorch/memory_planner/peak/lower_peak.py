@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
+from ..graph.inputs_outputs import live_bytes_model
 from ..solver import NOISE
-from .plan_search import live_bytes_model, recompute_costs, search_plans
+from .plan_search import recompute_costs, search_plans
 from .plans import Plans
 
 

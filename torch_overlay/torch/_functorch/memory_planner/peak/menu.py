@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 from ..decision import Head
-from ..graph.inputs_outputs import backward_inputs, Input, Missing
+from ..graph.inputs_outputs import backward_inputs, Input, live_bytes_model, Missing
 from ..graph.other_sizes import calls_and_storages
 from .footprint import Footprint, footprint_bytes
-from .plan_search import live_bytes_model
 
 
 if TYPE_CHECKING:

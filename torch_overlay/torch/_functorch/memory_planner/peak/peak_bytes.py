@@ -23,8 +23,12 @@ from typing import Any, Optional, TYPE_CHECKING
 from ..decision import Decision, Peak
 from ..graph.symbols import has_symbolic_sizes
 from .curve import Choice, Curve, Held, Moments
-from .graph_plans import menu_of_plans, menu_with_chunks
-from .plan_search import compare_with_no_checkpoints, searched_plans
+from .plan_search import (
+    compare_with_no_checkpoints,
+    menu_of_plans,
+    menu_with_chunks,
+    searched_plans,
+)
 
 
 if TYPE_CHECKING:

@@ -28,18 +28,26 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 
 from ..._activation_checkpointing.knapsack_exact import solve_knapsack_budgets
 from ..._activation_checkpointing.random_ops import must_run_once
-from ..graph.inputs_outputs import Missing, model_without
+from ..graph.chunking_cost import chunking_cost, chunks_in
+from ..graph.inputs_outputs import (
+    backward_inputs,
+    input_tensors,
+    live_bytes_model,
+    Missing,
+    storages_returned,
+)
 from ..graph.joint import ALL_CHEAP
-from ..graph.kernels import by_kernels, has_kernel
-from ..graph.recompute_cost import is_costly, recompute_cost, roofline
+from ..graph.recompute_cost import flops, is_costly, recompute_cost, roofline
 from ..graph.storages import CannotPlan
 from ..solver import lightest_items
 from .chains import add_plans_of_checkpoints, Chain, checkpoint_places
-from .plans import Plans
+from .footprint import Footprint, footprint_bytes
+from .menu import Menu, Variant
+from .plans import Plans, undominated
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.fx as fx
     from ..graph.joint import BudgetedGraph, Item
@@ -60,25 +68,6 @@ _WORSE = 0.01
 # the plans to change per round, the values to try per plan, and the share by which a
 # round must lower the peak for there to be another round.
 _ROUNDS, _STARTS, _TRIED, _GAIN = 6, 4, 12, 0.003
-
-
-def live_bytes_model(
-    graph: BudgetedGraph, missing: Optional[Missing] = None
-) -> Program:
-    """The model of a graph whose calls lack what is ``missing``, if anything.
-
-    It counts inductor's kernels if the graph is ``fused``, else operators one by one.
-    Raises CannotPlan if the graph runs bodies whose live bytes are unknown, or if sizes
-    depend on data.
-    """
-    operators = graph.model
-    if missing is not None:
-        operators = model_without(missing, operators, graph)
-    for each in operators.operators_with_bodies:
-        if each.scratch is None and not (graph.fused and has_kernel(each.node)):
-            raise CannotPlan(f"it is not known what is live within {each.node.name}")
-    operators.check_sizes()
-    return by_kernels(operators) if graph.fused else operators
 
 
 def searched_plans(
@@ -233,3 +222,102 @@ def _neighbours_of_plan(
     ]
     for s in sorted(repeated, key=lambda s: (-graph.nbytes[s], s))[:_TRIED]:
         yield saved | {s}
+
+
+def menu_with_chunks(
+    joint: BudgetedGraph, menu_for: Callable[[BudgetedGraph], Menu]
+) -> Menu:
+    """The plans of a graph as it is and in chunks, each found by ``menu_for``.
+
+    The first plan of the graph as it is stays first.  The others follow by rising cost;
+    of equal ones, those with fewer chunks come first.
+    """
+    menu = menu_for(joint)
+    plans, variants = [*menu.plans], {**menu.variants}
+    for chunks, each in joint.in_chunks.items():
+        try:
+            other = menu_for(each)
+        except CannotPlan as error:
+            log.debug("no plans for %d chunks", chunks, exc_info=error)
+            continue
+        head = chunks_in(each)
+        more = chunking_cost(joint, head)
+        variants[chunks] = other.variants[1]._replace(rows=head.rows, cost=more)
+        for plan in other.plans:
+            plans.append(plan._replace(cost=plan.cost + more, chunks=chunks))
+    best = {0, *undominated([plan[:4] for plan in plans])}
+    order = sorted(best, key=lambda i: (i != 0, plans[i].cost, plans[i].chunks))
+    plans = [plans[i] for i in order]
+    return replace(menu, plans=plans, variants=variants, why_whole=joint.why_whole)
+
+
+def plan_graph(
+    joint: BudgetedGraph,
+    missing: Optional[Missing] = None,
+    fixed: Optional[Sequence[fx.Node]] = None,
+    is_whole: bool = True,
+) -> Menu:
+    """Find the plans of a joint graph for a step.
+
+    The search is the one for the peak of a graph by itself, although what a call keeps
+    matters more than its own peak if other calls run before its backward.
+
+    Args:
+        missing: what the graph's calls lack.
+        fixed: what the only plan to return saves, if not to search for plans.
+        is_whole: whether its head is in one piece.
+
+    Raises CannotPlan as :func:`.graph.reading.read_joint` does.
+    """
+    if fixed is not None:
+        model = live_bytes_model(joint, missing)
+        plans = Plans(model, recompute_costs(model, joint))
+        plans.evaluate([frozenset(model.storages(fixed))])
+        return menu_of_plans(joint, plans, missing)
+    plans = searched_plans(joint, missing=missing)
+    if missing is None and is_whole:
+        compare_with_no_checkpoints(joint, plans)
+    if plans.graph.is_fused:
+        # For kernels, the search leaves these out.  A waiting call keeps least if
+        # everything is recomputed, as in a checkpoint.
+        plans.evaluate([frozenset(), *plans_of_knapsacks(joint.items)])
+    return menu_of_plans(joint, plans, missing)
+
+
+def menu_of_plans(
+    joint: BudgetedGraph,
+    plans: Plans,
+    missing: Optional[Missing] = None,
+    keeps_fastest: bool = False,
+) -> Menu:
+    """The evaluated plans that no other beats, by rising cost.
+
+    With ``keeps_fastest``, that of budget 1 comes first, even if another beats it.
+    """
+    model = plans.graph
+    found = _footprints(joint, plans)
+    best = [found[i] for i in undominated([plan[:4] for plan in found])]
+    fastest = found[0].storages
+    # Of equally cheap plans, that of budget 1 comes first.
+    best.sort(key=lambda plan: (plan.cost, plan.storages != fastest))
+    if keeps_fastest:
+        best = found[:1] + [plan for plan in best if plan.storages != fastest]
+    primals = len(input_tensors(joint)) - len(model.tangents)
+    variants = {1: Variant(model, backward_inputs(joint, model))}
+    is_known = joint.ask.estimator == "flops"
+    work = sum(map(flops, joint.joint.nodes)) if is_known else 0
+    return Menu(best, variants, primals, work, missing)
+
+
+def _footprints(joint: BudgetedGraph, plans: Plans) -> list[Footprint]:
+    """The footprints of all evaluated plans, in the order of evaluation."""
+    model = plans.graph
+    # If outputs share a storage, the first of them.
+    returned = dict(reversed([*storages_returned(joint, model)]))
+    found = []
+    for storages, evaluation in plans.evaluations.items():
+        saved = evaluation.saved & returned.keys()
+        outputs = frozenset(returned[s] for s in saved)
+        kept = *footprint_bytes(model, evaluation), plans.costs[storages]
+        found.append(Footprint(*kept, outputs, storages))
+    return found

@@ -18,7 +18,7 @@ from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.other_sizes import calls_and_storages
-from ..peak.graph_plans import menu_with_chunks, plan_graph
+from ..peak.plan_search import menu_with_chunks, plan_graph
 from ..saved.saved_bytes import plan_within
 
 
