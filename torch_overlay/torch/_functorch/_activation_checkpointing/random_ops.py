@@ -34,7 +34,7 @@ aten = torch.ops.aten
 # What the partitioner sets as ``dist_from_bw`` where no path leads to the backward.
 NEVER = int(1e9)
 
-# The key of ``node.meta`` that marks a decision.
+# The key of ``node.meta`` by which `mark_what_runs_once` marks a decision.
 _MARK = "decides_what_is_read"
 
 
@@ -54,20 +54,22 @@ _INTEGERS_STAY = _packets(
 
 def is_random(node: fx.Node) -> bool:
     """Whether running ``node`` twice on the same arguments may give two results."""
-    if is_higher_order(node):
-        return _runs_random(node)
-    draws: bool = _partitioners().draws_anew(node)
-    return draws
-
-
-def is_decision(node: fx.Node) -> bool:
-    """Whether ``mark_what_runs_once`` found that the node decides what is read."""
-    return _MARK in node.meta
+    if not is_higher_order(node):
+        draws: bool = _partitioners().draws_anew(node)
+        return draws
+    if node.target is torch.ops.higher_order.run_with_rng_state:
+        return False
+    seeded = torch.Tag.nondeterministic_seeded
+    if any(
+        isinstance(a, torch._ops.OpOverload) and seeded in a.tags for a in node.args
+    ):
+        return True
+    return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)
 
 
 def may_differ(node: fx.Node) -> bool:
     """Whether running ``node`` again in the backward may give another result."""
-    return is_decision(node) or is_random(node)
+    return _MARK in node.meta or is_random(node)
 
 
 def is_kept(node: fx.Node) -> bool:
@@ -176,18 +178,6 @@ def _is_rounded(node: fx.Node, exact: Container[fx.Node]) -> bool:
 def is_higher_order(node: fx.Node) -> bool:
     """Whether a node calls a higher-order operator, which may run other graphs."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
-
-
-def _runs_random(node: fx.Node) -> bool:
-    """``is_random`` for the call of a higher-order operator."""
-    if node.target is torch.ops.higher_order.run_with_rng_state:
-        return False
-    seeded = torch.Tag.nondeterministic_seeded
-    if any(
-        isinstance(a, torch._ops.OpOverload) and seeded in a.tags for a in node.args
-    ):
-        return True
-    return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)
 
 
 def subgraphs(node: fx.Node) -> list[fx.Graph]:
