@@ -230,7 +230,7 @@ class Storages:
         """A value's storages: those of what it reads, of another input, or new ones."""
         first = len(self.nbytes)
         found: dict[int, None] = {}
-        runs_bodies = bool(self._read_bodies(node))
+        runs_bodies = bool(subgraphs(node))
         size: Any
         for part in tree_leaves(value):
             if isinstance(part, torch.Tensor):

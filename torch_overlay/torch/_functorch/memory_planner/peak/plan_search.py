@@ -15,6 +15,9 @@ The search makes no min cuts beyond those of budget 1 and of what is cheap:
 3.  Every plan, including those of the two min cuts, is evaluated on the whole graph.
     Those that no other beats in both peak and cost are the curve.  It does not depend
     on the budget, so a smaller budget never leads to a higher peak.
+
+What the plans keep and hold becomes the graph's :class:`.Menu`, with its head in one
+piece and in chunks.
 """
 
 from __future__ import annotations
