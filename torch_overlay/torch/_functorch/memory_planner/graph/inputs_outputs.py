@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import NamedTuple, Optional, TYPE_CHECKING
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .kernels import by_kernels, has_kernel
 from .storages import CannotPlan, is_on_device
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch.fx as fx
     from .joint import BudgetedGraph
     from .liveness import Program
@@ -60,26 +57,12 @@ def backward_inputs(joint: BudgetedGraph, model: Program) -> dict[int, Input]:
         for s in model.storages([node]):
             nbytes = nbytes if is_on_device(joint.counted_device, value) else 0
             found[index] = Input(s, nbytes, node.name)
-    after, results = len(input_tensors(joint)), _results_of_forward(joint)
-    for s, index in storages_returned(joint, model):
+    after = len(input_tensors(joint))
+    for s, index in model.storages_returned:
         if s in model.outputs:
-            found[after + index] = Input(s, model.nbytes[s], results[index].name)
+            name = model.results[index].name
+            found[after + index] = Input(s, model.nbytes[s], name)
     return found
-
-
-def _results_of_forward(joint: BudgetedGraph) -> list[Any]:
-    """What the forward returns to its caller."""
-    (output,) = joint.joint.find_nodes(op="output")
-    return tree_leaves(output.args)[: joint.num_fwd_outputs]
-
-
-def storages_returned(
-    joint: BudgetedGraph, model: Program
-) -> Iterator[tuple[int, int]]:
-    """The storages that the forward returns, each with the index of its output."""
-    for index, node in enumerate(_results_of_forward(joint)):
-        for s in model.storages([node]) if isinstance(node, torch.fx.Node) else ():
-            yield s, index
 
 
 def live_bytes_model(
@@ -116,7 +99,7 @@ def _model_without(missing: Missing, model: Program, joint: BudgetedGraph) -> Pr
         # A copy that nothing reads was counted among the tangents.
         fewer += nbytes[s] if s not in model.owned else 0
         nbytes[s] = 0
-    returned = [*storages_returned(joint, model)]
+    returned = model.storages_returned
     gone = {s for s, index in returned if index in missing.outputs}
     gone.difference_update(s for s, index in returned if index not in missing.outputs)
     return replace(

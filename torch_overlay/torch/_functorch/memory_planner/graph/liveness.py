@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -115,6 +115,7 @@ class Program:
         tangents, tangent_bytes: the inputs of the backward alone, and their bytes.
         owned: the inputs that the backward alone holds, until their last use.
         required: the nodes that the forward runs in every plan.
+        results: what the forward returns: nodes, and constants.
         gradients: the nodes that the backward returns.
         timeline: the class that counts the live bytes of a phase.
         unsized: the name of the first node whose size depends on data, if any.
@@ -137,6 +138,7 @@ class Program:
     tangent_bytes: int
     owned: frozenset[int]
     required: Container[fx.Node]
+    results: list[Any]
     gradients: list[fx.Node]
     timeline: Callable[..., LiveBytes] = LiveBytes
     unsized: str = ""
@@ -167,6 +169,12 @@ class Program:
     def returned(self) -> tuple[int, ...]:
         """The storages that the backward returns, which stay live in it."""
         return self.steps[-1].operator.reads
+
+    @property
+    def storages_returned(self) -> list[tuple[int, int]]:
+        """The storages that the forward returns, each with the index of its result."""
+        results = enumerate(self.results)
+        return [(s, index) for index, node in results for s in self.storages([node])]
 
     @functools.cached_property
     def is_freed(self) -> list[bool]:

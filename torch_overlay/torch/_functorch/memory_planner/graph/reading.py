@@ -77,6 +77,7 @@ def read_joint(
         storages.tangent_bytes + unread,
         frozenset(owned),
         required,
+        results[:num_fwd_outputs],
         gradients,
         unsized=storages.unsized,
     )

@@ -37,7 +37,6 @@ from ..graph.inputs_outputs import (
     input_tensors,
     live_bytes_model,
     Missing,
-    storages_returned,
 )
 from ..graph.joint import ALL_CHEAP
 from ..graph.recompute_cost import flops, is_costly, recompute_cost, roofline
@@ -298,7 +297,7 @@ def menu_of_plans(
     With ``keeps_fastest``, that of budget 1 comes first, even if another beats it.
     """
     model = plans.graph
-    found = _footprints(joint, plans)
+    found = _footprints(plans)
     best = [found[i] for i in undominated([plan[:4] for plan in found])]
     fastest = found[0].storages
     # Of equally cheap plans, that of budget 1 comes first.
@@ -312,11 +311,11 @@ def menu_of_plans(
     return Menu(best, variants, primals, work, missing)
 
 
-def _footprints(joint: BudgetedGraph, plans: Plans) -> list[Footprint]:
+def _footprints(plans: Plans) -> list[Footprint]:
     """The footprints of all evaluated plans, in the order of evaluation."""
     model = plans.graph
     # If outputs share a storage, the first of them.
-    returned = dict(reversed([*storages_returned(joint, model)]))
+    returned = dict(reversed(model.storages_returned))
     found = []
     for storages, evaluation in plans.evaluations.items():
         saved = evaluation.saved & returned.keys()
