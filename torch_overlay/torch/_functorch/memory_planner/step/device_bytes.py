@@ -28,20 +28,16 @@ class DeviceBytes:
         module: Any = torch.get_device_module(device)
         self._device = device
         self._counters = module if hasattr(module, "reset_peak_memory_stats") else None
-        self._live: Optional[Callable[[], int]] = None
-        if self._counters is None and device.type == "cpu":
-            self._live = _counter_of_malloc()
+        self.live: Callable[[], Optional[int]] = lambda: None
+        if self._counters is not None:
+            self.live = self.given
+        elif device.type == "cpu":
+            self.live = _counter_of_malloc() or self.live
 
     def given(self) -> int:
         """The live bytes of tensors alone; 0 where torch does not count them."""
         counters = self._counters
         return int(counters.memory_allocated(self._device)) if counters else 0
-
-    def live(self) -> Optional[int]:
-        """The live bytes; None where nothing counts them."""
-        if self._counters is not None:
-            return self.given()
-        return self._live() if self._live is not None else None
 
     def begin(self) -> None:
         """Start counting a new peak."""

@@ -8,7 +8,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
-from .calls import plain_tensors, slots_of
+from .calls import slots_of
+from .recorder import storages_in
 from .recording_schedule import MOST_RECORDED
 from .timeline import Bytes, keep_largest, peak_under_plans, StepTimeline
 
@@ -56,18 +57,6 @@ class StepProgram:
     leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     drops_before: str = ""
     given: list[weakref.ref[Any]] = field(default_factory=list)
-
-    def has_event(self, kind: str, graph: int) -> bool:
-        return any((each.kind, each.graph) == (kind, graph) for each in self.states)
-
-    def gradients(self) -> list[Optional[torch.Tensor]]:
-        """The gradients that the ``leaves`` have now."""
-        leaves = (each() for each in self.leaves)
-        return [leaf.grad for leaf in leaves if leaf is not None]
-
-    def has_given(self) -> bool:
-        """Whether something of the given gradients is still there."""
-        return any(storage() is not None for storage in self.given)
 
     def add(self, other: StepProgram) -> None:
         """Merge a step."""
@@ -162,9 +151,11 @@ class LearnedPrograms:
         """
         found = False
         for program in self.programs:
-            gradients = program.gradients()
+            leaves = (leaf() for leaf in program.leaves)
+            gradients = [leaf.grad for leaf in leaves if leaf is not None]
             may_drop = program.drops_before or "B" in program.replaced
-            program.given = _storages_of(gradients) if may_drop else []
+            storages = storages_in(gradients if may_drop else ())
+            program.given = [*map(weakref.ref, storages)]
             if program.replaced and gradients and gradients[0] is None:
                 keep_largest(program.moments, program.replaced["anew"].moments)
                 program.replaced, found = {}, True
@@ -215,8 +206,12 @@ class LearnedPrograms:
 
     def with_gradients_left(self, kind: str, graph: int) -> list[StepProgram]:
         """The programs with such an event whose given gradients are not all gone."""
-        programs = (each for each in self.programs if each.has_event(kind, graph))
-        return [each for each in programs if each.has_given()]
+        return [
+            program
+            for program in self.programs
+            if any((each.kind, each.graph) == (kind, graph) for each in program.states)
+            and any(storage() is not None for storage in program.given)
+        ]
 
     def expected_moments(
         self, graphs: Mapping[int, Graph], dropped_before: str = ""
@@ -268,10 +263,6 @@ def dropped_before(recorder: Recorder) -> Optional[str]:
             if not left:
                 return None if "B" in begun else "B" if "F" in begun else "F"
     return None
-
-
-def _storages_of(values: Iterable[Any]) -> list[weakref.ref[Any]]:
-    return [weakref.ref(each.untyped_storage()) for each in plain_tensors(values)]
 
 
 def _most_calls(found: Iterable[Mapping[int, list[int]]]) -> dict[int, list[int]]:
