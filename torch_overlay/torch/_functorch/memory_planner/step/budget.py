@@ -270,7 +270,7 @@ class StepBudget(StepWarnings):
         # What only reference cycles keep alive will be gone in the next step.
         gc.collect()
         timeline = StepTimeline(recorder)
-        self._leaves = weakref.WeakSet(recorder.leaves)
+        self._leaves = weakref.WeakSet(recorder.leaves.values())
         trains, recording = is_trained(states), self._recording
         leaves_much = timeline.live > NEGLIGIBLE * timeline.made
         leaves_much |= bool(self._stored and recorder.with_new_gradients())

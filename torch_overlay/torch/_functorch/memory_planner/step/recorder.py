@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
 
     ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
     ``given`` are the bytes that the device counts when the step starts, 0 where it does
-    not, and ``leaves`` the parameters that are known by then.
+    not, and ``leaves`` the parameters, by identity, those known by then among them.
     """
 
     # Checkpoints in compiled graphs wrap random operators in higher-order ones.
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         # The storages of states of optimizers that have stepped, and their bytes.
         self._states: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
+        self.leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         )
         # Parameters with a gradient when the step begins, and the gradients' storages.
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
             # A fake tensor's device differs from its storage's.
             if storage.device.type == self.device:
                 if value.requires_grad and value.is_leaf:
-                    self._leaves[id(value)] = value
+                    self.leaves[id(value)] = value
                 elif value.requires_grad and not value._is_view():
                     self._note_unknown_graph(value.grad_fn)
                 yield storage
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
 
     def with_gradients(self) -> list[torch.Tensor]:
         """The parameters that have a gradient now."""
-        return [leaf for leaf in self._leaves.values() if leaf.grad is not None]
+        return [leaf for leaf in self.leaves.values() if leaf.grad is not None]
 
     def with_new_gradients(self) -> list[torch.Tensor]:
         """The parameters that have a gradient now, but had none at the step's start."""
@@ -263,11 +263,6 @@ class Recorder(TorchDispatchMode):
         grads = [leaf.grad for leaf in (self.with_gradients() if of is None else of)]
         keys = {storage._cdata for storage in self._storages(grads)}
         return {self._live[key][0] for key in keys & self._live.keys()}
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """The parameters that were seen."""
-        return [*self._leaves.values()]
 
     def nbytes_of(self, storages: Iterable[int]) -> int:
         """The bytes of these storages."""
@@ -295,7 +290,7 @@ class Recorder(TorchDispatchMode):
         left = self.nbytes_of(self.live_storages() - self.existing)
         gone = self.nbytes_of(self.given_gradients - self.live_storages())
         given = (self._given or self.nbytes_of(self.existing)) + left - gone
-        storages = self._storages(self.leaves)
+        storages = self._storages([*self.leaves.values()])
         parameters = {s._cdata: s.nbytes() for s in storages}
         return given, sum(parameters.values()), sum(self._states.values())
 
