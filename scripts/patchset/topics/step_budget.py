@@ -25,7 +25,6 @@ partitioned and compiled again from their joint graphs.
         planner_path("step/budget"),
         planner_path("step/call_runs"),
         planner_path("step/calls"),
-        planner_path("step/device_bytes"),
         planner_path("step/graphs"),
         planner_path("step/compiled_graph"),
         planner_path("step/single_graph_warnings"),

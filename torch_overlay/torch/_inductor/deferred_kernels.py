@@ -36,7 +36,7 @@ class DeferredKernels:
 
     def __init__(self) -> None:
         # By graph, its module's namespace, and the call that waits for the kernels.
-        self._scopes: list[tuple[dict[str, Any], Callable[[], None]]] = []
+        self.scopes: list[tuple[dict[str, Any], Callable[[], None]]] = []
         self._options: dict[str, Any] = {}
         self.is_loading = False
 
@@ -61,12 +61,9 @@ class DeferredKernels:
         finally:
             self.is_loading = False
 
-    def wait_later(self, scope: dict[str, Any], wait: Callable[[], None]) -> None:
-        self._scopes.append((scope, wait))
-
     def compile(self) -> None:
         """Compile all kernels, by inductor's own pool, and wait for them."""
-        scopes, self._scopes = self._scopes, []
+        scopes, self.scopes = self.scopes, []
         if not scopes:
             return
         # The options of `torch.compile` hold only while it compiles.
@@ -118,30 +115,24 @@ class _Kernel:
 def deferrable(compiles: Any) -> Any:
     """Have ``AsyncCompile`` leave kernels for later where a graph is being loaded."""
 
-    def kernel_by(method: Callable[..., Any]) -> Callable[..., Any]:
+    def deferred(name: str) -> Callable[..., Any]:
+        method = getattr(compiles, name)
+
         @functools.wraps(method)
-        def kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             start = functools.partial(method, self, *args, **kwargs)
-            deferred = _deferring.get()
-            is_later = deferred is not None and deferred.is_loading
-            return _Kernel(start) if is_later else start()
+            kernels = _deferring.get()
+            if kernels is None or not kernels.is_loading:
+                return start()
+            if name != "wait":
+                return _Kernel(start)
+            kernels.scopes.append((*args, start))
+            return None
 
-        return kernel
+        return call
 
-    def waiting_by(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wait(self: Any, scope: dict[str, Any]) -> None:
-            deferred = _deferring.get()
-            if deferred is not None and deferred.is_loading:
-                deferred.wait_later(scope, functools.partial(method, self, scope))
-            else:
-                method(self, scope)
-
-        return wait
-
-    for name in _METHODS:
-        setattr(compiles, name, kernel_by(getattr(compiles, name)))
-    compiles.wait = waiting_by(compiles.wait)
+    for name in (*_METHODS, "wait"):
+        setattr(compiles, name, deferred(name))
     return compiles
 
 

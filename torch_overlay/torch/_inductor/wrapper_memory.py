@@ -41,10 +41,15 @@ __all__ = ["WrapperMemory", "wrapper_memory"]
 _ALIASING = ("as_strided", "copy_if_misaligned", "reinterpret_tensor", "view")
 
 
-class SymbolicMemory(NamedTuple):
-    """What a wrapper has live, in bytes that depend on ``hints``: symbols, with a value.
+class WrapperMemory(NamedTuple):
+    """What a wrapper has live, in bytes: numbers, or expressions of symbolic sizes.
 
-    The other fields are those of :class:`WrapperMemory`.
+    Args:
+        live: after each allocation, the live bytes of all that the wrapper allocated.
+        dropped: for each input, how many allocations come before it is dropped.
+        results: for each result, the storage's number and bytes if the wrapper
+            allocated it; None for an input and for what is no tensor.
+        hints: the symbols, each with the value that it had in the trace.
     """
 
     live: tuple[Any, ...]
@@ -53,7 +58,9 @@ class SymbolicMemory(NamedTuple):
     hints: dict[sympy.Symbol, int]
 
     def at(self, values: Mapping[sympy.Symbol, int]) -> WrapperMemory:
-        """What is live for these values of the symbols, by default their hints."""
+        """The same in numbers, for these values of the symbols, by default the hints."""
+        if not self.hints:
+            return self
         known = {**self.hints, **values}
 
         def nbytes(size: Any) -> int:
@@ -61,28 +68,7 @@ class SymbolicMemory(NamedTuple):
 
         results = (each and (each[0], nbytes(each[1])) for each in self.results)
         live = tuple(map(nbytes, self.live))
-        return WrapperMemory(live, self.dropped, tuple(results), self)
-
-
-class WrapperMemory(NamedTuple):
-    """What a wrapper has live.
-
-    Args:
-        live: after each allocation, the live bytes of all that the wrapper allocated.
-        dropped: for each input, how many allocations come before it is dropped.
-        results: for each result, the storage's number and bytes if the wrapper
-            allocated it; None for an input and for what is no tensor.
-        symbolic: the same for any sizes, None if none are symbolic.
-    """
-
-    live: tuple[int, ...]
-    dropped: tuple[int, ...]
-    results: tuple[Optional[tuple[int, int]], ...]
-    symbolic: Optional[SymbolicMemory] = None
-
-    def at(self, values: Mapping[sympy.Symbol, int]) -> WrapperMemory:
-        """The same for other sizes."""
-        return self if self.symbolic is None else self.symbolic.at(values)
+        return WrapperMemory(live, self.dropped, tuple(results), {})
 
     def peak(self, owned: Iterable[tuple[int, Sequence[int]]] = ()) -> int:
         """The most bytes live, not counting inputs that somebody else holds.
@@ -90,13 +76,14 @@ class WrapperMemory(NamedTuple):
         ``owned`` are the storages that nobody else holds: the bytes of each, and the
         indices of the inputs that are views of it.  O(allocations + inputs).
         """
-        change = [0] * (len(self.live) + 2)
+        live = self.at({}).live
+        change = [0] * (len(live) + 2)
         inputs = 0
         for nbytes, views in owned:
             inputs += nbytes
             change[max(self.dropped[index] for index in views)] -= nbytes
         most = inputs
-        for nbytes, freed in zip(self.live, change):
+        for nbytes, freed in zip(live, change):
             inputs += freed
             most = max(most, inputs + nbytes)
         return most
@@ -119,16 +106,11 @@ def wrapper_memory(graph: GraphLowering, source: str) -> Optional[WrapperMemory]
             symbol: int(graph.sizevars.optimization_hint(symbol, fallback=0))
             for symbol in symbols
         }
-        found = tuple(walk.live), tuple(walk.dropped), results
-        return SymbolicMemory(*found, hints).at({}) if hints else WrapperMemory(*found)
+        return WrapperMemory(tuple(walk.live), tuple(walk.dropped), results, hints)
     except Exception as error:
         # A compile must not fail because of this.
         log.debug("what a wrapper has live is not told", exc_info=error)
         return None
-
-
-class _Unknown(Exception):
-    """Something in a wrapper that cannot be followed."""
 
 
 class _Storage:
@@ -197,8 +179,6 @@ class _Walk:
 
     def _run(self, function: str, arguments: list[Any]) -> Any:
         """What a function of the wrapper returns for a list of arguments."""
-        if function not in self.functions:
-            raise _Unknown(function)
         definition = self.functions[function]
         names = {definition.args.args[-1].arg: arguments}
         # Only the function's own variables may keep the list's storages live.
@@ -231,7 +211,7 @@ class _Walk:
                 # In the second round, the carried values are the loop's own.
                 self._block(statement.body * 2, names)
             elif any(isinstance(part, ast.Assign) for part in ast.walk(statement)):
-                raise _Unknown(ast.unparse(statement))
+                raise ValueError(ast.unparse(statement))
         return None
 
     def _method(self, value: ast.expr, names: dict[str, Any]) -> None:
@@ -241,7 +221,7 @@ class _Walk:
             return
         if called.attr in ("append", "extend"):
             # As in a loop that stacks what each round returns.
-            raise _Unknown(ast.unparse(value))
+            raise ValueError(ast.unparse(value))
         held = names.get(ast.unparse(called.value))
         if called.attr == "clear" and isinstance(held, list):
             held.clear()
@@ -273,17 +253,11 @@ class _Walk:
 
     def _part(self, value: ast.Subscript, names: dict[str, Any]) -> Any:
         """The part of an operator's results that a subscript takes out."""
-        indices: list[Any] = []
-        whole: Any = value
-        while isinstance(whole, ast.Subscript):
-            indices.insert(0, ast.literal_eval(whole.slice))
-            whole = whole.value
-        found = self._value(whole, names)
-        while indices and isinstance(found, list):
-            found = found[indices.pop(0)]
-        if not indices:
-            return found
-        return found.get((*indices,)) if isinstance(found, dict) else None
+        index, whole = ast.literal_eval(value.slice), self._value(value.value, names)
+        if isinstance(whole, dict):
+            parts = {at[1:]: each for at, each in whole.items() if at[0] == index}
+            return parts.get((), parts)
+        return whole[index] if isinstance(whole, list) else None
 
     def _result(
         self, target: Optional[ast.expr], call: ast.Call, names: dict[str, Any]
@@ -304,7 +278,7 @@ class _Walk:
             kind = called.removeprefix("empty_strided_").partition("_")[0]
             return self._made(_literal_bytes(call) * (kind == self.device.type))
         if name.rpartition("_")[2].startswith("buf"):
-            raise _Unknown(ast.unparse(call))
+            raise ValueError(ast.unparse(call))
         return None
 
     def _buffer(self, name: str, names: dict[str, Any]) -> Any:
@@ -354,11 +328,8 @@ def _assign_in_scope(target: ast.expr, value: Any, names: dict[str, Any]) -> Non
 
 def _literal_bytes(call: ast.Call) -> int:
     """The bytes of ``empty_strided_...(size, stride, dtype)``."""
-    try:
-        size, stride = map(ast.literal_eval, call.args[:2])
-        dtype: torch.dtype = getattr(
-            torch, ast.unparse(call.args[2]).removeprefix("torch.")
-        )
-        return compute_required_storage_length(size, stride, 0) * dtype.itemsize
-    except (AttributeError, IndexError, ValueError) as error:
-        raise _Unknown(ast.unparse(call)) from error
+    size, stride = map(ast.literal_eval, call.args[:2])
+    dtype: torch.dtype = getattr(
+        torch, ast.unparse(call.args[2]).removeprefix("torch.")
+    )
+    return compute_required_storage_length(size, stride, 0) * dtype.itemsize

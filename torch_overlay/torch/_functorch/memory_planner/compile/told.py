@@ -142,8 +142,7 @@ class _Compiled:
 
     @functools.cached_property
     def symbols(self) -> frozenset[Any]:
-        of = (each.symbolic for each in (self.forward, self.backward))
-        return frozenset().union(*(each.hints for each in of if each is not None))
+        return frozenset({*self.forward.hints, *self.backward.hints})
 
     def __call__(self, values: Values = (), alone: Names = ()) -> Told:
         if (values, alone) not in self.known:

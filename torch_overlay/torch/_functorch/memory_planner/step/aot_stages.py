@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from dataclasses import replace
-from typing import Any, Callable, Optional, TYPE_CHECKING
+from typing import Any, Callable, Optional
 
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import TracingContext
@@ -22,20 +22,12 @@ from ..graph.symbols import (
     values_of_symbols,
 )
 from .aot_calls import boxed_call, name_of_module_or_function
-from .calls import tensors_with_storage
 from .compiled_graph import CompiledGraph
 from .current_step import running_step
+from .recorder import storages_in
 from .single_graph_warnings import with_warnings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 __all__ = ["track_inference_graphs", "track_training_graphs"]
-
-
-def _storage_identities(values: Iterable[Any]) -> set[int]:
-    """The identities of the tensors' storages."""
-    return {each.untyped_storage()._cdata for each in tensors_with_storage(values)}
 
 
 def track_training_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +86,7 @@ def track_inference_graphs(compile_graph: Callable[..., Any]) -> Callable[..., A
             state = step.begin_without_backward(number, name, size, peak(sizes))
             if state not in step.passed_over:
                 largest = size
-            given = _storage_identities(args)
+            given = {storage._cdata for storage in storages_in(args)}
             results = run(args)
             step.end_without_backward(state, given, results)
             return results

@@ -34,10 +34,9 @@ from ..ask import one_bound
 from ..report.step_summary import GraphUse, Moment, StepSummary
 from .calls import is_trained, State, Step
 from .current_step import close_step_of
-from .device_bytes import DeviceBytes, memory_of
 from .graphs import Graph, Graphs
 from .messages import StepBudgetError, StepWarnings
-from .peak_check import NEGLIGIBLE, PeakWatch, SLACK
+from .peak_check import DeviceBytes, memory_of, NEGLIGIBLE, PeakWatch, SLACK
 from .plan_file import PlanFile, StoredGraph, StoredStep
 from .plan_step import Bound, plan_step, Present
 from .recorder import Recorder
@@ -271,7 +270,7 @@ class StepBudget(StepWarnings):
         # What only reference cycles keep alive will be gone in the next step.
         gc.collect()
         timeline = StepTimeline(recorder)
-        self._leaves = weakref.WeakSet(recorder.leaves)
+        self._leaves = weakref.WeakSet(recorder.leaves.values())
         trains, recording = is_trained(states), self._recording
         leaves_much = timeline.live > NEGLIGIBLE * timeline.made
         leaves_much |= bool(self._stored and recorder.with_new_gradients())

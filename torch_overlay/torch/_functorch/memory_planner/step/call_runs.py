@@ -1,95 +1,133 @@
-"""Runs a call's forward and backward, and notes them where the step is recorded."""
+"""A call of a compiled graph, which a step runs and, where it is recorded, notes."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional, TYPE_CHECKING
 
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .calls import storages_of, tensors_in
-from .recorder import Event, PLANNED
+from .recorder import tensors_in
 from .single_graph_warnings import CALL, node_of_backward
+from .timeline import Event
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .calls import Call
+    from ..graph.inputs_outputs import Missing
+    from .calls import Step
+    from .graphs import Graph
     from .partial_backward import Backward
 
 
-__all__ = ["await_backward", "run_backward", "run_forward"]
+__all__ = ["Call"]
 
 
-def run_forward(
-    call: Call, run: Callable[..., Any], args: list[Any], primals: int, outputs: int
-) -> Any:
-    """Run a call's forward, and note the storages that it reads and returns.
+@dataclass(eq=False)
+class Call:
+    """A forward that ran, its backward, and the storages that it read and returned."""
 
-    The first ``primals`` tensors of ``args`` are the graph's inputs.  The caller gets
-    the first ``outputs`` results; the others are saved values.
-    """
-    recorder = call.step.recorder
-    if recorder is None:
-        results = run(args)
-    else:
-        # No local name may keep alive what the call is to free.
-        call.inputs = recorder.storage_numbers(tensors_in(args)[:primals], True)
-        with recorder.around_graph(Event("F", call=call, flag=call.keeps_saved)):
+    graph: Graph
+    step: Step
+    # How many times as large it is as the first call of its graph.
+    scale: float
+    slot: int
+    keeps_saved: bool
+    # Evaluates a symbolic size.
+    as_int: Callable[[Any], int]
+    plan: int = 0
+    # The indices of outputs that it saves, too.
+    saved: frozenset[int] = frozenset()
+    # Weak references to what its forward returned: storages, and the caller's tensors.
+    returned: list[Any] = field(default_factory=list)
+    tensors: dict[int, Any] = field(default_factory=dict)
+    # The tangents that its backward does not get, and the outputs gone by then.
+    missing: Optional[Missing] = None
+    outputs: list[Optional[int]] = field(default_factory=list)
+    inputs: list[Optional[int]] = field(default_factory=list)
+    # Kept for its callback, which tells when the node dies without having run.
+    node: Optional[weakref.ref[Any]] = None
+
+    def dropped_outputs(self) -> frozenset[int]:
+        """The indices of outputs that nobody holds any more, except as saved values."""
+        found = set()
+        for at, storage in enumerate(self.returned):
+            is_dropped = at in self.tensors and self.tensors[at]() is None
+            if is_dropped and (at in self.saved or storage() is None):
+                found.add(at)
+        return frozenset(found)
+
+    def run_forward(
+        self, run: Callable[..., Any], args: list[Any], primals: int, outputs: int
+    ) -> Any:
+        """Run the forward, and note the storages that it reads and returns.
+
+        The first ``primals`` tensors of ``args`` are the graph's inputs.  The caller
+        gets the first ``outputs`` results; the others are saved values.
+        """
+        recorder = self.step.recorder
+        if recorder is None:
             results = run(args)
-        call.outputs = recorder.storage_numbers(list(results[:outputs]))
-    call.returned = storages_of(results[:outputs])
-    return results
+        else:
+            # No local name may keep alive what the call is to free.
+            self.inputs = recorder.storage_numbers(tensors_in(args)[:primals], True)
+            with recorder.around_graph(Event("F", call=self, flag=self.keeps_saved)):
+                results = run(args)
+            self.outputs = recorder.storage_numbers(list(results[:outputs]))
+        self.returned = [
+            weakref.ref(each.untyped_storage()) if isinstance(each, Tensor) else None
+            for each in results[:outputs]
+        ]
+        return results
 
+    def await_backward(self, result: Any, may_miss: bool) -> None:
+        """Attach the call to its backward's node, and end it when the node dies.
 
-def await_backward(call: Call, result: Any, may_miss: bool) -> None:
-    """Attach a call to its backward's node, and end it when the node dies.
+        If it ``may_miss`` tangents, notice when the caller drops an output.
+        """
+        node = node_of_backward(result)
+        if node is None:
+            self.step.end(self)
+            return
+        node.metadata[CALL] = self
+        if may_miss:
+            node.set_materialize_grads(False)
+            self._note_dropped_outputs(tree_leaves(result))
 
-    If the call ``may_miss`` tangents, notice when the caller drops an output.
-    """
-    step, node = call.step, node_of_backward(result)
-    if node is None:
-        step.end(call)
-        return
-    node.metadata.update({CALL: call, PLANNED: True})
-    if may_miss:
-        node.set_materialize_grads(False)
-        _note_dropped_outputs(tree_leaves(result), call)
+        def died(_: Any) -> None:
+            if self.step.end(self) and self.step.recorder is not None:
+                self.step.recorder.log.append(Event("x", call=self))
 
-    def died(_: Any) -> None:
-        if step.end(call) and step.recorder is not None:
-            step.recorder.log.append(Event("x", call=call))
+        self.node = weakref.ref(node, died)
 
-    call.node = weakref.ref(node, died)
+    def _note_dropped_outputs(self, results: Iterable[Any]) -> None:
+        storages = (ref() if ref is not None else None for ref in self.returned)
+        places = {id(s): at for at, s in enumerate(storages) if s is not None}
+        recorder = self.step.recorder
+        for each in tensors_in(results):
+            at = places.get(id(each.untyped_storage()))
+            if at is None:
+                continue
 
+            def dropped(_: Any, at: int = at) -> None:
+                storage = self.outputs[at] if recorder is not None else None
+                if recorder is not None and storage is not None:
+                    recorder.log.append(Event("d", storage))
 
-def _note_dropped_outputs(results: Iterable[Any], call: Call) -> None:
-    storages = (ref() if ref is not None else None for ref in call.returned)
-    places = {id(s): at for at, s in enumerate(storages) if s is not None}
-    recorder = call.step.recorder
-    for each in tensors_in(results):
-        at = places.get(id(each.untyped_storage()))
-        if at is None:
-            continue
+            self.tensors[at] = weakref.ref(each, dropped)
 
-        def dropped(_: Any, at: int = at) -> None:
-            storage = call.outputs[at] if recorder is not None else None
-            if recorder is not None and storage is not None:
-                recorder.log.append(Event("d", storage))
-
-        call.tensors[at] = weakref.ref(each, dropped)
-
-
-def run_backward(call: Call, run: Backward, args: list[Any], is_retained: bool) -> Any:
-    """Run a call's backward; if its graph is retained, it may run again."""
-    recorder = call.step.recorder
-    if recorder is None:
-        return run(args)
-    tangents = recorder.storage_numbers([args[i] for i in run.tangents])
-    inputs = call.inputs + tangents + call.outputs
-    begin = Event("B", call=call, flag=is_retained, inputs=inputs)
-    with recorder.around_graph(begin):
-        results = run(args)
-    recorder.storage_numbers(list(results))
-    return results
+    def run_backward(self, run: Backward, args: list[Any], is_retained: bool) -> Any:
+        """Run the backward; if its graph is retained, it may run again."""
+        recorder = self.step.recorder
+        if recorder is None:
+            return run(args)
+        tangents = recorder.storage_numbers([args[i] for i in run.tangents])
+        inputs = self.inputs + tangents + self.outputs
+        begin = Event("B", call=self, flag=is_retained, inputs=inputs)
+        with recorder.around_graph(begin):
+            results = run(args)
+        recorder.storage_numbers(list(results))
+        return results

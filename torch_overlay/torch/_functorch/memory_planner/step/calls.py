@@ -11,7 +11,6 @@ import itertools
 import math
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
@@ -21,11 +20,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from ..graph.inputs_outputs import Missing
+from .call_runs import Call
 from .current_step import Caller, running
+from .recorder import storages_in
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import FrameType
 
     from .budget import StepBudget
@@ -35,15 +36,10 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Call",
     "State",
     "Step",
     "is_trained",
-    "plain_tensors",
     "slots_of",
-    "storages_of",
-    "tensors_in",
-    "tensors_with_storage",
 ]
 
 # Scales that differ by a smaller factor are the same.
@@ -79,41 +75,6 @@ def is_trained(states: Iterable[State]) -> bool:
 def slots_of(states: Iterable[State]) -> set[tuple[int, int]]:
     """The graphs that were called, and their slots."""
     return {(state.graph, state.slot) for state in states}
-
-
-@dataclass(eq=False)
-class Call:
-    """A forward that ran, its backward, and the storages that it read and returned."""
-
-    graph: Graph
-    step: Step
-    # How many times as large it is as the first call of its graph.
-    scale: float
-    slot: int
-    keeps_saved: bool
-    # Evaluates a symbolic size.
-    as_int: Callable[[Any], int]
-    plan: int = 0
-    # The indices of outputs that it saves, too.
-    saved: frozenset[int] = frozenset()
-    # Weak references to what its forward returned: storages, and the caller's tensors.
-    returned: list[Any] = field(default_factory=list)
-    tensors: dict[int, Any] = field(default_factory=dict)
-    # The tangents that its backward does not get, and the outputs gone by then.
-    missing: Optional[Missing] = None
-    outputs: list[Optional[int]] = field(default_factory=list)
-    inputs: list[Optional[int]] = field(default_factory=list)
-    # Kept for its callback, which tells when the node dies without having run.
-    node: Optional[weakref.ref[Any]] = None
-
-    def dropped_outputs(self) -> frozenset[int]:
-        """The indices of outputs that nobody holds any more, except as saved values."""
-        found = set()
-        for at, storage in enumerate(self.returned):
-            is_dropped = at in self.tensors and self.tensors[at]() is None
-            if is_dropped and (at in self.saved or storage() is None):
-                found.add(at)
-        return frozenset(found)
 
 
 class Step:
@@ -222,7 +183,7 @@ class Step:
         self, state: State, given: set[int], results: Sequence[Any]
     ) -> None:
         """Note the storages that it returned, except those that it was ``given``."""
-        storages = (each.untyped_storage() for each in tensors_with_storage(results))
+        storages = storages_in(results)
         made = [weakref.ref(each) for each in storages if each._cdata not in given]
         self._returned.append((state, made))
 
@@ -306,30 +267,3 @@ class Step:
             "instead of a saved value is counted as if the value were kept"
         )
         return False
-
-
-def tensors_with_storage(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors that have a storage."""
-    return [each for each in tensors_in(values) if each.layout is torch.strided]
-
-
-def storages_of(values: Iterable[Any]) -> list[Any]:
-    """A weak reference to the storage of each tensor; None for any other value."""
-    return [
-        weakref.ref(each.untyped_storage()) if isinstance(each, torch.Tensor) else None
-        for each in values
-    ]
-
-
-def plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors that have a storage, those that subclasses wrap among them."""
-    for value in tensors_in(values):
-        if hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from plain_tensors([getattr(value, name) for name in names])
-        elif value.layout is torch.strided:
-            yield value
-
-
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import Any, Callable, Optional, TYPE_CHECKING
+from typing import Any, Callable, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
@@ -29,7 +29,6 @@ from ..graph.storages import CannotPlan
 from ..graph.symbols import places_of_symbols, size_evaluator, values_of_symbols
 from ..report.saved_values import logged_plan, replace_plan
 from .aot_calls import boxed_call, name_of_module_or_function, with_results_run_by
-from .call_runs import await_backward, run_backward, run_forward
 from .current_step import running_step
 from .graphs import Graph
 from .partial_backward import Backward
@@ -49,10 +48,23 @@ if TYPE_CHECKING:
     from ..peak.menu import Menu
     from ..report.saved_values import Plan
     from .budget import StepBudget
-    from .calls import Call, Step
+    from .call_runs import Call
+    from .calls import Step
 
 
 __all__ = ["CompiledGraph"]
+
+
+class _Code(NamedTuple):
+    """The code of a plan, with AOTAutograd's metadata and the outputs that it saves.
+
+    ``kernels`` are to be compiled before it runs, None if they are.
+    """
+
+    run: Callable[..., Any]
+    metadata: Any
+    outputs: frozenset[int]
+    kernels: Optional[DeferredKernels]
 
 
 class CompiledGraph:
@@ -83,17 +95,14 @@ class CompiledGraph:
             )
         self._name = name_of_module_or_function() or get_aot_graph_name()
         self._is_retained = self.has_plans = False
-        self._runs: dict[int, Callable[..., Any]] = {}
-        # By plan, the kernels to compile before a call first runs by it.
-        self._kernels: dict[int, DeferredKernels] = {}
+        # By plan; where that failed to compile, the code of the first one.
+        self._codes: dict[int, _Code] = {}
         # The results of `compiled_as_good`, by plan and what compiles have told.
         self._instead: dict[Any, int] = {}
-        # The plan of the first compile, the outputs that it saves, and its code.
+        # The plan of the first compile, and its code.
         self.first = 0
-        self._first_saved: frozenset[int] = frozenset()
-        self._first_run: Callable[..., Any]
-        # The report of each compiled plan, and the one that `plans()` lists now.
-        self._reports: dict[int, Optional[Plan]] = {}
+        self._first_code: _Code
+        # The report that `plans()` lists now.
         self._listed: Optional[Plan] = None
         # The plans that were also compiled with fusions guarded, and those that hold
         # less by that.
@@ -111,10 +120,8 @@ class CompiledGraph:
 
     def compile_first(self) -> Any:
         """Compile by the first call's plan; returns what AOTAutograd's stage 2 does."""
-        run, metadata, _ = self._compile_by_plan(None)
-        self._runs[self.first] = self._first_run = run
-        self._first_saved = self.plans.plans[self.first].outputs
-        return boxed_call(self._call), metadata
+        code = self._codes[self.first] = self._first_code = self._compile_by_plan(None)
+        return boxed_call(self._call), code.metadata
 
     def cover_sizes(self, sizes: tuple[int, ...]) -> bool:
         """Make the graph's plans cover calls of these sizes; return whether they grew.
@@ -134,26 +141,22 @@ class CompiledGraph:
         return True
 
     def _call(self, args: list[Any]) -> Any:
-        step, run = running_step(), self._first_run
+        step, code = running_step(), self._first_code
         # DDP's optimizer calls the parts of a model while it compiles them.
         if step is None or TracingContext.try_get() is not None:
-            return run(args)
+            return code.run(args)
         call, failure = None, f"a call of {self.graph.name} could not be tracked"
         try:
             with step.budget.warn_on_failure(failure):
                 call = self._begin(step, args)
-                plan, call.saved = call.plan, self._first_saved
-                if plan not in self._runs:
-                    self.compile([plan], step.budget)
-                run = self._code_of_plan(plan, step.budget)
-                # The plan may have failed to compile.
-                is_first, plans = run is self._first_run, self.graph.plans.plans
-                call.saved = self._first_saved if is_first else plans[plan].outputs
+                call.saved = code.outputs
+                code = self._code_of_plan(call.plan, step.budget)
+                call.saved = code.outputs
             step.call = call
-            result = run(args)
+            result = code.run(args)
             if call is not None:
                 with step.budget.warn_on_failure(failure):
-                    await_backward(call, result, self._may_miss)
+                    call.await_backward(result, self.traced.may_miss)
             return result
         except BaseException:
             if call is not None:
@@ -184,7 +187,7 @@ class CompiledGraph:
         """Adopt the graph's plans if they are for calls that miss something else."""
         if self.plans.missing != self.graph.plans.missing:
             self.plans = self.graph.plans.at_sizes_of(self.traced.joint)
-            self._runs, self._kernels, self._instead = {}, {}, {}
+            self._codes, self._instead = {}, {}
             self._tried_guarded, self.guarded, self.scales = set(), set(), {}
 
     def compiled_as_good(self, plan: int) -> int:
@@ -198,7 +201,7 @@ class CompiledGraph:
             most = self.graph.plans.corrected().plans[plan]
             # A compile for all sizes is judged by the largest.
             own = (self.graph if self._symbols else self).plans.corrected().plans
-            compiled = (each for each in sorted(self._runs) if each <= plan)
+            compiled = (each for each in sorted(self._codes) if each <= plan)
             good = (each for each in compiled if own[each].holds_no_more(most))
             self._instead[known] = next(good, plan)
         return self._instead[known]
@@ -211,13 +214,11 @@ class CompiledGraph:
         plans = [*plans]
         self._adopt_plans_of_graph()
         for plan in sorted({*plans}):
-            if plan not in self._runs:
+            if plan not in self._codes:
                 # It stays if the plan does not compile.
-                self._runs[plan] = self._first_run
+                self._codes[plan] = self._first_code
                 with self._warn_of_failure(budget), self._as_traced():
-                    self._runs[plan], _, self._kernels[plan] = self._compile_by_plan(
-                        plan
-                    )
+                    self._codes[plan] = self._compile_by_plan(plan)
             margin = self.traced.joint.ask.peak_margin
             is_guarded = plan in self._tried_guarded or not can_guard()
             if not is_guarded and self.plans.holds_more(plan, margin):
@@ -226,26 +227,29 @@ class CompiledGraph:
                 # On failure, what was compiled stays, and is known to hold more.
                 with budget.warn_on_failure(failure, False), self._as_traced():
                     self._compile_guarded(plan)
-        self._list_report(self._reports.get(plans[0]))
+        self._list_report(self._codes[plans[0]])
 
-    def _code_of_plan(self, plan: int, budget: StepBudget) -> Callable[..., Any]:
-        """The code of a plan, with its kernels; the first plan's if these fail."""
-        kernels = self._kernels.pop(plan, None)
-        if kernels is not None:
-            run, self._runs[plan] = self._runs[plan], self._first_run
+    def _code_of_plan(self, plan: int, budget: StepBudget) -> _Code:
+        """The code of a plan, with its kernels; the first plan's if that fails."""
+        if plan not in self._codes:
+            self.compile([plan], budget)
+        code = self._codes[plan]
+        if code.kernels is not None:
+            self._codes[plan] = self._first_code
             budget.watch.forget_usual_start()
             with self._warn_of_failure(budget):
-                kernels.compile()
-                self._runs[plan] = run
-        return self._runs[plan]
+                code.kernels.compile()
+                self._codes[plan] = code._replace(kernels=None)
+        return self._codes[plan]
 
     def _warn_of_failure(self, budget: StepBudget) -> AbstractContextManager[None]:
         return budget.warn_on_failure(
             f"{self.graph.name} keeps its first plan, as another failed to compile"
         )
 
-    def _list_report(self, report: Optional[Plan]) -> None:
-        """Make this the graph's only entry in `plans()`."""
+    def _list_report(self, code: _Code) -> None:
+        """Make its report the graph's only entry in `plans()`."""
+        report = logged_plan(code.metadata)
         if report is not None:
             replace_plan(self._listed, report)
             self._listed = report
@@ -253,17 +257,13 @@ class CompiledGraph:
     def _compile_guarded(self, plan: int) -> None:
         """Compile without fusions that raise the peak; keep it if it holds less."""
         before = self.plans.peak_of(plan)
-        run, _, kernels = self._compile_by_plan(plan, is_guarded=True)
+        code = self._compile_by_plan(plan, is_guarded=True)
         if self.plans.peak_of(plan) < before:
-            self._runs[plan], self._kernels[plan] = run, kernels
+            self._codes[plan] = code
             self.guarded.add(plan)
 
-    def _compile_by_plan(self, plan: Optional[int], is_guarded: bool = False) -> Any:
-        """Partition and compile a copy of the graph by a plan, None for the first.
-
-        Returns the code, AOTAutograd's metadata, and the kernels that it needs, which
-        are compiled already for the first.
-        """
+    def _compile_by_plan(self, plan: Optional[int], is_guarded: bool = False) -> _Code:
+        """Partition and compile a copy of the graph by a plan, None for the first."""
         step = running_step()
         if step is not None:
             step.budget.watch.forget_usual_start()
@@ -279,9 +279,8 @@ class CompiledGraph:
             cache_info=None,
             force_non_lazy_backward_lowering=at_once,
         )
-        kernels = DeferredKernels()
-        later = kernels if is_another else None
-        compiled = CompiledPeaks(*self._compilers, kernels=later)
+        kernels = DeferredKernels() if is_another else None
+        compiled = CompiledPeaks(*self._compilers, kernels=kernels)
         compiled.guarded = is_guarded
         request = PlanRequest(self, plan, compiled)
 
@@ -303,16 +302,19 @@ class CompiledGraph:
             with_results_run_by(compiled.forward, self._forward),
             with_results_run_by(compile_backward, self._backward),
         )
-        report = self._reports[request.chosen] = logged_plan(metadata)
-        self._list_report(report)
-        return run, metadata, kernels
+        outputs = self.plans.plans[request.chosen].outputs
+        code = _Code(run, metadata, outputs, kernels)
+        self._list_report(code)
+        return code
 
     def _forward(self, run: Callable[..., Any], args: list[Any]) -> Any:
         step = running_step()
         call = step.call if step is not None else None
         if call is None:
             return run(args)
-        return run_forward(call, run, args, self.plans.primals, self._num_fwd_outputs)
+        return call.run_forward(
+            run, args, self.plans.primals, self.traced.joint.num_fwd_outputs
+        )
 
     def _backward(self, run: Backward, args: list[Any]) -> Any:
         node: Any = torch._C._current_autograd_node()
@@ -325,18 +327,16 @@ class CompiledGraph:
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         self._is_retained |= is_retained
         step.begin_backward(call, is_retained, absent)
-        results = run_backward(call, run, args, is_retained)
+        results = call.run_backward(run, args, is_retained)
         if not is_retained:
             step.end(call, has_run=True)
             # Keeping the loss must not keep the step alive.
-            node.metadata.pop(CALL, None)
+            node.metadata[CALL] = None
         return results
 
     def find_plans(self, joint: BudgetedGraph) -> None:
         """Make the graph's plans, or adopt those of the same graph of another size."""
-        self._num_fwd_outputs = joint.num_fwd_outputs
         traced = self.traced = TracedGraph(joint, self._state, self._symbols)
-        self._may_miss = traced.may_miss
         step: Any = running_step()
         known = step.budget.graphs.of_same_structure(traced.structural_key)
         if known is None:

@@ -6,10 +6,8 @@ and so compiles no plans that are replaced after one step.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, TYPE_CHECKING
@@ -144,20 +142,15 @@ class PlanFile:
         choices: Mapping[int, tuple[int, ...]],
     ) -> None:
         """Store what is ``known`` and planned of a step, unless its sizes vary."""
-        if not any(graph.sizes_vary for graph in graphs.values()):
-            stored = {n: StoredGraph.of(each, choices[n]) for n, each in graphs.items()}
-            self._write(StoredStep(*known, stored))
+        from torch._inductor.codecache import write_atomic
 
-    def _write(self, step: StoredStep) -> None:
-        """Replace the file atomically, as several ranks may share it."""
-        content = {"format": _FORMAT, **self._origin, "step": _encoded(step)}
-        # Unlike those of tempfile, it may be read by other users.
-        new = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
-        try:
-            new.write_text(json.dumps(content))
-            new.replace(self.path)
-        finally:
-            new.unlink(missing_ok=True)
+        if any(graph.sizes_vary for graph in graphs.values()):
+            return
+        stored = {n: StoredGraph.of(each, choices[n]) for n, each in graphs.items()}
+        step = _encoded(StoredStep(*known, stored))
+        content = {"format": _FORMAT, **self._origin, "step": step}
+        # Several ranks may share the file.
+        write_atomic(str(self.path), json.dumps(content))
 
     def _content(self) -> Optional[dict[str, Any]]:
         try:
@@ -214,19 +207,18 @@ _CONTAINERS: dict[str, Any] = {
 
 def _encoded(value: Any) -> Any:
     """As JSON: numbers, text and None as they are, all else as [type name, items]."""
-    kind = type(value)
-    name = kind.__name__
-    if name in _CLASSES:
-        is_record = dataclasses.is_dataclass(kind)
-        names = (
-            [f.name for f in dataclasses.fields(kind)] if is_record else kind._fields
-        )
-        return [name, [_encoded(getattr(value, each)) for each in names]]
-    if kind is dict:
-        return [name, [_encoded(pair) for pair in value.items()]]
-    if kind in (set, frozenset):
-        return [name, [_encoded(each) for each in sorted(value, key=repr)]]
-    return [name, [*map(_encoded, value)]] if name in _CONTAINERS else value
+    kind: Any = type(value)
+    if kind.__name__ in _CLASSES:
+        items = [getattr(value, name) for name in kind.__match_args__]
+    elif kind is dict:
+        items = [*value.items()]
+    elif kind in (set, frozenset):
+        items = sorted(value, key=repr)
+    elif kind in (list, tuple):
+        items = value
+    else:
+        return value
+    return [kind.__name__, [*map(_encoded, items)]]
 
 
 def _decoded(value: Any) -> Any:

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Optional, TYPE_CHECKING
+from typing import Any, Optional, TYPE_CHECKING
 
 import torch
 from torch._guards import TracingContext
@@ -21,45 +21,18 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from .calls import plain_tensors
 from .current_step import _abandon, Caller, running, running_step, running_steps
+from .single_graph_warnings import CALL, is_compiled
+from .timeline import Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from typing_extensions import Self
 
-
-__all__ = [
-    "PLANNED",
-    "Event",
-    "Recorder",
-]
-
-# Under this key, the node of a compiled backward is marked as known to a step.
-PLANNED = "activation memory budget: planned"
+    from ...._inductor.wrapper_memory import WrapperMemory
 
 
-class Event(NamedTuple):
-    """A change while a step runs.
-
-    Args:
-        kind: "+" and "-", a storage is made and freed; "=", it grows by ``nbytes``;
-            "d", the caller drops an output; "F" and "f", "B" and "b", the forward or
-            backward of a ``call`` begins and ends; "x", its backward will never run.
-        storage: the storage's number, -1 for the event of a call.
-        nbytes: of "+", the storage's bytes; of "=", the change, perhaps negative.
-        flag: of "+", whether grad mode was on; of a call, whether anything is kept for
-            a backward to come.
-        inputs: of "B", the storages of the graph's inputs and tangents, and of what its
-            forward returned.
-    """
-
-    kind: str
-    storage: int = -1
-    nbytes: int = 0
-    call: Any = None
-    flag: bool = False
-    inputs: Sequence[Optional[int]] = ()
+__all__ = ["Recorder", "storages_in", "tensors_in"]
 
 
 def _end_recording_in_child() -> None:
@@ -80,7 +53,7 @@ class Recorder(TorchDispatchMode):
 
     ``log`` has an :class:`Event` for each change, ``nbytes`` the size of each storage.
     ``given`` are the bytes that the device counts when the step starts, 0 where it does
-    not, and ``leaves`` the parameters that are known by then.
+    not, and ``leaves`` the parameters, by identity, those known by then among them.
     """
 
     # Checkpoints in compiled graphs wrap random operators in higher-order ones.
@@ -113,13 +86,13 @@ class Recorder(TorchDispatchMode):
         # The storages of states of optimizers that have stepped, and their bytes.
         self._states: dict[int, int] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self._leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
+        self.leaves: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         )
         # Parameters with a gradient when the step begins, and the gradients' storages.
         self._had_gradients = {id(leaf) for leaf in self.with_gradients()}
-        for leaf in self.with_gradients():
-            self.storage_numbers(leaf.grad, is_existing=True)
+        gradients = [leaf.grad for leaf in self.with_gradients()]
+        self.storage_numbers(gradients, is_existing=True)
         self.given_gradients = self.gradients()
 
     def __enter__(self) -> Self:
@@ -218,12 +191,12 @@ class Recorder(TorchDispatchMode):
     def _storages(self, values: Any) -> Iterator[torch.UntypedStorage]:
         if self.error is not None:
             return
-        for value in plain_tensors(tree_leaves(values)):
+        for value in _plain_tensors(tree_leaves(values)):
             storage = value.untyped_storage()
             # A fake tensor's device differs from its storage's.
             if storage.device.type == self.device:
                 if value.requires_grad and value.is_leaf:
-                    self._leaves[id(value)] = value
+                    self.leaves[id(value)] = value
                 elif value.requires_grad and not value._is_view():
                     self._note_unknown_graph(value.grad_fn)
                 yield storage
@@ -256,14 +229,21 @@ class Recorder(TorchDispatchMode):
         """Note whether a node is of a compiled graph that no step knows."""
         step = running_step()
         # The node of a call is marked only after the call returns.
-        if step is not None and step.call is None and not self.saw_unplanned:
-            self.saw_unplanned = _is_of_unknown_graph(node)
+        if step is not None and step.call is None and is_compiled(node):
+            self.saw_unplanned |= CALL not in node.metadata
 
-    def note_temporary_bytes(self, nbytes: int) -> None:
-        """Note bytes that were allocated and freed out of the dispatcher's sight."""
-        s = len(self.nbytes)
-        self.nbytes.append(nbytes)
-        self.log += Event("+", s, nbytes, flag=True), Event("-", s)
+    def note_run(self, memory: Optional[WrapperMemory], results: Sequence[Any]) -> None:
+        """Note a run of inductor's code, which allocates out of the dispatcher's sight.
+
+        ``memory`` is what the code has live, None if unknown.
+        """
+        if memory is None:
+            self.saw_uncounted = True
+        else:
+            s, peak = len(self.nbytes), memory.peak()
+            self.nbytes.append(peak)
+            self.log += Event("+", s, peak, flag=True), Event("-", s)
+        self.storage_numbers(results)
 
     def live_storages(self) -> set[int]:
         """The storages that are still live."""
@@ -271,7 +251,7 @@ class Recorder(TorchDispatchMode):
 
     def with_gradients(self) -> list[torch.Tensor]:
         """The parameters that have a gradient now."""
-        return [leaf for leaf in self._leaves.values() if leaf.grad is not None]
+        return [leaf for leaf in self.leaves.values() if leaf.grad is not None]
 
     def with_new_gradients(self) -> list[torch.Tensor]:
         """The parameters that have a gradient now, but had none at the step's start."""
@@ -284,11 +264,6 @@ class Recorder(TorchDispatchMode):
         keys = {storage._cdata for storage in self._storages(grads)}
         return {self._live[key][0] for key in keys & self._live.keys()}
 
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """The parameters that were seen."""
-        return [*self._leaves.values()]
-
     def nbytes_of(self, storages: Iterable[int]) -> int:
         """The bytes of these storages."""
         return sum(self.nbytes[s] for s in storages)
@@ -297,10 +272,7 @@ class Recorder(TorchDispatchMode):
         """The bytes of new gradients and optimizer states, which later steps find."""
         states = {self._live[key][0] for key in self._states.keys() & self._live.keys()}
         new = self.gradients(self.with_new_gradients())
-        return self.nbytes_of((new | states) & self._made())
-
-    def _made(self) -> set[int]:
-        return {event.storage for event in self.log if event.kind == "+"}
+        return self.nbytes_of((new | states) - self.existing)
 
     def _note_optimizer_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # The hook fires in all threads.
@@ -315,18 +287,12 @@ class Recorder(TorchDispatchMode):
         Returns all of them, those of the parameters that were seen, and those of the
         states of optimizers that have stepped.
         """
-        left = self.nbytes_of(self.live_storages() & self._made())
+        left = self.nbytes_of(self.live_storages() - self.existing)
         gone = self.nbytes_of(self.given_gradients - self.live_storages())
         given = (self._given or self.nbytes_of(self.existing)) + left - gone
-        storages = self._storages(self.leaves)
+        storages = self._storages([*self.leaves.values()])
         parameters = {s._cdata: s.nbytes() for s in storages}
         return given, sum(parameters.values()), sum(self._states.values())
-
-
-def _is_of_unknown_graph(node: Any) -> bool:
-    """Whether an autograd node is of a compiled graph that no step knows."""
-    is_compiled = hasattr(getattr(node, "_forward_cls", None), "_aot_id")
-    return is_compiled and PLANNED not in node.metadata
 
 
 class _Patches:
@@ -389,10 +355,24 @@ def _run_recorded_graph(graph: Any, inputs: Any) -> Any:
     result = _patches.run(graph, inputs)
     for recorder in _recorders_of_running_steps():
         if not recorder.inside:
-            # The graph's wrapper allocates out of the dispatcher's sight.
-            memory = getattr(graph, "memory", None)
-            recorder.saw_uncounted |= memory is None
-            if memory is not None:
-                recorder.note_temporary_bytes(memory.peak())
-            recorder.storage_numbers(list(result))
+            recorder.note_run(getattr(graph, "memory", None), list(result))
     return result
+
+
+def _plain_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors that have a storage, those that subclasses wrap among them."""
+    for value in tensors_in(values):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from _plain_tensors([getattr(value, name) for name in names])
+        elif value.layout is torch.strided:
+            yield value
+
+
+def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors, and of those that subclasses wrap."""
+    return (each.untyped_storage() for each in _plain_tensors(values))
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -29,10 +29,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CALL", "node_of_backward", "with_warnings"]
+__all__ = ["CALL", "is_compiled", "node_of_backward", "with_warnings"]
 
-# Under this key, the autograd node of a compiled backward stores its call.
+# Under this key, the autograd node of a compiled backward stores its call; None once
+# that has ended.
 CALL = "activation memory budget: call"
+
+
+def is_compiled(node: Any) -> bool:
+    """Whether an autograd node is a compiled backward."""
+    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
 
 
 def node_of_backward(result: Any) -> Any:
@@ -49,8 +55,8 @@ def node_of_backward(result: Any) -> Any:
     ]
     while pending:
         node, depth = pending.pop(0)
-        if hasattr(node, "_forward_cls") and hasattr(node._forward_cls, "_aot_id"):
-            if CALL not in node.metadata:
+        if is_compiled(node):
+            if CALL not in node.metadata and node not in _waiting:
                 return node
         elif depth:
             pending += [(n, depth - 1) for n, _ in node.next_functions if n is not None]
@@ -95,7 +101,6 @@ def with_warnings(run: Callable[..., Any], given: Sequence[Any], metadata: Any) 
         node = node_of_backward(result) if is_only else None
         if node is not None:
             _waiting[node] = plan
-            node.metadata[CALL] = None
             reference = weakref.ref(node)
             node.register_prehook(lambda _: _waiting.pop(reference(), None) and None)
             if len(_waiting) > 1:

@@ -8,7 +8,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Optional, TYPE_CHECKING
 
-from .calls import plain_tensors, slots_of
+from .calls import slots_of
+from .recorder import storages_in
 from .recording_schedule import MOST_RECORDED
 from .timeline import Bytes, keep_largest, peak_under_plans, StepTimeline
 
@@ -37,7 +38,7 @@ class StepProgram:
         moments: by what calls held at a moment, the most bytes eager code had then.
         calls: by graph number, the most calls in each slot.
         scales: by graph number, the largest of its calls, as a multiple of the first.
-        replaced: the step's timeline, by the fate of the gradients that it leaves:
+        replaced: other such moments, by the fate of the gradients that the step leaves:
             "anew" if they are gone when the next step starts, "F" or "B" if the next
             step drops them before its first forward or backward.  Empty if it began
             with gradients and kept them.
@@ -52,22 +53,10 @@ class StepProgram:
     moments: dict[frozenset[Held], Bytes]
     calls: dict[int, list[int]]
     scales: dict[int, float]
-    replaced: dict[str, StepTimeline] = field(default_factory=dict)
+    replaced: dict[str, dict[frozenset[Held], Bytes]] = field(default_factory=dict)
     leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     drops_before: str = ""
     given: list[weakref.ref[Any]] = field(default_factory=list)
-
-    def has_event(self, kind: str, graph: int) -> bool:
-        return any((each.kind, each.graph) == (kind, graph) for each in self.states)
-
-    def gradients(self) -> list[Optional[torch.Tensor]]:
-        """The gradients that the ``leaves`` have now."""
-        leaves = (each() for each in self.leaves)
-        return [leaf.grad for leaf in leaves if leaf is not None]
-
-    def has_given(self) -> bool:
-        """Whether something of the given gradients is still there."""
-        return any(storage() is not None for storage in self.given)
 
     def add(self, other: StepProgram) -> None:
         """Merge a step."""
@@ -84,7 +73,7 @@ class StepProgram:
         If the next step may yet drop the gradients that this one leaves, it does so
         ``dropped_before`` its first event of this kind.
         """
-        moments = self.replaced.get(dropped_before, self).moments
+        moments = self.replaced.get(dropped_before, self.moments)
         factors = (scales[n] / own for n, own in self.scales.items() if n in scales)
         factor = max(factors, default=1.0)
         return {
@@ -141,18 +130,18 @@ class LearnedPrograms:
         last = self.programs[-1] if len(self.programs) == _PROGRAMS else None
         return next(same, last)
 
-    def expect_dropped_gradients(self, before: Optional[str]) -> bool:
+    def expect_dropped_gradients(self, before: str) -> bool:
         """Expect steps to drop the gradients that they begin with.
 
-        ``before`` is the kind of event, a key of ``StepProgram.replaced``, or None.
-        Returns whether that changes what is expected.
+        ``before`` is what `dropped_before` returns.  Returns whether that changes what
+        is expected.
         """
         known = [each for each in self.programs if before in each.replaced]
         for program in known:
-            program.moments = program.replaced[before or ""].moments
+            program.moments = program.replaced[before]
             # A later step may still begin without any.
             program.replaced = {"anew": program.replaced["anew"]}
-            program.drops_before = before or ""
+            program.drops_before = before
         return bool(known)
 
     def begin_step(self) -> bool:
@@ -162,11 +151,13 @@ class LearnedPrograms:
         """
         found = False
         for program in self.programs:
-            gradients = program.gradients()
+            leaves = (leaf() for leaf in program.leaves)
+            gradients = [leaf.grad for leaf in leaves if leaf is not None]
             may_drop = program.drops_before or "B" in program.replaced
-            program.given = _storages_of(gradients) if may_drop else []
+            storages = storages_in(gradients if may_drop else ())
+            program.given = [*map(weakref.ref, storages)]
             if program.replaced and gradients and gradients[0] is None:
-                keep_largest(program.moments, program.replaced["anew"].moments)
+                keep_largest(program.moments, program.replaced["anew"])
                 program.replaced, found = {}, True
         return found
 
@@ -215,8 +206,12 @@ class LearnedPrograms:
 
     def with_gradients_left(self, kind: str, graph: int) -> list[StepProgram]:
         """The programs with such an event whose given gradients are not all gone."""
-        programs = (each for each in self.programs if each.has_event(kind, graph))
-        return [each for each in programs if each.has_given()]
+        return [
+            program
+            for program in self.programs
+            if any((each.kind, each.graph) == (kind, graph) for each in program.states)
+            and any(storage() is not None for storage in program.given)
+        ]
 
     def expected_moments(
         self, graphs: Mapping[int, Graph], dropped_before: str = ""
@@ -242,36 +237,31 @@ def step_program_of(
 ) -> StepProgram:
     """What a recorded ``step`` held."""
     found = StepProgram(states, step.moments, step.calls, step.scales)
-    found.leaves = [*map(weakref.ref, recorder.with_new_gradients())]
-    if found.leaves:
+    leaves = recorder.with_new_gradients()
+    if leaves:
         found.replaced = {
-            how: StepTimeline(recorder, how) for how in ("anew", "F", "B")
+            how: StepTimeline(recorder, how).moments for how in ("anew", "F", "B")
         }
-    if not found.replaced and dropped_before(recorder):
-        found.leaves = [*map(weakref.ref, recorder.with_gradients())]
-        if found.leaves:
-            found.replaced = {"anew": StepTimeline(recorder, given=set())}
+    elif dropped_before(recorder):
+        leaves = recorder.with_gradients()
+        found.replaced = {"anew": StepTimeline(recorder, given=set()).moments}
+    found.leaves = [*map(weakref.ref, leaves)]
     return found
 
 
-def dropped_before(recorder: Recorder) -> Optional[str]:
+def dropped_before(recorder: Recorder) -> str:
     """The kind of event before which all given gradients are gone, "F" or "B".
 
-    None where some stay, or go after the first backward has begun.
+    Empty where some stay, or go after the first backward has begun.
     """
-    left = recorder.given_gradients.copy()
-    if left and left.isdisjoint(recorder.live_storages()):
-        begun: set[str] = set()
-        for event in recorder.log:
-            begun.add(event.kind)
-            left -= {event.storage} if event.kind == "-" else set()
-            if not left:
-                return None if "B" in begun else "B" if "F" in begun else "F"
-    return None
-
-
-def _storages_of(values: Iterable[Any]) -> list[weakref.ref[Any]]:
-    return [weakref.ref(each.untyped_storage()) for each in plain_tensors(values)]
+    given, log = recorder.given_gradients, recorder.log
+    if not given or given & recorder.live_storages():
+        return ""
+    gone = (
+        at for at, each in enumerate(log) if each.kind == "-" and each.storage in given
+    )
+    begun = {event.kind for event in log[: max(gone)]}
+    return "" if "B" in begun else "B" if "F" in begun else "F"
 
 
 def _most_calls(found: Iterable[Mapping[int, list[int]]]) -> dict[int, list[int]]:

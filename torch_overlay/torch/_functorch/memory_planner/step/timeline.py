@@ -9,13 +9,13 @@ from ..peak.curve import Held
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from .graphs import Graph
-    from .recorder import Event, Recorder
+    from .recorder import Recorder
 
 
-__all__ = ["Bytes", "StepTimeline", "keep_largest", "peak_under_plans"]
+__all__ = ["Bytes", "Event", "StepTimeline", "keep_largest", "peak_under_plans"]
 
 
 class Bytes(NamedTuple):
@@ -24,6 +24,29 @@ class Bytes(NamedTuple):
     total: int
     fixed: int
     gradients: int
+
+
+class Event(NamedTuple):
+    """A change while a step runs.
+
+    Args:
+        kind: "+" and "-", a storage is made and freed; "=", it grows by ``nbytes``;
+            "d", the caller drops an output; "F" and "f", "B" and "b", the forward or
+            backward of a ``call`` begins and ends; "x", its backward will never run.
+        storage: the storage's number, -1 for the event of a call.
+        nbytes: of "+", the storage's bytes; of "=", the change, perhaps negative.
+        flag: of "+", whether grad mode was on; of a call, whether anything is kept for
+            a backward to come.
+        inputs: of "B", the storages of the graph's inputs and tangents, and of what its
+            forward returned.
+    """
+
+    kind: str
+    storage: int = -1
+    nbytes: int = 0
+    call: Any = None
+    flag: bool = False
+    inputs: Sequence[Optional[int]] = ()
 
 
 def peak_under_plans(

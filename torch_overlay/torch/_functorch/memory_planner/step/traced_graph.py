@@ -84,7 +84,7 @@ class TracedGraph:
         self.joint, self._state, self._symbols = joint, state, symbols
         self._alike = _count_modules_alike()
 
-    @property
+    @functools.cached_property
     def may_miss(self) -> bool:
         """Whether calls may get no tangent for some output.
 

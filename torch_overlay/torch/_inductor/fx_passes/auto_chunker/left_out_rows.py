@@ -164,16 +164,16 @@ class _Rows:
         if left in ours and right in ours:
             return False
         if left in self.short:
-            rows = call_with_meta_of(node, node.target, self.short[left], right)
-            self.results[node] = self.pad(rows, node)
+            factors = self.short[left], right
         elif left in self.transposed:
             factors = self.transposed[left], self.rows_of(right, 0, node)
-            self.results[node] = call_with_meta_of(node, node.target, *factors)
         elif right in self.short:
             factors = self.rows_of(left, 1, node), self.short[right]
-            self.results[node] = call_with_meta_of(node, node.target, *factors)
         else:
             return False
+        product = call_with_meta_of(node, node.target, *factors)
+        is_rows = left in self.short
+        self.results[node] = self.pad(product, node) if is_rows else product
         return True
 
     def rows_of(self, value: Any, dim: int, like: Node) -> Node:
