@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from patchset.commits import check_committable, commit_on_branch, git
+from patchset.commits import check_committable, commit_on_branch
 from patchset.images import ABSENT, CONFLICTS, PatchState
 from patchset.patch import Patch, REPOSITORY
 from patchset.series import exported, FORMS, SERIES, stack
@@ -37,11 +37,14 @@ class Branch(NamedTuple):
     name: str
     step: PatchState
     made: list[str]
-    lines: int
 
     @property
     def topic(self) -> str:
         return self.step.patch.name
+
+    @property
+    def lines(self) -> int:
+        return forms.added(self.step.changes)
 
     @property
     def over(self) -> bool:
@@ -116,9 +119,7 @@ def make(target: Target, topic: str, force: bool) -> Branch:
     made = commit_on_branch(target, branch, commits, force)
     BODIES.mkdir(parents=True, exist_ok=True)
     (BODIES / f"{topic}.md").write_text(text)
-    counted = ("diff", "--numstat", f"{branch}^", branch, "--", ".", ":(exclude)test")
-    added = (line.split()[0] for line in git(target, *counted).splitlines())
-    return Branch(branch, steps[-1], made, sum(map(int, added)))
+    return Branch(branch, steps[-1], made)
 
 
 def one(target: Target, topic: str, force: bool, checked: bool) -> None:
@@ -133,7 +134,8 @@ def one(target: Target, topic: str, force: bool, checked: bool) -> None:
     print(f"branch {branch.name}{said}: git switch {branch.name}")
     print(f"text   {BODIES / topic}.md")
     if checked:
-        conclude(check(target, branch.name, branch.step.patch))
+        (found,) = findings([branch]).values()
+        conclude(check(target, branch.name, branch.step.patch, found))
 
 
 def all_of_them(target: Target, force: bool) -> None:

@@ -62,10 +62,17 @@ class Check(NamedTuple):
     said: str = ""
 
 
-def check(target: Target, branch: str, patch: Patch) -> Iterator[Check]:
-    """Yield the outcome of the linters and of the patch's test on the branch."""
+def check(
+    target: Target, branch: str, patch: Patch, findings: Sequence[str]
+) -> Iterator[Check]:
+    """Yield the outcome of the linters, which is known, and of the patch's test."""
+    yield Check(
+        "usort and ruff, by upstream's settings", not findings, "\n".join(findings)
+    )
     with _work_tree(target, branch) as tree:
-        yield from _lint(tree)
+        if (tree / ".lintrunner.toml").is_file():
+            words = "in the checkout, on the branch: lintrunner init; lintrunner -r HEAD^"
+            yield Check("the tree's own linters", None, words)
         link = [sys.executable, "-m", "upkeep.checkout", "link", str(tree)]
         done = _run(link, REPOSITORY / "scripts")
         if done.returncode:
@@ -120,22 +127,6 @@ def run_test(
             # Where CI is set, torch's test runner wants packages of upstream's own CI.
             CI="",
         )
-
-
-def _lint(tree: Path) -> Iterator[Check]:
-    """Whether the topic's own commit brings no finding, those below it aside."""
-    changed = _run(["git", "diff", "--name-only", "HEAD^", "HEAD"], tree).stdout.split()
-    before, after = {}, {}
-    for path in changed:
-        after[path] = (tree / path).read_text()
-        shown = _run(["git", "show", f"HEAD^:{path}"], tree)
-        if not shown.returncode:
-            before[path] = shown.stdout
-    new = new_findings(before, after)
-    yield Check("usort and ruff, by upstream's settings", not new, "\n".join(new))
-    if (tree / ".lintrunner.toml").is_file():
-        words = "in the checkout, on the branch: lintrunner init; lintrunner -r HEAD^"
-        yield Check("the tree's own linters", None, words)
 
 
 def new_findings(before: dict[str, str], after: dict[str, str]) -> list[str]:
